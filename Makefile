@@ -1,0 +1,43 @@
+# Everything happens in .venv, which is built once and again when its inputs change.
+PYTHON ?= python3
+BIN := .venv/bin
+
+# Nothing here downloads a model or a data set; this makes any attempt an error.
+export HF_HUB_OFFLINE := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test check clean
+
+help:
+	@echo "make demo    fine-tune and generate on an untrusted provider, and prove the claims"
+	@echo "make test    ruff, mypy and the tests"
+	@echo "make check   ruff and mypy only"
+	@echo "make venv    build .venv only"
+	@echo "make clean   remove .venv and caches"
+
+venv: .venv/.stamp
+
+.venv/.stamp: pyproject.toml constraints.txt
+	@echo "==> building .venv (once)"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable . --group dev
+	@touch $@
+
+demo: venv
+	@echo "==> demo"
+	@$(BIN)/symbiosis-priv demo
+
+test: check
+	@echo "==> pytest"
+	@$(BIN)/python -m pytest
+
+check: venv
+	@echo "==> ruff"
+	@$(BIN)/ruff check
+	@echo "==> mypy"
+	@$(BIN)/mypy
+
+clean:
+	@rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,534 @@
+"""Certificates for mutual TLS: an authority, providers, tenants, and their rotation.
+
+A tenant pins its provider's certificate itself, so a provider needs no authority and may be self-signed.
+A provider knows its tenants by the authority that issued their certificates. Kind and name live in the
+certificate: a provider carries `serverAuth` and its hosts, a tenant `clientAuth` and
+`urn:symbiosis-priv:tenant:<name>`, so neither can stand in for the other.
+
+Keys are ECDSA P-256, which every TLS 1.3 stack supports. A key file is created with mode 0600 and is never
+overwritten; only `rotate` replaces one, and keeps the old pair beside it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import os
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from enum import StrEnum
+from pathlib import Path
+from typing import Final, Literal, TypeVar
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from symbiosis_priv.errors import CertificateError, ConfigError
+
+__all__ = [
+    "DEFAULT_HOSTS",
+    "Description",
+    "Identity",
+    "Kind",
+    "create_authority",
+    "create_self_signed",
+    "describe",
+    "fingerprint",
+    "is_authority",
+    "is_current",
+    "issue",
+    "kind_of",
+    "load_certificates",
+    "require_identity",
+    "rotate",
+    "tenant_name",
+]
+
+DEFAULT_HOSTS: Final = ("localhost", "127.0.0.1")
+MAX_DAYS: Final = 36_500
+
+_TENANT_URN: Final = "urn:symbiosis-priv:tenant:"
+_NAME: Final = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,64}")
+_LABEL: Final = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+# No wildcard, and no numeric last label: 10.0.0.256 is a mistyped address, not a DNS name.
+_DNS_NAME: Final = re.compile(rf"(?:{_LABEL}\.)*(?![0-9]+\Z){_LABEL}")
+_PREVIOUS: Final = ".previous"
+_CLOCK_SKEW: Final = timedelta(minutes=5)
+
+
+_Extension = TypeVar("_Extension", bound=x509.ExtensionType)
+
+
+class Kind(StrEnum):
+    """What a certificate may be used for."""
+
+    PROVIDER = "provider"
+    TENANT = "tenant"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A certificate and its private key, as two PEM files. The key is read only when it is needed."""
+
+    certificate: Path
+    key: Path
+
+    def private_key(self) -> PrivateKeyTypes:
+        """Reads the key file. Raises `CertificateError` if it is missing, encrypted or not a key."""
+        try:
+            return serialization.load_pem_private_key(_read(self.key), password=None)
+        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+            raise CertificateError(
+                f"{self.key} is not an unencrypted PEM private key: restore it, or run "
+                f"`symbiosis-priv keys rotate`"
+            ) from error
+
+
+@dataclass(frozen=True)
+class Description:
+    """What `symbiosis-priv keys show` prints about one certificate."""
+
+    subject: str
+    kind: Kind | Literal["authority", "other"]
+    hosts: tuple[str, ...]
+    not_after: datetime
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class _Authority:
+    certificate: x509.Certificate
+    key: ec.EllipticCurvePrivateKey
+
+
+# Creating
+
+
+def create_authority(directory: Path, *, name: str = "authority", days: int = 3650) -> Identity:
+    """Creates a certificate authority for tenants: `<name>.pem` and `<name>.key`.
+
+    Raises `ConfigError` for a bad name or lifetime, `CertificateError` if either file exists.
+    """
+    key = ec.generate_private_key(ec.SECP256R1())
+    usage = x509.KeyUsage(
+        digital_signature=False,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=True,
+        crl_sign=True,
+        encipher_only=False,
+        decipher_only=False,
+    )
+    certificate = _sign(
+        _subject(name, unit="authority"),
+        key=key,
+        # path_length=0: a tenant's certificate can never sign another one.
+        extensions=[x509.BasicConstraints(ca=True, path_length=0), usage],
+        days=days,
+        authority=None,
+    )
+    return _write_pair(directory, name=name, certificate=certificate, key=key)
+
+
+def issue(
+    directory: Path, *, authority: Identity, kind: Kind, name: str, hosts: Sequence[str] = (), days: int = 365
+) -> Identity:
+    """Issues `<name>.pem` and `<name>.key`, signed by `authority`.
+
+    Args:
+        authority: as made by `create_authority`; the new certificate does not outlive it.
+        name: 1 to 64 of `A-Za-z0-9._-`, no leading dot; for a tenant, the name that providers see.
+        hosts: DNS names and IP addresses of a provider, by default localhost; a tenant has none.
+        days: lifetime.
+
+    Raises `ConfigError` for a bad name, host or lifetime, `CertificateError` if a file exists or the
+    authority is unusable.
+    """
+    signer = _load_authority(authority)
+    return _create(directory, kind=kind, name=name, hosts=hosts, days=days, authority=signer)
+
+
+def create_self_signed(
+    directory: Path, *, kind: Kind, name: str, hosts: Sequence[str] = (), days: int = 365
+) -> Identity:
+    """Like `issue` without an authority, for a certificate that its peer pins directly."""
+    return _create(directory, kind=kind, name=name, hosts=hosts, days=days, authority=None)
+
+
+def rotate(certificate: Path, *, authority: Identity | None, days: int = 365) -> Identity:
+    """Replaces a pair by one with a new key and the same subject, alternative names and key usage.
+
+    The old pair stays as `<name>.previous.pem` and `<name>.previous.key`, in place of an older one. Each file
+    is replaced atomically, the key first: whoever loads the pair in between gets a `CertificateError` about a
+    mismatch and may retry. Rotation also repairs a pair whose key is lost.
+
+    Args:
+        certificate: `<name>.pem`, a provider's or a tenant's.
+        authority: signs the new certificate; None for a self-signed one.
+
+    Raises `CertificateError` for an authority (create a second one instead) and for a missing authority.
+    """
+    name = certificate.stem
+    if certificate.suffix != ".pem":
+        raise CertificateError(f"{certificate} is not named <name>.pem: pass the certificate, not its key")
+    _check_name(name)
+    old = load_certificates(certificate)[0]
+    kind = kind_of(old)
+    if kind is None:
+        raise CertificateError(
+            f"{certificate} is neither a provider's nor a tenant's: to replace an authority, create a second "
+            f"one and list both in the provider's tenant_authority file until every tenant has moved"
+        )
+    if authority is None and old.issuer != old.subject:
+        raise CertificateError(f"{certificate} was issued by an authority: pass that authority to rotate it")
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    new = _sign(
+        old.subject,
+        key=key,
+        extensions=[
+            x509.SubjectAlternativeName(_alternative_names(old)),
+            *_leaf_usage(x509.ExtendedKeyUsage(_usages(old))),
+        ],
+        days=days,
+        authority=None if authority is None else _load_authority(authority),
+    )
+
+    current = _pair(certificate.parent, name)
+    previous = _pair(certificate.parent, name + _PREVIOUS)
+    # If they do not fit, the key is lost, or an interrupted rotation has already kept the true pair.
+    if _fits(current, old):
+        _replace_file(previous.key, _read(current.key), mode=0o600)
+        _replace_file(previous.certificate, _read(certificate), mode=0o644)
+    _replace_file(current.key, _key_pem(key), mode=0o600)
+    _replace_file(current.certificate, _certificate_pem(new), mode=0o644)
+    return current
+
+
+# Reading
+
+
+def load_certificates(path: Path) -> list[x509.Certificate]:
+    """All certificates of a PEM file, at least one. Raises `CertificateError`."""
+    try:
+        return x509.load_pem_x509_certificates(_read(path))
+    except ValueError as error:
+        raise CertificateError(
+            f"{path} holds no PEM certificate: expected a file made by `symbiosis-priv keys`"
+        ) from error
+
+
+def fingerprint(certificate: Path | bytes) -> str:
+    """`sha256:<hex>` of the DER encoding: of the first certificate in a PEM file, or of DER bytes."""
+    der = certificate if isinstance(certificate, bytes) else _der(load_certificates(certificate)[0])
+    return f"sha256:{hashlib.sha256(der).hexdigest()}"
+
+
+def describe(path: Path) -> Description:
+    """Describes the first certificate of a PEM file."""
+    certificate = load_certificates(path)[0]
+    return Description(
+        subject=certificate.subject.rfc4514_string(),
+        kind="authority" if is_authority(certificate) else kind_of(certificate) or "other",
+        hosts=_hosts(certificate),
+        not_after=certificate.not_valid_after_utc,
+        fingerprint=fingerprint(_der(certificate)),
+    )
+
+
+def kind_of(certificate: x509.Certificate) -> Kind | None:
+    """Which side of a connection the certificate is for; None for an authority or a stranger."""
+    if tenant_name(certificate) is not None:
+        return Kind.TENANT
+    is_server = ExtendedKeyUsageOID.SERVER_AUTH in _usages(certificate) and not is_authority(certificate)
+    return Kind.PROVIDER if is_server and _hosts(certificate) else None
+
+
+def tenant_name(certificate: x509.Certificate) -> str | None:
+    """The tenant a certificate speaks for; None unless it is a tenant's.
+
+    The caller vouches for the signature: this only reads the names that the authority signed.
+    """
+    if is_authority(certificate) or ExtendedKeyUsageOID.CLIENT_AUTH not in _usages(certificate):
+        return None
+    names = _alternative_names(certificate)
+    uris = [name.value for name in names if isinstance(name, x509.UniformResourceIdentifier)]
+    if len(uris) != 1 or not uris[0].startswith(_TENANT_URN):
+        return None
+    name = uris[0].removeprefix(_TENANT_URN)
+    return name if _NAME.fullmatch(name) else None
+
+
+def is_authority(certificate: x509.Certificate) -> bool:
+    """Whether the certificate may sign others."""
+    constraints = _extension(certificate, x509.BasicConstraints)
+    return constraints is not None and constraints.ca
+
+
+def is_current(certificate: x509.Certificate) -> bool:
+    """Whether now lies within the certificate's lifetime."""
+    return certificate.not_valid_before_utc <= _now() <= certificate.not_valid_after_utc
+
+
+def require_identity(identity: Identity, *, kind: Kind) -> None:
+    """Raises `CertificateError` unless the pair is complete, of this kind, current, and its key fits."""
+    certificate = load_certificates(identity.certificate)[0]
+    found = kind_of(certificate)
+    if found is not kind:
+        raise CertificateError(
+            f"{identity.certificate} is {'no' if found is None else f'a {found} certificate, not a'} {kind} "
+            f"certificate: create one with `symbiosis-priv keys {kind}`"
+        )
+    _require_usable(identity, certificate, fix="run `symbiosis-priv keys rotate`")
+
+
+# Building
+
+
+def _create(
+    directory: Path, *, kind: Kind, name: str, hosts: Sequence[str], days: int, authority: _Authority | None
+) -> Identity:
+    subject = _subject(name, unit=kind)
+    names: list[x509.GeneralName]
+    if kind is Kind.TENANT:
+        if hosts:
+            raise ConfigError(f"hosts={list(hosts)}: a tenant's certificate names no hosts, leave them out")
+        names = [x509.UniformResourceIdentifier(_TENANT_URN + name)]
+        usage = ExtendedKeyUsageOID.CLIENT_AUTH
+    else:
+        names = [_host(host) for host in hosts or DEFAULT_HOSTS]
+        usage = ExtendedKeyUsageOID.SERVER_AUTH
+    key = ec.generate_private_key(ec.SECP256R1())
+    certificate = _sign(
+        subject,
+        key=key,
+        extensions=[x509.SubjectAlternativeName(names), *_leaf_usage(x509.ExtendedKeyUsage([usage]))],
+        days=days,
+        authority=authority,
+    )
+    return _write_pair(directory, name=name, certificate=certificate, key=key)
+
+
+def _sign(
+    subject: x509.Name,
+    *,
+    key: ec.EllipticCurvePrivateKey,
+    extensions: Sequence[x509.ExtensionType],
+    days: int,
+    authority: _Authority | None,
+) -> x509.Certificate:
+    if not 1 <= days <= MAX_DAYS:
+        raise ConfigError(f"days={days}: choose a lifetime from 1 to {MAX_DAYS} days")
+    not_after = _now() + timedelta(days=days)
+    if authority is not None:
+        not_after = min(not_after, authority.certificate.not_valid_after_utc)
+    signing_key = key if authority is None else authority.key
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject if authority is None else authority.certificate.subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(_now() - _CLOCK_SKEW)
+        .not_valid_after(not_after)
+        # The key identifiers tell an old and a new certificate with one subject apart (rotation).
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(signing_key.public_key()), critical=False
+        )
+    )
+    for extension in extensions:
+        critical = isinstance(extension, x509.BasicConstraints | x509.KeyUsage)
+        builder = builder.add_extension(extension, critical=critical)
+    return builder.sign(signing_key, hashes.SHA256())
+
+
+def _leaf_usage(usage: x509.ExtendedKeyUsage) -> list[x509.ExtensionType]:
+    signing = x509.KeyUsage(
+        digital_signature=True,  # all that TLS 1.3 asks of a certificate
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=False,
+        crl_sign=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+    return [x509.BasicConstraints(ca=False, path_length=None), signing, usage]
+
+
+def _subject(name: str, *, unit: str) -> x509.Name:
+    # The unit keeps an authority apart from a certificate of that name, which would look self-issued.
+    _check_name(name)
+    return x509.Name(
+        [
+            x509.NameAttribute(NameOID.ORGANIZATION_NAME, "symbiosis-priv"),
+            x509.NameAttribute(NameOID.ORGANIZATIONAL_UNIT_NAME, unit),
+            x509.NameAttribute(NameOID.COMMON_NAME, name),
+        ]
+    )
+
+
+def _check_name(name: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"name {name!r}: use 1 to 64 of A-Z a-z 0-9 . _ and -, not starting with a dot")
+    if name.endswith(_PREVIOUS):
+        raise ConfigError(f"name {name!r}: rotation keeps old pairs under that ending, choose another name")
+
+
+def _host(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        if len(host) > 253 or not _DNS_NAME.fullmatch(host):
+            raise ConfigError(
+                f"host {host!r}: use a DNS name or an IP address, without scheme, port or wildcard"
+            ) from None
+        return x509.DNSName(host)
+
+
+def _load_authority(identity: Identity) -> _Authority:
+    certificate = load_certificates(identity.certificate)[0]
+    fix = "create an authority with `symbiosis-priv keys authority`"
+    if not is_authority(certificate):
+        raise CertificateError(f"{identity.certificate} is no authority: {fix}")
+    key = _require_usable(identity, certificate, fix=fix)
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise CertificateError(f"{identity.key} is no elliptic-curve key: {fix}")
+    return _Authority(certificate=certificate, key=key)
+
+
+def _require_usable(identity: Identity, certificate: x509.Certificate, *, fix: str) -> PrivateKeyTypes:
+    if not is_current(certificate):
+        raise CertificateError(
+            f"{identity.certificate} is valid only from {certificate.not_valid_before_utc:%Y-%m-%d %H:%M} to "
+            f"{certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC: check the clock, or {fix}"
+        )
+    key = identity.private_key()
+    if key.public_key() != certificate.public_key():
+        raise CertificateError(
+            f"{identity.key} is not the key of {identity.certificate}: restore it, or {fix}"
+        )
+    return key
+
+
+def _fits(identity: Identity, certificate: x509.Certificate) -> bool:
+    try:
+        return identity.private_key().public_key() == certificate.public_key()
+    except CertificateError:
+        return False
+
+
+def _usages(certificate: x509.Certificate) -> list[x509.ObjectIdentifier]:
+    return list(_extension(certificate, x509.ExtendedKeyUsage) or ())
+
+
+def _alternative_names(certificate: x509.Certificate) -> list[x509.GeneralName]:
+    return list(_extension(certificate, x509.SubjectAlternativeName) or ())
+
+
+def _hosts(certificate: x509.Certificate) -> tuple[str, ...]:
+    names = _alternative_names(certificate)
+    return tuple(str(name.value) for name in names if isinstance(name, x509.DNSName | x509.IPAddress))
+
+
+def _extension(certificate: x509.Certificate, kind: type[_Extension]) -> _Extension | None:
+    """The extension; None if it is absent or malformed, so that a strange certificate has no kind."""
+    try:
+        return certificate.extensions.get_extension_for_class(kind).value
+    except (x509.ExtensionNotFound, x509.DuplicateExtension, ValueError):
+        return None
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
+# Files
+
+
+def _pair(directory: Path, name: str) -> Identity:
+    return Identity(certificate=directory / f"{name}.pem", key=directory / f"{name}.key")
+
+
+def _write_pair(
+    directory: Path, *, name: str, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey
+) -> Identity:
+    identity = _pair(directory, name)
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise CertificateError(
+            f"cannot create {directory}: {error.strerror}; choose another directory"
+        ) from error
+    _create_file(identity.key, _key_pem(key), mode=0o600)
+    try:
+        _create_file(identity.certificate, _certificate_pem(certificate), mode=0o644)
+    except BaseException:
+        identity.key.unlink()  # ours, created just above: no half pairs
+        raise
+    return identity
+
+
+def _create_file(path: Path, content: bytes, *, mode: int) -> None:
+    """Writes a file that must not exist; O_EXCL also refuses to follow a link somebody left there."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    except FileExistsError:
+        raise CertificateError(
+            f"{path} exists and is never overwritten: choose another name or directory, or renew it with "
+            f"`symbiosis-priv keys rotate`"
+        ) from None
+    except OSError as error:
+        raise CertificateError(f"cannot create {path}: {error.strerror}; choose another directory") from error
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        path.unlink()
+        raise CertificateError(f"cannot write {path}: {error.strerror}; choose another directory") from error
+
+
+def _replace_file(path: Path, content: bytes, *, mode: int) -> None:
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    _create_file(temporary, content, mode=mode)
+    try:
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise CertificateError(f"cannot replace {path}: {error.strerror}") from error
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CertificateError(
+            f"cannot read {path}: {error.strerror}; check the path, or create it with `symbiosis-priv keys`"
+        ) from error
+
+
+def _der(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.DER)
+
+
+def _certificate_pem(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )

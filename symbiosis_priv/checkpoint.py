@@ -1,0 +1,112 @@
+"""Lazy reading of Hugging Face safetensors checkpoints: one tensor at a time, nothing unpickled."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from symbiosis_priv.errors import CheckpointError
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def resolve(model: str | Path) -> Path:
+    """The local folder of a checkpoint: a path as it is, a hub name through the Hugging Face cache.
+
+    Raises:
+        CheckpointError: neither a folder with a config.json nor a model that the hub client can fetch.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise CheckpointError(f"{path} has no config.json; point at a Hugging Face checkpoint folder")
+        return path.resolve()
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(model), allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(f"{model} is no checkpoint folder and could not be fetched: {error}") from error
+
+
+class _Index(msgspec.Struct):
+    """What matters of model.safetensors.index.json: which file holds which tensor."""
+
+    weight_map: dict[str, str]
+
+
+class Checkpoint:
+    """The tensors of a safetensors checkpoint, by name. A context manager; files are opened once and memory-mapped."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._files = contextlib.ExitStack()
+        self._open: dict[str, safe_open] = {}
+        self._location = self._index()
+
+    def _index(self) -> dict[str, str]:
+        if (self.path / _INDEX).is_file():
+            try:
+                location = msgspec.json.decode((self.path / _INDEX).read_bytes(), type=_Index).weight_map
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise CheckpointError(f"{self.path / _INDEX} is damaged: {error}") from error
+            for name in set(location.values()):
+                if Path(name).name != name or name == "..":
+                    raise CheckpointError(f"{self.path / _INDEX} names a file outside its folder")
+                if not (self.path / name).is_file():
+                    raise CheckpointError(f"{self.path} has no {name}, which its index names; fetch it again")
+            return location
+        if not (self.path / _SINGLE).is_file():
+            raise CheckpointError(f"{self.path} has no {_SINGLE}; convert it: model.save_pretrained(path)")
+        return dict.fromkeys(self._file(_SINGLE).keys(), _SINGLE)
+
+    def _file(self, name: str) -> safe_open:
+        if name not in self._open:
+            try:
+                self._open[name] = self._files.enter_context(safe_open(self.path / name, framework="pt"))
+            except SafetensorError as error:
+                raise CheckpointError(f"{self.path / name} is damaged ({error}); fetch it again") from error
+        return self._open[name]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._files.close()
+        self._open.clear()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._location
+
+    def names(self) -> list[str]:
+        """Every tensor name."""
+        return list(self._location)
+
+    def tensor(self, name: str) -> Tensor:
+        """Read one tensor, in the dtype it is stored in."""
+        try:
+            file_name = self._location[name]
+        except KeyError:
+            raise CheckpointError(f"{self.path} has no tensor {name}; is it the full base checkpoint?") from None
+        try:
+            tensor: Tensor = self._file(file_name).get_tensor(name)
+        except SafetensorError as error:  # the index promised it
+            raise CheckpointError(f"{self.path / file_name} holds no tensor {name} ({error})") from error
+        return tensor
+
+    def signature(self) -> str:
+        """Changes whenever a weight file is replaced: a hash of names, sizes and modification times."""
+        stats = [(name, (self.path / name).stat()) for name in sorted(set(self._location.values()))]
+        rows = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+        config = (self.path / "config.json").read_bytes()
+        return hashlib.sha256(msgspec.json.encode(rows) + config).hexdigest()

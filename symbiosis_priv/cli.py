@@ -1,0 +1,130 @@
+"""The `symbiosis-priv` command, composed from entry points.
+
+Each package plugs its commands into the group `symbiosis_priv.commands` (see pyproject.toml); so can anybody
+else's. A command's module is imported when that command runs and not before: `--help` and `keys` answer
+at once, without waiting for torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib.metadata import EntryPoint, entry_points, version
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command, get_group
+
+from symbiosis_priv.errors import ConfigError, SymbiosisError
+
+__all__ = ["COMMAND_GROUP", "main"]
+
+COMMAND_GROUP = "symbiosis_priv.commands"
+DISTRIBUTION = "symbiosis-priv"
+
+# Kept here, in the order they are listed, because asking a command for its own help would import it.
+_SHORT_HELP = {
+    "demo": "Fine-tune and generate on an untrusted provider, then prove what is claimed.",
+    "keys": "Create, rotate and inspect certificates and their fingerprints.",
+    "provider": "Serve the frozen layers of a public model.",
+    "tenant": "Fine-tune adapters and generate on somebody else's base model.",
+    "federation": "Check the providers that a federation file names.",
+    "verify": "Test live providers for exactness, property by property.",
+    "threat-model": "Attack every masking scheme and report what leaks.",
+    "bench": "Measure round trips beside a bare TLS echo of the same bytes.",
+}
+
+
+class _CommandGroup(TyperGroup):
+    """Lists every plugged-in command by name and short help; imports the one that is about to run."""
+
+    def __init__(self, **attrs: Any) -> None:
+        self._plugged = {entry.name: entry for entry in entry_points(group=COMMAND_GROUP)}
+        known = [name for name in _SHORT_HELP if name in self._plugged]
+        others = sorted(self._plugged.keys() - _SHORT_HELP.keys())
+        attrs["commands"] = {
+            name: TyperCommand(name, help=_SHORT_HELP.get(name) or f"Added by {_owner(self._plugged[name])}.")
+            for name in known + others
+        }
+        super().__init__(**attrs)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        # The base class finds the listed stand-in (or says which name was meant); swap in the real command.
+        name, listed, rest = super().resolve_command(ctx, args)
+        return name, _load(self._plugged[name]) if name in self._plugged else listed, rest
+
+
+def _load(entry: EntryPoint) -> Any:
+    """Imports one command. A `typer.Typer` is a group, even of a single command; a function is a command.
+
+    Raises:
+        ConfigError: its module, or something that the module needs, is not installed.
+    """
+    try:
+        target = entry.load()
+    except ImportError as error:
+        raise ConfigError(
+            f"the command {entry.name!r} ({entry.value}) cannot be loaded: {error}; "
+            f"reinstall {_owner(entry)} with everything it depends on"
+        ) from error
+    parent = typer.Typer(add_completion=False)
+    if isinstance(target, typer.Typer):
+        parent.add_typer(target, name=entry.name)
+    else:
+        parent.command(entry.name)(target)
+    return get_group(parent).commands[entry.name]
+
+
+def _owner(entry: EntryPoint) -> str:
+    return entry.dist.name if entry.dist else "another package"
+
+
+app = typer.Typer(cls=_CommandGroup, no_args_is_help=True)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"{DISTRIBUTION} {version(DISTRIBUTION)}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    *,
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Private, verifiable fine-tuning and inference on a base model that somebody else serves."""
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Runs the command line and leaves the process with its exit status.
+
+    An error of this project's tree is one line on stderr and status 1; SYMBIOSIS_PRIV_TRACEBACK=1 also shows
+    where it came from. Wrong usage is status 2, Ctrl-C 130. Anything else is a bug and keeps its traceback.
+
+    Args:
+        args: the words after the program's name; `sys.argv` by default.
+    """
+    try:
+        # Not `app()`: that installs typer's exception hook, which can print local variables: a tenant's data.
+        get_command(app).main(args=args, prog_name=DISTRIBUTION)
+    except SymbiosisError as error:
+        if os.environ.get("SYMBIOSIS_PRIV_TRACEBACK") == "1":
+            traceback.print_exc()
+        typer.secho(f"error: {_one_line(error)}", fg=typer.colors.RED, err=True)
+        sys.exit(1)
+
+
+def _one_line(error: SymbiosisError) -> str:
+    """The message without line breaks or escape sequences: part of it may be a provider's own words."""
+    printable = "".join(char if char.isprintable() else " " for char in str(error))
+    return " ".join(printable.split())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Every error this project raises on purpose.
+
+One tree: catch `SymbiosisError` for all of it, a branch for a kind of trouble. Each message says what
+happened and what to do next; none carries activations, masks, scales or keys.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BurntRowError",
+    "CertificateError",
+    "CheckpointError",
+    "ConfigError",
+    "ConnectionLostError",
+    "DeadlineExceededError",
+    "FrameTooLargeError",
+    "NonFiniteError",
+    "ProtocolError",
+    "ProviderError",
+    "QuarantinedError",
+    "RangeError",
+    "RoleConflictError",
+    "SymbiosisError",
+    "TransportError",
+    "UnsupportedMethodError",
+    "UnsupportedModelError",
+    "VerificationError",
+]
+
+
+class SymbiosisError(Exception):
+    """Root of the tree."""
+
+
+class ConfigError(SymbiosisError, ValueError):
+    """A configuration file or option is wrong; the message names the key and the fix."""
+
+
+class RoleConflictError(ConfigError):
+    """One operator would know a pad and see a row masked with it (executor and helper at once)."""
+
+
+class CertificateError(SymbiosisError):
+    """A certificate is missing, expired, not the pinned one, or of the wrong kind."""
+
+
+class CheckpointError(SymbiosisError):
+    """A checkpoint lacks tensors, or is not the model that the federation pins."""
+
+
+class UnsupportedModelError(SymbiosisError):
+    """The architecture cannot be split here; the message names the module."""
+
+
+class UnsupportedMethodError(SymbiosisError):
+    """The method needs the base weight, which never exists on the tenant (DoRA, PiSSA, LoHa, merge)."""
+
+
+class NonFiniteError(SymbiosisError, ValueError):
+    """An activation or gradient holds inf or nan. Raised before a byte is sent."""
+
+
+class RangeError(SymbiosisError, ValueError):
+    """A tensor has the wrong shape or dtype, or a layer is too wide for the ring's guard bits."""
+
+
+class BurntRowError(SymbiosisError):
+    """A mask row would be used a second time, or a mask outlived the process that drew it."""
+
+
+class TransportError(SymbiosisError):
+    """The bytes did not get through; resending the same bytes is safe."""
+
+
+class ConnectionLostError(TransportError):
+    """The peer closed or refused the connection."""
+
+
+class DeadlineExceededError(TransportError, TimeoutError):
+    """No answer within the deadline; the message names the option that raises it."""
+
+
+class ProtocolError(SymbiosisError):
+    """A frame breaks the protocol: wrong type, wrong count, truncated, not bound to its request."""
+
+
+class FrameTooLargeError(ProtocolError):
+    """A frame announces more bytes than the limit; nothing was allocated for it."""
+
+
+class ProviderError(SymbiosisError):
+    """A provider answered with an error.
+
+    Args:
+        code: a `wire.ErrorCode` value.
+        provider: the provider's name in the federation file.
+        detail: the provider's own words (never trusted, only shown).
+    """
+
+    def __init__(self, *, code: str, provider: str, detail: str) -> None:
+        super().__init__(f"provider {provider!r} answered {code}: {detail}")
+        self.code = code
+        self.provider = provider
+
+
+class VerificationError(SymbiosisError):
+    """An answer or an effect is not the product it claims to be.
+
+    The provider is named so that its owner can be asked; nothing about the failure is sent to it.
+    """
+
+    def __init__(self, *, provider: str, group: str, direction: str, what: str) -> None:
+        super().__init__(
+            f"{what} of provider {provider!r} for {group} ({direction}) is not the product of the pinned weights; "
+            f"the provider is quarantined for this session. Remove it from the federation file or ask its operator."
+        )
+        self.provider = provider
+        self.group = group
+        self.direction = direction
+
+
+class QuarantinedError(SymbiosisError):
+    """Every provider for this role has been quarantined; nothing more is sent."""

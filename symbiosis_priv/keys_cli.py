@@ -1,0 +1,155 @@
+"""`symbiosis-priv keys`: create, rotate and show certificates."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from symbiosis_priv import certificates
+from symbiosis_priv.certificates import Description, Identity, Kind
+from symbiosis_priv.errors import CertificateError, ConfigError
+
+__all__ = ["app"]
+
+app = typer.Typer(no_args_is_help=True, help="Create, rotate and show certificates.")
+
+Directory = Annotated[Path, typer.Option("--directory", "-d", help="Where the files live.")]
+Name = Annotated[str, typer.Option("--name", "-n", help="Base name of the files; a tenant is known by it.")]
+Authority = Annotated[str, typer.Option("--authority", "-a", help="Name of the signing authority.")]
+Days = Annotated[int, typer.Option("--days", help="Lifetime in days.")]
+Hosts = Annotated[
+    list[str] | None, typer.Option("--host", help="DNS name or IP address; repeatable. Default: localhost.")
+]
+SelfSigned = Annotated[bool, typer.Option("--self-signed", help="No authority: tenants pin the certificate.")]
+OptionalName = Annotated[str | None, typer.Option("--name", "-n", help="Show only this one.")]
+
+KEYS = Path("keys")
+
+
+@app.command()
+def authority(*, name: Name = "authority", directory: Directory = KEYS, days: Days = 3650) -> None:
+    """Create the authority by which a provider knows its tenants."""
+    identity = certificates.create_authority(directory, name=name, days=days)
+    _report(identity)
+    _next("Name it in provider.toml:", _toml("tls", tenant_authority=identity.certificate))
+    _next(
+        "Then issue certificates:",
+        f"symbiosis-priv keys tenant --name NAME --directory {shlex.quote(str(directory))}",
+    )
+
+
+@app.command()
+def provider(
+    *,
+    name: Name,
+    host: Hosts = None,
+    self_signed: SelfSigned = False,
+    authority: Authority = "authority",
+    directory: Directory = KEYS,
+    days: Days = 365,
+) -> None:
+    """Create a provider's certificate."""
+    hosts = host or ()
+    if self_signed:
+        identity = certificates.create_self_signed(
+            directory, kind=Kind.PROVIDER, name=name, hosts=hosts, days=days
+        )
+    else:
+        signer = _identity(directory, authority)
+        identity = certificates.issue(
+            directory, authority=signer, kind=Kind.PROVIDER, name=name, hosts=hosts, days=days
+        )
+    _report(identity)
+    _next("Name it in provider.toml:", _toml("tls", certificate=identity.certificate, key=identity.key))
+    _next(
+        "Give the certificate, never the key, to your tenants. In their federation.toml:",
+        _toml("[provider]", name=name, certificate=identity.certificate),
+    )
+
+
+@app.command()
+def tenant(
+    *, name: Name, authority: Authority = "authority", directory: Directory = KEYS, days: Days = 365
+) -> None:
+    """Issue a tenant's certificate."""
+    signer = _identity(directory, authority)
+    identity = certificates.issue(directory, authority=signer, kind=Kind.TENANT, name=name, days=days)
+    _report(identity)
+    _next(
+        "Hand both files to the tenant. In its federation.toml:",
+        _toml("tenant", certificate=identity.certificate, key=identity.key),
+    )
+
+
+@app.command()
+def rotate(
+    *, name: Name, authority: Authority = "authority", directory: Directory = KEYS, days: Days = 365
+) -> None:
+    """Replace a certificate and its key; the old pair is kept as NAME.previous."""
+    path = _identity(directory, name).certificate
+    old = certificates.load_certificates(path)[0]
+    signer = None if old.issuer == old.subject else _identity(directory, authority)
+    identity = certificates.rotate(path, authority=signer, days=days)
+    _report(identity)
+    if certificates.describe(path).kind == Kind.PROVIDER:
+        _next("Send it to your tenants first. They accept the old and the new one once they have run:")
+        _line(f"cat {path.name} >> PINNED.pem")
+    _next("Then restart whatever uses the pair; it reads the files when it starts.")
+
+
+@app.command()
+def show(*, name: OptionalName = None, directory: Directory = KEYS) -> None:
+    """Show certificates: kind, hosts, lifetime and the fingerprint to compare by another channel."""
+    paths = sorted(directory.glob("*.pem")) if name is None else [_identity(directory, name).certificate]
+    if not paths:
+        raise CertificateError(
+            f"no certificates in {directory}: create some with `symbiosis-priv keys authority` or "
+            f"`symbiosis-priv keys provider`"
+        )
+    for path in paths:
+        _print_certificate(path, certificates.describe(path))
+
+
+def _identity(directory: Path, name: str) -> Identity:
+    if Path(name).name != name:
+        raise ConfigError(f"name {name!r}: pass a bare name, and the folder with --directory")
+    return Identity(certificate=directory / f"{name}.pem", key=directory / f"{name}.key")
+
+
+def _report(identity: Identity) -> None:
+    _print_certificate(identity.certificate, certificates.describe(identity.certificate))
+    _line(f"  key          {identity.key} (secret, mode 0600)")
+
+
+def _print_certificate(path: Path, description: Description) -> None:
+    days = (description.not_after - datetime.now(UTC)).days
+    left = f"{days} days left" if days >= 0 else "EXPIRED: run `symbiosis-priv keys rotate`"
+    _line(f"{path}", style="bold green" if days >= 0 else "bold red")
+    _line(f"  kind         {description.kind}")
+    _line(f"  subject      {description.subject}")
+    if description.hosts:
+        _line(f"  hosts        {', '.join(description.hosts)}")
+    _line(f"  not after    {description.not_after:%Y-%m-%d %H:%M} UTC ({left})")
+    _line(f"  fingerprint  {description.fingerprint}")
+
+
+def _next(what: str, paste: str = "") -> None:
+    _line(f"\n{what}", style="bold")
+    if paste:
+        _line(paste)
+
+
+def _toml(table: str, **values: str | Path) -> str:
+    # A JSON string is a valid TOML basic string.
+    return "\n".join([f"[{table}]", *(f"{key} = {json.dumps(str(value))}" for key, value in values.items())])
+
+
+def _line(text: str, *, style: str | None = None) -> None:
+    # Lines are to be pasted: no wrapping, and no markup from file names.
+    Console().print(text, style=style, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,117 @@
+"""One-time masks: AES-256-CTR, addressed by row.
+
+Theory of operation. A session draws one 256-bit secret. Everything else is derived with HKDF-SHA256 (RFC 5869):
+
+    session secret --"helper", fingerprint--> helper seed      (all that a helper ever receives)
+    helper seed    --"mask", group, direction--> AES-256 key   (one keystream per layer group and direction)
+
+Row r of a keystream occupies its own whole AES blocks, starting at block `r * ceil(4 d / 16)`: any row can be made
+without the ones before it, by the tenant and the helper alike, and rows never overlap. Info strings
+are length-prefixed, so that no two derivations can collide. Masks come from nowhere else (rule 1); a row index is
+handed out by `RowCounter` exactly once, and neither secret nor counter survives the process (rules 2 and 3).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections import defaultdict
+from typing import NoReturn
+
+import numpy as np
+import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from torch import Tensor
+
+from symbiosis_priv.errors import BurntRowError, RangeError
+
+SEED_BYTES = 32
+MAX_ROW = 1 << 63
+MAX_BYTES = 1 << 32  # of one expansion; a frame holds no more either
+_BLOCK = 16
+
+
+def derive(secret: bytes, *labels: str) -> bytes:
+    """HKDF-SHA256 of a uniform secret, bound to labels. Returns 32 bytes."""
+    info = b"".join(len(part).to_bytes(4, "big") + part for part in (b"symbiosis-priv v1", *map(str.encode, labels)))
+    return HKDF(algorithm=SHA256(), length=SEED_BYTES, salt=None, info=info).derive(secret)
+
+
+def expand(key: bytes, *, first_row: int, rows: int, width: int) -> Tensor:
+    """Rows `first_row .. first_row + rows` of a keystream, uniform over the ring.
+
+    Args:
+        key: 32 bytes, used for one width only (`derive` binds layer group and direction).
+        first_row: index of the first row, 0..2^63.
+        rows: number of rows; may be 0.
+        width: columns d.
+
+    Returns:
+        int32 `[rows, d]`, contiguous, on the CPU.
+
+    Raises:
+        RangeError: out of range, or more than `MAX_BYTES`; nothing was allocated.
+    """
+    blocks_per_row = -(-4 * width // _BLOCK)
+    size = rows * blocks_per_row * _BLOCK
+    possible = first_row >= 0 and rows >= 0 and width >= 1 and first_row + rows <= MAX_ROW and size <= MAX_BYTES
+    if not possible or len(key) != SEED_BYTES:
+        raise RangeError(f"no keystream: key {len(key)} bytes, rows {first_row}..{first_row + rows}, width {width}")
+    counter = (first_row * blocks_per_row).to_bytes(_BLOCK, "big")
+    stream = np.empty(size + _BLOCK, dtype=np.uint8)  # update_into wants one block of slack
+    encryptor = Cipher(algorithms.AES256(key), modes.CTR(counter)).encryptor()
+    encryptor.update_into(bytes(size), stream.data)
+    words = stream[:size].view("<i4").reshape(rows, blocks_per_row * _BLOCK // 4)
+    return torch.from_numpy(np.ascontiguousarray(words[:, :width], dtype=np.int32))
+
+
+class SessionSecret:
+    """A fresh 256-bit secret and its row counters; never stored, copied or carried over a fork.
+
+    After a fork the child finds the secret dead: `BurntRowError` tells it to open a session of its own,
+    since parent and child would otherwise hand out the same rows (rule 2).
+    """
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_bytes(SEED_BYTES)
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._next_row: defaultdict[tuple[str, str], int] = defaultdict(int)
+
+    def seed_for(self, holder: str) -> bytes:
+        """The seed that `holder` (a helper's certificate fingerprint) may know. 32 bytes."""
+        self._check_alive()
+        return derive(self._secret, "helper", holder)
+
+    def burn(self, *, group: str, direction: str, rows: int) -> int:
+        """Take `rows` fresh row indices of a (group, direction) and return the first. They are never returned again."""
+        self._check_alive()
+        if rows < 0:
+            raise BurntRowError(f"a counter never goes back: cannot burn {rows} rows")
+        with self._lock:
+            first = self._next_row[group, direction]
+            self._next_row[group, direction] = first + rows
+        return first
+
+    @property
+    def alive(self) -> bool:
+        """False in a forked child."""
+        return os.getpid() == self._process
+
+    def _check_alive(self) -> None:
+        if not self.alive:
+            raise BurntRowError("this process was forked from the one that drew the session secret; open a new session")
+
+    def __reduce__(self) -> NoReturn:
+        raise BurntRowError("a session secret and its counters are never stored or copied; open a new session")
+
+    def __repr__(self) -> str:
+        return "SessionSecret(...)"
+
+
+def mask_key(seed: bytes, *, group: str, direction: str) -> bytes:
+    """The AES key of one (group, direction) keystream under a helper's seed."""
+    return derive(seed, "mask", group, direction)

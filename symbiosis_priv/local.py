@@ -1,0 +1,268 @@
+"""A federation on this machine: real provider processes, real TLS, certificates of their own, gone when the block ends.
+
+    with LocalFederation(Path("model"), Path("run")) as local:
+        config = RemoteConfig(federation=local.federation)
+        model = AutoModelForCausalLM.from_pretrained("model", quantization_config=config)
+
+For demonstrations, benchmarks and tests; with `kill` and `restart` also for what happens when a provider goes away.
+Providers are started through the command line, as an operator starts them; nothing of theirs is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from symbiosis_priv.certificates import Identity, Kind, create_authority, issue
+from symbiosis_priv.checkpoint import resolve
+from symbiosis_priv.errors import ConfigError, DeadlineExceededError
+from symbiosis_priv.quantise import DEFAULT_WEIGHT_BITS
+from symbiosis_priv.weights import Progress, WeightStore, write_atomically
+from symbiosis_priv.wire import Role
+
+_POLL_S = 0.02
+_TAIL = 2000  # characters of a log that an error quotes
+
+ProviderOptions = Mapping[str, Mapping[str, object]]
+"""Tables of provider.toml, for every provider: `{"executor": {"threads": 1}, "limits": {"max_rows": 64}}`."""
+
+
+@dataclass
+class _Provider:
+    name: str
+    role: Role
+    identity: Identity
+    address: str = "127.0.0.1:0"  # the port that it got stays its own when it is started again
+    process: subprocess.Popen[bytes] | None = None
+
+
+class LocalFederation:
+    """Executors and helpers as separate processes, each with a key and an operator of its own.
+
+    Everything is written into `directory`: `keys/`, one `NAME.toml` and `NAME.log` per provider, `federation.toml`, the
+    quantised weights. Providers are called `executor` and `helper`, or `executor-1`, `executor-2`, ... where there are
+    several.
+
+    Args:
+        model: the base checkpoint that they serve.
+        directory: new or empty; it stays afterwards.
+        helpers: number of helpers; 0 for masking without one.
+        executors: number of executors.
+        weight_bits: b.
+        provider_options: further entries of each provider.toml.
+        deadline_s: time for all of them to become ready.
+        progress: told about the first quantisation of the checkpoint.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        directory: Path,
+        *,
+        helpers: int = 1,
+        executors: int = 1,
+        weight_bits: int = DEFAULT_WEIGHT_BITS,
+        provider_options: ProviderOptions | None = None,
+        deadline_s: float = 120.0,
+        progress: Progress | None = None,
+    ) -> None:
+        self.model = resolve(model)
+        self.directory = directory.resolve()
+        self._counts: dict[Role, int] = {"executor": executors, "helper": helpers}
+        self._weight_bits = weight_bits
+        self._options = provider_options or {}
+        self._deadline_s = deadline_s
+        self._progress = progress
+        self._providers: dict[str, _Provider] = {}
+
+    @property
+    def federation(self) -> Path:
+        """The tenant's `federation.toml`."""
+        return self.directory / "federation.toml"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The providers, executors first."""
+        return tuple(self._providers)
+
+    def address(self, name: str) -> str:
+        """`host:port` of a provider."""
+        return self._provider(name).address
+
+    def pid(self, name: str) -> int | None:
+        """Process id of a provider, None while it is killed."""
+        process = self._provider(name).process
+        return process.pid if process else None
+
+    def logs(self, name: str) -> str:
+        """What a provider has printed, over all its lives."""
+        return self._log_path(self._provider(name)).read_text(encoding="utf-8", errors="replace")
+
+    def kill(self, name: str) -> None:
+        """End a provider at once (SIGKILL), as a crash would."""
+        provider = self._provider(name)
+        if provider.process is not None:
+            provider.process.kill()
+            provider.process.wait(self._deadline_s)
+            assert provider.process.stdin is not None
+            provider.process.stdin.close()
+            provider.process = None
+
+    def restart(self, name: str) -> None:
+        """Kill a provider if it runs, and start it again at the same address; returns when it is ready."""
+        self.kill(name)
+        provider = self._provider(name)
+        self._launch(provider)
+        self._wait_ready(provider, time.monotonic() + self._deadline_s)
+
+    def start(self) -> Self:
+        """Issue certificates, start every provider, write `federation.toml`.
+
+        Raises:
+            ConfigError: a provider ended at once; the message quotes its log.
+            DeadlineExceededError: a provider was not ready in time.
+            CertificateError, CheckpointError, UnsupportedModelError: as they say.
+        """
+        cache = self.directory / "cache"
+        store = WeightStore(self.model, weight_bits=self._weight_bits, cache=cache)
+        digest = store.manifest(progress=self._progress).digest  # once, here: the providers find it in the cache
+        keys = self.directory / "keys"
+        authority = create_authority(keys)
+        tenant = issue(keys, authority=authority, kind=Kind.TENANT, name="tenant")
+        for role, count in self._counts.items():
+            for i in range(count):
+                name = role if count == 1 else f"{role}-{i + 1}"
+                identity = issue(keys, authority=authority, kind=Kind.PROVIDER, name=name)
+                self._providers[name] = _Provider(name, role, identity)
+        try:
+            for provider in self._providers.values():
+                self._launch(provider)
+            deadline = time.monotonic() + self._deadline_s
+            for provider in self._providers.values():
+                self._wait_ready(provider, deadline)
+        except BaseException:
+            self.stop()
+            raise
+        sections = [
+            _table("[model]", digest=digest, weight_bits=self._weight_bits),
+            _table("[tenant]", certificate=tenant.certificate, key=tenant.key),
+        ]
+        for p in self._providers.values():
+            pinned = p.identity.certificate
+            sections.append(
+                _table(
+                    "[[provider]]",
+                    name=p.name,
+                    operator=f"operator of {p.name}",
+                    role=p.role,
+                    address=p.address,
+                    certificate=pinned,
+                )
+            )
+        write_atomically(self.federation, "\n".join(sections).encode())
+        return self
+
+    def stop(self) -> None:
+        """Ask every provider to stop, and kill those that do not."""
+        running = [p for p in self._providers.values() if p.process is not None]
+        for provider in running:
+            assert provider.process is not None
+            provider.process.terminate()
+        for provider in running:
+            assert provider.process is not None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                provider.process.wait(10.0)
+            self.kill(provider.name)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _provider(self, name: str) -> _Provider:
+        try:
+            return self._providers[name]
+        except KeyError:
+            known = ", ".join(self._providers) or "none yet"
+            raise ConfigError(f"no provider {name!r} here; there are {known}") from None
+
+    def _tail(self, provider: _Provider) -> str:
+        return self.logs(provider.name)[-_TAIL:]
+
+    def _log_path(self, provider: _Provider) -> Path:
+        return self.directory / f"{provider.name}.log"
+
+    def _ready_path(self, provider: _Provider) -> Path:
+        return self.directory / f"{provider.name}.ready"
+
+    def _launch(self, provider: _Provider) -> None:
+        config = self.directory / f"{provider.name}.toml"
+        config.write_text(self._provider_toml(provider), encoding="utf-8")
+        ready = self._ready_path(provider)
+        ready.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "symbiosis_priv.cli", "provider", "serve"]
+        with self._log_path(provider).open("ab") as log:
+            provider.process = subprocess.Popen(
+                [*command, "--config", str(config), "--ready-file", str(ready), "--lifeline"],
+                stdin=subprocess.PIPE,  # held open, never written to: when this process ends, so do its providers
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "HF_HUB_OFFLINE": "1"},
+                start_new_session=True,  # Ctrl-C is ours to handle: the tenant finishes before its providers go
+            )
+
+    def _wait_ready(self, provider: _Provider, deadline: float) -> None:
+        assert provider.process is not None
+        ready = self._ready_path(provider)
+        while not ready.exists():
+            status = provider.process.poll()
+            if status is not None:
+                self.kill(provider.name)
+                raise ConfigError(f"provider {provider.name!r} ended with status {status}: {self._tail(provider)}")
+            if time.monotonic() > deadline:
+                raise DeadlineExceededError(
+                    f"provider {provider.name!r} was not ready within {self._deadline_s:g} s; "
+                    f"LocalFederation(deadline_s=...) waits longer: {self._tail(provider)}"
+                )
+            time.sleep(_POLL_S)
+        provider.address = ready.read_text(encoding="utf-8").strip()
+
+    def _provider_toml(self, provider: _Provider) -> str:
+        tables: dict[str, dict[str, object]] = {
+            "model": {
+                "checkpoint": self.model,
+                "weight_bits": self._weight_bits,
+                "cache": self.directory / "cache",
+            },
+            "executor": {"threads": max(1, (os.cpu_count() or 1) // len(self._providers))},  # they share this machine
+            "tls": {
+                "certificate": provider.identity.certificate,
+                "key": provider.identity.key,
+                "tenant_authority": self.directory / "keys" / "authority.pem",
+            },
+        }
+        for table, entries in self._options.items():
+            tables.setdefault(table, {}).update(entries)
+        head = _entries(name=provider.name, listen=provider.address, roles=[provider.role])
+        return "\n".join([head, *(_table(f"[{name}]", **entries) for name, entries in tables.items())])
+
+
+def _table(header: str, **entries: object) -> str:
+    return f"{header}\n{_entries(**entries)}"
+
+
+def _entries(**entries: object) -> str:
+    # JSON's strings, numbers, booleans and lists are valid TOML.
+    return "".join(f"{key} = {json.dumps(value, default=str)}\n" for key, value in entries.items())

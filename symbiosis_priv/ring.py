@@ -1,0 +1,131 @@
+"""The ring Z_2^32: from float rows to ring rows and back.
+
+Theory of operation. A linear layer runs as an integer product modulo 2^32, in wrap-around `torch.int32`.
+That product is exact, so adding a uniform mask before it and subtracting the mask's own product after it
+changes nothing, bit for bit. What remains is to make sure that the *true* product `y = xq @ Wq.T` can be read
+back from its residue: every row is scaled so that `|y| < RANGE = 2^29` (two guard bits under the sign bit,
+which the verifier relies on).
+
+The scale of a row comes from two Hölder bounds that hold for every output channel,
+
+    |y_o| <= |xq|_1 * max|Wq|      and      |y_o| <= |xq|_2 * max_o |Wq[o]|_2,
+
+the smaller of which is taken. Rounding to integers can raise the norms by d/2 and sqrt(d)/2; `Bound`
+subtracts that first. The norms are taken of the *integers* `u_i = ceil(2^16 |x_i| / max|x|)`, whose sums are exact
+in float64 in any order: a row's quantisation never depends on the rows beside it, the thread count or the device.
+
+Proof that no product leaves the range. Write F for the float64 factor below, f = F/2^16, eps = 2^-52. Division and
+multiplication round once each, so `|xq_i| <= f u_i (1 + 3 eps) + 1/2`. Summing over i (Minkowski for the 2-norm)
+gives `|xq|_1 <= f S1 (1 + 3 eps) + d/2` and `|xq|_2 <= f S2 (1 + 3 eps) + sqrt(d)/2`, with S1, S2 the norms of u. f is
+the larger of `l1/S1` and `l2/S2`, shrunk by 2^-40, which swallows the eps terms, so one of the two Hölder bounds is
+at most RANGE - 1.
+
+Everything here is public arithmetic (DESIGN §2); masks are in `keystream`, products in `kernels`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from symbiosis_priv.errors import NonFiniteError, RangeError
+
+Direction = Literal["forward", "backward"]
+"""Which product of a layer group: `x @ W.T` (forward) or `g @ W` (backward)."""
+
+FORWARD: Final = "forward"
+BACKWARD: Final = "backward"
+DIRECTIONS: Final[tuple[Direction, Direction]] = (FORWARD, BACKWARD)
+
+RANGE = 1 << 29
+"""Every true product is smaller than this in absolute value."""
+
+_RESOLUTION = float(1 << 16)
+_SHRINK = 1.0 - 2.0**-40
+_MAX_WIDTH = 1 << 21  # sums of squared 16-bit integers stay exact in float64 up to here
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What a product's input rows may be, for one layer group and direction. Public facts of the weights.
+
+    Args:
+        width: input features d of the product.
+        weight_absmax: max |Wq| over the whole matrix.
+        weight_norm: max over output channels of the channel's 2-norm.
+    """
+
+    width: int
+    weight_absmax: int
+    weight_norm: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.width <= _MAX_WIDTH:
+            raise RangeError(
+                f"a product of width {self.width} is outside 1..{_MAX_WIDTH}; keep this layer on the "
+                f"tenant"
+            )
+        if self.l1 <= 0 or self.l2 <= 0:
+            raise RangeError(f"rounding alone may leave the range at width {self.width}; use fewer weight bits")
+
+    @property
+    def l1(self) -> float:
+        """Largest allowed 1-norm of the scaled row before rounding."""
+        return (RANGE - 1) / max(self.weight_absmax, 1) - self.width / 2
+
+    @property
+    def l2(self) -> float:
+        """Largest allowed 2-norm of the scaled row before rounding."""
+        return (RANGE - 1) / max(self.weight_norm, 1.0) - math.sqrt(self.width) / 2
+
+
+def quantise_rows(rows: Tensor, bound: Bound) -> tuple[Tensor, Tensor]:
+    """Scale and round float rows so that their product stays inside the range.
+
+    Args:
+        rows: `[r, d]`, any floating dtype.
+        bound: the layer's public bound; `bound.width == d`.
+
+    Returns:
+        `(xq, scale)`: int32 `[r, d]` and float64 `[r, 1]` with `rows ~= xq * scale`. The scale is secret (rule 5).
+
+    Raises:
+        NonFiniteError: a row holds inf or nan.
+        RangeError: wrong shape or dtype.
+    """
+    if rows.dim() != 2 or rows.shape[1] != bound.width or not rows.is_floating_point():
+        raise RangeError(f"expected float rows of shape [r, {bound.width}], got {rows.dtype} {list(rows.shape)}")
+    v = rows.to(torch.float64)
+    peak = v.abs().amax(dim=1, keepdim=True)
+    if not bool(torch.isfinite(peak).all()):
+        raise NonFiniteError("an activation or gradient holds inf or nan; nothing was sent")
+    peak = torch.where(peak == 0, 1.0, peak)
+    v = v / peak
+    u = v.abs().mul_(_RESOLUTION).ceil_()
+    s1 = u.sum(dim=1, keepdim=True).clamp_(min=1.0)
+    s2 = u.square_().sum(dim=1, keepdim=True).clamp_(min=1.0).sqrt_()
+    factor = torch.maximum(bound.l1 / s1, bound.l2 / s2) * (_RESOLUTION * _SHRINK)
+    return v.mul_(factor).round_().to(torch.int32), peak / factor
+
+
+def dequantise(product: Tensor, *, scale: Tensor, channel_scale: Tensor | None = None) -> Tensor:
+    """Turn a ring product back into float64 `[r, o]`.
+
+    Args:
+        product: int32 `[r, o]`, already unmasked.
+        scale: float64 `[r, 1]` from `quantise_rows`.
+        channel_scale: float64 `[o]`, the weight scales; None when they were folded into the rows (backward).
+    """
+    y = product.to(torch.float64)
+    if channel_scale is not None:
+        y = y.mul_(channel_scale)  # before the row scale: cannot overflow where the result does not
+    return y.mul_(scale)
+
+
+def in_range(product: Tensor) -> bool:
+    """Whether every entry of an unmasked product could be a true product."""
+    return bool(((product > -RANGE) & (product < RANGE)).all())

@@ -1,0 +1,174 @@
+"""TLS 1.3 with both sides authenticated: contexts, pins, and the tenant's name.
+
+Theory of operation. The order of a TLS 1.3 handshake decides where a refusal shows up:
+
+1. The client says hello; the server answers with its certificate and is finished on its side of the key
+   exchange.
+2. The client checks that certificate: chain to the pinned file, lifetime, `serverAuth`, host name. A failure
+   is raised by the client's `do_handshake`; nothing but the alert is sent.
+3. The client sends its own certificate and Finished. *Its handshake is now over*, before the server has
+   looked at what it sent. `check_pin` belongs here, before the first byte of the protocol.
+4. The server checks the client's certificate: chain to the tenant authority, lifetime, `clientAuth`. A
+   failure is raised by the server's `do_handshake`.
+
+So a refused tenant connects without an error and may even write; it learns of the refusal from its *first
+read*, as an alert, or as a bare connection reset if it had bytes in flight. Map both with
+`handshake_error`, around the handshake and around the first read alike.
+
+Contexts are built from named files only. The system's trust store is never loaded, and neither is
+`SSLKEYLOGFILE`, which `ssl.create_default_context` would honour.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ssl
+from pathlib import Path
+from typing import Final
+
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from symbiosis_priv.certificates import (
+    Identity,
+    Kind,
+    fingerprint,
+    is_authority,
+    is_current,
+    kind_of,
+    load_certificates,
+    require_identity,
+    tenant_name,
+)
+from symbiosis_priv.errors import CertificateError, ConnectionLostError
+
+__all__ = ["check_pin", "client_context", "handshake_error", "server_context", "tenant_identity"]
+
+TlsConnection = ssl.SSLSocket | ssl.SSLObject
+
+# OpenSSL's names for "a certificate was the reason", from either end: CERTIFICATE_REQUIRED,
+# PEER_DID_NOT_RETURN_A_CERTIFICATE, BAD_CERTIFICATE, CERTIFICATE_EXPIRED, UNKNOWN_CA, ...
+_CERTIFICATE_REASONS: Final = ("CERTIFICATE", "UNKNOWN_CA")
+
+
+def server_context(*, certificate: Path, key: Path, tenant_authority: Path) -> ssl.SSLContext:
+    """The provider's context: TLS 1.3 only, and every client must be a tenant.
+
+    Args:
+        certificate: the provider's certificate.
+        key: its private key.
+        tenant_authority: the authorities that issue tenant certificates (several while one is replaced),
+            or self-signed tenant certificates.
+
+    Raises `CertificateError` if a file is missing, expired, of the wrong kind, or the key does not fit.
+    """
+    require_identity(Identity(certificate, key), kind=Kind.PROVIDER)
+    trusted = [c for c in load_certificates(tenant_authority) if is_authority(c) or kind_of(c) is Kind.TENANT]
+    if not any(map(is_current, trusted)):
+        raise CertificateError(
+            f"{tenant_authority} holds no current tenant authority: create one with "
+            f"`symbiosis-priv keys authority`"
+        )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.num_tickets = 0  # a resumed session would skip the certificate check
+    return _completed(context, certificate=certificate, key=key, trusted=trusted)
+
+
+def client_context(*, certificate: Path, key: Path, provider_certificate: Path) -> ssl.SSLContext:
+    """The tenant's context: TLS 1.3 only, host name checked, and nothing trusted but the pinned file.
+
+    Call `check_pin` after the handshake.
+
+    Args:
+        certificate: the tenant's certificate.
+        key: its private key.
+        provider_certificate: the provider's certificate, self-signed or not; several PEM blocks during a
+            rotation, old and new.
+
+    Raises `CertificateError` if a file is missing, expired, of the wrong kind, or the key does not fit.
+    """
+    require_identity(Identity(certificate, key), kind=Kind.TENANT)
+    pinned = load_certificates(provider_certificate)
+    if not any(kind_of(c) is Kind.PROVIDER and is_current(c) for c in pinned):
+        raise CertificateError(
+            f"{provider_certificate} holds no current provider certificate: ask the provider's operator for "
+            f"the new one (`symbiosis-priv keys rotate` on their side) and compare its fingerprint"
+        )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # CERT_REQUIRED and check_hostname
+    context.hostname_checks_common_name = False
+    # A pin may be a leaf that somebody's authority issued: trust it without its issuer.
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return _completed(context, certificate=certificate, key=key, trusted=pinned)
+
+
+def check_pin(connection: TlsConnection, *, provider_certificate: Path) -> None:
+    """Raises `CertificateError` unless the peer's own certificate is in the pinned file.
+
+    The handshake alone would also accept what an authority in that file has issued to somebody else.
+    """
+    peer = connection.getpeercert(binary_form=True)
+    pins = [c.public_bytes(Encoding.DER) for c in load_certificates(provider_certificate)]
+    if peer is None or not any(hmac.compare_digest(peer, pin) for pin in pins):
+        shown = "no certificate" if peer is None else fingerprint(peer)
+        raise CertificateError(
+            f"the provider showed {shown}, which is not pinned in {provider_certificate}: if its operator "
+            f"confirms that fingerprint, append the new certificate to the file"
+        )
+
+
+def tenant_identity(connection: TlsConnection) -> str:
+    """The tenant's name, from the certificate that this provider's handshake has verified.
+
+    Raises `CertificateError` if there is none, if it is not a tenant's, or if it was never verified.
+    """
+    peer = connection.getpeercert(binary_form=True)
+    verified = connection.context.verify_mode == ssl.CERT_REQUIRED
+    name = tenant_name(x509.load_der_x509_certificate(peer)) if peer is not None and verified else None
+    if name is None:
+        raise CertificateError(
+            "the client showed no verified tenant certificate: issue one with `symbiosis-priv keys tenant`"
+        )
+    return name
+
+
+def handshake_error(error: OSError, *, peer: str) -> CertificateError | ConnectionLostError:
+    """What a failed handshake or first read means, as an error of this project to raise from `error`.
+
+    Args:
+        error: what the `ssl` module raised.
+        peer: how to name the other side in the message.
+    """
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return CertificateError(
+            f"the certificate of {peer} was refused: {error.verify_message}; compare `symbiosis-priv keys "
+            f"show` on both sides, and run `symbiosis-priv keys rotate` if it has expired"
+        )
+    reason = (error.reason if isinstance(error, ssl.SSLError) else error.strerror) or str(error)
+    if isinstance(error, ssl.SSLError) and any(word in reason for word in _CERTIFICATE_REASONS):
+        return CertificateError(
+            f"no connection with {peer} for want of a good certificate ({reason}): check that the tenant's "
+            f"certificate is current and issued by the provider's tenant authority"
+        )
+    return ConnectionLostError(
+        f"no TLS 1.3 connection with {peer} ({reason}): check the address, and that both sides run "
+        f"symbiosis-priv"
+    )
+
+
+def _completed(
+    context: ssl.SSLContext, *, certificate: Path, key: Path, trusted: list[x509.Certificate]
+) -> ssl.SSLContext:
+    context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_3
+    context.options |= ssl.OP_NO_COMPRESSION
+    context.verify_flags |= ssl.VERIFY_X509_STRICT
+    try:
+        context.load_verify_locations(cadata=b"".join(c.public_bytes(Encoding.DER) for c in trusted))
+        # An empty password makes an encrypted key an error; without one OpenSSL would prompt on the terminal.
+        context.load_cert_chain(certificate, key, password="")
+    except OSError as error:  # ssl.SSLError included; the files changed since they were checked
+        raise CertificateError(
+            f"cannot use {certificate} with {key} ({error}): if they are being rotated, try again; if not, "
+            f"run `symbiosis-priv keys rotate`"
+        ) from error
+    return context

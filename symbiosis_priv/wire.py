@@ -1,0 +1,207 @@
+"""The wire protocol: typed messages with raw tensors behind them.
+
+A frame is
+
+    prefix   12 bytes   magic "SYM1" | header length u32 | payload length u32      (little-endian)
+    header   msgpack    one of the message types below, tagged by name (msgspec validates types and ranges)
+    payload  bytes      one row-major little-endian matrix, int32 (ring path) or float32 (float path)
+
+The payload's length follows from the header: `rows * width * 4`. A reader checks the prefix against its limits, then
+parses the header, then compares the announced payload with the one the header implies, and only then
+takes memory for it. A reply repeats its request's `Binding`, so that no answer can stand in for another (rule 7).
+Nothing here holds a scale, a label or a token id (rule 5).
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import StrEnum
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from symbiosis_priv.errors import FrameTooLargeError, ProtocolError
+from symbiosis_priv.ring import Direction
+
+VERSION = 1
+MAGIC = b"SYM1"
+PREFIX = struct.Struct("<4sII")
+MAX_HEADER = 4096
+MAX_PAYLOAD = (1 << 32) - 1
+MAX_ROWS = 1 << 24
+ITEM_BYTES = 4
+NONCE_BYTES = 16
+
+Path = Literal["ring", "float", "float_bias_free"]
+"""Which arithmetic: exact ring; float with bias (`forward`); float without (`forward_bias_free`, or backward)."""
+
+Role = Literal["executor", "helper"]
+Text = Annotated[str, msgspec.Meta(max_length=512)]
+Rows = Annotated[int, msgspec.Meta(ge=0, le=MAX_ROWS)]
+Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+Seed = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+
+class ErrorCode(StrEnum):
+    """What a provider may answer instead of a result. `RETRYABLE` ones are worth the same bytes again."""
+
+    BAD_FRAME = "bad_frame"
+    BAD_REQUEST = "bad_request"
+    TOO_LARGE = "too_large"
+    WRONG_MODEL = "wrong_model"
+    ROLE_REFUSED = "role_refused"
+    BUSY = "busy"
+    STOPPING = "stopping"
+    INTERNAL = "internal"
+
+
+RETRYABLE = frozenset({ErrorCode.BUSY, ErrorCode.STOPPING})
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every header."""
+
+
+class Hello(Message, frozen=True, tag="hello"):
+    """First message of a connection: what the tenant speaks, wants the peer to be, and which model it pinned."""
+
+    version: int
+    role: Role
+    model_digest: Text
+
+
+class Welcome(Message, frozen=True, tag="welcome"):
+    """The provider's answer to `Hello`: its model and its limits."""
+
+    version: int
+    model_digest: Text
+    max_rows: Rows
+    max_payload: Annotated[int, msgspec.Meta(ge=ITEM_BYTES, le=MAX_PAYLOAD)]
+
+
+class Binding(Message, frozen=True):
+    """What a reply is bound to."""
+
+    nonce: Nonce
+    group: Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
+    direction: Direction
+    path: Path
+    rows: Rows
+
+
+class Execute(Binding, frozen=True, tag="execute"):
+    """Multiply the payload's rows by a layer group. Payload: `[rows, inputs]` (`[rows, outputs]` backward)."""
+
+
+class Effect(Binding, frozen=True, tag="effect"):
+    """Expand keystream rows under a seed and return their product. No payload; ring path only."""
+
+    seed: Seed
+    first_row: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+
+
+class Result(Binding, frozen=True, tag="result"):
+    """The product. Payload: `[rows, outputs]` (`[rows, inputs]` backward)."""
+
+
+class Health(Message, frozen=True, tag="health"):
+    """Ask how the provider is."""
+
+
+class HealthReport(Message, frozen=True, tag="health_report"):
+    """State of a provider, without anything about any tenant."""
+
+    name: Text
+    model_digest: Text
+    uptime_s: float
+    groups: int
+    groups_loaded: int
+    requests: int
+    connections: int
+
+
+class Failure(Message, frozen=True, tag="failure"):
+    """The request was not carried out. The connection stays open unless the frame itself was broken."""
+
+    code: ErrorCode
+    detail: Text
+
+
+Buffer = bytes | bytearray | memoryview
+Request = Hello | Execute | Effect | Health
+Reply = Welcome | Result | HealthReport | Failure
+
+_M = TypeVar("_M")
+
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+
+def encode(message: Message, *, payload_bytes: int = 0) -> bytes:
+    """Prefix and header of a frame; the payload's bytes follow as they lie in memory."""
+    header = _encoder.encode(message)
+    if len(header) > MAX_HEADER or payload_bytes > MAX_PAYLOAD:
+        raise FrameTooLargeError(f"header of {len(header)} or payload of {payload_bytes} bytes is over the limit")
+    return PREFIX.pack(MAGIC, len(header), payload_bytes) + header
+
+
+def decode_prefix(prefix: Buffer, *, max_payload: int) -> tuple[int, int]:
+    """(header length, payload length) of a frame, checked against the limits before anything is allocated.
+
+    Raises:
+        ProtocolError: not a frame of this protocol.
+        FrameTooLargeError: it announces more than a limit.
+    """
+    if len(prefix) != PREFIX.size:
+        raise ProtocolError(f"a frame's prefix has {PREFIX.size} bytes, got {len(prefix)}")
+    magic, header, payload = PREFIX.unpack(prefix)
+    if magic != MAGIC:
+        raise ProtocolError("not a symbiosis-priv frame (wrong magic); is this the right port?")
+    if not 0 < header <= MAX_HEADER:
+        raise FrameTooLargeError(f"header of {header} bytes; at most {MAX_HEADER}")
+    if payload > max_payload:
+        raise FrameTooLargeError(f"payload of {payload} bytes; at most {max_payload}")
+    return header, payload
+
+
+def decode_request(header: Buffer) -> Request:
+    """Parse what a tenant sent."""
+    return _decode(_request_decoder, header)
+
+
+def decode_reply(header: Buffer) -> Reply:
+    """Parse what a provider sent."""
+    return _decode(_reply_decoder, header)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_M], header: Buffer) -> _M:
+    try:
+        return decoder.decode(header)
+    # DecodeError includes ValidationError; bad UTF-8 and deep nesting surface as Python's own errors
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"bad header: {error}") from error
+
+
+def payload_dtype(path: Path) -> torch.dtype:
+    """int32 for the ring, float32 for the float paths."""
+    return torch.int32 if path == "ring" else torch.float32
+
+
+def as_bytes(matrix: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU matrix, without a copy on little-endian machines."""
+    array = matrix.detach().numpy()
+    if not array.size:  # a memoryview with a zero in its shape cannot be cast
+        return memoryview(b"")
+    return np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")).data.cast("B")
+
+
+def as_matrix(buffer: bytearray | memoryview | np.ndarray, *, rows: int, path: Path) -> Tensor:
+    """A `[rows, width]` matrix over a writable buffer, without a copy on little-endian machines."""
+    kind = "<i4" if path == "ring" else "<f4"
+    array = np.frombuffer(buffer, dtype=kind)
+    array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
+    return torch.from_numpy(array).view(rows, -1 if rows else 0)

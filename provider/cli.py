@@ -1,0 +1,129 @@
+"""`symbiosis-priv provider`: serve, health, manifest, init."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from symbiosis_priv import weights
+from symbiosis_priv.checkpoint import resolve
+from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.quantise import DEFAULT_WEIGHT_BITS
+
+from . import config as configuration
+
+app = typer.Typer(no_args_is_help=True, help="Serve the frozen layers of a public model.")
+
+Config = Annotated[Path, typer.Option("--config", "-c", help="provider.toml")]
+OptionalConfig = Annotated[Path | None, typer.Option("--config", "-c", help="provider.toml of the one to ask.")]
+
+
+@app.command()
+def serve(
+    *,
+    config: Config,
+    ready_file: Annotated[
+        Path | None, typer.Option(help="Write the bound address here once ready (for port 0).")
+    ] = None,
+    lifeline: Annotated[bool, typer.Option("--lifeline", help="Also stop when stdin closes.")] = False,
+) -> None:
+    """Serve until SIGTERM or Ctrl-C. One line of JSON on stdout says that it is ready; logs go to stderr."""
+    from . import server  # torch: not for --help
+
+    settings = configuration.load(config)
+    with _quantising() as progress:
+        server.serve(settings, ready_file=ready_file, lifeline=lifeline, progress=progress)
+
+
+@app.command()
+def manifest(
+    model: Annotated[str | None, typer.Argument(help="Checkpoint folder or hub name; or use --config.")] = None,
+    *,
+    config: OptionalConfig = None,
+    weight_bits: Annotated[int, typer.Option(help="With MODEL: bits of a quantised weight.")] = DEFAULT_WEIGHT_BITS,
+) -> None:
+    """Print the digest to pin in federation.toml; the layer groups behind it go to stderr."""
+    from .model import open_store
+
+    if (model is None) == (config is None):
+        raise ConfigError("name the model: a checkpoint folder, or --config provider.toml")
+    if config is not None:
+        store = open_store(configuration.load(config))
+    else:
+        store = weights.WeightStore(resolve(str(model)), weight_bits=weight_bits)
+    with _quantising() as progress:
+        found = store.manifest(progress=progress)
+    table = Table("layer group", "inputs", "outputs", title=f"{found.weight_bits} weight bits")
+    for group in found.groups:
+        table.add_row(" ".join(group.members), str(group.inputs), " + ".join(map(str, group.outputs)))
+    Console(stderr=True).print(table)
+    typer.echo(found.digest)
+
+
+@app.command()
+def health(
+    address: Annotated[str | None, typer.Argument(help="host:port; or use --config.")] = None,
+    *,
+    config: OptionalConfig = None,
+    certificate: Annotated[Path | None, typer.Option(help="The provider's pinned certificate.")] = None,
+    tenant_certificate: Annotated[Path, typer.Option(help="A tenant's certificate.")],
+    tenant_key: Annotated[Path, typer.Option(help="Its key.")],
+    timeout: Annotated[float, typer.Option(help="Seconds to wait.")] = 10.0,
+) -> None:
+    """Print a running provider's report as JSON; status 1 if there is none."""
+    from .health import ask_health
+
+    if config is not None:
+        settings = configuration.load(config)
+        address, certificate = address or settings.listen, certificate or settings.tls.certificate
+    if address is None or certificate is None:
+        raise ConfigError("name the provider: --config provider.toml, or ADDRESS and --certificate PROVIDER.pem")
+    report = ask_health(
+        address,
+        provider_certificate=certificate,
+        tenant_certificate=tenant_certificate,
+        tenant_key=tenant_key,
+        timeout=timeout,
+    )
+    typer.echo(msgspec.json.encode(report).decode())
+
+
+@app.command()
+def init(
+    path: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("provider.toml"),
+) -> None:
+    """Write a commented provider.toml."""
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(configuration.TEMPLATE)
+    except FileExistsError:
+        raise ConfigError(f"{path} exists and is not overwritten; choose another name") from None
+    typer.echo(f"wrote {path}; edit it, then: symbiosis-priv provider serve --config {path}")
+
+
+@contextmanager
+def _quantising() -> Iterator[weights.Progress]:
+    """A progress bar on stderr that appears with the first group and goes when the last is done."""
+    console = Console(stderr=True)
+    columns = (TextColumn("quantising layer groups"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    task = bar.add_task("quantise", total=None)
+
+    def update(done: int, total: int) -> None:
+        bar.start()
+        bar.update(task, completed=done, total=total)
+        if done == total:
+            bar.stop()
+
+    try:
+        yield update
+    finally:
+        bar.stop()

@@ -1,0 +1,201 @@
+"""`provider.toml`: what a provider serves, to whom, and within which limits. See `TEMPLATE` for every key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.federation import load_toml, parse_address
+from symbiosis_priv.kernels import KERNELS
+from symbiosis_priv.quantise import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
+from symbiosis_priv.wire import MAX_PAYLOAD, MAX_ROWS, Role
+
+MIB = 1 << 20
+INPROC = "inproc://executor"
+_MAX_SOCKET_PATH = 100  # bytes; sockaddr_un holds 104 on the strictest systems
+
+_Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+_Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The public base model.
+
+    Args:
+        checkpoint: a folder (relative to the file) or a name on the Hugging Face hub.
+        weight_bits: bits of a quantised weight; every tenant of this provider pins the same.
+        cache: folder for quantised weights; the user's cache folder if None.
+    """
+
+    checkpoint: str
+    weight_bits: Annotated[int, msgspec.Meta(ge=MIN_WEIGHT_BITS, le=MAX_WEIGHT_BITS)] = DEFAULT_WEIGHT_BITS
+    cache: Path | None = None
+
+
+class TlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The provider's own certificate and key, and the authority that signs tenants' certificates (PEM files)."""
+
+    certificate: Path
+    key: Path
+    tenant_authority: Path
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What tenants may ask for. Everything a client can make the provider hold is bounded here.
+
+    Args:
+        max_rows: rows of one request.
+        max_payload_mib: bytes of one request's or one reply's matrix.
+        max_inflight_mib: bytes of all matrices in the gateway, requests and replies; taken before memory is.
+        max_inflight_mib_per_tenant: one tenant's share of it.
+        max_connections: authenticated connections.
+        max_connections_per_tenant: one tenant's share of them.
+        max_handshakes: connections that have not authenticated; one more closes the oldest of them.
+        handshake_timeout_s: time for the whole TLS handshake.
+        frame_timeout_s: time to finish a frame once begun, and to accept a reply.
+        idle_timeout_s: time between two frames.
+        request_timeout_s: time for the executor to answer, and to wait for a share of the bytes.
+        stop_timeout_s: time for requests in flight when the provider stops.
+    """
+
+    max_rows: Annotated[int, msgspec.Meta(ge=1, le=MAX_ROWS)] = 16_384
+    max_payload_mib: Annotated[int, msgspec.Meta(ge=1, le=MAX_PAYLOAD // MIB)] = 256
+    max_inflight_mib: _Count = 2048
+    max_inflight_mib_per_tenant: _Count = 1024
+    max_connections: _Count = 256
+    max_connections_per_tenant: _Count = 64
+    max_handshakes: _Count = 64
+    handshake_timeout_s: _Seconds = 10.0
+    frame_timeout_s: _Seconds = 60.0
+    idle_timeout_s: _Seconds = 900.0
+    request_timeout_s: _Seconds = 120.0
+    stop_timeout_s: _Seconds = 10.0
+
+    def __post_init__(self) -> None:
+        if 2 * self.max_payload_mib > self.max_inflight_mib_per_tenant:
+            raise ValueError("max_inflight_mib_per_tenant must hold a request and its reply: twice max_payload_mib")
+        if self.max_inflight_mib_per_tenant > self.max_inflight_mib:
+            raise ValueError("max_inflight_mib_per_tenant is more than max_inflight_mib")
+
+
+class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where products are computed.
+
+    Args:
+        endpoint: `inproc://executor` for a thread of the gateway's process, `ipc:///absolute/path` for a process
+            of its own, which is started again when it dies.
+        device: a torch device.
+        kernel: `auto`, or a name in `symbiosis_priv.kernels.KERNELS`.
+        threads: torch threads; torch's own choice if None.
+        max_batch_rows: rows of different requests that may share one product.
+    """
+
+    endpoint: str = INPROC
+    device: str = "cpu"
+    kernel: str = "auto"
+    threads: _Count | None = None
+    max_batch_rows: _Count = 16_384
+
+    def __post_init__(self) -> None:
+        if self.kernel != "auto" and self.kernel not in KERNELS:
+            raise ValueError(f"kernel = {self.kernel!r} is unknown; choose auto, {', '.join(KERNELS)}")
+        if self.endpoint != INPROC and not self.endpoint.startswith("ipc:///"):
+            raise ValueError(f"endpoint = {self.endpoint!r}: use {INPROC} or ipc:///absolute/path")
+        if len(self.endpoint.encode()) > _MAX_SOCKET_PATH:
+            raise ValueError(f"endpoint: a socket's path may have {_MAX_SOCKET_PATH} bytes; choose a shorter one")
+
+
+class ProviderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One provider.
+
+    Args:
+        name: how it calls itself in health reports and logs.
+        listen: `host:port`; port 0 takes a free one.
+        roles: `executor`, `helper` or both; one tenant is served in one role at a time (rule 8).
+        log_level: `info`, or `debug` for one line per request. Neither holds content.
+    """
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    listen: str = "127.0.0.1:7401"
+    roles: Annotated[tuple[Role, ...], msgspec.Meta(min_length=1, max_length=2)] = ("executor",)
+    log_level: Literal["debug", "info", "warning"] = "info"
+    model: ModelConfig
+    tls: TlsConfig
+    limits: Limits = Limits()
+    executor: ExecutorConfig = ExecutorConfig()
+
+    def __post_init__(self) -> None:
+        parse_address(self.listen)
+
+
+def load(path: str | Path) -> ProviderConfig:
+    """Read a provider.toml; relative paths are relative to the file.
+
+    Raises:
+        ConfigError: unreadable, an unknown or missing key, a value out of its range; the message names the key.
+    """
+    path = Path(path)
+    config = load_toml(path, ProviderConfig)
+    folder = path.parent / Path(config.model.checkpoint).expanduser()
+    if not folder.is_dir():  # a name on the hub, or `checkpoint.resolve` says what is wrong
+        return config
+    model = msgspec.structs.replace(config.model, checkpoint=str(folder.resolve()))
+    return msgspec.structs.replace(config, model=model)
+
+
+def to_json(config: ProviderConfig) -> bytes:
+    """For the executor's process; `from_json` reads it back."""
+    return msgspec.json.encode(config, enc_hook=str)
+
+
+def from_json(data: bytes) -> ProviderConfig:
+    """What `to_json` wrote."""
+    try:
+        return msgspec.json.decode(data, type=ProviderConfig, dec_hook=lambda kind, value: kind(value))
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"not a provider's configuration: {error}") from error
+
+
+TEMPLATE = """\
+# symbiosis-priv provider serve --config provider.toml
+# Paths are relative to this file. What is commented out shows its default.
+
+name = "alpha"
+listen = "127.0.0.1:7401"        # port 0 takes a free one
+roles = ["executor"]             # "helper" too: one tenant is still served in one role at a time
+# log_level = "info"             # "debug" adds a line per request, without content
+
+[model]
+checkpoint = "model"             # a Hugging Face safetensors folder, or a name on the hub
+# weight_bits = 10               # tenants pin the digest, which depends on it
+# cache = "cache"                # quantised weights; the user's cache folder if left out
+
+[tls]                            # made by `symbiosis-priv keys`
+certificate = "keys/alpha.pem"
+key = "keys/alpha.key"
+tenant_authority = "keys/authority.pem"
+
+[limits]
+# max_rows = 16384               # rows of one request
+# max_payload_mib = 256          # one request's or one reply's matrix
+# max_inflight_mib = 2048        # all matrices in the gateway
+# max_inflight_mib_per_tenant = 1024
+# max_connections = 256
+# max_connections_per_tenant = 64
+# max_handshakes = 64            # not authenticated yet; one more closes the oldest
+# handshake_timeout_s = 10.0
+# frame_timeout_s = 60.0         # to finish a frame once begun
+# idle_timeout_s = 900.0         # between two frames
+# request_timeout_s = 120.0      # for the executor to answer
+# stop_timeout_s = 10.0          # for requests in flight when stopping
+
+[executor]
+# endpoint = "inproc://executor" # or ipc:///run/symbiosis-priv/executor.sock: a process of its own
+# device = "cpu"                 # or "cuda"
+# kernel = "auto"                # the fastest exact one for each shape
+# threads = 8                    # torch threads
+# max_batch_rows = 16384         # rows of different tenants in one product
+"""

@@ -1,0 +1,224 @@
+"""One tenant's connection: frames in, checks, one question to the executor, frames out.
+
+Everything that a tenant's bytes can claim is checked here, in this order: prefix against the limits, header
+against the schema, request against role, model, shapes and limits, and the announced payload against what the
+header implies. Only then are bytes taken from the budget, and only then is memory.
+
+A request that is refused leaves the connection usable: its payload is read past and a `Failure` is the reply. A
+broken frame does not: nobody knows where the next one would begin.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import NoReturn
+
+import msgspec
+import numpy as np
+
+from symbiosis_priv import wire
+from symbiosis_priv.errors import FrameTooLargeError, ProtocolError
+from symbiosis_priv.weights import Manifest
+
+from . import logs
+from .admission import ByteBudget, Refusal, Register
+from .config import MIB, ProviderConfig
+from .link import Link
+from .model import widths
+from .supervisor import ExecutorClient
+
+log = logs.EventLog(__name__)
+
+_DETAIL = 200  # characters of a failure's detail
+
+
+@dataclass(frozen=True)
+class Service:
+    """What all connections share."""
+
+    config: ProviderConfig
+    manifest: Manifest
+    digest: str
+    budget: ByteBudget
+    register: Register
+    started: float
+    """`time.monotonic()`"""
+
+
+class Connection:
+    """Serves one authenticated connection, in its own thread.
+
+    Args:
+        link: the connection.
+        tenant: whose it is, from the certificate.
+        service: what all connections share.
+        executor: this thread's line to the executor.
+    """
+
+    def __init__(self, link: Link, *, tenant: str, service: Service, executor: ExecutorClient) -> None:
+        self._link = link
+        self._tenant = tenant
+        self._service = service
+        self._limits = service.config.limits
+        self._max_payload = self._limits.max_payload_mib * MIB
+        self._executor = executor
+        self._role: wire.Role | None = None
+        self._prefix = memoryview(bytearray(wire.PREFIX.size))
+        self._unread = 0  # payload bytes of the present frame that are still to come
+        self._deadline = 0.0  # for the rest of the present frame
+
+    def serve(self) -> None:
+        """Answer frames until the tenant leaves.
+
+        Raises:
+            ProtocolError: a frame was broken; the tenant has been told.
+            OSError, TransportError: the peer is gone, or too slow.
+        """
+        try:
+            while self._next_frame():
+                pass
+        finally:
+            if self._role is not None:
+                self._service.register.drop_role(self._tenant, self._role)
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Tell the tenant why it is not served."""
+        failure = wire.Failure(code=refusal.code, detail=refusal.detail[:_DETAIL])
+        self._send(wire.encode(failure))
+
+    # Frames
+
+    def _next_frame(self) -> bool:
+        begun = self._link.begin(self._prefix, timeout=self._limits.idle_timeout_s)
+        if not begun:
+            return False
+        self._deadline = time.monotonic() + self._limits.frame_timeout_s
+        try:
+            header = self._read_header(begun)
+            request = wire.decode_request(memoryview(header))
+        except ProtocolError as error:
+            too_large = isinstance(error, FrameTooLargeError)
+            code = wire.ErrorCode.TOO_LARGE if too_large else wire.ErrorCode.BAD_FRAME
+            self.refuse(Refusal(code, str(error)))
+            raise
+        try:
+            self._answer(request, header)
+        except Refusal as refusal:
+            self._link.discard(self._unread, deadline=self._deadline)
+            self.refuse(refusal)
+        return True
+
+    def _read_header(self, begun: int) -> bytearray:
+        self._link.receive(self._prefix[begun:], deadline=self._deadline)
+        length, self._unread = wire.decode_prefix(self._prefix, max_payload=self._max_payload)
+        header = bytearray(length)
+        self._link.receive(memoryview(header), deadline=self._deadline)
+        return header
+
+    def _read_payload(self) -> memoryview:
+        payload = np.empty(self._unread, dtype=np.uint8).data  # not cleared, as a bytearray would be
+        self._link.receive(payload, deadline=self._deadline)
+        self._unread = 0
+        return payload
+
+    def _send(self, head: bytes, payload: memoryview | bytes = b"") -> None:
+        self._link.send(head, payload, deadline=time.monotonic() + self._limits.frame_timeout_s)
+
+    # Requests
+
+    def _answer(self, request: wire.Request, header: bytearray) -> None:
+        match request:
+            case wire.Execute() | wire.Effect():
+                self._answer_product(request, header)
+            case wire.Hello():
+                self._expect_payload(0)
+                self._answer_hello(request)
+            case wire.Health():
+                self._expect_payload(0)
+                self._answer_health(header)
+
+    def _answer_product(self, request: wire.Execute | wire.Effect, header: bytearray) -> None:
+        begun = time.perf_counter()
+        size = self._check(request)
+        with self._service.budget.taken(self._tenant, size, timeout=self._limits.request_timeout_s):
+            # Waiting for the budget was not the tenant's fault: the frame's time starts again.
+            self._deadline = time.monotonic() + self._limits.frame_timeout_s
+            payload = self._read_payload()
+            head, product = self._executor.ask(header, payload, timeout=self._limits.request_timeout_s)
+            self._send(head, product)
+        if log.detailed:
+            log.debug(
+                "request",
+                tenant=self._tenant,
+                group=request.group,
+                direction=request.direction,
+                rows=request.rows,
+                ms=round(1000 * (time.perf_counter() - begun), 3),
+            )
+
+    def _check(self, request: wire.Execute | wire.Effect) -> int:
+        """Refuse what this tenant may not ask; returns the bytes of the request's and the reply's matrix."""
+        wanted = "executor" if isinstance(request, wire.Execute) else "helper"
+        if self._role is None:
+            _bad("say hello first")
+        if self._role != wanted:
+            raise Refusal(wire.ErrorCode.ROLE_REFUSED, f"this connection is served in the role {self._role!r}")
+        groups = self._service.manifest.groups
+        if request.group >= len(groups):
+            _bad(f"group {request.group} is not one of {len(groups)}")
+        if request.rows > self._limits.max_rows:
+            raise Refusal(wire.ErrorCode.TOO_LARGE, f"{request.rows} rows; at most {self._limits.max_rows}")
+        inputs, outputs = (
+            request.rows * width * wire.ITEM_BYTES for width in widths(groups[request.group], request.direction)
+        )
+        if max(inputs, outputs) > self._max_payload:
+            largest = max(inputs, outputs)
+            raise Refusal(wire.ErrorCode.TOO_LARGE, f"a matrix of {largest} bytes; at most {self._max_payload}")
+        if isinstance(request, wire.Effect):
+            if request.path != "ring":
+                _bad("effects exist in the ring only")
+            self._expect_payload(0)
+        else:
+            self._expect_payload(inputs)
+        return inputs + outputs
+
+    def _answer_hello(self, hello: wire.Hello) -> None:
+        if self._role is not None:
+            _bad("hello was said before")
+        if hello.version != wire.VERSION:
+            _bad(f"version {hello.version} is not spoken here, but {wire.VERSION}; upgrade the older side")
+        if hello.role not in self._service.config.roles:
+            raise Refusal(wire.ErrorCode.ROLE_REFUSED, f"this provider does not serve as {hello.role}")
+        if hello.model_digest != self._service.digest:
+            raise Refusal(wire.ErrorCode.WRONG_MODEL, f"this provider serves {self._service.digest}")
+        self._service.register.take_role(self._tenant, hello.role)
+        self._role = hello.role
+        welcome = wire.Welcome(
+            version=wire.VERSION,
+            model_digest=self._service.digest,
+            max_rows=self._limits.max_rows,
+            max_payload=self._max_payload,
+        )
+        self._send(wire.encode(welcome))
+
+    def _answer_health(self, header: bytearray) -> None:
+        head, _ = self._executor.ask(header, b"", timeout=self._limits.request_timeout_s)
+        report = wire.decode_reply(head[wire.PREFIX.size :])
+        assert isinstance(report, wire.HealthReport)
+        report = msgspec.structs.replace(
+            report,
+            name=self._service.config.name,
+            model_digest=self._service.digest,
+            uptime_s=time.monotonic() - self._service.started,
+            connections=self._service.register.connections,
+        )
+        self._send(wire.encode(report))
+
+    def _expect_payload(self, size: int) -> None:
+        if self._unread != size:
+            _bad(f"payload of {self._unread} bytes where {size} belong")
+
+
+def _bad(detail: str) -> NoReturn:
+    raise Refusal(wire.ErrorCode.BAD_REQUEST, detail)

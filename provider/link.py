@@ -1,0 +1,79 @@
+"""Exact reads and whole writes on a TLS socket, under deadlines that a trickle of bytes cannot extend."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import time
+
+from symbiosis_priv.errors import ConnectionLostError, DeadlineExceededError
+
+_RECORD = 16_384  # the most plaintext that a TLS record carries
+_SCRAP = 65_536
+
+
+def _remaining(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise DeadlineExceededError("the peer is too slow (frame_timeout_s)")
+    return left
+
+
+class Link:
+    """A TLS connection after its handshake.
+
+    Methods raise ConnectionLostError when the peer leaves in the middle of something, DeadlineExceededError (or the
+    socket's own TimeoutError) when it is too slow, OSError when the network breaks.
+    """
+
+    def __init__(self, connection: ssl.SSLSocket) -> None:
+        self._socket = connection
+
+    def begin(self, view: memoryview, *, timeout: float) -> int:
+        """Wait for the first bytes of a frame; returns how many of `view` were filled, 0 if the peer has left."""
+        self._socket.settimeout(timeout)
+        return self._socket.recv_into(view)
+
+    def receive(self, view: memoryview, *, deadline: float) -> None:
+        """Fill `view`."""
+        while view:
+            self._socket.settimeout(_remaining(deadline))
+            count = self._socket.recv_into(view)
+            if not count:
+                raise ConnectionLostError("the peer left in the middle of a frame")
+            view = view[count:]
+
+    def discard(self, size: int, *, deadline: float) -> None:
+        """Read and forget `size` bytes, in constant memory."""
+        scrap = memoryview(bytearray(min(size, _SCRAP)))
+        while size:
+            part = scrap[: min(size, len(scrap))]
+            self.receive(part, deadline=deadline)
+            size -= len(part)
+
+    def send(self, head: bytes, payload: memoryview | bytes, *, deadline: float) -> None:
+        """Send a frame: the head and what fits beside it as one TLS record, the rest from where it lies."""
+        payload = memoryview(payload)
+        beside = _RECORD - len(head)
+        self._write(memoryview(head + payload[:beside]), deadline)
+        if len(payload) > beside:
+            self._write(payload[beside:], deadline)
+
+    def close(self) -> None:
+        """Say goodbye without waiting for the peer's, and close."""
+        with contextlib.suppress(OSError, ValueError):
+            self._socket.settimeout(0)
+            self._socket.unwrap()  # sends close_notify, then finds that it would have to wait
+        self._socket.close()
+
+    def _write(self, view: memoryview, deadline: float) -> None:
+        while view:
+            self._socket.settimeout(_remaining(deadline))
+            view = view[self._socket.send(view) :]
+
+
+def hang_up(connection: socket.socket, how: int) -> None:
+    """Wake a thread that waits on a socket of another thread (`SSLSocket.shutdown` would drop the TLS state)."""
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(connection, how)

@@ -1,0 +1,74 @@
+"""Structured logs: one JSON object per line, about events and never about content.
+
+A line may name a tenant, a layer group, a direction, a row count and a duration. Payloads, seeds, nonces and
+headers have no way in: callers pass named fields, and exceptions are logged by type and place, not by message.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import traceback
+from datetime import UTC, datetime
+from pathlib import Path
+
+Field = str | int | float | None
+
+_FIELDS = "symbiosis_priv_fields"
+
+
+class JsonLines(logging.Formatter):
+    """Renders a record as one line of JSON. Lines of other libraries keep their text, as `event`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter.format`."""
+        line: dict[str, Field] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "event": record.getMessage(),
+        }
+        line |= getattr(record, _FIELDS, {})
+        return json.dumps(line)
+
+
+def setup(level: str) -> None:
+    """Send this process's logs to stderr as JSON lines."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    for package in ("provider", "symbiosis_priv"):
+        logging.getLogger(package).setLevel(level.upper())
+
+
+class EventLog:
+    """A logger of events with named fields."""
+
+    def __init__(self, name: str) -> None:
+        self._logger = logging.getLogger(name)
+
+    @property
+    def detailed(self) -> bool:
+        """Whether debug events are wanted: asked first on the hot path."""
+        return self._logger.isEnabledFor(logging.DEBUG)
+
+    def debug(self, event: str, **fields: Field) -> None:
+        """One event per request."""
+        self._log(logging.DEBUG, event, fields)
+
+    def info(self, event: str, **fields: Field) -> None:
+        """Something an operator may want to know."""
+        self._log(logging.INFO, event, fields)
+
+    def warning(self, event: str, **fields: Field) -> None:
+        """Something an operator should look at."""
+        self._log(logging.WARNING, event, fields)
+
+    def failure(self, event: str, error: BaseException, **fields: Field) -> None:
+        """A bug or an exhausted machine: the exception's type and place. Its message might quote content."""
+        frames = traceback.extract_tb(error.__traceback__)
+        place = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames[-4:]))
+        self._log(logging.ERROR, event, {**fields, "error": type(error).__name__, "at": place})
+
+    def _log(self, level: int, event: str, fields: dict[str, Field]) -> None:
+        self._logger.log(level, event, extra={_FIELDS: fields})

@@ -1,0 +1,111 @@
+"""The served base model: operands of each layer group, loaded when first asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from symbiosis_priv.checkpoint import resolve
+from symbiosis_priv.kernels import RingMatrix
+from symbiosis_priv.keystream import expand, mask_key
+from symbiosis_priv.ring import FORWARD, Direction
+from symbiosis_priv.weights import GroupEntry, Manifest, WeightStore
+from symbiosis_priv.wire import Effect, Path
+
+from .config import ProviderConfig
+
+
+def open_store(config: ProviderConfig) -> WeightStore:
+    """The weight store that a configuration names."""
+    path = resolve(config.model.checkpoint)
+    return WeightStore(path, weight_bits=config.model.weight_bits, cache=config.model.cache)
+
+
+def widths(entry: GroupEntry, direction: Direction) -> tuple[int, int]:
+    """(columns of a request's rows, columns of its reply's)."""
+    return (entry.inputs, entry.width) if direction == FORWARD else (entry.width, entry.inputs)
+
+
+@dataclass(frozen=True)
+class _FloatGroup:
+    """float32 `weight` `[o, d]`, `bias` `[o]` or None; members stacked like the ring's."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+class ServedModel:
+    """Products of every layer group. Not thread-safe: it belongs to the executor.
+
+    Args:
+        store: the base model.
+        device: where products run.
+        kernel: "auto" or a name in `kernels.KERNELS`.
+    """
+
+    def __init__(self, store: WeightStore, *, device: str = "cpu", kernel: str = "auto") -> None:
+        self._store = store
+        self._device = torch.device(device)
+        self._kernel = kernel
+        self._ring: dict[int, RingMatrix] = {}
+        self._float: dict[int, _FloatGroup] = {}
+
+    @property
+    def manifest(self) -> Manifest:
+        """What is served."""
+        return self._store.manifest()
+
+    @property
+    def groups_loaded(self) -> int:
+        """Layer groups in memory."""
+        return len(self._ring.keys() | self._float.keys())
+
+    def product(self, rows: Tensor, *, group: int, direction: Direction, path: Path) -> Tensor:
+        """`rows @ W.T` forward, `rows @ W` backward.
+
+        Args:
+            rows: `[r, width]` on the CPU; int32 for the ring, float32 otherwise.
+            group: index into the manifest.
+            path: `float` adds the bias forward; the other paths and the backward product have none.
+
+        Returns:
+            `[r, width]`, contiguous, on the CPU, of the dtype of `rows`.
+        """
+        if path == "ring":
+            return self._ring_group(group).product(rows, transposed=direction != FORWARD).cpu()
+        operand = self._float_group(group)
+        rows = rows.to(self._device)
+        if direction != FORWARD:
+            return (rows @ operand.weight).cpu()
+        return linear(rows, operand.weight, operand.bias if path == "float" else None).cpu()
+
+    def mask_rows(self, request: Effect) -> Tensor:
+        """The keystream rows whose product is the effect that a tenant asked for; int32 `[rows, width]`."""
+        entry = self.manifest.groups[request.group]
+        key = mask_key(request.seed, group=entry.name, direction=request.direction)
+        width, _ = widths(entry, request.direction)
+        return expand(key, first_row=request.first_row, rows=request.rows, width=width)
+
+    def _ring_group(self, index: int) -> RingMatrix:
+        matrix = self._ring.get(index)
+        if matrix is None:
+            matrix = self._ring[index] = RingMatrix(
+                self._store.group(index).weight,
+                weight_bits=self._store.weight_bits,
+                device=self._device,
+                kernel=self._kernel,
+            )
+        return matrix
+
+    def _float_group(self, index: int) -> _FloatGroup:
+        operand = self._float.get(index)
+        if operand is None:
+            layers = self._store.layers(index)
+            weight = torch.cat([layer.weight.to(self._device, torch.float32) for layer in layers])
+            biases = [torch.zeros(len(m.weight)) if m.bias is None else m.bias.float() for m in layers]
+            bias = torch.cat(biases).to(self._device) if any(m.bias is not None for m in layers) else None
+            operand = self._float[index] = _FloatGroup(weight, bias)
+        return operand

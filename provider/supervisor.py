@@ -1,0 +1,211 @@
+"""Keeps an executor running, as a thread or as a child process, and lets the gateway's threads ask it.
+
+Either kind counts its executor's ends in `generation`: a thread that waits for an answer notices that the
+executor it asked is gone, and tells its tenant to ask again (`BUSY`) instead of waiting for nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+import torch
+import zmq
+
+from symbiosis_priv import wire
+from symbiosis_priv.errors import ConfigError
+
+from . import logs
+from .admission import Refusal
+from .config import INPROC, ProviderConfig, to_json
+from .executor import Context, build
+
+log = logs.EventLog(__name__)
+
+_WATCH_MS = 100  # how often a waiting thread looks whether its executor still lives
+_MAX_BACKOFF_S = 5.0
+_STARTUP_S = 300.0
+
+
+class ExecutorHandle(ABC):
+    """A running executor, seen from the gateway."""
+
+    def __init__(self, config: ProviderConfig) -> None:
+        self.config = config
+        self.context: Context = zmq.Context()
+        self.endpoint = config.executor.endpoint
+        self.generation = 0
+        self.stopping = threading.Event()
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start; returns when the executor answers. Raises what it failed with."""
+
+    @abstractmethod
+    def stop(self, timeout: float) -> None:
+        """Stop, after the gateway has. Does nothing to an executor that was not started."""
+
+
+class ThreadExecutor(ExecutorHandle):
+    """An executor in a thread of this process."""
+
+    _thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """See `ExecutorHandle.start`."""
+        self._executor = build(self.config, context=self.context)
+        self._thread = threading.Thread(target=self._run, name="executor", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout: float) -> None:
+        """See `ExecutorHandle.stop`."""
+        self.stopping.set()
+        if self._thread is None:
+            return
+        if self._thread.is_alive():
+            self._executor.stop()
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        if self.config.executor.threads:
+            torch.set_num_threads(self.config.executor.threads)
+        try:
+            self._executor.run()
+        except Exception as error:
+            log.failure("executor_failed", error)
+        finally:
+            self.generation += 1
+
+
+class ProcessExecutor(ExecutorHandle):
+    """An executor in a child process, started again whenever it ends."""
+
+    _watcher: threading.Thread | None = None
+
+    def start(self) -> None:
+        """See `ExecutorHandle.start`."""
+        _private_folder(Path(self.endpoint.removeprefix("ipc://")).parent)
+        self._process = self._spawn()
+        self._watcher = threading.Thread(target=self._watch, name="executor-watch", daemon=True)
+        self._watcher.start()
+        with ExecutorClient(self) as client:
+            try:
+                client.ask(wire.encode(wire.Health())[wire.PREFIX.size :], b"", timeout=_STARTUP_S)
+            except Refusal as error:
+                raise ConfigError("the executor's process ended at once; its reason is in the log above") from error
+
+    def stop(self, timeout: float) -> None:
+        """See `ExecutorHandle.stop`."""
+        self.stopping.set()
+        if self._watcher is None:
+            return
+        _close_pipe(self._process)
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        self._watcher.join(timeout)
+
+    @property
+    def pid(self) -> int:
+        """Of the present child."""
+        return self._process.pid
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen([sys.executable, "-m", "provider.executor"], stdin=subprocess.PIPE)
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it died at birth: the watcher sees that
+            process.stdin.write(to_json(self.config) + b"\n")
+            process.stdin.flush()
+        return process
+
+    def _watch(self) -> None:
+        backoff = 0.1
+        while True:
+            born = time.monotonic()
+            status = self._process.wait()
+            self.generation += 1
+            _close_pipe(self._process)
+            if time.monotonic() - born > 10 * _MAX_BACKOFF_S:
+                backoff = 0.1
+            log.info("executor_ended", status=status)
+            if self.stopping.wait(backoff):
+                return
+            backoff = min(2 * backoff, _MAX_BACKOFF_S)
+            self._process = self._spawn()
+            if self.stopping.is_set():  # `stop` may have closed the pipe of the one before
+                _close_pipe(self._process)
+            log.info("executor_restarted", pid=self._process.pid)
+
+
+def make(config: ProviderConfig) -> ExecutorHandle:
+    """The kind of executor that the endpoint asks for."""
+    return ThreadExecutor(config) if config.executor.endpoint == INPROC else ProcessExecutor(config)
+
+
+class ExecutorClient:
+    """One gateway thread's line to the executor: one request at a time, always with a deadline."""
+
+    def __init__(self, handle: ExecutorHandle) -> None:
+        self._handle = handle
+        self._dealer = self._connect()
+
+    def __enter__(self) -> ExecutorClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._dealer.close()
+
+    def ask(
+        self, header: bytes | bytearray, payload: memoryview | bytes, *, timeout: float
+    ) -> tuple[bytes, memoryview]:
+        """Send a request; returns (prefix and header, payload) of the reply, ready for the wire.
+
+        Raises:
+            Refusal: BUSY if the executor died or is late, STOPPING if the provider is.
+        """
+        generation = self._handle.generation
+        self._dealer.send_multipart([header, payload], copy=False)
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                head, body = self._dealer.recv_multipart(copy=False)
+                return head.bytes, body.buffer
+            except zmq.Again:
+                if self._handle.generation != generation:
+                    self._give_up("the executor was lost; ask again")
+                if time.monotonic() > deadline:
+                    self._give_up("the executor is late; ask again later")
+
+    def _give_up(self, detail: str) -> None:
+        # A late answer must not be taken for the next one's: it goes to a socket that is no more.
+        self._dealer.close()
+        self._dealer = self._connect()
+        stopping = self._handle.stopping.is_set()
+        raise Refusal(wire.ErrorCode.STOPPING if stopping else wire.ErrorCode.BUSY, detail)
+
+    def _connect(self) -> zmq.Socket[bytes]:
+        dealer = self._handle.context.socket(zmq.DEALER)
+        dealer.linger = 0
+        dealer.rcvtimeo = _WATCH_MS
+        dealer.reconnect_ivl = 20
+        dealer.connect(self._handle.endpoint)
+        return dealer
+
+
+def _private_folder(path: Path) -> None:
+    """Make the folder of the socket, for this user only; what another user could enter is refused."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.stat().st_mode & 0o077:
+        raise ConfigError(f"endpoint: others may enter {path}; choose a new folder for the socket, or chmod 700 it")
+
+
+def _close_pipe(process: subprocess.Popen[bytes]) -> None:
+    if process.stdin is not None and not process.stdin.closed:
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()

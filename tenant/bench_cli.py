@@ -1,0 +1,139 @@
+"""`symbiosis-priv bench`: round trips beside a bare TLS echo, and the exact kernels beside float32."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import torch
+import transformers
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.kernels import KERNELS
+from tenant.bench import PARTS, KernelTiming, RoundTrip, Timing, measure_kernels, measure_round_trips
+from tenant.ledger import size
+
+app = typer.Typer(no_args_is_help=True, help="Measure round trips beside a bare TLS echo of the same bytes.")
+
+Rows = Annotated[str, typer.Option(help="Rows per call, separated by commas.")]
+Repeat = Annotated[int, typer.Option(min=1, help="Repetitions.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Also write every figure to this file.")]
+Threads = Annotated[int, typer.Option(min=1, help="Torch threads of each process.")]
+
+_HALF_THE_CORES = max(1, (os.cpu_count() or 1) // 2)
+
+
+@app.command()
+def roundtrip(
+    *,
+    rows: Rows = "1,8,64,256",
+    width: Annotated[str, typer.Option(help="Widths of the layer, separated by commas; multiples of 8.")] = "256,1024",
+    repeat: Repeat = 200,
+    threads: Threads = _HALF_THE_CORES,
+    json: Json = None,
+) -> None:
+    """Time a masked, verified linear beside a bare TLS echo of the same bytes, against a real provider process."""
+    row_counts, widths = _numbers(rows, "--rows"), _numbers(width, "--width")
+    if any(w % 8 for w in widths):
+        raise ConfigError("--width: a Llama's width is a multiple of 8 here")
+    transformers.utils.logging.disable_progress_bar()
+    results: list[RoundTrip] = []
+    console = Console()
+    with console.status("starting providers") as status, tempfile.TemporaryDirectory() as folder:
+
+        def done(result: RoundTrip) -> None:
+            results.append(result)
+            status.update(f"measured {result.rows} rows of width {result.width}")
+
+        for w in widths:
+            measure_round_trips(
+                Path(folder) / str(w), width=w, row_counts=row_counts, repeat=repeat, threads=threads, on_result=done
+            )
+    for w in widths:
+        console.print(_table([result for result in results if result.width == w]))
+    console.print(
+        f"microseconds, p50 / p99 of {repeat} repetitions, measured by turns in one run; {threads} torch threads per "
+        f"process, {os.cpu_count()} cores, pads prefetched"
+    )
+    _write(json, results)
+
+
+@app.command()
+def kernels(
+    *,
+    rows: Rows = "1,16,64,256",
+    shape: Annotated[str, typer.Option(help="INPUTSxOUTPUTS, separated by commas.")] = "256x256,1024x1024,1024x4096",
+    repeat: Repeat = 20,
+    threads: Threads = _HALF_THE_CORES,
+    device: Annotated[str, typer.Option(help="Torch device.")] = "cpu",
+    json: Json = None,
+) -> None:
+    """Time every exact kernel beside float32, and show which one is chosen."""
+    torch.set_num_threads(threads)
+    results = [
+        measure_kernels(inputs=inputs, outputs=outputs, rows=count, repeat=repeat, device=device)
+        for inputs, outputs in _shapes(shape)
+        for count in _numbers(rows, "--rows")
+    ]
+    table = Table("inputs x outputs", "rows", *KERNELS, "float32", "chosen", "ratio")
+    for r in results:
+        times = [f"{r.kernels[name]:,.0f}" if name in r.kernels else "-" for name in KERNELS]
+        ratio = f"{r.kernels[r.chosen] / r.float32:.2f}"
+        table.add_row(f"{r.inputs} x {r.outputs}", str(r.rows), *times, f"{r.float32:,.0f}", r.chosen, ratio)
+    console = Console()
+    console.print(table)
+    console.print(
+        f"microseconds, median of {repeat} repetitions by turns, {threads} torch threads on {device}; the ratio "
+        f"is the chosen kernel's time to float32's"
+    )
+    _write(json, results)
+
+
+def _table(results: list[RoundTrip]) -> Table:
+    """One width; a column per row count."""
+    table = Table(f"width {results[0].width}", *(f"{r.rows} rows" for r in results))
+    table.add_row("bytes both ways", *(size(r.up + r.down) for r in results))
+    table.add_row("bare TLS echo", *(_cell(r.echo) for r in results))
+    table.add_row("product alone", *(_cell(r.kernel) for r in results))
+    table.add_row("masked call", *(_cell(r.masked) for r in results), end_section=True)
+    for name in PARTS:
+        table.add_row(f"  {name}", *(_cell(r.parts[name]) for r in results))
+    table.add_section()
+    table.add_row("masked / echo", *(f"{r.over_echo:.2f}" for r in results))
+    table.add_row("masked / (echo + product)", *(f"{r.over_floor:.2f}" for r in results))
+    return table
+
+
+def _cell(timing: Timing) -> str:
+    return f"{timing.p50:,.0f} / {timing.p99:,.0f}"
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise ConfigError(f"{option} {text!r}: write whole numbers separated by commas, like 1,8,64")
+    return numbers
+
+
+def _shapes(text: str) -> list[tuple[int, int]]:
+    shapes = []
+    for part in text.split(","):
+        inputs, cross, outputs = part.partition("x")
+        if not cross or not inputs.isdecimal() or not outputs.isdecimal() or not int(inputs) or not int(outputs):
+            raise ConfigError(f"--shape {text!r}: write INPUTSxOUTPUTS separated by commas, like 256x256,1024x4096")
+        shapes.append((int(inputs), int(outputs)))
+    return shapes
+
+
+def _write(path: Path | None, results: list[RoundTrip] | list[KernelTiming]) -> None:
+    if path is not None:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")

@@ -1,0 +1,274 @@
+"""One TLS connection to one provider in one role: a request goes out, its answer comes back, or the deadline passes.
+
+A request is a fixed run of bytes. If the connection breaks, the *same bytes* are sent again on a new one, until the
+deadline: providers keep no state between requests, so this is safe, and it never draws a second mask for
+the same row (rule 3). Whatever comes back is checked against the request it should answer (rule 7) before
+memory is taken for it. Waiting is always bounded by the request's deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from symbiosis_priv import tls, wire
+from symbiosis_priv.errors import (
+    ConnectionLostError,
+    DeadlineExceededError,
+    ProtocolError,
+    ProviderError,
+    TransportError,
+)
+from symbiosis_priv.federation import Peer
+
+T = TypeVar("T")
+_SMALL = 16 * 1024  # up to one TLS record, header and payload travel in one write
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.02, 1.0
+
+
+class Wiretap(Protocol):
+    """Sees every frame exactly as it is on the wire, below encryption: for reviewers, attacks and tests.
+
+    `payload` is the frame's matrix. A tap may change a received payload in place, as a dishonest provider would.
+    """
+
+    def sent(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
+        """A request is about to leave."""
+
+    def received(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
+        """A reply has arrived and nothing has looked at it yet."""
+
+
+@dataclass
+class Traffic:
+    """Counters of one channel. Bytes are those of the frames, without TLS overhead."""
+
+    round_trips: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    reconnects: int = 0
+
+
+class Channel:
+    """A connection that comes back by itself.
+
+    Args:
+        peer: whom to connect to, and the pinned certificate.
+        certificate: the tenant's certificate.
+        key: its private key.
+        model_digest: what the provider must serve.
+        deadline_s: how long one request may take, reconnecting included.
+        wiretap: an observer of every frame, or None.
+    """
+
+    def __init__(
+        self,
+        peer: Peer,
+        *,
+        certificate: Path,
+        key: Path,
+        model_digest: str,
+        deadline_s: float,
+        wiretap: Wiretap | None = None,
+    ) -> None:
+        self.peer = peer
+        self.traffic = Traffic()
+        self._hello = wire.Hello(version=wire.VERSION, role=peer.role, model_digest=model_digest)
+        self._context = tls.client_context(certificate=certificate, key=key, provider_certificate=peer.certificate)
+        self._deadline_s = deadline_s
+        self._wiretap = wiretap
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._socket: ssl.SSLSocket | None = None
+        self._welcome: wire.Welcome | None = None
+
+    def welcome(self) -> wire.Welcome:
+        """The provider's limits; connects if need be."""
+        with self._lock:
+            return self._persist(self._connect)
+
+    def request(self, message: wire.Execute | wire.Effect, payload: Tensor | None, *, width: int) -> Tensor:
+        """Send a request and wait for its answer.
+
+        Args:
+            message: the header; `message.nonce` must be fresh.
+            payload: CPU matrix `[rows, ...]` for `Execute`, None for `Effect`. Must not change during the call.
+            width: columns of the answer.
+
+        Returns:
+            CPU matrix `[rows, width]`, int32 or float32 after the message's path. Unverified.
+
+        Raises:
+            DeadlineExceededError: no answer in time.
+            ProviderError: the provider refused.
+            ProtocolError: the answer is malformed or answers another request.
+        """
+        with self._lock:
+            return self._persist(lambda deadline: self._round_trip(message, payload, width, deadline))
+
+    def close(self) -> None:
+        """Close for good, without waiting: a request in flight in another thread fails."""
+        self._closed.set()
+        if (connection := self._socket) is not None:
+            with contextlib.suppress(OSError):  # wakes its reader; SSLSocket's own would drop the TLS state under it
+                socket.socket.shutdown(connection, socket.SHUT_RDWR)
+        with self._lock:
+            self._drop()
+
+    def _persist(self, attempt: Callable[[float], T]) -> T:
+        deadline = time.monotonic() + self._deadline_s
+        pause = _FIRST_PAUSE_S
+        while True:
+            try:
+                return attempt(deadline)
+            except TransportError as error:
+                self._drop()
+                if self._closed.is_set():
+                    raise ConnectionLostError(f"the connection to {self._name} was closed on this side") from error
+                if time.monotonic() + pause >= deadline:
+                    raise DeadlineExceededError(
+                        f"no answer from {self._name} within {self._deadline_s:g} s (last: {error}). Is it running? "
+                        f"RemoteConfig(deadline_s=...) waits longer."
+                    ) from error
+                self.traffic.reconnects += 1
+                self._closed.wait(pause)
+                pause = min(2 * pause, _LAST_PAUSE_S)
+            except BaseException:
+                self._drop()  # the stream may be in the middle of a frame
+                raise
+
+    def _round_trip(
+        self, message: wire.Execute | wire.Effect, payload: Tensor | None, width: int, deadline: float
+    ) -> Tensor:
+        self._connect(deadline)
+        if self._wiretap:
+            self._wiretap.sent(self.peer, message, payload)
+        self._send(message, payload, deadline)
+        reply, answer = self._receive(
+            deadline, expect=(message.rows, width, message.path), max_payload=message.rows * width * wire.ITEM_BYTES
+        )
+        if self._wiretap:
+            self._wiretap.received(self.peer, reply, answer)
+        self.traffic.round_trips += 1
+        if isinstance(reply, wire.Failure):
+            raise self._failure(reply)
+        if not isinstance(reply, wire.Result) or answer is None or not _answers(reply, message):
+            raise ProtocolError(f"{self._name} answered another request than the one it was asked")
+        return answer
+
+    def _connect(self, deadline: float) -> wire.Welcome:
+        if self._welcome is None:
+            try:
+                raw = socket.create_connection((self.peer.host, self.peer.port), timeout=_left(deadline))
+            except OSError as error:
+                raise ConnectionLostError(f"cannot reach {self._name}: {error}") from error
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            try:
+                self._socket = self._context.wrap_socket(raw, server_hostname=self.peer.host)
+                tls.check_pin(self._socket, provider_certificate=self.peer.certificate)
+            except OSError as error:
+                raw.close()
+                raise tls.handshake_error(error, peer=self._name) from error
+            self._send(self._hello, None, deadline)
+            reply, _ = self._receive(deadline, expect=None, max_payload=0)
+            if isinstance(reply, wire.Failure):
+                raise self._failure(reply)
+            if not isinstance(reply, wire.Welcome) or reply.model_digest != self._hello.model_digest:
+                raise ProtocolError(f"{self._name} does not serve the pinned model")
+            self._welcome = reply
+        return self._welcome
+
+    def _send(self, message: wire.Message, payload: Tensor | None, deadline: float) -> None:
+        body = memoryview(b"") if payload is None else wire.as_bytes(payload)
+        head = wire.encode(message, payload_bytes=len(body))
+        assert self._socket is not None
+        try:
+            self._socket.settimeout(_left(deadline))
+            if len(body) <= _SMALL:
+                self._socket.sendall(head + body)
+            else:
+                self._socket.sendall(head)
+                self._socket.sendall(body)
+        except OSError as error:
+            raise self._lost(error) from error
+        self.traffic.bytes_sent += len(head) + len(body)
+
+    def _receive(
+        self, deadline: float, *, expect: tuple[int, int, wire.Path] | None, max_payload: int
+    ) -> tuple[wire.Reply, Tensor | None]:
+        prefix = bytearray(wire.PREFIX.size)
+        self._read(prefix, deadline)
+        header_size, payload_size = wire.decode_prefix(prefix, max_payload=max_payload)
+        header = bytearray(header_size)
+        self._read(header, deadline)
+        reply = wire.decode_reply(header)
+        self.traffic.bytes_received += len(prefix) + header_size + payload_size
+        if expect is None or not isinstance(reply, wire.Result):
+            if payload_size:
+                raise ProtocolError(f"{self._name} sent a payload where none belongs")
+            return reply, None
+        rows, width, path = expect
+        if payload_size != max_payload:
+            raise ProtocolError(f"{self._name} sent {payload_size} bytes where {rows} rows of {width} belong")
+        answer = torch.empty((rows, width), dtype=wire.payload_dtype(path))
+        self._read(wire.as_bytes(answer), deadline)
+        return reply, answer
+
+    def _read(self, buffer: bytearray | memoryview, deadline: float) -> None:
+        assert self._socket is not None
+        view = memoryview(buffer)
+        while view:
+            try:
+                self._socket.settimeout(_left(deadline))
+                count = self._socket.recv_into(view)
+            except OSError as error:
+                raise self._lost(error) from error
+            if not count:
+                raise ConnectionLostError(f"{self._name} closed the connection")
+            view = view[count:]
+
+    def _lost(self, error: OSError) -> Exception:
+        if self._welcome is None:  # a refused certificate shows up at the first read, see tls
+            return tls.handshake_error(error, peer=self._name)
+        return ConnectionLostError(f"connection to {self._name} broke: {error}")
+
+    def _failure(self, reply: wire.Failure) -> Exception:
+        if reply.code in wire.RETRYABLE:
+            return ConnectionLostError(f"{self._name} is {reply.code}")
+        return ProviderError(code=reply.code, provider=self.peer.name, detail=reply.detail)
+
+    @property
+    def _name(self) -> str:
+        return f"{self.peer.role} {self.peer.name!r} at {self.peer.host}:{self.peer.port}"
+
+    def _drop(self) -> None:
+        self._welcome = None
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.close()
+            self._socket = None
+
+
+def fresh_nonce() -> bytes:
+    """16 random bytes that bind an answer to its request."""
+    return secrets.token_bytes(wire.NONCE_BYTES)
+
+
+def _answers(reply: wire.Result, message: wire.Binding) -> bool:
+    fields = ("nonce", "group", "direction", "path", "rows")
+    return all(getattr(reply, name) == getattr(message, name) for name in fields)
+
+
+def _left(deadline: float) -> float:
+    return max(deadline - time.monotonic(), 1e-3)

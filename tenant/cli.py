@@ -1,0 +1,237 @@
+"""`symbiosis-priv tenant`: finetune, generate, prepare, check."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import transformers
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from transformers import AutoModelForCausalLM
+
+from symbiosis_priv.checkpoint import resolve
+from symbiosis_priv.federation import load_federation
+from symbiosis_priv.quantise import DEFAULT_WEIGHT_BITS
+from symbiosis_priv.weights import WeightStore
+from tenant import finetune as finetuning
+from tenant import generate as generation
+from tenant import ledger as ledgers
+from tenant.config import RemoteConfig
+from tenant.connect import progress_bar
+from tenant.corpus import load_tokenizer, read_documents, to_blocks
+from tenant.facts import prepare as prepare_model
+from tenant.hf import backend_of
+from tenant.quality import Quality, compare
+from tenant.slim import write_slim
+from tenant.verifier import DEFAULT_COLUMNS
+
+app = typer.Typer(no_args_is_help=True, help="Fine-tune adapters and generate on somebody else's base model.")
+
+Model = Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, or a name on the Hugging Face hub.")]
+Federation = Annotated[Path, typer.Option("--federation", "-f", help="federation.toml")]
+Masking = Annotated[str, typer.Option(help="pad, local, none, paper-pool, simulate: who can read your rows.")]
+Full = Annotated[
+    Path | None, typer.Option("--checkpoint", help="The full checkpoint, if --model holds only your own tensors.")
+]
+Deadline = Annotated[float, typer.Option(help="Seconds that one request may take, a provider's restart included.")]
+Text = Annotated[Path, typer.Option("--text", "-t", help="Plain text: documents between blank lines, or one a line.")]
+Length = Annotated[int, typer.Option(min=2, help="Tokens per block.")]
+Seed = Annotated[int, typer.Option(help="Of what is random in training or sampling; never of a mask.")]
+
+
+@app.callback()
+def _quiet() -> None:
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # peft 0.21 uses an old name
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+
+
+@app.command()
+def finetune(
+    *,
+    model: Model,
+    federation: Federation,
+    text: Text,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the PEFT folder goes.")] = Path("adapter"),
+    masking: Masking = "pad",
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps; instead of --epochs.")] = None,
+    epochs: Annotated[float, typer.Option(min=0.0, help="Passes over the text.")] = 1.0,
+    rank: Annotated[int, typer.Option(min=1, help="Rank of LoRA.")] = 8,
+    learning_rate: Annotated[float, typer.Option(min=0.0, help="AdamW's; decays linearly.")] = 2e-4,
+    batch_size: Annotated[int, typer.Option(min=1, help="Blocks per forward pass.")] = 4,
+    sequence_length: Length = 256,
+    gradient_accumulation: Annotated[int, typer.Option(min=1, help="Forward passes per step.")] = 1,
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Less memory, more round trips.")
+    ] = False,
+    seed: Seed = 0,
+    save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 50,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in --output.")] = False,
+    deadline_s: Deadline = 120.0,
+    checkpoint: Full = None,
+) -> None:
+    """Fine-tune a LoRA adapter on private text; the frozen layers run at the providers."""
+    options = finetuning.FineTuning(
+        steps=steps,
+        epochs=epochs,
+        rank=rank,
+        learning_rate=learning_rate,
+        batch_size=batch_size,
+        gradient_accumulation=gradient_accumulation,
+        gradient_checkpointing=gradient_checkpointing,
+        sequence_length=sequence_length,
+        seed=seed,
+        save_every=save_every,
+        resume=resume,
+    )
+    with _training_bar() as on_progress:
+        result = finetuning.finetune(
+            model,
+            text,
+            output,
+            remote=_remote(federation, masking, deadline_s=deadline_s, checkpoint=checkpoint),
+            options=options,
+            on_progress=on_progress,
+        )
+    where = "held-out text" if result.held_out else "training text"
+    table = _table("fine-tuned", "")
+    table.add_row("adapter", str(result.adapter))
+    table.add_row(f"loss on {where}", f"{result.loss_before:.4f} -> {result.loss_after:.4f}")
+    table.add_row("perplexity", f"{math.exp(result.loss_before):.3f} -> {math.exp(result.loss_after):.3f}")
+    table.add_row("steps", f"{len(result.losses):,}")
+    table.add_row("tokens", f"{result.tokens:,}")
+    table.add_row("tokens per second", f"{result.tokens / result.seconds:,.1f}")
+    if result.ledger is not None:
+        for row in ledgers.rows(result.ledger, tokens=result.tokens):
+            table.add_row(*row)
+    Console().print(table)
+
+
+@app.command()
+def generate(
+    *,
+    model: Model,
+    federation: Federation,
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to continue.")],
+    adapter: Annotated[Path | None, typer.Option("--adapter", "-a", help="A PEFT folder.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Upper limit of tokens.")] = 64,
+    fixed_length: Annotated[
+        bool, typer.Option("--fixed-length", help="Always make that many, so that providers do not see where it ends.")
+    ] = False,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="Sample at this temperature.")] = None,
+    top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Sample from this much probability.")] = None,
+    beams: Annotated[int, typer.Option(min=1, help="Beam search of this width.")] = 1,
+    seed: Seed = 0,
+    masking: Masking = "pad",
+    deadline_s: Deadline = 120.0,
+    checkpoint: Full = None,
+) -> None:
+    """Continue a prompt, word by word; greedy, unless sampling or beams are asked for."""
+    remote = _remote(federation, masking, deadline_s=deadline_s, checkpoint=checkpoint)
+    loaded, tokenizer = generation.open_model(model, remote=remote, adapter=adapter)
+    decoding = generation.Decoding(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        beams=beams,
+        seed=seed,
+        fixed_length=fixed_length,
+    )
+    try:
+        generation.generate(loaded, tokenizer, prompt, decoding=decoding, stream=True)
+        ledger = ledgers.ledger_of(loaded)
+    finally:
+        backend_of(loaded).close()
+    if ledger is not None:
+        Console(stderr=True).print(ledgers.one_line(ledger), style="dim", soft_wrap=True)
+
+
+@app.command()
+def prepare(
+    *,
+    model: Annotated[str, typer.Option("--model", "-m", help="The full checkpoint.")],
+    federation: Federation,
+    slim: Annotated[
+        Path | None, typer.Option(help="Also write a checkpoint of your own tensors alone to this folder.")
+    ] = None,
+) -> None:
+    """Read the full checkpoint once: facts and verification keys go to the cache, and it is not needed again."""
+    pinned = load_federation(federation)
+    store = WeightStore(resolve(model), weight_bits=pinned.weight_bits)
+    with progress_bar("verification keys") as progress:
+        preparation = prepare_model(store, digest=pinned.model_digest, columns=DEFAULT_COLUMNS, progress=progress)
+    typer.echo(f"prepared {len(preparation.facts)} layer groups of {pinned.model_digest}")
+    if slim is not None:
+        kept, left_out = write_slim(store, preparation.manifest, slim)
+        typer.echo(f"{slim} holds {ledgers.size(kept)} of tensors; {ledgers.size(left_out)} stay at the providers")
+
+
+@app.command()
+def check(
+    *,
+    model: Model,
+    text: Text,
+    weight_bits: Annotated[int, typer.Option(help="Bits of a quantised weight.")] = DEFAULT_WEIGHT_BITS,
+    sequence_length: Length = 256,
+    blocks: Annotated[int, typer.Option(min=1, help="Blocks of text to compare.")] = 8,
+) -> None:
+    """Measure here, without a provider, what the ring's arithmetic does to a model's quality."""
+    tokenizer = load_tokenizer(model)
+    simulate = RemoteConfig(masking="simulate", weight_bits=weight_bits)
+    split = AutoModelForCausalLM.from_pretrained(model, quantization_config=simulate, dtype=torch.float32).eval()
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    limit = getattr(reference.config, "max_position_embeddings", sequence_length)
+    ids = to_blocks(read_documents(text), tokenizer, length=min(sequence_length, limit))[:blocks]
+    ring = compare(reference, split, ids)
+    backend_of(split).close()
+    bf16 = compare(reference, AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval(), ids)
+    Console().print(_quality_table({f"ring, {weight_bits} bits": ring, "bf16": bf16}))
+
+
+def _remote(federation: Path, masking: str, *, deadline_s: float, checkpoint: Path | None) -> RemoteConfig:
+    return RemoteConfig(
+        federation=federation,
+        masking=masking,  # type: ignore[arg-type]  # RemoteConfig says which there are
+        deadline_s=deadline_s,
+        checkpoint=checkpoint,
+    )
+
+
+def _quality_table(models: dict[str, Quality]) -> Table:
+    first = next(iter(models.values()))
+    table = _table(f"beside unquantised fp32, {first.tokens:,} tokens", *models)
+    table.add_row("same first choice", *(f"{q.top1:.3%}" for q in models.values()))
+    table.add_row("perplexity", *(f"{q.perplexity:.4f}" for q in models.values()))
+    table.add_row("fp32's perplexity", *(f"{q.reference_perplexity:.4f}" for q in models.values()))
+    table.add_row("difference", *(f"{q.perplexity_change:+.3%}" for q in models.values()))
+    table.add_row("smallest cosine of logits", *(f"{q.min_cosine:.6f}" for q in models.values()))
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+@contextmanager
+def _training_bar() -> Iterator[finetuning.Progress]:
+    """Steps and loss, on stderr and on a terminal only."""
+    console = Console(stderr=True)
+    columns = (TextColumn("fine-tuning"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, TextColumn("{task.description}"), console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", visible=False)
+
+        def update(done: int, total: int, loss: float) -> None:
+            bar.update(task, completed=done, total=total, description=f"loss {loss:.4f}", visible=True)
+
+        yield update

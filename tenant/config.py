@@ -1,0 +1,83 @@
+"""`RemoteConfig`: the one argument that turns a Hugging Face model into a split one."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from transformers.quantizers.auto import register_quantization_config
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from symbiosis_priv.errors import ConfigError
+from tenant.channel import Wiretap
+from tenant.verifier import DEFAULT_COLUMNS
+
+QUANT_METHOD = "symbiosis-priv"
+Masking = Literal["pad", "local", "none", "paper-pool", "simulate"]
+
+
+@register_quantization_config(QUANT_METHOD)
+@dataclass(kw_only=True)
+class RemoteConfig(QuantizationConfigMixin):
+    """How to split a model. Pass it as `quantization_config` to `from_pretrained`.
+
+    Args:
+        federation: path of `federation.toml`. Not needed for "simulate".
+        masking: who can read your rows:
+            "pad" nobody, unless the executor and every helper collude (default);
+            "local" nobody at all, but the tenant needs the full checkpoint and does the providers' work ahead of time;
+            "none" every executor; for providers you trust;
+            "paper-pool" every executor, in practice (opt-in, see `paper_pool`);
+            "simulate" nobody: the same arithmetic on this machine, no providers.
+        weight_bits: integer bits of a weight, for "simulate" only; otherwise the federation file says it.
+        checkpoint: the full base checkpoint, when the model's own folder holds only the tenant's tensors. It is read
+            once, to make the verification keys.
+        deadline_s: how long one request may take in seconds, reconnecting to a restarted provider included.
+        pool_memory_mib: memory for pads drawn ahead.
+        row_bucket: row counts are rounded up to a multiple of this before anything is sent, so that providers learn
+            batch and prompt sizes only that finely. Costs the added rows (rule 9 of the threat model).
+        verify_columns: m; a wrong answer passes with probability at most 2^-3m.
+        cache: folder for quantised weights and verification keys; the user's cache folder if None.
+        paper_pool_size: noises per layer of "paper-pool".
+        paper_noise_scale: their standard deviation as a multiple of the activations'.
+        wiretap: an observer of every frame on the wire, for tests and reviewers.
+    """
+
+    federation: str | Path | None = None
+    masking: Masking = "pad"
+    weight_bits: int | None = None
+    checkpoint: str | Path | None = None
+    deadline_s: float = 120.0
+    pool_memory_mib: int = 256
+    row_bucket: int = 1
+    verify_columns: int = DEFAULT_COLUMNS
+    cache: str | Path | None = None
+    paper_pool_size: int = 4
+    paper_noise_scale: float = 16.0
+    wiretap: Wiretap | None = None
+    quant_method: str = QUANT_METHOD  # type: ignore[assignment]  # transformers writes it down and passes it back
+
+    def __post_init__(self) -> None:
+        if self.masking not in get_args(Masking):
+            raise ConfigError(f"masking = {self.masking!r} is unknown; choose one of {', '.join(get_args(Masking))}")
+        if self.masking != "simulate" and self.federation is None:
+            raise ConfigError(
+                f"masking = {self.masking!r} needs federation = 'federation.toml' (masking = 'simulate' does not)"
+            )
+        if self.masking != "simulate" and self.weight_bits is not None:
+            raise ConfigError("weight_bits is for masking = 'simulate'; the federation file says it otherwise")
+        lowest = {"deadline_s": 0.1, "pool_memory_mib": 0, "row_bucket": 1, "verify_columns": 8, "paper_pool_size": 1}
+        for name, low in lowest.items():
+            if not getattr(self, name) >= low:
+                raise ConfigError(f"{name} = {getattr(self, name)} is below {low}")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteConfig:
+        """transformers copies its configurations; a wiretap must stay the very object that its owner holds."""
+        return copy.copy(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for transformers; paths as strings, no wiretap."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "wiretap"}
+        return {k: str(v) if isinstance(v, Path) else v for k, v in values.items()}

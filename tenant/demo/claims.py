@@ -1,0 +1,147 @@
+"""What the demo claims, and the figures it claims it from. Every claim is computed from the run that just happened."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tenant.quality import Quality
+from tenant.session import Ledger
+
+MIN_TOP1 = 0.99
+MAX_PERPLEXITY_CHANGE = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """Everything the demo measured.
+
+    Args:
+        losses: of every step of the masked run, nats per token.
+        simulated_losses: of the reference run.
+        perplexity_before, perplexity_after: on held-out private text, masked.
+        adapter_tensors, adapter_tensors_equal: of the two final adapters.
+        tokens_before, tokens_after: greedy continuation by the masked model, without and with the adapter.
+        tokens_simulated: the same as `tokens_after` by the reference.
+        text_before, text_after: the same, decoded.
+        quality: masked model with adapter beside the unquantised fp32 model with the same adapter.
+        ledger: of masked training.
+        trained_tokens: tokens that masked training covered.
+        generation: ledger of generating `tokens_after`.
+        tampered, tampered_rejected: answers altered on purpose, and how many of them were refused.
+        tenant_bytes: base model tensors on the tenant.
+        offloaded_bytes: of which for offloaded layers.
+        full_bytes: the whole base model's, in the same precision.
+        seconds: per stage.
+    """
+
+    losses: tuple[float, ...]
+    simulated_losses: tuple[float, ...]
+    perplexity_before: float
+    perplexity_after: float
+    adapter_tensors: int
+    adapter_tensors_equal: int
+    tokens_before: tuple[int, ...]
+    tokens_after: tuple[int, ...]
+    tokens_simulated: tuple[int, ...]
+    prompt: str
+    text_before: str
+    text_after: str
+    quality: Quality
+    ledger: Ledger
+    trained_tokens: int
+    generation: Ledger
+    tampered: int
+    tampered_rejected: int
+    tenant_bytes: int
+    offloaded_bytes: int
+    full_bytes: int
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One sentence, its figure, and whether it holds."""
+
+    sentence: str
+    figure: str
+    holds: bool
+
+
+def claims(f: Figures) -> list[Claim]:
+    """Judge the figures."""
+    steps = len(f.losses)
+    return [
+        Claim(
+            "losses are bit-identical to the unmasked reference",
+            f"{sum(a == b for a, b in zip(f.losses, f.simulated_losses, strict=True))} of {steps} steps",
+            steps > 0 and f.losses == f.simulated_losses,
+        ),
+        Claim(
+            "the trained adapter is bit-identical to the reference's",
+            f"{f.adapter_tensors_equal} of {f.adapter_tensors} tensors",
+            0 < f.adapter_tensors == f.adapter_tensors_equal,
+        ),
+        Claim(
+            "generation is token-identical to the reference",
+            f"{len(f.tokens_after)} tokens",
+            len(f.tokens_after) > 0 and f.tokens_after == f.tokens_simulated,
+        ),
+        Claim(
+            f"top-1 agreement with the unquantised fp32 model is at least {MIN_TOP1:.0%}",
+            f"{f.quality.top1:.2%} of {f.quality.tokens:,} tokens",
+            f.quality.top1 >= MIN_TOP1,
+        ),
+        Claim(
+            f"perplexity differs from fp32 by less than {MAX_PERPLEXITY_CHANGE:.0%}",
+            f"{f.quality.perplexity_change:+.3%}",
+            abs(f.quality.perplexity_change) < MAX_PERPLEXITY_CHANGE,
+        ),
+        Claim(
+            "every answer and every effect was verified, none was wrong",
+            f"{f.ledger.answers_verified:,} + {f.ledger.effects_verified:,} rows",
+            f.ledger.answers_verified == f.ledger.rows > 0
+            and f.ledger.effects_verified >= f.ledger.rows
+            and not f.ledger.answers_rejected,
+        ),
+        Claim(
+            "every answer tampered with on purpose was rejected",
+            f"{f.tampered_rejected} of {f.tampered}",
+            0 < f.tampered == f.tampered_rejected,
+        ),
+        Claim(
+            "one round trip to the executor per group of sibling layers",
+            f"{f.ledger.executor_round_trips:,} for {f.ledger.products:,} products",
+            f.ledger.executor_round_trips == f.ledger.products > 0,
+        ),
+        Claim(
+            "no weight of an offloaded layer is on the tenant",
+            f"{f.offloaded_bytes} bytes",
+            f.offloaded_bytes == 0,
+        ),
+    ]
+
+
+def to_json(figures: Figures) -> dict[str, Any]:
+    """Every figure and every claim, as plain values."""
+    judged = claims(figures)
+    return {
+        "passed": all(claim.holds for claim in judged),
+        "claims": [asdict(claim) for claim in judged],
+        "figures": asdict(figures),
+        "per_token": per_token(figures),
+    }
+
+
+def per_token(f: Figures) -> dict[str, float]:
+    """Cost on the wire per trained token, forward and backward, and per generated one."""
+    trained, generated = max(f.trained_tokens, 1), max(len(f.tokens_after), 1)
+    return {
+        "training_round_trips": f.ledger.executor_round_trips / trained,
+        "training_bytes_up": f.ledger.bytes_to_executors / trained,
+        "training_bytes_down": f.ledger.bytes_from_executors / trained,
+        "training_effect_bytes": f.ledger.bytes_from_helpers / trained,
+        "generation_round_trips": f.generation.executor_round_trips / generated,
+        "generation_bytes_up": f.generation.bytes_to_executors / generated,
+        "generation_bytes_down": f.generation.bytes_from_executors / generated,
+    }

@@ -1,0 +1,77 @@
+"""`symbiosis-priv demo`."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from symbiosis_priv.weights import default_cache, write_atomically
+
+_DEFAULT_STEPS = 40
+
+
+def demo(
+    model: Annotated[str | None, typer.Option(help="A checkpoint of your own instead of the demo's.")] = None,
+    text: Annotated[Path | None, typer.Option(help="Private text of your own: UTF-8, one document per line.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write every figure to this file.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = _DEFAULT_STEPS,
+) -> None:
+    """Fine-tune and generate on untrusted providers on this machine, and prove what that claims.
+
+    Starts an executor and a helper as separate processes, fine-tunes a LoRA adapter with every row masked and every
+    answer verified, and compares the result bit by bit with the same run without providers.
+    """
+    from transformers.utils import logging
+
+    from tenant.demo.claims import to_json
+    from tenant.demo.run import run
+    from tenant.demo.screen import show
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # peft reads a deprecated name
+    console = Console()
+    with tempfile.TemporaryDirectory(prefix="symbiosis-priv-demo-") as folder, _bars(console) as bars:
+        figures = run(
+            Path(folder),
+            base_model=default_cache() / "demo" / "base-model",
+            model=model,
+            text=text,
+            steps=steps,
+            report=_Report(bars),
+        )
+    if json_file is not None:
+        write_atomically(json_file, json.dumps(to_json(figures), indent=2).encode())
+    if not show(console, figures):
+        raise typer.Exit(1)
+
+
+class _Report:
+    """One bar per stage."""
+
+    def __init__(self, bars: Progress) -> None:
+        self._bars = bars
+        self._tasks: dict[str, TaskID] = {}
+
+    def __call__(self, stage: str, done: int, total: int, remark: str) -> None:
+        if stage not in self._tasks:
+            self._tasks[stage] = self._bars.add_task(stage, total=None, remark="")
+        if done or remark:
+            self._bars.update(self._tasks[stage], completed=done, total=total, remark=remark)
+
+
+def _bars(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description:<24}"),
+        BarColumn(bar_width=40),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[remark]}"),
+        console=console,
+    )

@@ -1,0 +1,219 @@
+"""The main job, start to finish, on one machine with real processes: what `make demo` runs."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+
+from symbiosis_priv.checkpoint import resolve
+from symbiosis_priv.federation import load_federation
+from symbiosis_priv.local import LocalFederation
+from tenant.config import RemoteConfig
+from tenant.corpus import hold_out, read_documents, to_blocks
+from tenant.demo.base_model import make_base_model
+from tenant.demo.claims import Figures
+from tenant.demo.tamper import rejected
+from tenant.demo.text import PRIVATE_PROMPT, private_text
+from tenant.facts import prepare
+from tenant.finetune import FineTuned, FineTuning, finetune
+from tenant.generate import open_model
+from tenant.hf import backend_of
+from tenant.ledger import ledger_of, since
+from tenant.quality import compare
+from tenant.remote_linear import RemoteLinear
+from tenant.session import Ledger
+
+Report = Callable[[str, int, int, str], None]
+"""Called with (stage, done, in all, a short remark)."""
+
+_TAMPERED = 48
+_PRIVATE_RECORDS = 750
+_SEQUENCE_LENGTH = 96
+_NEW_TOKENS = 48
+_PROMPT_TOKENS = 8
+# the demo's own model is tiny and learns fast; a real one wants the usual rate
+_OWN_RATE, _USUAL_RATE = 1e-2, 2e-4
+
+
+@dataclass
+class _Stages:
+    """Tells where we are and keeps the time."""
+
+    report: Report
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[Callable[[int, int, float], None]]:
+        started = time.perf_counter()
+        self.report(name, 0, 1, "")
+        yield lambda done, total, loss: self.report(name, done, total, f"loss {loss:.3f}")
+        self.seconds[name] = time.perf_counter() - started
+        self.report(name, 1, 1, "")
+
+
+def run(
+    work: Path,
+    *,
+    base_model: Path,
+    model: str | Path | None,
+    text: Path | None,
+    steps: int,
+    report: Report,
+) -> Figures:
+    """Fine-tune, generate, tamper, compare.
+
+    Args:
+        work: an empty folder for keys, logs and adapters.
+        base_model: where the demo's own base model is kept between runs.
+        model: a user's checkpoint instead of it.
+        text: a user's private text instead of the demo's.
+        steps: optimizer steps.
+        report: told about progress.
+    """
+    stages = _Stages(report)
+    with stages.stage("base model") as progress:
+        path = resolve(model) if model else make_base_model(base_model, on_progress=progress)
+    if text is None:
+        text = work / "private.txt"
+        text.write_text("\n\n".join(private_text(seed=0, records=_PRIVATE_RECORDS)), encoding="utf-8")
+    options = FineTuning(
+        steps=steps,
+        learning_rate=_USUAL_RATE if model else _OWN_RATE,
+        batch_size=8,
+        sequence_length=_sequence_length(path),
+        save_every=max(steps, 1),
+        dtype="float32",
+    )
+    simulate = RemoteConfig(masking="simulate", cache=work / "cache")
+    with stages.stage("reference run") as progress:
+        reference = finetune(path, text, work / "reference", remote=simulate, options=options, on_progress=progress)
+    with stages.stage("providers"):
+        local = LocalFederation(path, work / "federation", provider_options={"executor": {"threads": 1}})
+        local.start()
+    try:
+        remote = RemoteConfig(federation=local.federation, cache=work / "cache")
+        with stages.stage("masked run") as progress:
+            masked = finetune(path, text, work / "masked", remote=remote, options=options, on_progress=progress)
+        with stages.stage("tampering"):
+            refused = _tamper(path, local, work)
+        with stages.stage("generation and quality"):
+            return _figures(path, text, reference, masked, remote, simulate, refused, stages)
+    finally:
+        local.stop()
+
+
+def _tamper(path: Path, local: LocalFederation, work: Path) -> int:
+    federation = load_federation(local.federation)
+    config = RemoteConfig(federation=local.federation, cache=work / "cache")
+    preparation = prepare(
+        None, digest=federation.model_digest, columns=config.verify_columns, cache=work / "cache"
+    )
+    return rejected(federation, preparation, trials=_TAMPERED)
+
+
+def _figures(
+    path: Path,
+    text: Path,
+    reference: FineTuned,
+    masked: FineTuned,
+    remote: RemoteConfig,
+    simulate: RemoteConfig,
+    refused: int,
+    stages: _Stages,
+) -> Figures:
+    with _opened(path, remote, None) as (model, tokenizer):
+        prompt = _prompt(text, tokenizer)
+        before, _ = _continue(model, tokenizer, prompt)
+        tenant_bytes, offloaded_bytes = _tensor_bytes(model)
+    with _opened(path, simulate, reference.adapter) as (model, _):
+        simulated, _ = _continue(model, tokenizer, prompt)
+    full: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    full_bytes, _ = _tensor_bytes(full)
+    blocks = to_blocks(read_documents(text), tokenizer, length=_sequence_length(path))
+    train, held_out = hold_out(blocks)
+    with _opened(path, remote, masked.adapter) as (model, _):
+        after, generation = _continue(model, tokenizer, prompt)
+        # the adapter that was trained on masked rows, in plain PEFT on the ordinary model
+        quality = compare(PeftModel.from_pretrained(full, str(masked.adapter)).eval(), model, held_out or train)
+    adapters = [load_file(a / "adapter_model.safetensors") for a in (masked.adapter, reference.adapter)]
+    equal = sum(name in adapters[1] and torch.equal(t, adapters[1][name]) for name, t in adapters[0].items())
+    assert masked.ledger is not None  # a masked run has a session
+    return Figures(
+        losses=masked.losses,
+        simulated_losses=reference.losses,
+        perplexity_before=math.exp(masked.loss_before),
+        perplexity_after=math.exp(masked.loss_after),
+        adapter_tensors=len(adapters[0]),
+        adapter_tensors_equal=equal,
+        tokens_before=before,
+        tokens_after=after,
+        tokens_simulated=simulated,
+        prompt=prompt,
+        text_before=str(tokenizer.decode(list(before), skip_special_tokens=True)),
+        text_after=str(tokenizer.decode(list(after), skip_special_tokens=True)),
+        quality=quality,
+        ledger=masked.ledger,
+        trained_tokens=masked.tokens,
+        generation=generation,
+        tampered=_TAMPERED,
+        tampered_rejected=refused,
+        tenant_bytes=tenant_bytes,
+        offloaded_bytes=offloaded_bytes,
+        full_bytes=full_bytes,
+        seconds=stages.seconds,
+    )
+
+
+@contextmanager
+def _opened(
+    path: Path, remote: RemoteConfig, adapter: Path | None
+) -> Iterator[tuple[Any, PreTrainedTokenizerBase]]:
+    model, tokenizer = open_model(path, remote=remote, adapter=adapter, dtype="float32")
+    try:
+        yield model, tokenizer
+    finally:
+        backend_of(model).close()
+
+
+def _prompt(text: Path, tokenizer: PreTrainedTokenizerBase) -> str:
+    last = read_documents(text)[-1]
+    if last.startswith(PRIVATE_PROMPT):
+        return PRIVATE_PROMPT
+    return str(tokenizer.decode(tokenizer(last)["input_ids"][:_PROMPT_TOKENS], skip_special_tokens=True))
+
+
+def _continue(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[tuple[int, ...], Ledger]:
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    started = ledger_of(model) or Ledger()
+    count = min(_NEW_TOKENS, _positions(model.config) - inputs["input_ids"].shape[1])
+    ids = model.generate(**inputs, max_new_tokens=count, do_sample=False, pad_token_id=tokenizer.eos_token_id)
+    new = ids[0, inputs["input_ids"].shape[1] :].tolist()
+    return tuple(new), since(started, ledger_of(model) or Ledger())
+
+
+def _sequence_length(path: Path) -> int:
+    return min(_SEQUENCE_LENGTH, _positions(AutoConfig.from_pretrained(path)))
+
+
+def _positions(config: Any) -> int:
+    """The longest text a model takes; models without absolute positions do not say."""
+    limit = getattr(config, "max_position_embeddings", None)
+    return _SEQUENCE_LENGTH + _NEW_TOKENS if limit is None else int(limit)
+
+
+def _tensor_bytes(model: nn.Module) -> tuple[int, int]:
+    """(bytes of all parameters, shared ones once; bytes of offloaded layers)."""
+    tensors = {id(t): t for t in model.parameters()}
+    offloaded = [t for m in model.modules() if isinstance(m, RemoteLinear) for t in (*m.parameters(), *m.buffers())]
+    return sum(t.nbytes for t in tensors.values()), sum(t.nbytes for t in offloaded)

@@ -1,0 +1,146 @@
+"""What a tenant keeps of a frozen layer group instead of its weights: public facts, and its secret verification keys.
+
+Both come from one pass over the checkpoint, layer by layer (`prepare`), and are cached under the manifest's digest.
+After that no weight of an offloaded layer is needed: a checkpoint with nothing but the tenant's tensors will do.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from symbiosis_priv.errors import CheckpointError
+from symbiosis_priv.quantise import QuantisedGroup
+from symbiosis_priv.ring import BACKWARD, DIRECTIONS, FORWARD, Bound, Direction
+from symbiosis_priv.weights import GroupEntry, Manifest, Progress, WeightStore, default_cache, write_atomically
+from tenant.verifier import VerificationKeys
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class GroupFacts:
+    """Public facts of one layer group.
+
+    Args:
+        entry: names and widths, from the manifest.
+        channel_scale: float64 `[o]`, the weight scales.
+        bias: float64 `[o]` or None; the tenant adds it itself.
+        bounds: how large input rows may be, per direction.
+    """
+
+    entry: GroupEntry
+    channel_scale: Tensor
+    bias: Tensor | None
+    bounds: dict[Direction, Bound]
+
+    @classmethod
+    def of(cls, entry: GroupEntry, group: QuantisedGroup) -> GroupFacts:
+        """Read the facts off a quantised group."""
+        bias = None if group.bias is None else group.bias.to(torch.float64)
+        return cls(entry, group.channel_scale, bias, {d: group.bound(d) for d in DIRECTIONS})
+
+    def width(self, direction: Direction) -> int:
+        """Columns of an input row."""
+        return self.entry.inputs if direction == FORWARD else self.entry.width
+
+    def outputs(self, direction: Direction) -> int:
+        """Columns of an answer row."""
+        return self.entry.width if direction == FORWARD else self.entry.inputs
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Everything a tenant knows about a base model that it does not hold."""
+
+    manifest: Manifest
+    facts: tuple[GroupFacts, ...]
+    keys: VerificationKeys
+    forget_keys: Callable[[], None] = field(repr=False)
+    """Deletes the cached verification keys, so that the next session draws new ones."""
+
+
+def prepare(
+    store: WeightStore | None,
+    *,
+    digest: str,
+    columns: int,
+    cache: Path | None = None,
+    progress: Progress | None = None,
+) -> Preparation:
+    """Load facts and verification keys for a manifest digest, or make them from the checkpoint.
+
+    Args:
+        store: the full base checkpoint; None if only cached facts may be used.
+        digest: the manifest digest that the federation pins.
+        columns: m, columns of the verification matrix.
+
+    Raises:
+        CheckpointError: nothing cached and no full checkpoint, or the checkpoint is not the pinned model.
+    """
+    folder = (cache or default_cache()) / "tenant" / f"{digest.removeprefix('sha256:')}-{columns}"
+    try:
+        return _load(folder, digest=digest, columns=columns)
+    except (FileNotFoundError, SafetensorError, KeyError, CheckpointError) as error:
+        log.debug("no usable preparation in %s: %s", folder, error)
+    if store is None:
+        raise CheckpointError(
+            f"nothing is prepared for model {digest}. Run `symbiosis-priv tenant prepare --model FULL_CHECKPOINT`, "
+            f"or pass RemoteConfig(checkpoint='FULL_CHECKPOINT') once."
+        )
+    keys = VerificationKeys.fresh(columns=columns)
+    facts = []
+    for entry, group in store.stream(progress=progress):
+        facts.append(GroupFacts.of(entry, group))
+        keys.add(len(facts) - 1, group.weight, weight_bits=store.weight_bits)
+    manifest = store.assemble([f.entry for f in facts])
+    if manifest.digest != digest:
+        raise CheckpointError(
+            f"{store.path} is model {manifest.digest}, but the federation pins {digest}. Use the checkpoint "
+            f"(and weight_bits) that the providers serve, or correct [model] in the federation file."
+        )
+    _save(folder, manifest, facts, keys)
+    return Preparation(manifest, tuple(facts), keys, lambda: _forget(folder))
+
+
+def _load(folder: Path, *, digest: str, columns: int) -> Preparation:
+    manifest = Manifest.from_json((folder / "manifest.json").read_bytes())
+    if manifest.digest != digest:
+        raise CheckpointError(f"{folder} holds another model")
+    tensors = load_file(folder / "facts.safetensors")
+    facts = []
+    for i, entry in enumerate(manifest.groups):
+        norms = tensors[f"{i}.norms"].tolist()
+        bounds: dict[Direction, Bound] = {
+            FORWARD: Bound(width=entry.inputs, weight_absmax=int(norms[0]), weight_norm=norms[1]),
+            BACKWARD: Bound(width=entry.width, weight_absmax=int(norms[0]), weight_norm=norms[2]),
+        }
+        facts.append(GroupFacts(entry, tensors[f"{i}.channel_scale"], tensors.get(f"{i}.bias"), bounds))
+    keys = VerificationKeys.from_tensors(load_file(folder / "keys.safetensors"), columns=columns)
+    return Preparation(manifest, tuple(facts), keys, lambda: _forget(folder))
+
+
+def _save(folder: Path, manifest: Manifest, facts: list[GroupFacts], keys: VerificationKeys) -> None:
+    tensors = {}
+    for i, fact in enumerate(facts):
+        forward, backward = fact.bounds[FORWARD], fact.bounds[BACKWARD]
+        norms = (forward.weight_absmax, forward.weight_norm, backward.weight_norm)
+        tensors[f"{i}.norms"] = torch.tensor(norms, dtype=torch.float64)
+        tensors[f"{i}.channel_scale"] = fact.channel_scale
+        if fact.bias is not None:
+            tensors[f"{i}.bias"] = fact.bias
+    write_atomically(folder / "facts.safetensors", save(tensors))
+    write_atomically(folder / "keys.safetensors", save(keys.to_tensors()), mode=0o600)
+    write_atomically(folder / "manifest.json", manifest.to_json())
+
+
+def _forget(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,104 @@
+"""Generation with a split model; what `symbiosis-priv tenant generate` runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedTokenizerBase,
+    TextStreamer,
+    set_seed,
+)
+
+from symbiosis_priv.errors import ConfigError
+from tenant.config import RemoteConfig
+from tenant.corpus import load_tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """How to choose tokens: greedy, unless a temperature or top_p asks for sampling or `beams` for beam search.
+
+    Args:
+        max_new_tokens: upper limit. How many tokens come out is visible to the executor.
+        temperature: None or 0 for none.
+        top_p: smallest set of tokens with this probability together; None for all.
+        beams: width of beam search.
+        seed: of the sampling; masks never depend on it.
+        fixed_length: always make `max_new_tokens`, and cut the text where it ended: providers do not learn where.
+    """
+
+    max_new_tokens: int = 64
+    temperature: float | None = None
+    top_p: float | None = None
+    beams: int = 1
+    seed: int = 0
+    fixed_length: bool = False
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are drawn at random."""
+        return bool(self.temperature) or self.top_p is not None
+
+
+def open_model(
+    model_path: str | Path, *, remote: RemoteConfig, adapter: Path | None = None, dtype: str = "auto"
+) -> tuple[Any, PreTrainedTokenizerBase]:
+    """A split model, with a PEFT adapter or without, and its tokenizer.
+
+    Raises:
+        ConfigError: `adapter` is no PEFT folder.
+        SymbiosisError: whatever loading raises.
+    """
+    if adapter is not None and not (adapter / "adapter_config.json").is_file():
+        raise ConfigError(f"{adapter} is no PEFT folder: it has no adapter_config.json")
+    model: Any = AutoModelForCausalLM.from_pretrained(model_path, quantization_config=remote, dtype=dtype)
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, str(adapter))
+    return model.eval(), load_tokenizer(model_path)
+
+
+def generate(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    *,
+    decoding: Decoding = Decoding(),
+    stream: bool = False,
+) -> str:
+    """The continuation of a prompt.
+
+    Args:
+        model: from `open_model`, or any split model.
+        tokenizer: its tokenizer.
+        prompt: plain text.
+        decoding: how to choose tokens.
+        stream: print words as they come (beam search prints its result at the end).
+    """
+    encoded = tokenizer(prompt, return_tensors="pt").to(model.device)
+    streams = stream and decoding.beams == 1 and not decoding.fixed_length
+    ends = {"eos_token_id": None} if decoding.fixed_length else {}
+    set_seed(decoding.seed)
+    output = model.generate(
+        input_ids=encoded["input_ids"],
+        attention_mask=encoded["attention_mask"],
+        max_new_tokens=decoding.max_new_tokens,
+        do_sample=decoding.samples,
+        temperature=decoding.temperature or None,
+        top_p=decoding.top_p,
+        num_beams=decoding.beams,
+        pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+        **ends,
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if streams else None,
+    )
+    new = output[0, encoded["input_ids"].shape[1] :].tolist()
+    if decoding.fixed_length and tokenizer.eos_token_id in new:
+        new = new[: new.index(tokenizer.eos_token_id)]
+    text = str(tokenizer.decode(new, skip_special_tokens=True))
+    if stream and not streams:
+        print(text)
+    return text

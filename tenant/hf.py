@@ -1,0 +1,86 @@
+"""`from_pretrained` for a split model: only the tenant's tensors are loaded, frozen linears become `RemoteLinear`.
+
+transformers builds the model on the meta device and hands it to this quantizer before any weight is read. Their keys in
+the checkpoint are declared as expected leftovers, so that a full checkpoint and one without them load alike.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.quantizers.auto import register_quantizer
+from transformers.quantizers.base import HfQuantizer
+
+from symbiosis_priv.discovery import is_linear, widths
+from symbiosis_priv.errors import CheckpointError, SymbiosisError
+from tenant.backend import Backend
+from tenant.config import QUANT_METHOD, RemoteConfig
+from tenant.connect import open_backend
+from tenant.remote_linear import LayerGroup, RemoteLinear
+
+
+@register_quantizer(QUANT_METHOD)
+class RemoteQuantizer(HfQuantizer):
+    """Plugged into `from_pretrained(..., quantization_config=RemoteConfig(...))`; not used directly."""
+
+    quantization_config: RemoteConfig
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        with torch.device("cpu"):  # transformers builds its skeleton on the meta device; ours is real
+            backend = open_backend(self.quantization_config, str(model.config.name_or_path))
+        split(model, backend)
+        return model
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        for module in model.modules():
+            if isinstance(module, RemoteLinear):
+                module.seal(dtype=model.dtype, device=model.device)
+        return model
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    def is_serializable(self) -> bool:
+        return False  # there is no base model here to save; adapters are saved by PEFT
+
+
+def split(model: PreTrainedModel, backend: Backend) -> None:
+    """Replace every linear that the manifest names by a `RemoteLinear`.
+
+    Raises:
+        CheckpointError: the model has none of them, or with other widths.
+    """
+    modules = dict(model.named_modules())
+    prefix = model.base_model_prefix + "."
+    ignored = set(model._keys_to_ignore_on_load_unexpected or ())
+    replaced = 0
+    for index, facts in enumerate(backend.facts):
+        group = LayerGroup(backend, index)
+        for member, (name, outputs) in enumerate(zip(facts.entry.members, facts.entry.outputs, strict=True)):
+            ignored.update(rf"(^|\.){re.escape(name.removeprefix(prefix))}\.{kind}$" for kind in ("weight", "bias"))
+            found = next((n for n in (name, name.removeprefix(prefix), prefix + name) if n in modules), None)
+            if found is None or not is_linear(modules[found]):
+                continue  # a head that this task does not have
+            if widths(modules[found]) != (facts.entry.inputs, outputs):
+                raise CheckpointError(f"{found} has other widths than the federation's model; the same base model?")
+            with torch.device("meta"):
+                remote = RemoteLinear(facts.entry.inputs, outputs, group=group, member=member)
+            parent, _, leaf = found.rpartition(".")
+            setattr(modules[parent], leaf, remote)
+            replaced += 1
+    if not replaced:
+        raise CheckpointError(f"{type(model).__name__} has none of the federation's layers; the same base model?")
+    model._keys_to_ignore_on_load_unexpected = ignored
+
+
+def backend_of(model: nn.Module) -> Backend:
+    """The backend behind a split model, also when PEFT has wrapped it."""
+    for module in model.modules():
+        if isinstance(module, RemoteLinear):
+            return module.group.backend
+    raise SymbiosisError("this model was not loaded with RemoteConfig")

@@ -1,0 +1,66 @@
+"""What a model's session has cost and checked, for people to read."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from torch import nn
+
+from tenant.backend import RingBackend
+from tenant.hf import backend_of
+from tenant.session import Ledger, Session
+
+
+def ledger_of(model: nn.Module) -> Ledger | None:
+    """The counters of a split model's session; None where there are none ("simulate", "paper-pool")."""
+    backend = backend_of(model)
+    session = backend.products if isinstance(backend, RingBackend) else None
+    return session.ledger() if isinstance(session, Session) else None
+
+
+def since(before: Ledger, now: Ledger) -> Ledger:
+    """What happened between two readings."""
+    return Ledger(**{f.name: getattr(now, f.name) - getattr(before, f.name) for f in fields(Ledger)})
+
+
+def rows(ledger: Ledger, *, tokens: int) -> list[tuple[str, str]]:
+    """Label and figure, one per line of a table.
+
+    Args:
+        tokens: how many tokens the ledger covers, for the figures per token.
+    """
+    trips, helper_trips = ledger.executor_round_trips, ledger.helper_round_trips
+    up, down = ledger.bytes_to_executors, ledger.bytes_from_executors
+    return [
+        ("round trips to executors", f"{trips:,} ({_ratio(trips, tokens):.2f} per token)"),
+        ("round trips to helpers", f"{helper_trips:,}"),
+        ("to executors, per token", size(_ratio(up, tokens))),
+        ("from executors, per token", size(_ratio(down, tokens))),
+        ("effects from helpers, per token", size(_ratio(ledger.bytes_from_helpers, tokens))),
+        ("answer rows verified", f"{ledger.answers_verified:,}"),
+        ("effect rows verified", f"{ledger.effects_verified:,}"),
+        ("answers rejected", f"{ledger.answers_rejected:,}"),
+    ]
+
+
+def one_line(ledger: Ledger) -> str:
+    """The same in one line."""
+    up = ledger.bytes_to_executors + ledger.bytes_to_helpers
+    down = ledger.bytes_from_executors + ledger.bytes_from_helpers
+    return (
+        f"{ledger.executor_round_trips:,} round trips, {size(up)} up, {size(down)} down, "
+        f"{ledger.answers_verified:,} answer rows verified, {ledger.answers_rejected:,} answers rejected"
+    )
+
+
+def size(count: float) -> str:
+    """Bytes with a binary prefix."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"
+
+
+def _ratio(part: float, whole: int) -> float:
+    return part / whole if whole else 0.0

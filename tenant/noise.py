@@ -1,0 +1,310 @@
+"""Masks and their effects: what makes a row unreadable, and what takes it off again.
+
+Theory of operation. For a row xq the tenant needs a pad (n, e) with n uniform over the ring and `e = n @ W.T`: it sends
+`xq + n`, receives `(xq + n) @ W.T`, and subtracts e. Schemes differ only in where e comes from: `EffectSource`.
+
+    pad     helpers expand a seed to shares n_j and return e_j; n = sum n_j, e = sum e_j. The executor and all helpers
+            but one, pooled, still see uniform rows. Every e_j is verified before it is used.
+    local   the tenant multiplies by its own copy of the weights, ahead of time.
+
+A `NoisePool` per (layer group, direction) draws pads ahead in the background while memory lasts. A dry
+pool draws on the spot: the mask is made at once, and the effect is fetched while the executor is
+already working. Either way a row index is burnt first, and a pad is handed out once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from symbiosis_priv import wire
+from symbiosis_priv.errors import ProtocolError, SymbiosisError, TransportError, VerificationError
+from symbiosis_priv.keystream import SessionSecret, expand, mask_key
+from symbiosis_priv.ring import Direction
+from symbiosis_priv.weights import WeightStore
+from tenant.backend import Simulation
+from tenant.channel import Channel, fresh_nonce
+from tenant.facts import GroupFacts
+from tenant.verifier import VerificationKeys
+
+log = logging.getLogger(__name__)
+
+_MIN_BLOCK_ROWS, _MIN_BLOCK_BYTES = 64, 1 << 20
+
+
+@dataclass(frozen=True)
+class Pad:
+    """Mask rows `[r, d]` and the promise of their effect `[r, o]`, both int32. Used once, and never written to."""
+
+    mask: Tensor
+    effect: Future[Tensor]
+
+
+class EffectSource(ABC):
+    """Where pads come from. One instance serves every layer group of a session."""
+
+    def __init__(self, facts: Sequence[GroupFacts], secret: SessionSecret) -> None:
+        self._facts = facts
+        self._secret = secret
+
+    @abstractmethod
+    def draw(self, index: int, direction: Direction, rows: int, *, ahead: bool) -> Pad:
+        """Burn `rows` fresh row indices and start making their pad.
+
+        Args:
+            ahead: made for a pool; must not delay pads that somebody is waiting for.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop the threads behind the promises."""
+
+    def _burn(self, index: int, direction: Direction, rows: int) -> tuple[str, int]:
+        group = self._facts[index].entry.name
+        return group, self._secret.burn(group=group, direction=direction, rows=rows)
+
+
+class LocalSource(EffectSource):
+    """Effects from the tenant's own copy of the weights. Hides rows from everybody; moves work in time, saves none."""
+
+    def __init__(self, facts: Sequence[GroupFacts], secret: SessionSecret, store: WeightStore) -> None:
+        super().__init__(facts, secret)
+        self._products = Simulation(store)
+        self._seed = secret.seed_for("local")
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="local-effects")
+
+    def draw(self, index: int, direction: Direction, rows: int, *, ahead: bool) -> Pad:
+        group, first = self._burn(index, direction, rows)
+        key = mask_key(self._seed, group=group, direction=direction)
+        mask = expand(key, first_row=first, rows=rows, width=self._facts[index].width(direction))
+        return Pad(mask, self._worker.submit(self._products.product, index, direction, mask))
+
+    def close(self) -> None:
+        self._worker.shutdown(cancel_futures=True)
+        self._products.close()
+
+
+class Helper:
+    """One helper: a seed of its own, and a connection each for waiting requests and for those made ahead."""
+
+    def __init__(self, online: Channel, ahead: Channel, secret: SessionSecret) -> None:
+        self.peer = online.peer
+        self.seed = secret.seed_for(self.peer.fingerprint)
+        self.channels = (online, ahead)
+        self._workers = [ThreadPoolExecutor(1, thread_name_prefix=f"effects-{self.peer.name}") for _ in self.channels]
+
+    def submit(self, request: wire.Effect, *, width: int, ahead: bool) -> Future[Tensor]:
+        """Ask for an effect; unverified."""
+        return self._workers[ahead].submit(self.channels[ahead].request, request, None, width=width)
+
+    def close(self) -> None:
+        for worker, channel in zip(self._workers, self.channels, strict=True):
+            worker.shutdown(wait=False, cancel_futures=True)
+            channel.close()
+
+
+class PadSource(EffectSource):
+    """Effects from helpers: bit-exact one-time pads, hidden unless the executor and every helper collude."""
+
+    def __init__(
+        self,
+        facts: Sequence[GroupFacts],
+        secret: SessionSecret,
+        helpers: Sequence[Helper],
+        keys: VerificationKeys,
+    ) -> None:
+        super().__init__(facts, secret)
+        self._helpers = helpers
+        self._keys = keys
+        self._joiners = [ThreadPoolExecutor(1, thread_name_prefix="effects-join") for _ in range(2)]
+        self._count = threading.Lock()  # both joiners count
+        self.verified = 0
+
+    def draw(self, index: int, direction: Direction, rows: int, *, ahead: bool) -> Pad:
+        group, first = self._burn(index, direction, rows)
+        facts = self._facts[index]
+        shares = []
+        for helper in self._helpers:
+            key = mask_key(helper.seed, group=group, direction=direction)
+            share = expand(key, first_row=first, rows=rows, width=facts.width(direction))
+            request = wire.Effect(
+                nonce=fresh_nonce(),
+                group=index,
+                direction=direction,
+                path="ring",
+                rows=rows,
+                seed=helper.seed,
+                first_row=first,
+            )
+            shares.append((helper, share, helper.submit(request, width=facts.outputs(direction), ahead=ahead)))
+        mask = shares[0][1]
+        for _, share, _ in shares[1:]:
+            mask = mask + share
+        return Pad(mask, self._joiners[ahead].submit(self._join, index, direction, shares))
+
+    def _join(
+        self, index: int, direction: Direction, shares: list[tuple[Helper, Tensor, Future[Tensor]]]
+    ) -> Tensor:
+        total: Tensor | None = None
+        for helper, share, answer in shares:
+            try:
+                effect = answer.result()  # bounded by the channel's deadline
+            except ProtocolError as error:
+                raise self._lie(helper, index, direction) from error
+            if not self._keys.accepts(index, direction, rows=share, answer=effect):
+                raise self._lie(helper, index, direction)
+            total = effect if total is None else total.add_(effect)
+        assert total is not None  # PadSource is only made with helpers
+        with self._count:
+            self.verified += total.shape[0]
+        return total
+
+    def _lie(self, helper: Helper, index: int, direction: Direction) -> VerificationError:
+        group = self._facts[index].entry.name
+        return VerificationError(provider=helper.peer.name, group=group, direction=direction, what="an effect")
+
+    def close(self) -> None:
+        for helper in self._helpers:
+            helper.close()
+        for joiner in self._joiners:
+            joiner.shutdown(wait=False, cancel_futures=True)
+
+
+@dataclass
+class PoolMemory:
+    """A budget shared by the pools of a session, in bytes."""
+
+    limit: int
+    used: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def take(self, size: int) -> bool:
+        """Reserve; False if it does not fit."""
+        with self.lock:
+            if self.used + size > self.limit:
+                return False
+            self.used += size
+            return True
+
+    def give_back(self, size: int) -> None:
+        """Release what was reserved."""
+        with self.lock:
+            self.used -= size
+
+
+class NoisePool:
+    """Pads of one (layer group, direction), drawn ahead. Not thread-safe on its own: a session calls it under its lock.
+
+    Args:
+        source: makes the pads.
+        refill: runs a refill in the background.
+        memory: the shared budget.
+        row_bytes: what one pad row takes, mask and effect together.
+        max_rows: rows that one draw may have.
+    """
+
+    def __init__(
+        self,
+        source: EffectSource,
+        *,
+        index: int,
+        direction: Direction,
+        refill: ThreadPoolExecutor,
+        memory: PoolMemory,
+        row_bytes: int,
+        max_rows: int,
+    ) -> None:
+        self._source = source
+        self._index, self._direction = index, direction
+        self._refill, self._memory, self._row_bytes = refill, memory, row_bytes
+        self._min_block = min(_MIN_BLOCK_ROWS, _MIN_BLOCK_BYTES // row_bytes, max_rows)
+        self._ready: deque[Pad] = deque()
+        self._ahead = 0
+        self._lock = threading.Lock()
+        self.taken = self.dry = 0
+
+    def take(self, rows: int) -> list[Pad]:
+        """Pads for `rows` rows together, each handed out once; starts making as many again."""
+        pads, missing = [], rows
+        with self._lock:
+            while missing and self._ready:
+                pad = self._ready.popleft()
+                if _unreachable(pad):
+                    self._release(len(pad.mask))
+                    continue
+                if len(pad.mask) > missing:
+                    pad, rest = _split(pad, missing)
+                    self._ready.appendleft(rest)
+                pads.append(pad)
+                missing -= len(pad.mask)
+            self._release(rows - missing)
+        self.taken += rows
+        self.dry += missing
+        if missing:
+            pads.append(self._source.draw(self._index, self._direction, missing, ahead=False))
+        self._order(rows)
+        return pads
+
+    def _order(self, rows: int) -> None:
+        block = max(rows, self._min_block)
+        with self._lock:
+            if self._ahead >= rows or not self._memory.take(block * self._row_bytes):
+                return
+            self._ahead += block
+        self._refill.submit(self._draw_ahead, block)
+
+    def _draw_ahead(self, rows: int) -> None:
+        try:
+            pad = self._source.draw(self._index, self._direction, rows, ahead=True)
+        except SymbiosisError as error:
+            log.warning("drawing pads ahead failed, the next step draws its own: %s", error)
+            with self._lock:
+                self._release(rows)
+            return
+        with self._lock:
+            self._ready.append(pad)
+
+    def _release(self, rows: int) -> None:
+        self._ahead -= rows
+        self._memory.give_back(rows * self._row_bytes)
+
+
+def _unreachable(pad: Pad) -> bool:
+    """The helper was away when this pad was drawn ahead: worth another try. Lies are kept, so that they surface."""
+    return pad.effect.done() and isinstance(pad.effect.exception(), TransportError)
+
+
+def _split(pad: Pad, rows: int) -> tuple[Pad, Pad]:
+    """Two pads over disjoint rows of one."""
+    return (
+        Pad(pad.mask[:rows], _slice(pad.effect, slice(0, rows))),
+        Pad(pad.mask[rows:], _slice(pad.effect, slice(rows, None))),
+    )
+
+
+def _slice(effect: Future[Tensor], part: slice) -> Future[Tensor]:
+    out: Future[Tensor] = Future()
+
+    def finish(done: Future[Tensor]) -> None:
+        if done.cancelled():
+            out.cancel()
+        elif error := done.exception():
+            out.set_exception(error)
+        else:
+            out.set_result(done.result()[part])
+
+    effect.add_done_callback(finish)
+    return out
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """The rows of several matrices as one; no copy if there is one."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

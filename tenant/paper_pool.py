@@ -1,0 +1,118 @@
+"""The paper's own masking (Symbiosis §3.8), kept so that it can be measured and attacked. Do not rely on it.
+
+A few float Gaussian noises per (layer, direction); the executor itself computes their bias-free effect once and so
+knows them all; each row is sent as `x + n` for one of them, and `n @ W.T` is subtracted from the answer. The rows
+fall to subtraction of candidates, differencing, projection and the rounding of float32 (docs/threat-model.md), and
+float answers cannot be verified exactly. `masking = "pad"` has none of these problems.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+
+import torch
+from torch import Tensor
+
+from symbiosis_priv import wire
+from symbiosis_priv.errors import NonFiniteError
+from symbiosis_priv.federation import Federation
+from symbiosis_priv.keystream import SessionSecret, expand, mask_key
+from symbiosis_priv.ring import FORWARD, Direction
+from tenant.backend import Backend
+from tenant.channel import Channel, Wiretap, fresh_nonce
+from tenant.facts import Preparation
+
+log = logging.getLogger(__name__)
+
+WARNING = (
+    "masking = 'paper-pool' reuses a few float noises that the executor knows: it can read every row "
+    "(`symbiosis-priv threat-model` shows how), and its answers are not verified. Use masking = 'pad'."
+)
+
+
+class PaperPoolBackend(Backend):
+    """Float path with a reused noise pool.
+
+    Args:
+        pool_size: noises per (layer group, direction).
+        noise_scale: standard deviation of the noise, as a multiple of the first rows' root mean square.
+    """
+
+    def __init__(
+        self,
+        federation: Federation,
+        preparation: Preparation,
+        *,
+        pool_size: int,
+        noise_scale: float,
+        deadline_s: float,
+        wiretap: Wiretap | None = None,
+    ) -> None:
+        warnings.warn(WARNING, UserWarning, stacklevel=2)
+        self.facts = preparation.facts
+        self._pool_size, self._noise_scale = pool_size, noise_scale
+        self._secret = SessionSecret()
+        self._seed = self._secret.seed_for("paper-pool")
+        self._pools: dict[tuple[int, Direction], tuple[Tensor, Tensor]] = {}
+        self._channel = Channel(
+            federation.executors[0],
+            certificate=federation.tenant_certificate,
+            key=federation.tenant_key,
+            model_digest=federation.model_digest,
+            deadline_s=deadline_s,
+            wiretap=wiretap,
+        )
+
+    def linear(self, index: int, direction: Direction, rows: Tensor) -> Tensor:
+        facts = self.facts[index]
+        if not len(rows):
+            return torch.zeros((0, facts.outputs(direction)), dtype=torch.float64, device=rows.device)
+        if not bool(torch.isfinite(rows).all()):
+            raise NonFiniteError("an activation or gradient holds inf or nan; nothing was sent")
+        x = rows.to(device="cpu", dtype=torch.float32)
+        if (index, direction) not in self._pools:
+            self._pools[index, direction] = self._make_pool(index, direction, x)
+        noise, effect = self._pools[index, direction]
+        picks = self._picks(index, direction, len(x))
+        # the online request is the biased forward; only the noise's own product is bias-free
+        answer = self._ask(index, direction, x + noise[picks], "float" if direction == FORWARD else "float_bias_free")
+        return (answer - effect[picks]).to(device=rows.device, dtype=torch.float64)
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def _make_pool(self, index: int, direction: Direction, x: Tensor) -> tuple[Tensor, Tensor]:
+        spread = self._noise_scale * (float(x.double().square().mean().sqrt()) or 1.0)
+        words = self._words(index, direction, "noise", rows=self._pool_size, width=2 * x.shape[1])
+        noise = (gaussian(words) * spread).to(torch.float32)
+        return noise, self._ask(index, direction, noise, "float_bias_free")
+
+    def _picks(self, index: int, direction: Direction, rows: int) -> Tensor:
+        words = self._words(index, direction, "pick", rows=rows, width=1)
+        return (words[:, 0].to(torch.int64) & 0xFFFFFFFF) % self._pool_size
+
+    def _words(self, index: int, direction: Direction, purpose: str, *, rows: int, width: int) -> Tensor:
+        stream = f"{purpose} {self.facts[index].entry.name}"
+        first = self._secret.burn(group=stream, direction=direction, rows=rows)
+        return expand(mask_key(self._seed, group=stream, direction=direction), first_row=first, rows=rows, width=width)
+
+    def _ask(self, index: int, direction: Direction, rows: Tensor, path: wire.Path) -> Tensor:
+        welcome = self._channel.welcome()
+        facts = self.facts[index]
+        widest = wire.ITEM_BYTES * max(facts.entry.inputs, facts.entry.width)
+        parts = []
+        for part in rows.split(max(1, min(welcome.max_rows, welcome.max_payload // widest))):
+            request = wire.Execute(
+                nonce=fresh_nonce(), group=index, direction=direction, path=path, rows=len(part)
+            )
+            parts.append(self._channel.request(request, part, width=facts.outputs(direction)))
+        return torch.cat(parts)
+
+
+def gaussian(words: Tensor) -> Tensor:
+    """Standard normal float64 `[r, d]` from uniform int32 words `[r, 2 d]` (Box-Muller)."""
+    uniform = (words.to(torch.float64) + 2.0**31 + 0.5) / 2.0**32
+    radius, angle = uniform.chunk(2, dim=1)
+    return torch.sqrt(-2.0 * torch.log(radius)) * torch.cos(2.0 * math.pi * angle)

@@ -1,0 +1,72 @@
+"""What quantisation to the ring costs in quality, measured on this machine before anybody is paid."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity, cross_entropy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quality:
+    """A model beside the unquantised fp32 one, over the same tokens.
+
+    Args:
+        tokens: predicted tokens compared.
+        top1: share of positions where both models rank the same token first.
+        min_cosine: smallest cosine between the two models' logits of one position.
+        perplexity: this model's.
+        reference_perplexity: the fp32 model's.
+    """
+
+    tokens: int
+    top1: float
+    min_cosine: float
+    perplexity: float
+    reference_perplexity: float
+
+    @property
+    def perplexity_change(self) -> float:
+        """Relative difference of the perplexities."""
+        return self.perplexity / self.reference_perplexity - 1.0
+
+
+@torch.no_grad()
+def compare(reference: Any, model: Any, blocks: Iterable[list[int]]) -> Quality:
+    """Run both models over blocks of token ids (at least one, each of at least two tokens) and compare every position.
+
+    Args:
+        reference: the fp32 model.
+        model: the one to judge.
+        blocks: token ids.
+    """
+    tokens = agree = 0
+    nll = reference_nll = 0.0
+    min_cosine = 1.0
+    for block in blocks:
+        ids = torch.tensor([block])
+        want, got = _logits(reference, ids), _logits(model, ids)
+        target = ids[0, 1:]
+        tokens += len(target)
+        agree += int((want.argmax(-1) == got.argmax(-1)).sum())
+        min_cosine = min(min_cosine, float(cosine_similarity(want, got, dim=-1).min()))
+        reference_nll += float(cross_entropy(want, target, reduction="sum"))
+        nll += float(cross_entropy(got, target, reduction="sum"))
+    return Quality(
+        tokens=tokens,
+        top1=agree / tokens,
+        min_cosine=min_cosine,
+        perplexity=math.exp(nll / tokens),
+        reference_perplexity=math.exp(reference_nll / tokens),
+    )
+
+
+def _logits(model: Any, ids: Tensor) -> Tensor:
+    """float64 `[tokens - 1, vocabulary]`, of every position that has a next token."""
+    logits: Tensor = model(input_ids=ids.to(model.device)).logits[0, :-1]
+    return logits.to(device="cpu", dtype=torch.float64)

@@ -1,0 +1,311 @@
+"""A masked, verified session with the providers of a federation: `RingProduct` over the wire.
+
+The hot path, top to bottom, for one layer group:
+
+    take a pad (n, e)          burnt before anything leaves        noise.NoisePool
+    send xq + n                one round trip, deadline            channel.Channel
+    check the answer           before it is used for anything      verifier.VerificationKeys
+    subtract e                 each e checked the same way         noise.PadSource
+    check the range            the guard bits                      ring.in_range
+
+A provider that fails a check is quarantined: nothing is sent to it again, the cached verification keys are dropped,
+and the same masked bytes go to the next executor of the federation, if there is one. The secret, the counters, the
+pools and the connections belong to one process: after a fork the child starts with fresh ones (rule 2).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from symbiosis_priv import wire
+from symbiosis_priv.errors import (
+    DeadlineExceededError,
+    ProtocolError,
+    QuarantinedError,
+    RoleConflictError,
+    SymbiosisError,
+    VerificationError,
+)
+from symbiosis_priv.federation import Federation, Peer, check_roles
+from symbiosis_priv.keystream import SessionSecret
+from symbiosis_priv.ring import Direction, in_range
+from symbiosis_priv.weights import WeightStore
+from tenant.channel import Channel, Wiretap, fresh_nonce
+from tenant.facts import GroupFacts, Preparation
+from tenant.noise import EffectSource, Helper, LocalSource, NoisePool, Pad, PadSource, PoolMemory, joined
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionOptions:
+    """How a session behaves.
+
+    Args:
+        masking: "none", "pad" or "local".
+        deadline_s: how long one request may take, reconnecting included.
+        pool_memory: bytes that pads drawn ahead may take.
+        row_bucket: row counts are rounded up to a multiple of this before anything is sent.
+        wiretap: an observer of every frame (tests, reviewers), or None.
+    """
+
+    masking: str = "pad"
+    deadline_s: float = 120.0
+    pool_memory: int = 256 << 20
+    row_bucket: int = 1
+    wiretap: Wiretap | None = None
+
+
+@dataclass
+class Ledger:
+    """What a session has done so far; nothing in it is secret."""
+
+    rows: int = 0
+    products: int = 0
+    answers_verified: int = 0
+    answers_rejected: int = 0
+    effects_verified: int = 0
+    pads_taken: int = 0
+    pads_dry: int = 0
+    executor_round_trips: int = 0
+    helper_round_trips: int = 0
+    bytes_to_executors: int = 0
+    bytes_from_executors: int = 0
+    bytes_to_helpers: int = 0
+    bytes_from_helpers: int = 0
+
+
+class Session:
+    """See the module's text.
+
+    Args:
+        federation: whom to talk to.
+        preparation: facts and verification keys of the pinned model.
+        options: masking, deadline, memory.
+        store: the tenant's own copy of the weights; only `masking = "local"` needs it.
+    """
+
+    def __init__(
+        self,
+        federation: Federation,
+        preparation: Preparation,
+        *,
+        options: SessionOptions,
+        store: WeightStore | None = None,
+    ) -> None:
+        if options.masking == "pad" and not federation.helpers:
+            raise RoleConflictError(
+                "masking = 'pad' needs a [[provider]] with role = 'helper', run by another operator than the executor; "
+                "masking = 'local' needs none"
+            )
+        self._federation = federation
+        self._preparation = preparation
+        self._options = options
+        self._store = store
+        self._rejected = self._verified = self._products = self._rows = 0
+        self._quarantined: set[str] = set()
+        self._lock = threading.RLock()
+        self._closed = False
+        self._runtime: _Runtime | None = None
+
+    def product(self, index: int, direction: Direction, rows: Tensor) -> Tensor:
+        """One exact product, masked and verified. int32 `[r, d]` in, int32 `[r, o]` out."""
+        with self._lock:
+            runtime = self._live()
+            if helper := next((h for h in runtime.helpers if h.peer.name in self._quarantined), None):
+                raise QuarantinedError(f"helper {helper.peer.name!r} is quarantined; nothing more is sent")
+            limit = runtime.row_limit(self._preparation.facts[index])
+            padding = -len(rows) % self._options.row_bucket
+            sent = torch.cat([rows, rows.new_zeros(padding, rows.shape[1])]) if padding else rows
+            parts = [self._masked(runtime, index, direction, part) for part in sent.split(limit)]
+            self._products += 1
+            self._rows += len(rows)
+            return joined(parts)[: len(rows)]
+
+    def _masked(self, runtime: _Runtime, index: int, direction: Direction, xq: Tensor) -> Tensor:
+        pads = runtime.take(index, direction, len(xq))
+        masked = xq + joined([pad.mask for pad in pads]) if pads else xq
+        answer, provider = self._ask(runtime, index, direction, masked)
+        if pads:
+            answer.sub_(self._effects(pads))
+        if not in_range(answer):
+            # an error of 2^30 or 2^31 that got past the columns: the answer's or an effect's, nobody can tell which
+            suspects = [provider, *(helper.peer for helper in runtime.helpers)]
+            self._quarantine(*suspects)
+            raise self._lie(*suspects, index=index, direction=direction)
+        return answer
+
+    def _ask(self, runtime: _Runtime, index: int, direction: Direction, masked: Tensor) -> tuple[Tensor, Peer]:
+        """The verified answer of the first executor that gives one. All of them are sent identical rows."""
+        facts = self._preparation.facts[index]
+        lie: SymbiosisError = QuarantinedError(
+            "every executor of the federation is quarantined for this session; nothing more is sent"
+        )
+        for channel in runtime.executors:
+            if channel.peer.name in self._quarantined:
+                continue
+            request = wire.Execute(
+                nonce=fresh_nonce(), group=index, direction=direction, path="ring", rows=len(masked)
+            )
+            try:
+                answer = channel.request(request, masked, width=facts.outputs(direction))
+                if not self._preparation.keys.accepts(index, direction, rows=masked, answer=answer):
+                    raise self._lie(channel.peer, index=index, direction=direction)
+            except (VerificationError, ProtocolError) as error:
+                self._quarantine(channel.peer)
+                lie = error
+                continue
+            self._verified += len(masked)
+            return answer, channel.peer
+        raise lie
+
+    def _effects(self, pads: Sequence[Pad]) -> Tensor:
+        waited = self._options.deadline_s
+        wait([pad.effect for pad in pads], waited)  # ordered ahead, it may be behind many that an absent helper owes
+        if not all(pad.effect.done() for pad in pads):
+            raise DeadlineExceededError(
+                f"no effects from the helpers within {waited:g} s. Are they running? "
+                f"RemoteConfig(deadline_s=...) waits longer."
+            )
+        try:
+            return joined([pad.effect.result() for pad in pads])
+        except VerificationError as error:
+            self._quarantine(next(p for p in self._federation.helpers if p.name == error.provider))
+            raise
+
+    def _quarantine(self, *peers: Peer) -> None:
+        self._rejected += 1
+        self._quarantined.update(peer.name for peer in peers)
+        self._preparation.forget_keys()
+        for peer in peers:
+            log.error("provider %s is quarantined: it sent what is not the product of the pinned weights", peer.name)
+
+    def _lie(self, *peers: Peer, index: int, direction: Direction) -> VerificationError:
+        return VerificationError(
+            provider=" or ".join(peer.name for peer in peers),
+            group=self._preparation.facts[index].entry.name,
+            direction=direction,
+            what="an answer",
+        )
+
+    def _live(self) -> _Runtime:
+        if self._closed:
+            raise SymbiosisError("this session is closed; load the model again")
+        if self._runtime is None or self._runtime.process != os.getpid():
+            self._runtime = _Runtime(self._federation, self._preparation, self._options, self._store)
+        return self._runtime
+
+    def ledger(self) -> Ledger:
+        """Counters so far."""
+        runtime = self._runtime
+        if runtime is None:
+            return Ledger()
+        to_executors = [c.traffic for c in runtime.executors]
+        to_helpers = [c.traffic for h in runtime.helpers for c in h.channels]
+        return Ledger(
+            rows=self._rows,
+            products=self._products,
+            answers_verified=self._verified,
+            answers_rejected=self._rejected,
+            effects_verified=runtime.source.verified if isinstance(runtime.source, PadSource) else 0,
+            pads_taken=sum(p.taken for p in runtime.pools.values()),
+            pads_dry=sum(p.dry for p in runtime.pools.values()),
+            executor_round_trips=sum(t.round_trips for t in to_executors),
+            helper_round_trips=sum(t.round_trips for t in to_helpers),
+            bytes_to_executors=sum(t.bytes_sent for t in to_executors),
+            bytes_from_executors=sum(t.bytes_received for t in to_executors),
+            bytes_to_helpers=sum(t.bytes_sent for t in to_helpers),
+            bytes_from_helpers=sum(t.bytes_received for t in to_helpers),
+        )
+
+    def close(self) -> None:
+        """Close connections and forget the secret."""
+        with self._lock:
+            self._closed = True
+            if self._runtime is not None:
+                self._runtime.close()
+                self._runtime = None
+
+
+class _Runtime:
+    """What must not outlive a process: the secret and its counters, pads, threads, connections."""
+
+    def __init__(
+        self,
+        federation: Federation,
+        preparation: Preparation,
+        options: SessionOptions,
+        store: WeightStore | None,
+    ) -> None:
+        check_roles(federation.executors, federation.helpers if options.masking == "pad" else ())
+        self.process = os.getpid()
+        self.pools: dict[tuple[int, Direction], NoisePool] = {}
+        self._facts = preparation.facts
+        self._memory = PoolMemory(options.pool_memory)
+        self._refill = ThreadPoolExecutor(1, thread_name_prefix="refill")
+
+        def channel(peer: Peer) -> Channel:
+            return Channel(
+                peer,
+                certificate=federation.tenant_certificate,
+                key=federation.tenant_key,
+                model_digest=federation.model_digest,
+                deadline_s=options.deadline_s,
+                wiretap=options.wiretap,
+            )
+
+        self.executors = [channel(peer) for peer in federation.executors]
+        self.helpers: list[Helper] = []
+        self.source: EffectSource | None = None
+        secret = SessionSecret()
+        if options.masking == "pad":
+            self.helpers = [Helper(channel(peer), channel(peer), secret) for peer in federation.helpers]
+            self.source = PadSource(self._facts, secret, self.helpers, preparation.keys)
+        elif options.masking == "local":
+            assert store is not None  # RemoteConfig asks for the checkpoint
+            self.source = LocalSource(self._facts, secret, store)
+
+    def take(self, index: int, direction: Direction, rows: int) -> list[Pad]:
+        """Fresh pads for `rows` rows; none without masking."""
+        if self.source is None:
+            return []
+        pool = self.pools.get((index, direction))
+        if pool is None:
+            facts = self._facts[index]
+            pool = self.pools[index, direction] = NoisePool(
+                self.source,
+                index=index,
+                direction=direction,
+                refill=self._refill,
+                memory=self._memory,
+                row_bytes=wire.ITEM_BYTES * (facts.entry.inputs + facts.entry.width),
+                max_rows=self.row_limit(facts),
+            )
+        return pool.take(rows)
+
+    def row_limit(self, facts: GroupFacts) -> int:
+        """Rows of one request: what every provider's limits allow, both ways."""
+        widest = wire.ITEM_BYTES * max(facts.entry.inputs, facts.entry.width)
+        return max(1, min(min(w.max_rows, w.max_payload // widest) for w in self._welcomes))
+
+    @functools.cached_property
+    def _welcomes(self) -> list[wire.Welcome]:
+        return [self.executors[0].welcome(), *(helper.channels[0].welcome() for helper in self.helpers)]
+
+    def close(self) -> None:
+        """Stop threads, close connections."""
+        self._refill.shutdown(cancel_futures=True)
+        if self.source is not None:
+            self.source.close()
+        for channel in self.executors:
+            channel.close()
+

@@ -1,0 +1,50 @@
+"""A checkpoint of the tenant's own tensors: embeddings, norms, a tied head, and nothing that providers hold."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from symbiosis_priv.checkpoint import Checkpoint
+from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.weights import Manifest, WeightStore
+
+_PLAIN_FILES = ("*.json", "*.model", "*.txt", "*.jinja")  # configuration and tokenizer; never code, never pickles
+
+
+def write_slim(store: WeightStore, manifest: Manifest, folder: Path) -> tuple[int, int]:
+    """Write what `from_pretrained(folder, quantization_config=RemoteConfig(...))` needs of a full checkpoint.
+
+    Args:
+        store: the full checkpoint.
+        manifest: what the providers serve.
+        folder: new or empty.
+
+    Returns:
+        (bytes of tensors written, bytes of tensors left out).
+
+    Raises:
+        ConfigError: the folder is in use.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is in use; name a new or empty folder")
+    served = {member for group in manifest.groups for member in group.members}
+    prefix = store.skeleton.base_prefix + "."
+    kept, left_out = {}, 0
+    with Checkpoint(store.path) as checkpoint:
+        for name in checkpoint.names():
+            tensor = checkpoint.tensor(name)
+            module = name.rpartition(".")[0]
+            if served & {module, prefix + module, module.removeprefix(prefix)}:
+                left_out += tensor.nbytes
+            else:
+                kept[name] = tensor
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    for pattern in _PLAIN_FILES:
+        for path in store.path.glob(pattern):
+            if not path.name.endswith(".index.json"):
+                shutil.copy(path, folder)
+    return sum(t.nbytes for t in kept.values()), left_out

@@ -1,0 +1,281 @@
+"""Adversaries that answer wrongly, and watch what happens.
+
+Privacy against a liar needs integrity (rule 6): a provider that adds an error and sees whether the tenant goes on
+asks a question about the secret product. With verification every wrong answer ends the session, whatever the secret:
+the abort is a constant and says nothing. `Gullible` keys are the planted fault: without them only the range check
+aborts, and it depends on the secret.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from symbiosis_priv import wire
+from symbiosis_priv.errors import QuarantinedError, VerificationError
+from symbiosis_priv.federation import Peer
+from symbiosis_priv.keystream import SEED_BYTES, expand
+from symbiosis_priv.ring import DIRECTIONS, FORWARD, RANGE, Direction
+from tenant.facts import Preparation, prepare
+from tenant.session import Session, SessionOptions
+from tenant.verifier import VerificationKeys
+from threat_model.lab import Lab
+from threat_model.statistics import Interval, clopper_pearson
+
+Lie = Callable[[Tensor], None]
+"""Changes an answer int32 `[r, o]` in place."""
+
+_ROWS = 3
+
+
+@dataclass(frozen=True)
+class Detection:
+    """How often one kind of lie was caught, over real sessions."""
+
+    name: str
+    caught: int
+    trials: int
+
+    @property
+    def interval(self) -> Interval:
+        """99 % interval of the detection rate."""
+        return clopper_pearson(self.caught, self.trials)
+
+
+@dataclass(frozen=True)
+class AbortLeak:
+    """What aborts tell about one secret bit per session (the sign of a product), in bits."""
+
+    name: str
+    trials: int
+    aborts: int
+    information: float
+
+
+@dataclass(frozen=True)
+class Forgery:
+    """Single checks with few columns against errors of one 2-adic valuation: how many passed."""
+
+    columns: int
+    valuation: int
+    passed: int
+    trials: int
+
+    @property
+    def theory(self) -> float:
+        """2^-(32 - v) m."""
+        return 2.0 ** (-(32 - self.valuation) * self.columns)
+
+
+@dataclass(frozen=True)
+class ActiveReport:
+    """Everything that active adversaries achieved."""
+
+    detections: tuple[Detection, ...]
+    leaks: tuple[AbortLeak, ...]
+    forgeries: tuple[Forgery, ...]
+
+    @property
+    def sound(self) -> bool:
+        """Every lie caught, verified aborts silent, and the planted fault found."""
+        verified, skipped = self.leaks
+        return (
+            all(d.caught == d.trials for d in self.detections)
+            and not verified.information
+            and (skipped.information > 0.5)
+        )
+
+
+class Liar:
+    """A wiretap that plays a dishonest provider in one role."""
+
+    def __init__(self, role: wire.Role, lie: Lie) -> None:
+        self._role, self._lie = role, lie
+
+    def sent(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
+        """Only answers are changed."""
+
+    def received(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
+        """Lie."""
+        if peer.role == self._role and isinstance(message, wire.Result) and payload is not None:
+            self._lie(payload)
+
+
+class Gullible(VerificationKeys):
+    """The planted fault: a verifier that nods."""
+
+    def accepts(self, index: int, direction: Direction, *, rows: Tensor, answer: Tensor) -> bool:
+        return True
+
+
+def attack_actively(lab: Lab, *, repeats: int, rng: torch.Generator) -> ActiveReport:
+    """Run every lie against real, masked sessions.
+
+    Args:
+        repeats: sessions per lie.
+    """
+    logger = logging.getLogger("tenant")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)  # every session here ends in a quarantine, and would say so
+    try:
+        return _attack(lab, repeats, rng)
+    finally:
+        logger.setLevel(before)
+
+
+def _attack(lab: Lab, repeats: int, rng: torch.Generator) -> ActiveReport:
+    preparation = prepare(lab.store, digest=lab.federation.model_digest, columns=16, cache=lab.folder / "cache")
+    detections = [_detect(lab, preparation, name, role, lies, repeats, rng) for name, role, lies in _lies(lab, rng)]
+    gullible = replace(preparation, keys=Gullible.fresh(columns=16))
+    leaks = [
+        _leak(lab, keys, name, 8 * repeats, rng)
+        for name, keys in (("with verification", preparation), ("verification skipped (planted)", gullible))
+    ]
+    return ActiveReport(tuple(detections), tuple(leaks), tuple(_forgeries(lab, 60 * repeats, rng)))
+
+
+def _lies(lab: Lab, rng: torch.Generator) -> list[tuple[str, wire.Role, Sequence[Lie]]]:
+    def error(valuation: int) -> Lie:
+        def lie(answer: Tensor) -> None:
+            odd = int(torch.randint(0, 1 << 30, (), generator=rng)) * 2 + 1
+            place = int(torch.randint(answer.numel(), (), generator=rng))
+            answer.view(-1)[place] += _signed(odd << valuation)
+
+        return lie
+
+    def near_range(answer: Tensor) -> None:
+        place = int(torch.randint(answer.numel(), (), generator=rng))
+        answer.view(-1)[place] += RANGE - 1
+
+    def swap(answer: Tensor) -> None:
+        answer.copy_(answer.flip(0))
+
+    def other_layer(answer: Tensor) -> None:
+        # the product of the same shape with another block's weights, of rows that are not even the tenant's
+        weight = lab.public.quantised(_same_shape(lab, 0)).weight.to(torch.int32)
+        rows = expand(secrets.token_bytes(SEED_BYTES), first_row=0, rows=len(answer), width=weight.shape[1])
+        if answer.shape[1] == weight.shape[0]:
+            answer.copy_(rows @ weight.t())
+        else:
+            answer.add_(1)
+
+    earlier: list[Tensor] = []
+
+    def replay(answer: Tensor) -> None:
+        old = next((e for e in earlier if e.shape == answer.shape), None)
+        earlier.append(answer.clone())
+        answer.copy_(old if old is not None else torch.zeros_like(answer))
+
+    def repeated(answer: Tensor) -> None:
+        answer[0, 0] += _signed(1 << 31)
+
+    return [
+        *((f"error of valuation {v}", "executor", [error(v)]) for v in range(32)),
+        ("error near the guard range", "executor", [near_range]),
+        ("the same error in every session", "executor", [repeated]),
+        ("rows swapped", "executor", [swap]),
+        ("another layer's product", "executor", [other_layer]),
+        ("replayed answer", "executor", [replay]),
+        ("helper: wrong effects", "helper", [error(v) for v in (0, 16, 29, 30, 31)]),
+        ("helper: replayed effects", "helper", [replay]),
+    ]
+
+
+def _same_shape(lab: Lab, group: int) -> int:
+    groups = lab.public.manifest.groups
+    shape = (groups[group].inputs, groups[group].width)
+    return next(i for i, g in enumerate(groups) if i != group and (g.inputs, g.width) == shape)
+
+
+def _detect(
+    lab: Lab,
+    preparation: Preparation,
+    name: str,
+    role: wire.Role,
+    lies: Sequence[Lie],
+    repeats: int,
+    rng: torch.Generator,
+) -> Detection:
+    caught = 0
+    for trial in range(repeats):
+        aborted, _ = _session(lab, preparation, Liar(role, lies[trial % len(lies)]), DIRECTIONS[trial % 2], rng)
+        caught += aborted
+    return Detection(name, caught, repeats)
+
+
+def _session(
+    lab: Lab, preparation: Preparation, liar: Liar | None, direction: Direction, rng: torch.Generator
+) -> tuple[bool, Tensor]:
+    """One fresh session and one request; (aborted, the true product int64 `[r, o]`)."""
+    group = 0
+    facts = preparation.facts[group]
+    x = torch.randint(-1000, 1000, (_ROWS, facts.width(direction)), generator=rng, dtype=torch.int64)
+    weight = lab.public.quantised(group).weight.long()
+    truth = x @ (weight.t() if direction == FORWARD else weight)
+    options = SessionOptions(masking="pad", deadline_s=20, pool_memory=0, wiretap=liar)
+    session = Session(lab.federation, preparation, options=options)
+    try:
+        session.product(group, direction, x.to(torch.int32))
+    except (VerificationError, QuarantinedError):
+        return True, truth
+    finally:
+        session.close()
+    return False, truth
+
+
+def _leak(lab: Lab, preparation: Preparation, name: str, trials: int, rng: torch.Generator) -> AbortLeak:
+    """Adds `RANGE - 1` to one entry: the range check then aborts exactly when the secret entry is positive."""
+
+    def probe(answer: Tensor) -> None:
+        answer[0, 0] += RANGE - 1
+
+    aborts, secret = [], []
+    for _ in range(trials):
+        aborted, truth = _session(lab, preparation, Liar("executor", probe), FORWARD, rng)
+        aborts.append(aborted)
+        secret.append(bool(truth[0, 0] > 0))
+    return AbortLeak(name, trials, sum(aborts), mutual_information(aborts, secret))
+
+
+def mutual_information(a: Sequence[bool], b: Sequence[bool]) -> float:
+    """Plug-in estimate in bits; exactly 0 when one of them is constant."""
+    n = len(a)
+    total = 0.0
+    for x in (False, True):
+        for y in (False, True):
+            joint = sum(p == x and q == y for p, q in zip(a, b, strict=True)) / n
+            if joint:
+                total += joint * math.log2(joint / (sum(p == x for p in a) / n * sum(q == y for q in b) / n))
+    return total
+
+
+def _forgeries(lab: Lab, trials: int, rng: torch.Generator) -> list[Forgery]:
+    """The bound itself, where it is large enough to be seen: one or two columns, errors divisible by 2^28."""
+    weight = lab.public.quantised(1).weight
+    rows = expand(secrets.token_bytes(SEED_BYTES), first_row=0, rows=1, width=weight.shape[1])
+    answer = rows @ weight.to(torch.int32).t()
+    result = []
+    for columns in (1, 2):
+        for valuation in (31, 30, 29, 28):
+            passed = 0
+            for _ in range(trials):
+                keys = VerificationKeys.fresh(columns=columns)
+                keys.add(0, weight, weight_bits=lab.store.weight_bits)
+                wrong = answer.clone()
+                place = int(torch.randint(answer.numel(), (), generator=rng))
+                wrong.view(-1)[place] += _signed(1 << valuation)
+                passed += keys.accepts(0, FORWARD, rows=rows, answer=wrong)
+            result.append(Forgery(columns, valuation, passed, trials))
+    return result
+
+
+def _signed(value: int) -> int:
+    """A residue mod 2^32 as int32."""
+    value &= 0xFFFFFFFF
+    return value - (1 << 32) if value >> 31 else value

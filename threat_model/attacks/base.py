@@ -1,0 +1,153 @@
+"""The one interface of every attack, and how attacks are scored.
+
+`run` gets a view, the public model and its own coins, and returns a guess. `score` gets the guess and the
+truth, and nothing of the view. So an attack cannot read what its party does not see, and a scorer cannot help it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from symbiosis_priv.ring import Direction
+from threat_model.public import Public
+from threat_model.statistics import (
+    FALSE_ALARM,
+    Interval,
+    agreement_by_chance,
+    binomial_tail,
+    clopper_pearson,
+)
+from threat_model.truth import Call, Truth
+from threat_model.views import Party
+
+V = TypeVar("V")
+G = TypeVar("G")
+
+Rows = Mapping[int, Tensor]
+"""Guessed float64 rows `[r, d]` by order of the request that carried them."""
+
+Labels = Mapping[int, Tensor]
+"""Guessed int64 tokens or labels `[r]` by order."""
+
+RECOVERED = 0.01
+"""A row or a matrix counts as recovered within this relative error."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How well an attack did.
+
+    Args:
+        hits, trials: what was guessed right, out of how much.
+        chance: the rate that guessing alone would have.
+        p_value: how often chance alone would do at least this well, by the sharpest test that the scorer has.
+        figures: further numbers for the report.
+    """
+
+    hits: int
+    trials: int
+    chance: float
+    p_value: float
+    figures: Mapping[str, float] = field(default_factory=dict)
+    curve: tuple[tuple[float, float], ...] = ()
+    """Points of a picture, if the attack has one (the ROC of a distinguisher)."""
+
+    @property
+    def success(self) -> float:
+        """Rate of hits."""
+        return self.hits / self.trials if self.trials else 0.0
+
+    @property
+    def interval(self) -> Interval:
+        """99 % interval of the rate."""
+        return clopper_pearson(self.hits, self.trials)
+
+    @property
+    def broken(self) -> bool:
+        """Whether chance cannot explain it."""
+        return self.p_value < FALSE_ALARM
+
+    @property
+    def at_chance(self) -> bool:
+        """Whether chance lies inside the 99 % interval."""
+        return self.chance in self.interval
+
+
+class Attack(ABC, Generic[V, G]):
+    """One named attack.
+
+    `by_design` marks what no scheme hides: it must succeed everywhere, and the report lists it under "not hidden".
+    """
+
+    name: str
+    family: str
+    party: ClassVar[Party]
+    sees: ClassVar[str]
+    source: ClassVar[str]
+    metric: ClassVar[str]
+    chance: ClassVar[str]
+    by_design: ClassVar[bool] = False
+
+    @abstractmethod
+    def run(self, view: V, public: Public, rng: torch.Generator) -> G | None:
+        """Compute a guess; None where the view holds nothing that this attack could start from."""
+
+    @abstractmethod
+    def score(self, guess: G, truth: Truth) -> Outcome:
+        """Compare with what happened."""
+
+
+def score_labels(guess: Labels, truth: Mapping[int, Tensor], *, ignore: int | None = None) -> Outcome:
+    """Tokens or labels: exact matches, against guesses dealt to random rows."""
+    orders = [order for order in truth if order in guess]
+    if not orders:
+        return Outcome(0, 0, 0.0, 1.0)
+    said = torch.cat([guess[order] for order in orders])
+    real = torch.cat([truth[order] for order in orders])
+    if ignore is not None:
+        said, real = said[real != ignore], real[real != ignore]
+    hits, chance = int((said == real).sum()), agreement_by_chance(said, real)
+    return Outcome(hits, len(real), chance, binomial_tail(hits, len(real), chance))
+
+
+def score_rows(guess: Rows, calls: Mapping[int, Call], rng: torch.Generator) -> Outcome:
+    """Rows of many requests: recovered within 1 %, and a far more sensitive line-up beside it.
+
+    The line-up deals rows of a layer into pairs and asks whether two guesses fit their own rows better than each
+    other's: `<g_a - g_b, x_a - x_b> > 0`. Whatever the guesses are, if they do not depend on the rows this is a fair
+    coin.
+    """
+    by_layer: dict[tuple[int, Direction], list[int]] = {}
+    for order, call in calls.items():
+        if order in guess and call.rows.shape == guess[order].shape:
+            by_layer.setdefault((call.group, call.direction), []).append(order)
+    hits = trials = fits = pairs = 0
+    worst = 1.0
+    errors: list[Tensor] = []
+    for orders in by_layer.values():
+        x = torch.cat([calls[order].rows.double() for order in orders])
+        g = torch.cat([guess[order].double() for order in orders])
+        norm = x.norm(dim=1)
+        error = (g - x).norm(dim=1) / torch.maximum(norm, 0.01 * norm.mean()).clamp(min=1e-300)
+        errors.append(error)
+        right = error <= RECOVERED
+        hits, trials = hits + int(right.sum()), trials + len(x)
+        worst = min(worst, float(right.double().mean()))
+        a, b = torch.randperm(len(x), generator=rng)[: len(x) // 2 * 2].view(2, -1)
+        apart = (x[a] - x[b]).norm(dim=1) > 1e-3 * norm.mean()
+        fit = ((g[a] - g[b]) * (x[a] - x[b])).sum(dim=1) > 0
+        fits, pairs = fits + int(fit[apart].sum()), pairs + int(apart.sum())
+    p_value = binomial_tail(fits, pairs, 0.5) if pairs else 1.0
+    figures = {
+        "worst layer": worst if trials else 0.0,
+        "median relative error": float(torch.cat(errors).median()) if errors else 1.0,
+        "line-up": fits / pairs if pairs else 0.5,
+        "line-up pairs": pairs,
+    }
+    return Outcome(hits, trials, 0.0, p_value, figures)

@@ -1,0 +1,44 @@
+"""Candidate subtraction: the executor computed the noises' effects, so it has the noises.
+
+The paper (Symbiosis §3.8) counts `pool ^ layers` combinations. Nobody needs to guess a combination: each layer is
+decided on its own, so the cost is `rows x pool` distances, summed over layers (DESIGN §6).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from symbiosis_priv.ring import Direction
+from threat_model.attacks.base import Attack, Outcome, Rows, score_rows
+from threat_model.attacks.reading import Subtraction, subtract_candidates
+from threat_model.public import Public
+from threat_model.truth import Truth
+from threat_model.views import ExecutorView
+
+
+class CandidateSubtraction(Attack[ExecutorView, Subtraction]):
+    """x' minus the noise that leaves the likeliest remainder; where no noise was shown, x' itself."""
+
+    family = "noise removal"
+    party = "executor"
+    sees = "rows, and noises whose effect it was asked for"
+    source = "DESIGN §6; against Symbiosis §3.8"
+    metric = "rows within 1 %"
+    chance = "0; the verdict uses a line-up with chance 1/2"
+
+    def __init__(self, direction: Direction) -> None:
+        self.direction = direction
+        self.name = f"candidate subtraction, {direction}"
+
+    def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Subtraction:
+        return subtract_candidates(view)
+
+    def score(self, guess: Subtraction, truth: Truth) -> Outcome:
+        rows: Rows = guess.rows
+        outcome = score_rows(rows, dict(truth.of(direction=self.direction)), torch.Generator().manual_seed(1))
+        combinations = sum(math.log10(k) for k in guess.pools)
+        counts = {"distances tried": guess.trials, "combinations, log10": combinations, "layers": len(guess.pools)}
+        return replace(outcome, figures={**outcome.figures, **counts})

@@ -1,0 +1,85 @@
+"""Blind clustering: a reader who was never shown the noises (a log thief, say) finds them in the rows.
+
+Rows under one noise lie around it. K-means finds the clouds; then the public vocabulary makes it exact, alternating
+
+    token_i = argmin_v |x'_i - n_k(i) - e_v|        n_k = mean over its rows of (x'_i - e_token(i)),
+
+which is the EM algorithm for a mixture whose shape is known up to a shift per cluster.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from symbiosis_priv.ring import FORWARD
+from threat_model.attacks.base import Attack, Labels, Outcome, score_labels
+from threat_model.attacks.reading import first_rows, noises
+from threat_model.attacks.tokens import FIRST, first_layer_tokens
+from threat_model.public import Public
+from threat_model.truth import Truth
+from threat_model.views import ExecutorView
+
+_MAX_CLUSTERS, _MAX_ROWS, _ROUNDS, _EM_ROUNDS = 16, 1500, 15, 12
+
+
+class BlindClustering(Attack[ExecutorView, Labels]):
+    """K-means, then expectation-maximisation against the vocabulary, in the first layer."""
+
+    name = "blind clustering"
+    family = "noise removal"
+    party = "executor"
+    sees = "rows of the first layer group, no noise"
+    source = "DESIGN §6"
+    metric = "tokens"
+    chance = "guesses dealt to random rows"
+
+    def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Labels:
+        _, online = noises(view, FIRST, FORWARD)
+        online = first_rows(online, _MAX_ROWS)
+        x = torch.cat([e.rows.double() for e in online])
+        table = public.vocabulary_rows.double()
+        if online[0].path == "ring":  # rows have an unknown scale each: bring them to the table's length
+            x = normalize(x, dim=1) * table.norm(dim=1).mean()
+        usual = table[public.corpus].mean(dim=0)
+        best: tuple[float, Tensor] | None = None
+        for count in (1, 2, 4, _MAX_CLUSTERS):
+            centres = _k_means(x, count, rng)
+            said, cost = _fit(x, centres - usual, table)
+            if best is None or cost < best[0]:
+                best = cost, said
+        assert best is not None
+        return {e.order: part for e, part in zip(online, best[1].split([len(e.rows) for e in online]), strict=True)}
+
+    def score(self, guess: Labels, truth: Truth) -> Outcome:
+        return score_labels(guess, {o: t for o, t in first_layer_tokens(truth).items() if o in guess})
+
+
+def _k_means(x: Tensor, count: int, rng: torch.Generator) -> Tensor:
+    """Centres `[count, d]`; started far apart (k-means++)."""
+    centres = x[torch.randint(len(x), (1,), generator=rng)]
+    while len(centres) < count:
+        distance = torch.cdist(x, centres).amin(dim=1).square() + 1e-12
+        centres = torch.cat([centres, x[torch.multinomial(distance, 1, generator=rng)]])
+    for _ in range(_ROUNDS):
+        pick = torch.cdist(x, centres).argmin(dim=1)
+        for k in range(count):
+            if bool((pick == k).any()):
+                centres[k] = x[pick == k].mean(dim=0)
+    return centres
+
+
+def _fit(x: Tensor, noise: Tensor, table: Tensor) -> tuple[Tensor, float]:
+    """Tokens `[n]` and the mean squared distance that remains."""
+    pick = torch.cdist(x, noise).argmin(dim=1)
+    said, cost = torch.zeros(len(x), dtype=torch.long), float("inf")
+    for _ in range(_EM_ROUNDS):
+        distances = torch.stack([torch.cdist(x - n, table).amin(dim=1) for n in noise])
+        pick = distances.argmin(dim=0)
+        said = torch.cdist(x - noise[pick], table).argmin(dim=1)
+        cost = float(distances.amin(dim=0).square().mean())
+        for k in range(len(noise)):
+            if bool((pick == k).any()):
+                noise[k] = (x - table[said])[pick == k].mean(dim=0)
+    return said, cost

@@ -1,0 +1,71 @@
+"""Labels from backward rows: the gradient of cross-entropy names the label.
+
+At the head, `g = (softmax(z) - onehot(y)) / n`: the only negative entry is the label's (Zhao et al., iDLG, arXiv
+2001.02610). With the head at the tenant, the last block's gradient still points away from the label's row of the head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from symbiosis_priv.ring import BACKWARD
+from threat_model.attacks.base import Attack, Labels, Outcome, score_labels
+from threat_model.attacks.reading import subtract_candidates, unfold
+from threat_model.public import Public
+from threat_model.truth import NO_LABEL, Truth
+from threat_model.views import ExecutorView
+
+
+class HeadLabels(Attack[ExecutorView, Labels]):
+    """`argmin` of the head's backward rows."""
+
+    name = "labels from head gradients"
+    family = "text"
+    party = "executor"
+    sees = "backward rows of the LM head"
+    source = "iDLG, arXiv 2001.02610"
+    metric = "labels"
+    chance = "guesses dealt to random rows"
+
+    def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Labels | None:
+        try:
+            head = public.group_of("lm_head")
+        except KeyError:
+            return None  # tied: it never leaves the tenant
+        rows = subtract_candidates(view).rows
+        online = [e for e in view.of(group=head, direction=BACKWARD) if e.order in rows]
+        return {e.order: unfold(public, e, rows[e.order]).argmin(dim=1) for e in online} or None
+
+    def score(self, guess: Labels, truth: Truth) -> Outcome:
+        return score_labels(guess, _labels(guess, truth), ignore=NO_LABEL)
+
+
+class BlockLabels(Attack[ExecutorView, Labels]):
+    """`argmin_v <g, gamma * head_v>` over the last block's backward rows; works with a tied head too."""
+
+    name = "labels from block gradients"
+    family = "text"
+    party = "executor"
+    sees = "backward rows of the last block"
+    source = "iDLG through the final norm"
+    metric = "labels"
+    chance = "guesses dealt to random rows"
+
+    def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Labels | None:
+        group = public.group_of("down_proj", layer=public.layers - 1)
+        head: Tensor = public.model.get_output_embeddings().weight.double()
+        final_norm: Tensor = public.model.get_submodule("model.norm").weight.double()  # type: ignore[assignment]
+        directions = head * final_norm
+        directions = directions - directions.mean(dim=0)
+        rows = subtract_candidates(view).rows
+        online = [e for e in view.of(group=group, direction=BACKWARD) if e.order in rows]
+        return {e.order: (unfold(public, e, rows[e.order]) @ directions.t()).argmin(dim=1) for e in online} or None
+
+    def score(self, guess: Labels, truth: Truth) -> Outcome:
+        return score_labels(guess, _labels(guess, truth), ignore=NO_LABEL)
+
+
+def _labels(guess: Labels, truth: Truth) -> dict[int, Tensor]:
+    known = {order: call.labels for order, call in truth.calls.items() if order in guess}
+    return {order: labels for order, labels in known.items() if labels is not None}

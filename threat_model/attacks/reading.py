@@ -1,0 +1,117 @@
+"""What an executor does before anything clever: take off the noise that it knows, and tell requests apart."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from symbiosis_priv.ring import BACKWARD, DIRECTIONS, Direction
+from threat_model.public import Public
+from threat_model.views import Exchange, ExecutorView
+
+_PASSES = 2
+
+
+def noises(view: ExecutorView, group: int, direction: Direction) -> tuple[Tensor | None, tuple[Exchange, ...]]:
+    """(noises `[k, d]` or None, the other exchanges) of a group and direction.
+
+    A tenant without a helper must ask the executor itself for the effect of its noises: the first bias-free request.
+    """
+    found = view.of(group=group, direction=direction)
+    if found and found[0].path == "float_bias_free":
+        return found[0].rows.double(), found[1:]
+    return None, found
+
+
+def carriers(view: ExecutorView) -> tuple[Exchange, ...]:
+    """Every request that carries rows of the tenant, in order."""
+    layers = {(e.group, e.direction) for e in view.exchanges}
+    found = [e for group, direction in layers for e in noises(view, group, direction)[1]]
+    return tuple(sorted(found, key=lambda e: e.order))
+
+
+def first_rows(exchanges: tuple[Exchange, ...], rows: int) -> tuple[Exchange, ...]:
+    """The first requests that hold at least so many rows together, or all of them."""
+    kept, total = [], 0
+    for exchange in exchanges:
+        if total >= rows:
+            break
+        kept.append(exchange)
+        total += len(exchange.rows)
+    return tuple(kept)
+
+
+@dataclass(frozen=True, eq=False)
+class Subtraction:
+    """Rows with the best candidate taken off, by order, and how many candidates were tried."""
+
+    rows: Mapping[int, Tensor]
+    trials: int
+    pools: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=4)
+def subtract_candidates(view: ExecutorView) -> Subtraction:
+    """Every online row minus the candidate that leaves the likeliest remainder.
+
+    Layer by layer: `argmin_k (x' - n_k)^T C^-1 (x' - n_k)`, with C first the identity and then the covariance of
+    the rows that this has recovered. The number of distances is (rows x pool size) summed over layers.
+    """
+    rows: dict[int, Tensor] = {}
+    trials, pools = 0, []
+    groups = {e.group for e in view.exchanges}
+    for group in sorted(groups):
+        for direction in DIRECTIONS:
+            candidates, online = noises(view, group, direction)
+            if not online:
+                continue
+            x = torch.cat([e.rows.double() for e in online])
+            if candidates is not None:
+                x = _best(x, candidates)
+                trials += len(x) * len(candidates)
+                pools.append(len(candidates))
+            for exchange, part in zip(online, x.split([len(e.rows) for e in online]), strict=True):
+                rows[exchange.order] = part
+    return Subtraction(rows, trials, tuple(pools))
+
+
+def _best(x: Tensor, candidates: Tensor) -> Tensor:
+    basis = torch.eye(x.shape[1], dtype=torch.float64)
+    best = x
+    for _ in range(_PASSES):
+        # one product per matrix instead of a [rows, k, d] tensor: |a - b|^2 = |a|^2 - 2ab + |b|^2, up to |a|^2
+        a, b = x @ basis, candidates @ basis
+        pick = (b.square().sum(dim=1) - 2 * a @ b.t()).argmin(dim=1)
+        best = x - candidates[pick]
+        second_moment = best.t() @ best / len(best)
+        values, vectors = torch.linalg.eigh(second_moment)
+        basis = vectors * (values + 1e-2 * values.mean()).clamp(min=1e-300).rsqrt()
+    return best
+
+
+def unfold(public: Public, exchange: Exchange, rows: Tensor) -> Tensor:
+    """Gradient rows without the public weight scales that the ring path folds in."""
+    if exchange.direction == BACKWARD and exchange.path == "ring":
+        return rows / public.quantised(exchange.group).channel_scale
+    return rows
+
+
+def generation(view: ExecutorView) -> tuple[Exchange, ...]:
+    """Requests after the last training step: everything after the last gradient."""
+    last = max((e.order for e in view.exchanges if e.direction == BACKWARD), default=-1)
+    return tuple(e for e in view.exchanges if e.order > last)
+
+
+def prefills(view: ExecutorView, group: int) -> list[tuple[Exchange, int, int]]:
+    """(request, sequences, tokens of each) for every prompt: many rows, then one row per sequence and token."""
+    online = [e for e in generation(view) if e.group == group]
+    found = []
+    for first, second in itertools.pairwise(online):
+        if len(first.rows) > len(second.rows) and len(first.rows) % len(second.rows) == 0:
+            found.append((first, len(second.rows), len(first.rows) // len(second.rows)))
+    return found

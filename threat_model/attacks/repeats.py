@@ -1,0 +1,85 @@
+"""Zero and padding rows show a noise as it is.
+
+A gradient is exactly zero where no label is learned, and padding repeats one row. Under a reused noise both arrive as
+the same bytes again and again: whatever repeats is a noise (plus a known row), and can be taken off everything else.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from symbiosis_priv.ring import FORWARD, Direction
+from threat_model.attacks.base import Attack, Outcome, Rows, score_rows
+from threat_model.attacks.reading import noises
+from threat_model.public import Public
+from threat_model.truth import Truth
+from threat_model.views import Exchange, ExecutorView
+
+_MAX_NOISES, _MAX_ROWS, _SAME = 64, 2000, 1e-3
+
+
+class RepeatedRows(Attack[ExecutorView, Rows]):
+    """The rows that arrive again and again are taken for noises; never looks at the requests for effects."""
+
+    family = "noise removal"
+    party = "executor"
+    sees = "rows, no noise"
+    source = "DESIGN §6"
+    metric = "rows within 1 %"
+    chance = "0; the verdict uses a line-up with chance 1/2"
+
+    def __init__(self, direction: Direction) -> None:
+        self.direction = direction
+        self.name = f"zero and padding rows, {direction}"
+
+    def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Rows:
+        rows: dict[int, Tensor] = {}
+        for group in sorted({e.group for e in view.of(direction=self.direction)}):
+            if self.direction == FORWARD and group:
+                continue  # deeper, a padding row is no longer a public one
+            _, online = noises(view, group, self.direction)
+            known = torch.zeros(online[0].rows.shape[1], dtype=torch.float64)
+            if self.direction == FORWARD:
+                known = _as_sent(public, online[0], public.vocabulary_rows[public.pad_token])
+            for order, part in _without_repeats(online, known).items():
+                rows[order] = part
+        return rows
+
+    def score(self, guess: Rows, truth: Truth) -> Outcome:
+        calls = {o: c for o, c in truth.of(direction=self.direction) if o in guess}
+        return score_rows(guess, calls, torch.Generator().manual_seed(1))
+
+
+def _as_sent(public: Public, exchange: Exchange, row: Tensor) -> Tensor:
+    if exchange.path != "ring":
+        return row.double()
+    return public.in_ring(exchange.group, exchange.direction, row[None])[0][0].double()
+
+
+def _without_repeats(online: tuple[Exchange, ...], known: Tensor) -> dict[int, Tensor]:
+    x = torch.cat([e.rows for e in online]).double()
+    repeated = _repeated(x[:_MAX_ROWS])
+    if len(repeated):
+        noise = repeated - known
+        x = x - noise[torch.cdist(x, noise).argmin(dim=1)]
+    return {e.order: part for e, part in zip(online, x.split([len(e.rows) for e in online]), strict=True)}
+
+
+def _repeated(x: Tensor) -> Tensor:
+    """The rows that come back most often, give or take a gradient that is only nearly zero; `[k, d]`."""
+    size = x.norm(dim=1)
+    near = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist") <= _SAME * size.median()
+    found: list[Tensor] = []
+    most = 0
+    while len(found) < _MAX_NOISES:
+        counts = near.sum(dim=1)
+        best = int(counts.argmax())
+        most = most or int(counts[best])
+        if counts[best] < 2 or counts[best] * 2 < most:
+            break
+        found.append(x[best])
+        gone = near[best].clone()
+        near[gone] = False
+        near[:, gone] = False
+    return torch.stack(found) if found else x[:0]

@@ -1,0 +1,69 @@
+"""The grid under a float sampler: one-time Gaussian masks in float32 still betray the row.
+
+torch makes normals in float32 by Box-Muller from uniforms with 24 bits: element j and j + 8 of a block of 16 are
+`r cos t, r sin t` with `t = 2 pi u` and u a multiple of 2^-24. For the right x, `(x' - x) / sigma` lies on that
+grid; for a wrong one it lies anywhere. Each pair of coordinates gives a fraction of a bit, and there are d / 2 of
+them. Real numbers would hide the row perfectly up to `gaussian_channel_bits`; float32 numbers are not real numbers
+(Mironov, CCS 2012).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from symbiosis_priv.ring import FORWARD
+from threat_model.attacks.base import Attack, Labels, Outcome, score_labels
+from threat_model.attacks.reading import first_rows, noises
+from threat_model.attacks.tokens import FIRST, first_layer_tokens
+from threat_model.public import Public
+from threat_model.truth import Truth
+from threat_model.views import ExecutorView
+
+_SCALES = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0)
+_MAX_ROWS = 300
+_GRID, _TURN = float(1 << 24), 2 * math.pi
+
+
+class SamplerGrid(Attack[ExecutorView, Labels]):
+    """For every token, how close the implied uniforms come to multiples of 2^-24."""
+
+    name = "sampler grid"
+    family = "generator"
+    party = "executor"
+    sees = "rows of the first layer group, no noise"
+    source = "DESIGN §6; Mironov, CCS 2012"
+    metric = "tokens"
+    chance = "guesses dealt to random rows"
+
+    def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Labels:
+        _, online = noises(view, FIRST, FORWARD)
+        kept = first_rows(online, _MAX_ROWS)
+        x = torch.cat([e.rows.double() for e in kept])
+        table = public.vocabulary_rows.double()
+        fits = [torch.stack([_on_grid((row - table) / scale) for row in x]) for scale in _SCALES]
+        best = max(fits, key=lambda fit: float(fit.amax(dim=1).mean()))
+        said = best.argmax(dim=1)
+        return {e.order: part for e, part in zip(kept, said.split([len(e.rows) for e in kept]), strict=True)}
+
+    def score(self, guess: Labels, truth: Truth) -> Outcome:
+        return score_labels(guess, {o: t for o, t in first_layer_tokens(truth).items() if o in guess})
+
+
+def _on_grid(noise: Tensor) -> Tensor:
+    """Log-likelihood ratio, up to a factor, that each row `[v, d]` of noise came from the sampler."""
+    width = noise.shape[1] // 16 * 16
+    blocks = noise[:, :width].view(len(noise), -1, 2, 8)
+    cosine, sine = blocks[:, :, 0], blocks[:, :, 1]
+    angle = torch.remainder(torch.atan2(sine, cosine), _TURN)
+    nearest = (angle / _TURN * _GRID).round()
+    # the sampler multiplies in float32, and rounds on the way: so does this
+    angles = torch.stack([((nearest + k).float() / _GRID * _TURN).double() for k in (-1, 0, 1)])
+    off_angle = torch.cos(_GRID * (angles - angle).abs().amin(dim=0))
+    # 1 - u of the radius is exp(-r^2/2); rounding of r blurs it unless it is small
+    inner = torch.exp(-0.5 * (cosine.square() + sine.square()))
+    sharp = (inner * (1 - 2 * inner.clamp(min=1e-30).log()) < 0.3).double()
+    off_radius = torch.cos(2 * math.pi * torch.remainder(inner * _GRID, 1.0)) * sharp
+    return (off_angle + off_radius).sum(dim=(1, 2))

@@ -1,0 +1,134 @@
+"""What no scheme here hides: how many rows, which stage, when. These succeed everywhere and are listed as "not hidden".
+
+Rows are masked, their number is not. One request per layer group and step tells batch x tokens; a backward request
+tells training; one row per sequence and token tells generation, and its end tells the length of the answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+
+from symbiosis_priv import wire
+from symbiosis_priv.ring import BACKWARD
+from threat_model.attacks.base import Attack, Outcome
+from threat_model.attacks.reading import generation, noises, prefills
+from threat_model.public import Public
+from threat_model.truth import Truth
+from threat_model.views import ExecutorView, NeighbourView, NetworkView, Packet
+
+Facts = Mapping[str, object]
+_HEADER_MOST, _TOLERANCE = 250, 0.1
+
+
+def facts_of(truth: Truth) -> dict[str, object]:
+    """What there is to find out."""
+    return {
+        "training steps": truth.steps,
+        "prompts": list(truth.batches),
+        "tokens generated": list(truth.generated),
+        "tokens generated in all": sum(truth.generated),
+        "sequences": truth.batches[-1][0] if truth.batches else 0,
+    }
+
+
+class _SideChannel:
+    family = "side channel"
+    metric = "facts right"
+    chance = "0"
+    by_design = True
+
+    def score(self, guess: Facts, truth: Truth) -> Outcome:
+        """Facts that were claimed and are true."""
+        real = facts_of(truth)
+        right = sum(real[name] == value for name, value in guess.items())
+        return Outcome(right, len(guess), 0.0, 0.0 if right == len(guess) else 1.0)
+
+
+class ExecutorShapes(_SideChannel, Attack[ExecutorView, Facts]):
+    """Counts requests and rows."""
+
+    name = "shapes, executor"
+    party = "executor"
+    sees = "row counts, directions, order"
+    source = "DESIGN §4 rule 9"
+
+    def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Facts:
+        last = len(public.manifest.groups) - 1
+        _, gradients = noises(view, last, BACKWARD)
+        found = prefills(view, 0)
+        starts = [e.order for e, _, _ in found]
+        steps = [e.order for e in generation(view) if e.group == 0]
+        ends = [*starts[1:], float("inf")]
+        lengths = [sum(a <= o < b for o in steps) for a, b in zip(starts, ends, strict=True)]
+        return {
+            "training steps": len(gradients),
+            "prompts": [(batch, length) for _, batch, length in found],
+            "tokens generated": lengths,
+        }
+
+
+class NetworkShapes(_SideChannel, Attack[NetworkView, Facts]):
+    """Sizes alone: a request and its answer have rows in proportion to the layer's two widths."""
+
+    name = "sizes, network"
+    party = "network"
+    sees = "frame sizes and times under TLS"
+    source = "traffic analysis"
+
+    def run(self, view: NetworkView, public: Public, rng: torch.Generator) -> Facts | None:
+        volume: Counter[str] = Counter()
+        for packet in view.packets:
+            volume[packet.endpoint] += packet.size if packet.upward else 0
+        executor, _ = volume.most_common(1)[0]
+        stream = [p for p in view.packets if p.endpoint == executor]
+        group = public.group_of("down_proj", layer=0)  # no other group has its widths, and its directions differ
+        entry, layers = public.manifest.groups[group], public.layers
+        forward = _row_counts(stream, entry.inputs, entry.width)
+        backward = _row_counts(stream, entry.width, entry.inputs)
+        training = max(backward, key=lambda rows: backward[rows], default=0)
+        served = {rows: n // layers for rows, n in forward.items() if rows != training and n >= layers}
+        if not served:
+            return None
+        sequences = max(served, key=lambda rows: served[rows])
+        # what is a multiple of it is a prompt, and makes a first token each
+        made = sum(n for rows, n in served.items() if rows % sequences == 0)
+        return {
+            "training steps": backward[training] // layers,
+            "sequences": sequences,
+            "tokens generated in all": made,
+        }
+
+
+def _row_counts(stream: list[Packet], inputs: int, outputs: int) -> Counter[int]:
+    """How often a request of so many rows, and its answer, went by: what is left of both sizes is a header."""
+    seen: Counter[int] = Counter()
+    for up, down in itertools.pairwise(stream):
+        rows = up.size // (inputs * wire.ITEM_BYTES)
+        headers = (up.size - rows * inputs * wire.ITEM_BYTES, down.size - rows * outputs * wire.ITEM_BYTES)
+        if up.upward and not down.upward and rows and all(0 < h < _HEADER_MOST for h in headers):
+            seen[rows] += 1
+    return seen
+
+
+class NeighbourCounts(_SideChannel, Attack[NeighbourView, Facts]):
+    """The health report counts everybody's requests: one more tenant can subtract its own."""
+
+    name = "health counter, neighbour"
+    party = "neighbour"
+    sees = "public health reports of the executor"
+    source = "found here"
+
+    def run(self, view: NeighbourView, public: Public, rng: torch.Generator) -> Facts | None:
+        if len(view.requests) < 2:
+            return None
+        return {"requests": view.requests[-1][1] - view.requests[0][1]}
+
+    def score(self, guess: Facts, truth: Truth) -> Outcome:
+        """The victim's number of requests, give or take 10 % (a scheme may ask for effects, too)."""
+        said, real = guess["requests"], len(truth.calls)
+        right = isinstance(said, int) and abs(said - real) <= _TOLERANCE * real
+        return Outcome(int(right), 1, 0.0, 0.0 if right else 1.0)

@@ -1,0 +1,52 @@
+"""Low-rank noise is no noise: project it away.
+
+K noises (or any combinations of them) span K of d dimensions. Where they are loud, the first K principal axes of
+what arrives are that span; rows keep d - K coordinates outside it, and the vocabulary is matched there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import normalize
+
+from symbiosis_priv.ring import FORWARD
+from threat_model.attacks.base import Attack, Labels, Outcome, score_labels
+from threat_model.attacks.reading import noises
+from threat_model.attacks.tokens import FIRST, first_layer_tokens
+from threat_model.public import Public
+from threat_model.truth import Truth
+from threat_model.views import ExecutorView
+
+
+class SubspaceProjection(Attack[ExecutorView, Labels]):
+    """PCA; the rank is where the spectrum falls most."""
+
+    name = "subspace projection (PCA)"
+    family = "noise removal"
+    party = "executor"
+    sees = "rows of the first layer group, no noise"
+    source = "DESIGN §6"
+    metric = "tokens"
+    chance = "guesses dealt to random rows"
+
+    def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Labels:
+        _, online = noises(view, FIRST, FORWARD)
+        x = torch.cat([e.rows.double() for e in online])
+        axes = torch.linalg.eigh(x.t() @ x / len(x))
+        values, vectors = axes.eigenvalues.flip(0).clamp(min=1e-300), axes.eigenvectors.flip(1)
+        most = 3 * x.shape[1] // 4
+        rank = 1 + int((values[:most] / values[1 : most + 1]).argmax())
+        table = public.vocabulary_rows.double()
+        best: tuple[float, torch.Tensor] | None = None
+        for cut in {0, rank}:  # 0: nothing to project away
+            rest = vectors[:, cut:]
+            fit = normalize(x @ rest, dim=1) @ normalize(table @ rest, dim=1).t()
+            sure = float(fit.amax(dim=1).mean())
+            if best is None or sure > best[0]:
+                best = sure, fit.argmax(dim=1)
+        assert best is not None
+        parts = best[1].split([len(e.rows) for e in online])
+        return {e.order: part for e, part in zip(online, parts, strict=True)}
+
+    def score(self, guess: Labels, truth: Truth) -> Outcome:
+        return score_labels(guess, first_layer_tokens(truth))

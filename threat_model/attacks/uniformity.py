@@ -1,0 +1,132 @@
+"""Are masked rows uniform? Classical tests on every byte, and a trained distinguisher between two known rows.
+
+A one-time pad over Z_2^32 makes rows uniform and independent of what is under them: every test rejects at its own
+level, and no distinguisher has an advantage over a coin. That is a theorem; here it is measured.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from symbiosis_priv.ring import Direction
+from threat_model.attacks.base import Attack, Outcome
+from threat_model.public import Public
+from threat_model.statistics import binomial_tail, clopper_pearson, normal_tail, roc
+from threat_model.truth import Truth
+from threat_model.views import ExecutorView
+
+_LEVEL = 0.01
+_MIN_WORDS = 2048
+_RIDGE = 0.3
+
+
+class Uniformity(Attack[ExecutorView, list[bool]]):
+    """Chi-square on each of four bytes and serial correlation along and across rows, per layer and direction."""
+
+    name = "uniformity of bytes"
+    family = "statistics"
+    party = "executor"
+    sees = "rows"
+    source = "Knuth, TAOCP 2, 3.3"
+    metric = "tests that reject at 1 %"
+    chance = "0.01"
+
+    def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> list[bool]:
+        rejected = []
+        layers = sorted({(e.group, e.direction) for e in view.exchanges})
+        for group, direction in layers:
+            # equal lengths, so that all rows of a layer stack to one matrix of words
+            words = torch.cat([e.rows for e in view.of(group=group, direction=direction)]).view(torch.int32)
+            if words.numel() >= _MIN_WORDS:
+                rejected += [p < _LEVEL for p in (*_byte_tests(words), *_serial_tests(words))]
+        return rejected
+
+    def score(self, guess: list[bool], truth: Truth) -> Outcome:
+        hits = sum(guess)
+        return Outcome(hits, len(guess), _LEVEL, binomial_tail(hits, len(guess), _LEVEL))
+
+
+def _byte_tests(words: Tensor) -> list[float]:
+    """P-values of chi-square with 255 degrees of freedom (Wilson-Hilferty), per byte."""
+    values = []
+    for byte in words.contiguous().view(torch.uint8).view(-1, 4).unbind(dim=1):
+        counts = torch.bincount(byte.long(), minlength=256).double()
+        expected = counts.sum() / 256
+        chi = float(((counts - expected).square() / expected).sum())
+        spread = 2 / (9 * 255)
+        values.append(normal_tail(((chi / 255) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)))
+    return values
+
+
+def _serial_tests(words: Tensor) -> list[float]:
+    """Two-sided p-values of the correlation between neighbours along a row, and down a column."""
+    x = words.double() + 0.5  # the mean of a uniform int32 is -1/2
+    x = x / (2.0**32 / math.sqrt(12))
+    pairs = ((x[:, :-1], x[:, 1:]), (x[:-1], x[1:]))
+    return [2 * normal_tail(abs(float((a * b).sum())) / math.sqrt(a.numel())) for a, b in pairs]
+
+
+@dataclass(frozen=True, eq=False)
+class Verdicts:
+    """Scores of the unknown rows; above zero means "the second row"."""
+
+    scores: Tensor
+
+
+class Distinguisher(Attack[ExecutorView, Verdicts]):
+    """Ridge regression from a row's words and bits to which of two chosen rows lies under the mask.
+
+    Real-or-random in miniature: the adversary picks two rows, the tenant masks one of them by a coin, thousands of
+    times.
+    """
+
+    family = "statistics"
+    party = "executor"
+    sees = "rows of a game with two rows that it chose, half of them labelled"
+    source = "indistinguishability under chosen plaintext"
+    metric = "coins called right"
+    chance = "1/2"
+
+    def __init__(self, direction: Direction) -> None:
+        self.direction = direction
+        self.name = f"two-row distinguisher, {direction}"
+
+    def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Verdicts | None:
+        game = view.games.get(self.direction)
+        if game is None:
+            return None
+        known, unknown = _features(game.known), _features(game.unknown)
+        centre, spread = known.mean(dim=0), known.std(dim=0) + 1e-9
+        known, unknown = (known - centre) / spread, (unknown - centre) / spread
+        target = game.labels.double() * 2 - 1
+        gram = known.t() @ known + _RIDGE * len(known) * torch.eye(known.shape[1], dtype=torch.float64)
+        return Verdicts(unknown @ torch.linalg.solve(gram, known.t() @ target))
+
+    def score(self, guess: Verdicts, truth: Truth) -> Outcome:
+        coins = truth.coins[self.direction]
+        right, n = int(((guess.scores > 0) == coins).sum()), len(coins)
+        false, true = roc(guess.scores, coins)
+        area = sum((b - a) * (t + u) / 2 for a, b, t, u in zip(false, false[1:], true, true[1:], strict=False))
+        interval = clopper_pearson(right, n)
+        figures = {
+            "advantage": 2 * right / n - 1,
+            "advantage, low": 2 * interval.low - 1,
+            "advantage, high": 2 * interval.high - 1,
+            "theory": 0.0,
+            "area under ROC": area,
+        }
+        every = max(1, n // 200)
+        curve = (*zip(false[::every], true[::every], strict=True), (1.0, 1.0))
+        return Outcome(right, n, 0.5, binomial_tail(right, n, 0.5), figures, curve)
+
+
+def _features(rows: Tensor) -> Tensor:
+    """A row's words as numbers, and bits 0, 8, 16, 24 and 31 of each: float64 `[n, 6 d]`."""
+    words = rows.contiguous().view(torch.int32)
+    bits = [((words >> b) & 1).double() for b in (0, 8, 16, 24, 31)]
+    size = rows.double()
+    return torch.cat([size / (size.abs().mean() + 1e-300), *bits], dim=1)

@@ -1,0 +1,58 @@
+"""`symbiosis-priv threat-model`: one command that disbelieves this project."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+
+def threat_model(
+    *,
+    json: Annotated[Path | None, typer.Option("--json", help="Write every figure here.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write one page with pictures here.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer schemes and rows; under 90 seconds.")] = False,
+) -> None:
+    """Attack every masking scheme on a real run and report what leaks. Status 1 if a verdict is not as promised."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    # after the environment is set; and torch is not for --help
+    from transformers.utils import logging as transformers_logging
+
+    from threat_model.lab import Lab
+    from threat_model.report import show, to_html, to_json
+    from threat_model.suite import run_suite
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    errors = Console(stderr=True)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar,
+    ):
+        task = bar.add_task("base model, certificates, providers", total=None)
+
+        def update(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total)
+
+        with Lab(Path(folder)) as lab:
+            suite = run_suite(lab, quick=quick, on_progress=update)
+    console = Console()
+    show(suite, console if console.is_terminal else Console(width=170))
+    if json is not None:
+        json.write_text(to_json(suite), encoding="utf-8")
+    if html is not None:
+        html.write_text(to_html(suite), encoding="utf-8")
+    if suite.as_expected:
+        console.print(f"Every verdict is the promised one ({suite.seconds:.0f} s).", style="green")
+    else:
+        wrong = [f"{c.attack.name} on {c.scheme.name}: {c.verdict}" for c in suite.cells if not c.expected]
+        wrong += [f"planted fault not found: {p.fault}" for p in suite.planted if not p.found]
+        wrong += [] if suite.active.sound else ["active adversaries: see the table"]
+        console.print("Not as promised: " + "; ".join(wrong), style="bold red")
+        raise typer.Exit(1)

@@ -1,0 +1,233 @@
+"""What a provider should answer, computed from the tenant's own checkpoint and from nothing of the provider's.
+
+    CheckpointOracle   integers from `quantise`, products in numpy; floats in float64 with an error bound
+    PreparedOracle     no checkpoint: the verification keys of an earlier session (Freivalds); ring path only
+
+The ring product is taken in two halves: with `x = 2^16 h + l`, `|h| <= 2^15`, `0 <= l < 2^16`, both `h @ W` and `l @ W`
+are sums of at most 2^21 integers below 2^16 * 2^11, so exact in float64 in any order. No kernel of
+`symbiosis_priv.kernels` takes part.
+"""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from symbiosis_priv.errors import CheckpointError
+from symbiosis_priv.quantise import QuantisedGroup, quantise
+from symbiosis_priv.ring import FORWARD, Direction
+from symbiosis_priv.weights import GroupEntry, Manifest, WeightStore
+from symbiosis_priv.wire import Path
+from tenant.facts import Preparation
+
+Array = NDArray[Any]
+
+UNIT_ROUNDOFF = 2.0**-24
+_SMALLEST_NORMAL = 2.0**-126
+_BYTES_PER_WEIGHT = 6  # int16 and float32
+_MEMORY = 512 << 20
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first entry of an answer that is not what it should be. `column` is None where only the row is known."""
+
+    row: int
+    column: int | None = None
+    got: float | int | None = None
+    expected: float | int | None = None
+    bound: float | None = None
+
+    def __str__(self) -> str:
+        if self.column is None:
+            return f"answer row {self.row} fails Freivalds' check"
+        within = "" if self.bound is None else f" ± {self.bound:.3g}"
+        return f"answer[{self.row}, {self.column}]: got {self.got!r}, expected {self.expected!r}{within}"
+
+
+class Oracle(ABC):
+    """Judges answers for one model.
+
+    Args:
+        manifest: what the model is.
+        sampled: the layer groups that random examples are drawn from; the sweep visits all of them.
+    """
+
+    floats = False
+    """Whether the float path can be judged."""
+
+    def __init__(self, manifest: Manifest, sampled: tuple[int, ...]) -> None:
+        self.manifest = manifest
+        self.sampled = sampled
+
+    def entry(self, index: int) -> GroupEntry:
+        """Names and widths of a layer group."""
+        return self.manifest.groups[index]
+
+    def widths(self, index: int, direction: Direction) -> tuple[int, int]:
+        """(columns of a request's rows, columns of its answer's)."""
+        entry = self.entry(index)
+        return (entry.inputs, entry.width) if direction == FORWARD else (entry.width, entry.inputs)
+
+    @abstractmethod
+    def judge_ring(self, index: int, direction: Direction, rows: Tensor, answer: Tensor) -> Difference | None:
+        """The first wrong entry of a ring answer; None if it is the product modulo 2^32.
+
+        Args:
+            rows: int32 `[r, d]`.
+            answer: int32 `[r, o]`.
+        """
+
+    @abstractmethod
+    def has_bias(self, index: int) -> bool:
+        """Whether a member of the group has a bias."""
+
+
+class CheckpointOracle(Oracle):
+    """Exact products of a local checkpoint's weights.
+
+    Args:
+        store: the checkpoint. Its groups are quantised here, not taken from the cache that a provider on
+            the same machine may have written.
+        seed: chooses which layer groups to keep in memory where not all fit.
+    """
+
+    floats = True
+
+    def __init__(self, store: WeightStore, *, seed: int, memory: int = _MEMORY) -> None:
+        self._store = store
+        self._kept: dict[int, _Group] = {}
+        manifest = store.manifest()
+        sampled: list[int] = []
+        used = 0
+        order = list(range(len(manifest.groups)))
+        random.Random(seed).shuffle(order)
+        for index in order:
+            entry = manifest.groups[index]
+            used += _BYTES_PER_WEIGHT * entry.inputs * entry.width
+            if used > memory and sampled:
+                break
+            sampled.append(index)
+        super().__init__(manifest, tuple(sorted(sampled)))
+
+    def judge_ring(self, index: int, direction: Direction, rows: Tensor, answer: Tensor) -> Difference | None:
+        return first_difference(answer, self.ring_product(index, direction, rows))
+
+    def ring_product(self, index: int, direction: Direction, rows: Tensor) -> Array:
+        """`rows @ W.T` (forward) or `rows @ W` modulo 2^32; int32 `[r, o]`."""
+        weight = self._group(index).integers
+        matrix = (weight.T if direction == FORWARD else weight).astype(np.float64)
+        x = rows.numpy().astype(np.int64)
+        high, low = (half.astype(np.float64) @ matrix for half in (x >> 16, x & 0xFFFF))
+        return ((high.astype(np.int64) << 16) + low.astype(np.int64)).astype(np.int32)
+
+    def judge_float(
+        self, index: int, direction: Direction, rows: Tensor, answer: Tensor, *, path: Path
+    ) -> Difference | None:
+        """The first entry of a float answer outside its error bound; None if all are inside.
+
+        A float32 product with n non-zero terms, summed in any order, fused or not, is within
+        `gamma_n * sum |x_i w_i|` of the true one, `gamma_n = n u / (1 - n u)`, u = 2^-24 (Higham, Accuracy and
+        Stability of Numerical Algorithms, §3.1); terms that are zero add exactly. The bias is one more term. One more n
+        stands for the error of this float64 reference; what is below the smallest normal number may be flushed to zero.
+
+        Args:
+            rows: float32 `[r, d]`, too small to overflow.
+            answer: float32 `[r, o]`.
+        """
+        expected, bound = self.float_product(index, direction, rows, path=path)
+        return first_difference(answer.to(torch.float64), expected, bound=bound)
+
+    def float_product(
+        self, index: int, direction: Direction, rows: Tensor, *, path: Path
+    ) -> tuple[Array, Array]:
+        """(the product in float64, how far a float32 product may be from it), both `[r, o]`."""
+        group = self._group(index)
+        matrix = (group.weight.T if direction == FORWARD else group.weight).astype(np.float64)
+        x = rows.numpy().astype(np.float64)
+        product, size = x @ matrix, np.abs(x) @ np.abs(matrix)
+        terms = np.count_nonzero(x, axis=1)[:, None] + 1.0
+        if direction == FORWARD and path == "float" and group.bias is not None:
+            product, size, terms = product + group.bias, size + np.abs(group.bias), terms + 1.0
+        nu = terms * UNIT_ROUNDOFF
+        flushed = terms * _SMALLEST_NORMAL * max(1.0, np.abs(matrix).max())
+        return product, nu / (1.0 - nu) * size + flushed
+
+    def bias(self, index: int) -> Array:
+        """float64 `[o]`; zeros for members without one."""
+        bias = self._group(index).bias
+        return np.zeros(self.entry(index).width) if bias is None else bias
+
+    def has_bias(self, index: int) -> bool:
+        return self._group(index).bias is not None
+
+    def _group(self, index: int) -> _Group:
+        if index in self._kept:
+            return self._kept[index]
+        layers = self._store.layers(index)
+        quantised = quantise(layers, weight_bits=self._store.weight_bits)
+        if quantised.digest() != self.entry(index).digest:
+            raise CheckpointError(f"{self._store.path} changed since its manifest was made; start again")
+        group = _Group.of(quantised, torch.cat([layer.weight.to(torch.float32) for layer in layers]))
+        for other in self._kept.keys() - set(self.sampled):  # the sweep holds one at a time
+            del self._kept[other]
+        self._kept[index] = group
+        return group
+
+
+class PreparedOracle(Oracle):
+    """Judges by the verification keys that the tenant's sessions use; knows what is wrong, not what would be right."""
+
+    def __init__(self, preparation: Preparation) -> None:
+        super().__init__(preparation.manifest, tuple(range(len(preparation.manifest.groups))))
+        self._preparation = preparation
+
+    def judge_ring(self, index: int, direction: Direction, rows: Tensor, answer: Tensor) -> Difference | None:
+        keys = self._preparation.keys
+        if keys.accepts(index, direction, rows=rows, answer=answer):
+            return None
+        # Whoever sees which requests are shrunk learns verdicts: these keys have served (DESIGN §4).
+        self._preparation.forget_keys()
+        row = next(
+            r
+            for r in range(len(rows))
+            if not keys.accepts(index, direction, rows=rows[r : r + 1], answer=answer[r : r + 1])
+        )
+        return Difference(row)
+
+    def has_bias(self, index: int) -> bool:
+        return self._preparation.facts[index].bias is not None
+
+
+@dataclass(frozen=True)
+class _Group:
+    """`integers` int16 and `weight` float32, both `[o, d]`; `bias` float64 `[o]` or None."""
+
+    integers: Array
+    weight: Array
+    bias: Array | None
+
+    @classmethod
+    def of(cls, quantised: QuantisedGroup, weight: Tensor) -> _Group:
+        bias = None if quantised.bias is None else quantised.bias.to(torch.float64).numpy()
+        return cls(quantised.weight.numpy(), weight.numpy(), bias)
+
+
+def first_difference(got: Tensor | Array, expected: Tensor | Array, *, bound: Array | None = None) -> Difference | None:
+    """The first entry in which two matrices of one shape differ (by more than `bound`)."""
+    got, expected = np.asarray(got), np.asarray(expected)
+    # `not <=` and not `>`: a nan is outside every bound
+    wrong = got != expected if bound is None else ~(np.abs(got - expected) <= bound)
+    where = np.argwhere(wrong)
+    if not len(where):
+        return None
+    row, column = (int(i) for i in where[0])
+    limit = None if bound is None else bound[row, column].item()
+    return Difference(row, column, got[row, column].item(), expected[row, column].item(), limit)

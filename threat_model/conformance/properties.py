@@ -1,0 +1,259 @@
+"""The properties by name. Each check judges its own claim and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
+from torch import Tensor
+
+from symbiosis_priv import testing, wire
+from symbiosis_priv.keystream import SEED_BYTES
+from symbiosis_priv.ring import FORWARD
+from threat_model.conformance.concurrency import check_batching
+from threat_model.conformance.oracle import CheckpointOracle, first_difference
+from threat_model.conformance.refusals import check_refusals
+from threat_model.conformance.strategies import effects, products, requests
+from threat_model.conformance.subject import Case, NotTested, Subject, Violation, describe, effect_case, hello
+from threat_model.conformance.sweep import check_every_layer, split
+from threat_model.conformance.trials import Property, Run
+
+_LARGEST_PAYLOAD = 64 << 20
+_JUDGED_WORK = 2_000_000_000  # multiplications that judging the largest request may take
+
+
+def _check_digest(subject: Subject, run: Run) -> None:
+    pinned = subject.oracle.manifest.digest
+    for digest in (pinned, "sha256:" + "0" * 64):
+        run.one()
+        with subject.dialler.connect() as probe:
+            reply = hello(probe, subject.role, digest)
+            health, _ = probe.ask(wire.Health())
+        if isinstance(reply, wire.Failure) and reply.code == wire.ErrorCode.ROLE_REFUSED:
+            raise NotTested(f"it does not serve this tenant as {subject.role}: {describe(reply)}")
+        if digest == pinned and not (isinstance(reply, wire.Welcome) and reply.model_digest == pinned):
+            raise Violation(f"asked for {pinned}, it answers {describe(reply)}")
+        if digest != pinned and not isinstance(reply, wire.Failure):
+            raise Violation(f"asked for a model that nobody has, it answers {describe(reply)}")
+        if isinstance(health, wire.HealthReport) and health.model_digest != pinned:
+            raise Violation(f"its health report names {health.model_digest}, not {pinned}")
+
+
+def _check_right(subject: Subject, case: Case) -> None:
+    difference = subject.judge(case, subject.answer(case))
+    if difference is not None:
+        raise subject.violation("gives a wrong answer", case, difference=difference)
+
+
+def _check_exact(subject: Subject, run: Run) -> None:
+    run.for_all(requests(subject), lambda case: _check_right(subject, case))
+
+
+def _check_float(subject: Subject, run: Run) -> None:
+    run.for_all(products(subject, paths=("float",)), lambda case: _check_right(subject, case))
+
+
+def _check_bias_free(subject: Subject, run: Run) -> None:
+    run.for_all(products(subject, paths=("float_bias_free",)), lambda case: _check_right(subject, case))
+
+
+def _check_bias_difference(subject: Subject, run: Run) -> None:
+    """Each answer is within its bound of x W^T (+ b), so their difference is within the bounds' sum of b."""
+    oracle = subject.oracle
+    assert isinstance(oracle, CheckpointOracle)
+    if not any(map(oracle.has_bias, oracle.sampled)):
+        raise NotTested("no layer group has a bias")
+
+    def check(case: Case) -> None:
+        biased = replace(case, path="float")
+        got = (subject.answer(biased).double() - subject.answer(case).double()).numpy()
+        bounds = [oracle.float_product(c.index, FORWARD, c.rows, path=c.path)[1] for c in (biased, case)]
+        bias = np.broadcast_to(oracle.bias(case.index), got.shape)
+        difference = first_difference(got, bias, bound=bounds[0] + bounds[1])
+        if difference is not None:
+            raise subject.violation("its two float answers do not differ by the bias", case, difference=difference)
+
+    run.for_all(products(subject, paths=("float_bias_free",), biased=True), check)
+
+
+def _check_independent_rows(subject: Subject, run: Run) -> None:
+    def check(case: Case) -> None:
+        together = subject.answer(case)
+        alone = [subject.answer(one) for one in split(case, 1)]
+        difference = first_difference(together, torch.cat(alone))
+        if difference is not None:
+            raise subject.violation("a row's answer changes with the rows beside it", case, difference=difference)
+
+    run.for_all(requests(subject), check)
+
+
+def _check_linear(subject: Subject, run: Run) -> None:
+    @st.composite
+    def pairs(draw: DrawFn) -> tuple[Case, Tensor, int]:
+        case = draw(products(subject))
+        other = draw(testing.ring_rows(width=case.rows.shape[1], count=len(case.rows)))
+        return case, other, draw(st.sampled_from(testing.RING_CORNERS))
+
+    def check(drawn: tuple[Case, Tensor, int]) -> None:
+        case, other, factor = drawn
+        combined = replace(case, rows=case.rows + _times(other, factor))
+        expected = subject.answer(case) + _times(subject.answer(replace(case, rows=other)), factor)
+        difference = first_difference(subject.answer(combined), expected)
+        if difference is not None:
+            what = f"its answer to a + {factor} b is not its answer to a plus {factor} times its answer to b"
+            raise subject.violation(what, combined, difference=difference)
+
+    run.for_all(pairs(), check)
+
+
+def _times(rows: Tensor, factor: int) -> Tensor:
+    """Modulo 2^32."""
+    return (rows.to(torch.int64) * factor).to(torch.int32)
+
+
+def _check_resend(subject: Subject, run: Run) -> None:
+    def check(case: Case) -> None:
+        difference = first_difference(subject.answer(case), subject.answer(case))
+        if difference is not None:
+            raise subject.violation("the same request gets two different answers", case, difference=difference)
+
+    run.for_all(requests(subject), check)
+
+
+def _check_row_counts(subject: Subject, run: Run) -> None:
+    """The cheapest layer group, up to the most rows of one request (64 MiB at most); of many, a sample is judged."""
+    oracle = subject.oracle
+    index = min(oracle.sampled, key=lambda i: oracle.entry(i).inputs * oracle.entry(i).width)
+    width, other = oracle.widths(index, FORWARD)
+    most = max(1, min(subject.row_limit(index), _LARGEST_PAYLOAD // (wire.ITEM_BYTES * max(width, other))))
+    generator = np.random.default_rng(run.seed)
+    for count in sorted({min(n, most) for n in (*testing.ROW_COUNTS, most)}):
+        run.one()
+        if subject.role == "helper":
+            case = effect_case(oracle, index, FORWARD, seed=generator.bytes(SEED_BYTES), first_row=0, rows=count)
+        else:
+            rows = generator.integers(-(2**31), 2**31, (count, width), dtype=np.int32)
+            case = Case(index, FORWARD, "ring", torch.from_numpy(rows))
+        answer = subject.answer(case)
+        judged = min(count, max(16, _JUDGED_WORK // (width * other)))
+        picks = torch.from_numpy(np.linspace(0, count - 1, judged).astype(np.int64))
+        difference = subject.judge(replace(case, rows=case.rows[picks]), answer[picks])
+        if difference is not None:
+            difference = replace(difference, row=int(picks[difference.row]))
+            raise subject.violation(f"gives a wrong answer to {count} rows", case, difference=difference)
+
+
+def _check_binding(subject: Subject, run: Run) -> None:
+    def check(case: Case) -> None:
+        header = case.header(subject.role)
+        reply, _ = subject.exchange(case, header)
+        if not isinstance(reply, wire.Result):
+            raise subject.violation(f"answers with {describe(reply)} where a result belongs", case)
+        for name in wire.Binding.__struct_fields__:
+            sent, got = getattr(header, name), getattr(reply, name)
+            if got != sent:
+                what = f"its reply's {name} is {_plain(got)}, the request's is {_plain(sent)}"
+                raise subject.violation(what, case)
+
+    run.for_all(requests(subject), check)
+
+
+def _plain(value: object) -> str:
+    return value.hex() if isinstance(value, bytes) else str(value)
+
+
+def _check_agreement(subject: Subject, run: Run) -> None:
+    if not subject.executors:
+        raise NotTested("no executor to compare with: --federation names both")
+
+    def check(case: Case) -> None:
+        effect = subject.answer(case)
+        for executor in subject.executors:
+            product = executor.answer(case)
+            difference = first_difference(effect, product)
+            if difference is not None:
+                found = subject.violation(f"disagrees with {executor.name!r}", case, difference=difference)
+                both = ((subject, effect), (executor, product))
+                found.culprit = next((s.name for s, answer in both if s.judge(case, answer)), None)
+                raise found
+
+    limits = [executor.row_limit(i) for executor in subject.executors for i in subject.oracle.sampled]
+    run.for_all(effects(subject).filter(lambda case: len(case.rows) <= min(limits)), check)
+
+
+_EXECUTOR: tuple[wire.Role, ...] = ("executor",)
+_HELPER: tuple[wire.Role, ...] = ("helper",)
+_BOTH = _EXECUTOR + _HELPER
+
+PROPERTIES: tuple[Property, ...] = (
+    Property(
+        "digest",
+        "It serves the model of the local checkpoint, and does not pretend to serve another.",
+        _BOTH,
+        _check_digest,
+    ),
+    Property(
+        "every-layer",
+        "Every layer group, in both directions and on every path, is the checkpoint's, to the last weight.",
+        _BOTH,
+        check_every_layer,
+    ),
+    Property("ring-exact", "A ring answer is the product modulo 2^32, bit for bit.", _EXECUTOR, _check_exact),
+    Property(
+        "effect-exact",
+        "An effect is the product of the rows that its seed expands to, bit for bit.",
+        _HELPER,
+        _check_exact,
+    ),
+    Property(
+        "effect-agreement",
+        "A helper's effect is the executor's product of the same mask.",
+        _HELPER,
+        _check_agreement,
+    ),
+    Property(
+        "float", "A float answer, bias included, is within its error bound.", _EXECUTOR, _check_float, floats=True
+    ),
+    Property(
+        "bias-free",
+        "A bias-free float answer is within its error bound.",
+        _EXECUTOR,
+        _check_bias_free,
+        floats=True,
+    ),
+    Property(
+        "bias-difference",
+        "The two float answers to the same rows differ by the bias.",
+        _EXECUTOR,
+        _check_bias_difference,
+        floats=True,
+    ),
+    Property("linear", "Ring answers are linear in the rows, modulo 2^32.", _EXECUTOR, _check_linear),
+    Property(
+        "independent-rows",
+        "A row's answer does not depend on the rows beside it.",
+        _BOTH,
+        _check_independent_rows,
+    ),
+    Property(
+        "batching",
+        "Requests of several connections at once get the same answers as alone.",
+        _BOTH,
+        check_batching,
+    ),
+    Property("resend", "The same request gets the same bits again.", _BOTH, _check_resend),
+    Property(
+        "row-counts",
+        "Requests of no row, one, odd numbers of them and the most that it allows are answered exactly.",
+        _BOTH,
+        _check_row_counts,
+    ),
+    Property(
+        "binding", "A reply repeats what it answers: nonce, group, direction, path, rows.", _BOTH, _check_binding
+    ),
+    Property("refusals", "A bad request is refused, and the connection goes on working.", _BOTH, check_refusals),
+)
+"""Every property, in the order they are run."""

@@ -1,0 +1,117 @@
+"""Bad requests: refused with a reason, on a connection that goes on working."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from symbiosis_priv import wire
+from symbiosis_priv.errors import ConnectionLostError, ProtocolError
+from symbiosis_priv.keystream import SEED_BYTES
+from threat_model.conformance.oracle import first_difference
+from threat_model.conformance.strategies import requests
+from threat_model.conformance.subject import Case, Subject, describe
+from threat_model.conformance.trials import Run
+
+Frame = tuple[wire.Message, Tensor | None]
+
+
+def _wrong_group(subject: Subject, case: Case) -> Frame:
+    header = case.header(subject.role)
+    return msgspec.structs.replace(header, group=len(subject.oracle.manifest.groups)), case.payload(subject.role)
+
+
+def _too_many_rows(subject: Subject, case: Case) -> Frame:
+    header = case.header(subject.role)
+    return msgspec.structs.replace(header, rows=min(wire.MAX_ROWS, subject.welcome.max_rows + 1)), None
+
+
+def _other_role(subject: Subject, case: Case) -> Frame:
+    if subject.role == "helper":
+        return case.header("executor"), case.rows
+    return msgspec.structs.replace(_seeded(case), rows=len(case.rows)), None
+
+
+def _second_hello(subject: Subject, case: Case) -> Frame:
+    return wire.Hello(version=wire.VERSION, role=subject.role, model_digest=subject.welcome.model_digest), None
+
+
+def _missing_row(subject: Subject, case: Case) -> Frame:
+    return msgspec.structs.replace(case.header("executor"), rows=len(case.rows) + 1), case.rows
+
+
+def _wrong_width(subject: Subject, case: Case) -> Frame:
+    return case.header("executor"), torch.zeros((len(case.rows), case.rows.shape[1] + 1), dtype=torch.int32)
+
+
+def _float_effect(subject: Subject, case: Case) -> Frame:
+    return msgspec.structs.replace(case.header("helper"), path="float"), None
+
+
+def _effect_with_payload(subject: Subject, case: Case) -> Frame:
+    return case.header("helper"), case.rows
+
+
+def _seeded(case: Case) -> wire.Effect:
+    return wire.Effect(
+        nonce=case.header("executor").nonce,
+        group=case.index,
+        direction=case.direction,
+        path="ring",
+        rows=len(case.rows),
+        seed=bytes(SEED_BYTES),
+        first_row=0,
+    )
+
+
+_BOTH = {
+    "a group that does not exist": _wrong_group,
+    "more rows than it allows": _too_many_rows,
+    "a request of the other role": _other_role,
+    "a second hello": _second_hello,
+}
+_BAD: Mapping[wire.Role, Mapping[str, Callable[[Subject, Case], Frame]]] = {
+    "executor": _BOTH | {"a row less than announced": _missing_row, "rows of the wrong width": _wrong_width},
+    "helper": _BOTH | {"an effect on the float path": _float_effect, "an effect with rows": _effect_with_payload},
+}
+
+
+def check_refusals(subject: Subject, run: Run) -> None:
+    """Bad requests in any order, then a good one on the same connection."""
+    kinds = st.lists(st.sampled_from(list(_BAD[subject.role])), min_size=1, max_size=4)
+
+    def check(drawn: tuple[list[str], Case]) -> None:
+        names, case = drawn
+        try:
+            _refuses(subject, names, case)
+        except ConnectionLostError:
+            try:
+                _refuses(subject, names, case)  # once is the network's doing
+            except ConnectionLostError:
+                subject.close()
+                subject.answer(case)  # raises if it is gone altogether
+                raise subject.violation(f"hangs up on {' or '.join(names)}", case) from None
+
+    run.for_all(st.tuples(kinds, requests(subject).filter(lambda case: len(case.rows) > 0)), check)
+
+
+def _refuses(subject: Subject, names: Sequence[str], case: Case) -> None:
+    with subject.connections(1) as (probe,):
+        try:
+            for name in names:
+                header, payload = _BAD[subject.role][name](subject, case)
+                reply, _ = probe.ask(header, payload, max_payload=subject.answer_bytes(case))
+                if not isinstance(reply, wire.Failure):
+                    raise subject.violation(f"answers {name} with {describe(reply)}", case)
+            good = case.header(subject.role)
+            reply, body = probe.ask(good, case.payload(subject.role), max_payload=subject.answer_bytes(case))
+        except ProtocolError as error:
+            raise subject.violation(f"answers {' or '.join(names)} with a broken frame: {error}", case) from error
+    difference = first_difference(subject.matrix(reply, body, case), subject.answer(case))
+    if difference is not None:
+        what = f"after {' and '.join(names)}, it answers a good request otherwise"
+        raise subject.violation(what, case, difference=difference)

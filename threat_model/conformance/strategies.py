@@ -1,0 +1,97 @@
+"""What providers under test are asked: Hypothesis strategies over `symbiosis_priv.testing`. All of them shrink."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
+from torch import Tensor
+
+from symbiosis_priv import testing, wire
+from symbiosis_priv.keystream import SEED_BYTES
+from symbiosis_priv.ring import FORWARD, Direction
+from threat_model.conformance.subject import Case, Subject, effect_case
+
+_MOST_ROWS = 40
+
+
+def paths(subject: Subject) -> tuple[wire.Path, ...]:
+    """The paths on which a provider's answers can be judged."""
+    floats = subject.role == "executor" and subject.oracle.floats
+    return ("ring", "float", "float_bias_free") if floats else ("ring",)
+
+
+@st.composite
+def windowed(draw: DrawFn, rows: Tensor) -> Tensor:
+    """The rows, or only some neighbouring columns of them: shrinks to the one column that a fault needs."""
+    width = rows.shape[1]
+    # Twice the width: the whole row is drawn often, and shrinking has two numbers to make smaller, one after the other.
+    last = min(width - 1, draw(st.integers(0, 2 * width)))
+    first = last - min(last, draw(st.integers(0, 2 * width)))
+    out = torch.zeros_like(rows)
+    out[:, first : last + 1] = rows[:, first : last + 1]
+    return out
+
+
+@st.composite
+def rows(draw: DrawFn, subject: Subject, index: int, direction: Direction, path: wire.Path) -> Tensor:
+    """Rows for one layer group: none, one, odd counts; the whole ring, its corners, zeros, few columns."""
+    width, _ = subject.oracle.widths(index, direction)
+    if path == "ring":
+        drawn = draw(testing.ring_rows(width=width, count=_counts(subject, index)))
+    else:
+        # Sums of products must stay below 2^128: a bound says nothing about what overflows.
+        floats = (torch.float32,)
+        drawn = draw(
+            testing.float_rows(width=width, count=_counts(subject, index), dtypes=floats, largest=2.0**96)
+        )
+    return draw(windowed(drawn))
+
+
+@st.composite
+def products(
+    draw: DrawFn, subject: Subject, *, paths: tuple[wire.Path, ...] = ("ring",), biased: bool = False
+) -> Case:
+    """Requests to an executor; with `biased`, forward through groups that have a bias."""
+    oracle = subject.oracle
+    index = draw(st.sampled_from([i for i in oracle.sampled if not biased or oracle.has_bias(i)]))
+    direction: Direction = FORWARD if biased else draw(testing.directions())
+    path = draw(st.sampled_from(paths))
+    return Case(index, direction, path, draw(rows(subject, index, direction, path)))
+
+
+@st.composite
+def effects(
+    draw: DrawFn, subject: Subject, *, index: int | None = None, direction: Direction | None = None
+) -> Case:
+    """Requests to a helper: any seed, first rows up to the last that a counter reaches."""
+    if index is None:
+        index = draw(st.sampled_from(subject.oracle.sampled))
+    way: Direction = draw(testing.directions()) if direction is None else direction
+    first = draw(st.sampled_from((0, 1, 63, 2**32 - 1, 2**40)) | st.integers(0, 2**61))
+    seed = draw(st.binary(min_size=SEED_BYTES, max_size=SEED_BYTES))
+    count = draw(_counts(subject, index))
+    return effect_case(subject.oracle, index, way, seed=seed, first_row=first, rows=count)
+
+
+def requests(subject: Subject) -> SearchStrategy[Case]:
+    """Ring requests in the subject's role."""
+    return products(subject) if subject.role == "executor" else effects(subject)
+
+
+@st.composite
+def batches(draw: DrawFn, subject: Subject, *, size: int) -> list[Case]:
+    """Requests that a provider may compute together: one layer group, direction and path."""
+    if subject.role == "helper":
+        first = draw(effects(subject))
+        return [first] + [draw(effects(subject, index=first.index, direction=first.direction)) for _ in range(size - 1)]
+    first = draw(products(subject, paths=paths(subject)))
+    others = (draw(rows(subject, first.index, first.direction, first.path)) for _ in range(size - 1))
+    return [first, *(replace(first, rows=other) for other in others)]
+
+
+def _counts(subject: Subject, index: int) -> SearchStrategy[int]:
+    limit = subject.row_limit(index)
+    return (testing.row_counts() | st.integers(0, _MOST_ROWS)).map(lambda count: min(count, limit))

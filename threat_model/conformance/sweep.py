@@ -1,0 +1,105 @@
+"""Every weight of every layer group, in a handful of rows each."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from symbiosis_priv import wire
+from symbiosis_priv.keystream import SEED_BYTES
+from symbiosis_priv.ring import DIRECTIONS, Direction
+from threat_model.conformance.oracle import Difference
+from threat_model.conformance.strategies import paths
+from threat_model.conformance.subject import Case, Subject, Violation, effect_case
+from threat_model.conformance.trials import Run
+
+_BLOCK = 32
+_UNIFORM_ROWS = 4
+
+
+def check_every_layer(subject: Subject, run: Run) -> None:
+    """Ask for every (layer group, direction, path) once, with rows that an altered weight cannot hide from.
+
+    Ring path. Let the served matrix differ from the pinned one by D != 0. The answer to x is right only if
+    `x @ D.T == 0` modulo 2^32. The first row has *odd* entries only. Odd numbers are units of the ring, so one altered
+    weight shows as `x_i * D[o, i]`, which is 0 only if D[o, i] is: a single altered weight is found with certainty,
+    whatever the amount. (A sparse row sees it only if it has an entry there; a uniform one misses a change by 2^v with
+    probability 2^-(32-v).) Several altered weights of a channel could cancel in that row, so two uniform rows follow:
+    they both miss a channel of smallest 2-adic valuation v with probability 2^-2(32-v), at most 2^-42 since
+    |D| < 2^12. A helper multiplies what its seed expands to: four uniform rows, which miss with at most 2^-84.
+
+    Float paths. Rounding hides small changes in long sums. So row j is +-1 on its own block of 32 columns and zero
+    elsewhere; zeros add exactly, and the error bound of channel o is at most gamma_33 * 32 * max|W[o]| forward and
+    bias-free. A weight altered by one step of 12-bit quantisation (max|W[o]| / 2047) moves the answer by more than
+    twice that: it is found with certainty. (Backward, columns mix channels of different size, so it may be missed.)
+    """
+    generator = np.random.default_rng(run.seed)
+    for index, direction in itertools.product(range(len(subject.oracle.manifest.groups)), DIRECTIONS):
+        for path in paths(subject):
+            run.one()
+            case = _case(subject, index, direction, path, generator)
+            for part in split(case, subject.row_limit(index)):
+                difference = subject.judge(part, subject.answer(part))
+                if difference is not None:
+                    raise _isolated(subject, part, difference)
+
+
+def split(case: Case, limit: int) -> list[Case]:
+    """The same rows as requests of at most `limit` rows."""
+    return [
+        replace(case, rows=rows, first_row=case.first_row + i * limit) for i, rows in enumerate(case.rows.split(limit))
+    ]
+
+
+def _case(
+    subject: Subject, index: int, direction: Direction, path: wire.Path, generator: np.random.Generator
+) -> Case:
+    if subject.role == "helper":
+        seed = generator.bytes(SEED_BYTES)
+        return effect_case(subject.oracle, index, direction, seed=seed, first_row=0, rows=_UNIFORM_ROWS)
+    width, _ = subject.oracle.widths(index, direction)
+    if path == "ring":
+        rows = generator.integers(-(2**31), 2**31, (3, width), dtype=np.int32)
+        rows[0] |= 1
+        return Case(index, direction, path, torch.from_numpy(rows))
+    block = torch.arange(width) // _BLOCK
+    signs = torch.from_numpy(generator.choice(np.array([-1, 1], dtype=np.float32), width))
+    return Case(index, direction, path, (block == block.unique()[:, None]) * signs)
+
+
+def _isolated(subject: Subject, case: Case, difference: Difference) -> Violation:
+    """The wrong row alone, of it the fewest neighbouring columns that still fail (two binary searches); ones there."""
+    smallest, wrong = case, difference
+    if subject.role == "executor":
+        row = case.rows[difference.row : difference.row + 1]
+
+        def fails(first: int, last: int, value: Tensor = row) -> bool:
+            nonlocal smallest, wrong
+            rows = torch.zeros_like(row)
+            rows[:, first : last + 1] = value[:, first : last + 1]
+            smaller = replace(case, rows=rows)
+            found = subject.judge(smaller, subject.answer(smaller))
+            if found is not None:
+                smallest, wrong = smaller, found
+            return found is not None
+
+        width = row.shape[1]
+        if fails(0, width - 1):
+            last = _bisect(lambda n: fails(0, n), width - 1)
+            first = last - _bisect(lambda n: fails(last - n, last), last)
+            fails(first, last, torch.ones_like(row))
+    return subject.violation("does not multiply by the checkpoint's weights", smallest, difference=wrong)
+
+
+def _bisect(fails: Callable[[int], bool], high: int) -> int:
+    """The smallest n in 0..high with `fails(n)`, where that is monotone and `fails(high)`."""
+    low = 0
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fails(middle) else (middle + 1, high)
+    return high

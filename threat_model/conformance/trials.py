@@ -1,0 +1,178 @@
+"""Holding providers to properties: runs a check, counts, shrinks, and says what became of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+import hypothesis
+from hypothesis import HealthCheck, Phase, Verbosity
+from hypothesis.errors import Flaky
+from hypothesis.strategies import SearchStrategy
+
+from symbiosis_priv import wire
+from symbiosis_priv.errors import SymbiosisError, TransportError
+from threat_model.conformance.subject import NotTested, Subject, Violation
+
+Verdict = Literal["holds", "broken", "not tested", "no answer"]
+T = TypeVar("T")
+_PATIENCE = 2  # properties without an answer, after which the rest is not waited for
+_SHRINKING_S = 8.0
+
+
+@dataclass
+class Run:
+    """One property's run against one subject: draws examples and counts them."""
+
+    examples: int
+    seed: int
+    count: int = 0
+    tick: Callable[[], None] = field(default=lambda: None)
+
+    def for_all(self, strategy: SearchStrategy[T], check: Callable[[T], None], *, examples: int | None = None) -> None:
+        """Try `check` on examples; the smallest failing one's Violation is raised.
+
+        Raises:
+            Violation: shrunk by Hypothesis. Of a provider that fails only sometimes, the last one seen.
+            TransportError: the provider cannot be reached: the rest of the examples is skipped, nothing is shrunk.
+        """
+        failed: list[Violation] = []  # the last one is the smallest: nothing larger is tried once one has failed
+        until = float("inf")
+        lost: list[Exception] = []
+
+        @hypothesis.seed(self.seed)
+        @hypothesis.settings(
+            max_examples=self.examples if examples is None else examples,
+            deadline=None,
+            database=None,
+            derandomize=False,
+            print_blob=False,
+            report_multiple_bugs=False,
+            verbosity=Verbosity.quiet,
+            phases=(Phase.generate, Phase.shrink),
+            suppress_health_check=list(HealthCheck),
+        )
+        @hypothesis.given(strategy)
+        def body(case: T) -> None:
+            nonlocal until
+            if lost or time.monotonic() > until:
+                return
+            if not failed:
+                self.one()
+            try:
+                check(case)
+            except (TransportError, NotTested) as error:
+                lost.append(error)
+            except Violation as violation:
+                failed.append(violation)
+                until = min(until, time.monotonic() + _SHRINKING_S)
+                raise
+
+        try:
+            body()
+        except Flaky:  # out of time, or out of luck
+            if time.monotonic() < until:
+                failed[-1].what += " (not every time)"
+            raise failed[-1] from None
+        if lost:
+            raise lost[0]
+
+    def one(self) -> None:
+        """Count an example."""
+        self.count += 1
+        self.tick()
+
+
+@dataclass(frozen=True)
+class Property:
+    """A claim about a provider, and how to refute it."""
+
+    name: str
+    claim: str
+    roles: tuple[wire.Role, ...]
+    check: Callable[[Subject, Run], None]
+    floats: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one property at one provider.
+
+    Args:
+        reason: why it was not tested, or why there was no answer.
+        culprit: who broke it.
+    """
+
+    provider: str
+    role: wire.Role
+    property: Property
+    verdict: Verdict
+    examples: int = 0
+    seconds: float = 0.0
+    reason: str | None = None
+    violation: Violation | None = None
+    culprit: str | None = None
+
+
+def run_property(
+    chosen: Property, subject: Subject, *, examples: int, seed: int, tick: Callable[[], None] = lambda: None
+) -> Outcome:
+    """Hold one provider to one property. Never raises for what a provider does."""
+    run = Run(examples, seed, tick=tick)
+    begun = time.monotonic()
+    verdict: Verdict = "holds"
+    reason = violation = culprit = None
+    try:
+        if chosen.floats and not subject.oracle.floats:
+            raise NotTested("needs the checkpoint (--model)")
+        _ = subject.welcome  # now, and not in the middle of drawing an example
+        chosen.check(subject, run)
+    except Violation as found:
+        verdict, violation, culprit = "broken", found, found.culprit or subject.name
+    except NotTested as why:
+        verdict, reason = "not tested", str(why)
+    except SymbiosisError as error:  # refused certificates, silence, a frame that ends in the middle
+        subject.close()
+        verdict, reason = "no answer", str(error)
+    return Outcome(
+        provider=subject.name,
+        role=subject.role,
+        property=chosen,
+        verdict=verdict,
+        examples=run.count,
+        seconds=time.monotonic() - begun,
+        reason=reason,
+        violation=violation,
+        culprit=culprit,
+    )
+
+
+def verify(
+    subjects: Sequence[Subject],
+    properties: Sequence[Property],
+    *,
+    examples: int,
+    seed: int,
+    tick: Callable[[], None] = lambda: None,
+) -> Iterator[Outcome]:
+    """Hold every subject to every property of its role, in order.
+
+    Args:
+        examples: Hypothesis examples of a property.
+        seed: of Hypothesis and of the rows; the same seed repeats a run. A provider should not know it beforehand.
+        tick: called once per example.
+    """
+    for subject in subjects:
+        silent = 0
+        try:
+            for chosen in (p for p in properties if subject.role in p.roles):
+                if silent == _PATIENCE:  # it is gone: do not wait for every deadline
+                    yield Outcome(subject.name, subject.role, chosen, "not tested", reason="it has stopped answering")
+                    continue
+                outcome = run_property(chosen, subject, examples=examples, seed=seed, tick=tick)
+                silent = silent + 1 if outcome.verdict == "no answer" else 0
+                yield outcome
+        finally:
+            subject.close()

@@ -1,0 +1,360 @@
+"""A real run to look at: a base model, two providers behind TLS, and a tenant that fine-tunes and generates.
+
+    with Lab(folder) as lab:
+        recording = lab.record(schemes.PAD, WORKLOAD)
+
+The base model is a Llama of three blocks, pretrained for seconds on public text; the tenant's text is private. Every
+product crosses a TLS socket, and the recorder sits at the tenant's end of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import secrets
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from provider.config import ExecutorConfig, ModelConfig, ProviderConfig, TlsConfig
+from provider.health import ask_health
+from provider.server import Provider
+from symbiosis_priv import wire
+from symbiosis_priv.certificates import Kind, create_authority, create_self_signed, issue
+from symbiosis_priv.federation import Peer, load_federation
+from symbiosis_priv.keystream import SEED_BYTES, expand
+from symbiosis_priv.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
+from symbiosis_priv.weights import WeightStore
+from tenant import RemoteConfig, backend_of
+from tenant.channel import Channel, fresh_nonce
+from tenant.demo.text import private_text, public_text
+from threat_model.public import Public, alone
+from threat_model.schemes import Scheme
+from threat_model.truth import NO_LABEL, Truth, Witness, adapter_updates
+from threat_model.views import Game, NeighbourView, Recorder, Views
+
+_PAD = "<pad>"
+_HEALTH_EVERY_S = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What the tenant does during a recording.
+
+    Args:
+        steps: LoRA training steps on `[batch, length]` tokens.
+        generations: calls of `generate` on `[prompts, prompt_length]` tokens.
+        new_tokens: tokens that each of them makes.
+        game_rows: rows of the distinguishing game, per direction.
+    """
+
+    steps: int = 16
+    batch: int = 4
+    length: int = 24
+    generations: int = 6
+    prompts: int = 40
+    prompt_length: int = 8
+    new_tokens: int = 6
+    game_rows: int = 4096
+    seed: int = 7
+
+
+FULL = Workload()
+QUICK = Workload(steps=8, generations=5, new_tokens=3, game_rows=2048)
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """One scheme's run."""
+
+    scheme: Scheme
+    views: Views
+    truth: Truth
+    seconds: float
+
+
+class Lab:
+    """Providers that run as long as the context does.
+
+    Args:
+        folder: empty; gets the checkpoint, keys and caches.
+        tied: whether the LM head is the embedding (and therefore stays with the tenant).
+    """
+
+    def __init__(self, folder: Path, *, tied: bool = False) -> None:
+        self.folder = folder
+        self._tied = tied
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        with torch.random.fork_rng(devices=[]):
+            model, tokenizer = _base_model(self._tied)
+        checkpoint = self.folder / "model"
+        model.save_pretrained(checkpoint)
+        tokenizer.save(str(checkpoint / "tokenizer.json"))
+        self.store = WeightStore(checkpoint, cache=self.folder / "cache")
+        self.public = Public(
+            model,
+            self.store,
+            torch.tensor(tokenizer.encode(public_text(seed=1, sentences=400)).ids),
+            int(model.config.pad_token_id or 0),
+            alone(len(self.store.manifest().groups)),
+        )
+        # clinic notes and letters: an adapter can only be read off directions that some prompt begins with
+        text = "\n".join(private_text(seed=2, records=400)) + public_text(seed=3, sentences=800)
+        self._private = torch.tensor(tokenizer.encode(text).ids)
+        try:
+            self._start_providers(checkpoint)
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def _start_providers(self, checkpoint: Path) -> None:
+        keys = self.folder / "keys"
+        authority = create_authority(keys)
+        for name in ("alice", "mallory"):
+            issue(keys, authority=authority, kind=Kind.TENANT, name=name)
+        lines = [f'[model]\ndigest = "{self.store.manifest().digest}"\n']
+        lines.append('[tenant]\ncertificate = "keys/alice.pem"\nkey = "keys/alice.key"\n')
+        roles: tuple[wire.Role, ...] = ("executor", "helper")
+        for role in roles:
+            identity = create_self_signed(keys, kind=Kind.PROVIDER, name=role)
+            provider = Provider(
+                ProviderConfig(
+                    name=role,
+                    listen="localhost:0",
+                    roles=(role,),
+                    log_level="warning",
+                    model=ModelConfig(checkpoint=str(checkpoint), cache=self.folder / "cache"),
+                    tls=TlsConfig(
+                        certificate=identity.certificate, key=identity.key, tenant_authority=authority.certificate
+                    ),
+                    executor=ExecutorConfig(kernel="int32"),
+                )
+            )
+            self._stack.enter_context(provider)
+            lines.append(
+                f'[[provider]]\nname = "{role}"\noperator = "operator of the {role}"\nrole = "{role}"\n'
+                f'address = "{provider.address}"\ncertificate = "keys/{role}.pem"\n'
+            )
+        self.federation_file = self.folder / "federation.toml"
+        self.federation_file.write_text("\n".join(lines))
+        self.federation = load_federation(self.federation_file)
+
+    def private_windows(self, count: int, length: int, *, seed: int) -> Tensor:
+        """Pieces of the tenant's text, int64 `[count, length]`."""
+        starts = torch.randint(len(self._private) - length, (count,), generator=torch.Generator().manual_seed(seed))
+        return torch.stack([self._private[s : s + length] for s in starts.tolist()])
+
+    def record(self, scheme: Scheme, workload: Workload) -> Recording:
+        """Fine-tune and generate under a scheme, and keep what everybody saw."""
+        started = time.monotonic()
+        recorder, truth = Recorder(), Truth(steps=workload.steps)
+        config = RemoteConfig(
+            federation=self.federation_file, cache=self.folder / "cache", wiretap=recorder, **scheme.options
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # paper-pool says what this report is about to show
+            model: Any = AutoModelForCausalLM.from_pretrained(self.store.path, quantization_config=config)
+        backend = backend_of(model)
+        try:
+            witness = Witness.install(model, recorder, self.public, truth)
+            with torch.random.fork_rng(devices=[]), self._neighbour() as neighbour, warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # between peft and transformers
+                torch.manual_seed(workload.seed)
+                self._work(model, truth, workload)
+            views = recorder.views(neighbour[0])
+            games = {d: self._game(witness.inner, recorder, truth, d, workload) for d in DIRECTIONS}
+            views = replace(views, executor=replace(views.executor, games=games))
+        finally:
+            backend.close()
+        return Recording(scheme, views, truth, time.monotonic() - started)
+
+    def _work(self, model: Any, truth: Truth, workload: Workload) -> None:
+        lora = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules="all-linear")
+        model = get_peft_model(model, lora)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        model.train()
+        for step in range(workload.steps):
+            ids, labels = self._batch(workload, step)
+            model(input_ids=ids, labels=labels, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+        truth.updates = adapter_updates(model)
+        held_out = self.private_windows(32, workload.length, seed=3)
+        truth.loss = lambda updates: _loss(self.public.model, held_out, updates)
+        for call in range(workload.generations):
+            prompts = self.private_windows(workload.prompts, workload.prompt_length, seed=1000 + call)
+            # one call is longer, so that lengths are something to find out
+            new = workload.new_tokens * (3 if call == 1 else 1)
+            with torch.no_grad():
+                model.generate(
+                    input_ids=prompts,
+                    attention_mask=torch.ones_like(prompts),
+                    max_new_tokens=new,
+                    min_new_tokens=new,
+                    do_sample=False,
+                    pad_token_id=self.public.pad_token,
+                )
+            truth.generated.append(new)
+            truth.batches.append((workload.prompts, workload.prompt_length))
+            truth.prompts.append(prompts)
+
+    def _batch(self, workload: Workload, step: int) -> tuple[Tensor, Tensor]:
+        """Tokens and labels `[b, t]`: padded to the longest, the first tokens of each (its "prompt") not learned."""
+        ids = self.private_windows(workload.batch, workload.length, seed=step)
+        lengths = workload.length - 4 * (torch.arange(workload.batch) % 4)
+        labels = ids.clone()
+        labels[:, :3] = NO_LABEL
+        padded = torch.arange(workload.length) >= lengths[:, None]
+        return ids.masked_fill(padded, self.public.pad_token), labels.masked_fill(padded, NO_LABEL)
+
+    def _game(self, backend: Any, recorder: Recorder, truth: Truth, direction: Direction, workload: Workload) -> Game:
+        """The adversary chooses two rows, the tenant flips coins and sends one or the other."""
+        group = 0
+        pair = self.public.vocabulary_rows[:2]
+        if direction == BACKWARD:
+            width = self.public.manifest.groups[group].width
+            pair = torch.randn((2, width), generator=torch.Generator().manual_seed(0))
+        word = expand(secrets.token_bytes(SEED_BYTES), first_row=0, rows=workload.game_rows, width=1)[:, 0]
+        coins = word < 0
+        half = workload.game_rows // 2
+        backend.linear(group, direction, pair[coins.long()])
+        arrived = recorder.views(_NOBODY).executor.exchanges[-1].rows
+        truth.coins[direction] = coins[half:]
+        return Game(arrived[:half], coins[:half], arrived[half:])
+
+    @contextmanager
+    def _neighbour(self) -> Iterator[list[NeighbourView]]:
+        """A second tenant that uses the executor, and watches, all the while. The view is in the list afterwards."""
+        stop, ready = threading.Event(), threading.Event()
+        seen: list[tuple[float, int]] = []
+        own: list[Tensor] = []
+        peer = self.federation.executors[0]
+        result: list[NeighbourView] = []
+        thread = threading.Thread(target=self._watch, args=(peer, stop, ready, seen, own), name="neighbour")
+        thread.start()
+        ready.wait(timeout=30)
+        try:
+            yield result
+        finally:
+            stop.set()
+            thread.join(timeout=30)
+            result.append(NeighbourView(tuple(seen), torch.cat(own) if own else torch.zeros((0, 1))))
+
+    def _watch(
+        self,
+        peer: Peer,
+        stop: threading.Event,
+        ready: threading.Event,
+        seen: list[tuple[float, int]],
+        own: list[Tensor],
+    ) -> None:
+        keys = self.folder / "keys"
+        channel = Channel(
+            peer,
+            certificate=keys / "mallory.pem",
+            key=keys / "mallory.key",
+            model_digest=self.federation.model_digest,
+            deadline_s=10,
+        )
+        group, rows = 0, 4
+        entry = self.public.manifest.groups[group]
+        weight = self.public.quantised(group).weight.to(torch.int32)
+        started, asked = time.monotonic(), 0
+        while True:
+            last = stop.is_set()
+            mine = expand(secrets.token_bytes(SEED_BYTES), first_row=0, rows=rows, width=entry.inputs)
+            request = wire.Execute(nonce=fresh_nonce(), group=group, direction=FORWARD, path="ring", rows=rows)
+            answer = channel.request(request, mine, width=entry.width)
+            own.append((answer - mine @ weight.t()).double())
+            report = ask_health(
+                f"{peer.host}:{peer.port}",
+                provider_certificate=peer.certificate,
+                tenant_certificate=keys / "mallory.pem",
+                tenant_key=keys / "mallory.key",
+            )
+            asked += 1
+            seen.append((time.monotonic() - started, report.requests - asked))
+            ready.set()
+            if last:
+                break
+            stop.wait(_HEALTH_EVERY_S)
+        channel.close()
+
+
+_NOBODY = NeighbourView((), torch.zeros((0, 1)))
+
+
+def _loss(base: Any, ids: Tensor, updates: Mapping[str, Tensor]) -> float:
+    model = copy.deepcopy(base)
+    with torch.no_grad():
+        for name, update in updates.items():
+            model.get_submodule(name).weight.add_(update)
+        return float(model(input_ids=ids, labels=ids).loss)
+
+
+def _base_model(tied: bool) -> tuple[LlamaForCausalLM, Tokenizer]:
+    """A Llama with grouped queries, its own byte-level BPE, and a few seconds of pretraining on public text."""
+    text = public_text(seed=0, sentences=1500)
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.train_from_iterator(
+        text.split("\n\n"),
+        BpeTrainer(
+            vocab_size=320,
+            special_tokens=[_PAD],
+            initial_alphabet=ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=tokenizer.get_vocab_size(),
+            hidden_size=64,
+            intermediate_size=160,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=256,
+            tie_word_embeddings=tied,
+            initializer_range=0.05,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=tokenizer.token_to_id(_PAD),
+        )
+    )
+    tokens = torch.tensor(tokenizer.encode(text).ids)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(60):
+        starts = torch.randint(len(tokens) - 48, (8,))
+        ids = torch.stack([tokens[s : s + 48] for s in starts.tolist()])
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    return model, tokenizer

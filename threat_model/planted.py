@@ -1,0 +1,143 @@
+"""Faults on purpose: each is a mistake that a tenant's code could make, and an attack that must find it.
+
+A suite that only ever reports "hidden" proves nothing. Most faults are planted into a recording: the rows of a real
+run, masked again the wrong way, as an executor would have received them. `reused_pads` breaks the real tenant while
+it runs.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from symbiosis_priv import wire
+from symbiosis_priv.keystream import SEED_BYTES, SessionSecret, expand
+from symbiosis_priv.ring import DIRECTIONS, FORWARD
+from tenant.paper_pool import gaussian
+from threat_model.attacks import Attack, Outcome
+from threat_model.attacks.averaging import Averaging
+from threat_model.attacks.differencing import Differencing
+from threat_model.attacks.row_scale import RowScale
+from threat_model.attacks.sampler_grid import SamplerGrid
+from threat_model.attacks.seeds import SeedRecovery
+from threat_model.attacks.subspace import SubspaceProjection
+from threat_model.lab import Recording
+from threat_model.public import Public
+from threat_model.views import Exchange, ExecutorView
+
+NOISE = 16.0
+
+
+@dataclass(frozen=True, eq=False)
+class Fault:
+    """A mistake, where it is planted, and who finds it."""
+
+    name: str
+    rule: str
+    attack: Attack[Any, Any]
+    view: ExecutorView
+    public: Public
+    recording: Recording
+
+    def outcome(self) -> Outcome:
+        """What the attack makes of it."""
+        guess = self.attack.run(self.view, self.public, torch.Generator().manual_seed(0))
+        return Outcome(0, 0, 0.0, 1.0) if guess is None else self.attack.score(guess, self.recording.truth)
+
+
+def plant(ring: Recording, floats: Recording, public: Public) -> list[Fault]:
+    """Every fault that a recording can show.
+
+    Args:
+        ring: unmasked, in the ring.
+        floats: on the float path; its truth has the float rows.
+    """
+    small, other = torch.Generator().manual_seed(1234), torch.Generator().manual_seed(77)
+    fresh = torch.Generator().manual_seed(secrets.randbits(60))
+    axes = _normal(24, public.manifest.groups[0].inputs) * NOISE
+    siblings, unfused = _unfused(floats, public)
+
+    def small_integers(x: Tensor) -> Tensor:
+        return x + torch.randint(-(1 << 31), 1 << 31, x.shape, generator=small).to(torch.int32)
+
+    def small_normals(x: Tensor) -> Tensor:
+        return x + NOISE * torch.randn(x.shape, generator=other)
+
+    def normals(x: Tensor) -> Tensor:
+        return x + NOISE * torch.randn(x.shape, generator=fresh)
+
+    def low_rank(x: Tensor) -> Tensor:
+        return (x.double() + _normal(len(x), len(axes)) @ axes).float()
+
+    plans: list[tuple[str, str, Attack[Any, Any], ExecutorView, Public, Recording]] = [
+        ("ring masks from torch.randint", "rule 1", SeedRecovery(), _remasked(ring, small_integers), public, ring),
+        ("float masks from torch.randn", "rule 1", SeedRecovery(), _remasked(floats, small_normals), public, floats),
+        ("one-time masks in float32", "rule 1", SamplerGrid(), _remasked(floats, normals), public, floats),
+        ("unfused q/k/v, separate float noise", "rule 4", Averaging(), unfused, siblings, floats),
+        ("noises of low rank", "rule 1", SubspaceProjection(), _remasked(floats, low_rank, group=0), public, floats),
+        ("scale on the wire", "rule 5", RowScale(), _with_scales(ring, public), public, ring),
+    ]
+    return [Fault(*plan) for plan in plans]
+
+
+@contextmanager
+def reused_pads() -> Iterator[None]:
+    """While this lasts, sessions hand out row 0 of every keystream again and again (rule 3)."""
+    with mock.patch.object(SessionSecret, "burn", return_value=0):
+        yield
+
+
+def reused_pad_faults(recording: Recording, public: Public) -> list[Fault]:
+    """A recording made under `reused_pads`."""
+    return [
+        Fault(f"reused pad rows, {d}", "rule 3", Differencing(d), recording.views.executor, public, recording)
+        for d in DIRECTIONS
+    ]
+
+
+def _normal(rows: int, width: int) -> Tensor:
+    """Standard normals that no generator's seed explains, float64."""
+    return gaussian(expand(secrets.token_bytes(SEED_BYTES), first_row=0, rows=rows, width=2 * width))
+
+
+def _remasked(recording: Recording, mask: Callable[[Tensor], Tensor], *, group: int | None = None) -> ExecutorView:
+    """The executor's view, had the tenant masked each request like this. Requests for effects are gone."""
+    view = recording.views.executor
+    plain = {order: call.rows for order, call in recording.truth.calls.items()}
+    kept = [e for e in view.exchanges if e.order in plain and group in (None, e.group)]
+    return ExecutorView(tuple(replace(e, rows=mask(plain[e.order]), path=_path(e)) for e in kept))
+
+
+def _path(exchange: Exchange) -> wire.Path:
+    """One-time noise: no request is the one for effects."""
+    return "ring" if exchange.path == "ring" else "float"
+
+
+def _unfused(recording: Recording, public: Public) -> tuple[Public, ExecutorView]:
+    """q, k and v on their own: three requests of the same rows, each under its own fresh noise."""
+    count = len(public.manifest.groups)
+    groups = (0, count, count + 1)
+    exchanges = []
+    for order, call in recording.truth.of(group=0, direction=FORWARD):
+        for i, group in enumerate(groups):
+            noisy = (call.rows.double() + 4.0 * _normal(*call.rows.shape)).float()
+            exchanges.append(Exchange(order + i * 10**9, 0.0, group, FORWARD, "float", noisy, noisy))
+    return replace(public, siblings=(groups,)), ExecutorView(tuple(exchanges))
+
+
+def _with_scales(recording: Recording, public: Public) -> ExecutorView:
+    """Unmasked or not does not matter here: only the header is read."""
+    exchanges = []
+    for exchange in recording.views.executor.of(group=0, direction=FORWARD):
+        tokens = recording.truth.calls[exchange.order].tokens
+        assert tokens is not None
+        _, scale = public.in_ring(0, FORWARD, public.vocabulary_rows[tokens])
+        exchanges.append(replace(exchange, fields={**exchange.fields, "scale": scale[:, 0].tolist()}))
+    return ExecutorView(tuple(exchanges))

@@ -1,0 +1,133 @@
+"""What everybody knows: the checkpoint, and therefore everything that can be computed from it.
+
+Providers hold the frozen linears; the embeddings, norms and tokenizer of a public base model are a download away. So an
+adversary can run the whole base model, on any text, and look at any layer. It does not know the tenant's adapters.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from symbiosis_priv import wire
+from symbiosis_priv.quantise import QuantisedGroup
+from symbiosis_priv.ring import BACKWARD, Bound, Direction, quantise_rows
+from symbiosis_priv.weights import Manifest, WeightStore
+
+
+@dataclass(frozen=True, eq=False)
+class Public:
+    """The public base model and what follows from it.
+
+    Args:
+        model: the base model in float32, without any adapter.
+        store: its quantised groups.
+        corpus: int64 `[n]`, tokens of public text.
+        pad_token: the tokenizer's.
+        siblings: per tuple, groups that receive the same rows; every group alone if the tenant fuses siblings.
+    """
+
+    model: PreTrainedModel
+    store: WeightStore
+    corpus: Tensor
+    pad_token: int
+    siblings: tuple[tuple[int, ...], ...]
+
+    @property
+    def path(self) -> Path:
+        """The checkpoint."""
+        return self.store.path
+
+    @property
+    def manifest(self) -> Manifest:
+        """Groups by index."""
+        return self.store.manifest()
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens."""
+        return int(self.model.config.vocab_size)
+
+    @property
+    def layers(self) -> int:
+        """Number of decoder blocks."""
+        return int(self.model.config.num_hidden_layers)
+
+    def group_of(self, suffix: str, *, layer: int | None = None) -> int:
+        """Index of the group with a member called `...layers.<layer>....<suffix>`."""
+        for index, entry in enumerate(self.manifest.groups):
+            for member in entry.members:
+                if member.endswith(suffix) and (layer is None or f".{layer}." in member):
+                    return index
+        raise KeyError(suffix)
+
+    @functools.cache  # noqa: B019 (one Public lives as long as the report)
+    def quantised(self, group: int) -> QuantisedGroup:
+        """Integers and scales of a group."""
+        return self.store.group(group)
+
+    @functools.cache  # noqa: B019
+    def bound(self, group: int, direction: Direction) -> Bound:
+        """The public bound on a group's rows."""
+        return self.quantised(group).bound(direction)
+
+    def served_weight(self, group: int, member: str, *, path: wire.Path) -> Tensor:
+        """Float64 `[o, d]` that products of this path use, of the member whose name ends in `member`."""
+        if path != "ring":
+            return next(m.weight.double() for m in self.store.layers(group) if m.name.endswith(member))
+        entry, quantised = self.manifest.groups[group], self.quantised(group)
+        place = next(i for i, name in enumerate(entry.members) if name.endswith(member))
+        weight = quantised.weight.double() * quantised.channel_scale[:, None]
+        part: Tensor = weight.split(list(entry.outputs))[place]
+        return part
+
+    def in_ring(self, group: int, direction: Direction, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Float rows as a tenant would send them unmasked: (int32 `[r, d]`, float64 scale `[r, 1]`)."""
+        if direction == BACKWARD:
+            rows = rows.double() * self.quantised(group).channel_scale
+        return quantise_rows(rows, self.bound(group, direction))
+
+    def inputs(self, ids: Tensor) -> list[Tensor]:
+        """Forward rows of every group for tokens `[b, t]`, from the bare base model: float32 `[b, t, d]` each."""
+        with self._recording() as seen, torch.no_grad():
+            self.model(input_ids=ids, use_cache=False)
+        return seen
+
+    @functools.cached_property
+    def vocabulary_rows(self) -> Tensor:
+        """What the first group receives for every token: float32 `[v, d]`. No position enters before attention does."""
+        return torch.cat([self.inputs(part[:, None])[0][:, 0] for part in torch.arange(self.vocabulary).split(512)])
+
+    def _first_members(self) -> Iterator[Any]:
+        modules = dict(self.model.named_modules())
+        return (modules[entry.members[0]] for entry in self.manifest.groups)
+
+    @contextmanager
+    def _recording(self) -> Iterator[list[Tensor]]:
+        seen: list[Tensor] = [torch.empty(0)] * len(self.manifest.groups)
+
+        def keep(index: int) -> Any:
+            def hook(module: object, args: tuple[Tensor, ...]) -> None:
+                seen[index] = args[0].detach()
+
+            return hook
+
+        handles = [m.register_forward_pre_hook(keep(i)) for i, m in enumerate(self._first_members())]
+        try:
+            yield seen
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def alone(count: int) -> tuple[tuple[int, ...], ...]:
+    """`siblings` of a tenant that sends every input once."""
+    return tuple((i,) for i in range(count))

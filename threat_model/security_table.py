@@ -1,0 +1,65 @@
+"""The README's security table, from the same table of schemes that the attacks are run against."""
+
+from __future__ import annotations
+
+from threat_model.schemes import SCHEMES, Scheme
+from threat_model.views import Party
+
+BEGIN, END = "<!-- security-table:begin -->", "<!-- security-table:end -->"
+
+_PARTIES: tuple[tuple[Party, str], ...] = (
+    ("executor", "executor"),
+    ("helper", "helper"),
+    ("executor+helper", "executor and helpers together"),
+    ("network", "network, other tenants"),
+)
+
+NOT_HIDDEN: tuple[tuple[str, str], ...] = (
+    ("How many rows a request has: batch x tokens, prompt length, sequences in a batch", "shapes, executor"),
+    ("Which layer, which direction: training is told from generation, and its steps are counted", "shapes, executor"),
+    ("When generation ends: the number of generated tokens", "shapes, executor"),
+    ("The same to an observer of the line, from frame sizes and times alone", "sizes, network"),
+    (
+        "That somebody uses a provider, and how much: its health report counts all tenants' requests",
+        "health counter, neighbour",
+    ),
+    ("Who the tenant is (its certificate), which base model, which providers", "by protocol: mutual TLS, Hello"),
+    ("Everything, at once and in retrospect, if executor and all helpers pool their logs (`pad`)", "collusion"),
+    (
+        "That a wrong answer was noticed: the session goes elsewhere or ends (a constant, it depends on no secret)",
+        "active adversaries",
+    ),
+    ("What the tenant publishes: an adapter or a generated text carries what it was trained on", "out of scope"),
+)
+"""(what, the attack that shows it)."""
+
+
+def security_table() -> str:
+    """Markdown: one row per scheme, what each party learns about rows, and on what that rests."""
+    families: dict[str, Scheme] = {}
+    for scheme in SCHEMES:
+        families.setdefault(scheme.family, scheme)
+    lines = [
+        "| masking | " + " | ".join(label for _, label in _PARTIES) + " | rests on | results |",
+        "|" + "---|" * (len(_PARTIES) + 3),
+    ]
+    # the one that promises most first
+    for name, scheme in sorted(families.items(), key=lambda item: (-_reach(item[1]), item[0])):
+        cells = [_cell(scheme, party) for party, _ in _PARTIES]
+        lines.append(f"| `{name}` | " + " | ".join(cells) + f" | {scheme.assumption} | {scheme.exact} |")
+    lines += [
+        "",
+        "Row counts, stage and timing are visible under every scheme. `symbiosis-priv threat-model` attacks each cell "
+        "and fails if one of them is wrong.",
+    ]
+    return "\n".join(lines)
+
+
+def _reach(scheme: Scheme) -> int:
+    return len(scheme.hides_from)
+
+
+def _cell(scheme: Scheme, party: Party) -> str:
+    if "helper" in party and not scheme.has_helper:
+        return "no helper"
+    return "hidden" if party in scheme.hides_from else "**reads rows**"

@@ -1,0 +1,135 @@
+"""How sure a measured success rate is, and how much a float mask can leak at most.
+
+Everything is computed here from first principles (no SciPy): the incomplete beta function by its continued
+fraction (Lentz), its inverse by bisection. The tests check it against exact sums.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CONFIDENCE = 0.99
+"""Of every interval in a report."""
+
+FALSE_ALARM = 1e-8
+"""A cell counts as broken only if chance alone would score that well less often than this. With a few hundred cells per
+report, a sound scheme is then accused about once in a million reports."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A confidence interval for a rate."""
+
+    low: float
+    high: float
+
+    def __contains__(self, rate: float) -> bool:
+        return self.low <= rate <= self.high
+
+
+def clopper_pearson(successes: int, trials: int, *, confidence: float = CONFIDENCE) -> Interval:
+    """The exact interval: never covers less than `confidence` (Clopper and Pearson, Biometrika 1934)."""
+    if not trials:
+        return Interval(0.0, 1.0)
+    tail = (1 - confidence) / 2
+    low = 0.0 if successes == 0 else _beta_quantile(tail, successes, trials - successes + 1)
+    high = 1.0 if successes == trials else _beta_quantile(1 - tail, successes + 1, trials - successes)
+    return Interval(low, high)
+
+
+def binomial_tail(successes: int, trials: int, chance: float) -> float:
+    """P(X >= successes) for X ~ Binomial(trials, chance): how often chance alone does at least that well."""
+    if successes <= 0:
+        return 1.0
+    if chance <= 0:
+        return 0.0
+    return 1.0 if chance >= 1 else beta_cdf(chance, successes, trials - successes + 1)
+
+
+def normal_tail(z: float) -> float:
+    """P(Z >= z) of a standard normal."""
+    return 0.5 * math.erfc(z / math.sqrt(2))
+
+
+def agreement_by_chance(guess: Tensor, truth: Tensor) -> float:
+    """How often guesses would match if they were dealt out to the wrong rows: the permutation chance level.
+
+    The mean of `guess[pi] == truth` over all permutations pi, in closed form. It gives an attack that always says the
+    commonest token no credit for it.
+
+    Args:
+        guess, truth: int64 `[n]`.
+    """
+    if not len(truth):
+        return 0.0
+    labels = torch.cat([guess, truth]).unique()
+    shares = [(t[:, None] == labels).double().mean(dim=0) for t in (guess, truth)]
+    return float(shares[0] @ shares[1])
+
+
+def gaussian_channel_bits(noise_scale: float) -> float:
+    """Most bits about one coordinate in one masked row with fresh noise of `noise_scale` times its spread.
+
+    Capacity of the Gaussian channel, `1/2 log2(1 + 1/scale^2)` (Shannon 1948). It adds up: over coordinates, over
+    repeated maskings of a row, and it says nothing when noises are used again or leave the real line for float32.
+    """
+    return 0.5 * math.log2(1 + noise_scale**-2)
+
+
+def roc(scores: Tensor, positive: Tensor) -> tuple[list[float], list[float]]:
+    """(false positive rates, true positive rates) as the threshold falls.
+
+    Args:
+        scores: float `[n]`, higher means more likely positive.
+        positive: bool `[n]`.
+    """
+    order = scores.argsort(descending=True)
+    hits = positive[order].double()
+    rise = torch.cumsum(hits, 0) / hits.sum().clamp(min=1)
+    run = torch.cumsum(1 - hits, 0) / (1 - hits).sum().clamp(min=1)
+    return [0.0, *run.tolist()], [0.0, *rise.tolist()]
+
+
+def beta_cdf(x: float, a: float, b: float) -> float:
+    """Regularised incomplete beta function I_x(a, b)."""
+    if x <= 0 or x >= 1:
+        return float(x >= 1)
+    front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x))
+    if x < (a + 1) / (a + b + 2):
+        return front * _beta_fraction(x, a, b) / a
+    return 1 - front * _beta_fraction(1 - x, b, a) / b
+
+
+def _beta_fraction(x: float, a: float, b: float) -> float:
+    """Its continued fraction, by the modified Lentz method."""
+    tiny = 1e-300
+    c, d = 1.0, 1 / _away_from_zero(1 - (a + b) * x / (a + 1), tiny)
+    value = d
+    for m in range(1, 10_000):
+        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
+        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
+        step = 1.0
+        for term in (even, odd):
+            d = 1 / _away_from_zero(1 + term * d, tiny)
+            c = _away_from_zero(1 + term / c, tiny)
+            step = c * d
+            value *= step
+        if abs(step - 1) < 1e-14:
+            break
+    return value
+
+
+def _away_from_zero(x: float, tiny: float) -> float:
+    return x if abs(x) > tiny else tiny
+
+
+def _beta_quantile(p: float, a: float, b: float) -> float:
+    low, high = 0.0, 1.0
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if beta_cdf(middle, a, b) < p else (low, middle)
+    return (low + high) / 2

@@ -1,0 +1,162 @@
+"""Every attack against every scheme, and what follows: verdicts, and whether each is the one that was promised."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+from threat_model.active import ActiveReport, attack_actively
+from threat_model.attacks import ATTACKS, Attack, Outcome
+from threat_model.lab import FULL, QUICK, Lab, Recording
+from threat_model.planted import plant, reused_pad_faults, reused_pads
+from threat_model.schemes import NONE, PAD, QUICK_SCHEMES, SCHEMES, Scheme
+
+OnProgress = Callable[[str, int, int], None]
+"""Called with (what begins, steps done, steps in all)."""
+
+
+class Verdict(StrEnum):
+    """What a cell of the table says."""
+
+    HIDDEN = "hidden"
+    BROKEN = "broken"
+    RESISTED = "resisted"
+    BY_DESIGN = "by design"
+    ABSENT = "nothing to see"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One attack on one scheme.
+
+    `promised` says whether the scheme claims to hide rows from the attack's party; `expected` whether the verdict is
+    what claim (or `Scheme.falls_to`) says it must be.
+    """
+
+    attack: Attack[Any, Any]
+    scheme: Scheme
+    outcome: Outcome | None
+    verdict: Verdict
+    promised: bool
+    expected: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PlantedCell:
+    """One planted fault and whether its attack found it."""
+
+    fault: str
+    rule: str
+    attack: str
+    outcome: Outcome
+
+    @property
+    def found(self) -> bool:
+        """Chance cannot explain the success."""
+        return self.outcome.broken
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A whole report's figures."""
+
+    quick: bool
+    schemes: tuple[Scheme, ...]
+    cells: tuple[Cell, ...]
+    planted: tuple[PlantedCell, ...]
+    active: ActiveReport
+    seconds: float
+
+    @property
+    def as_expected(self) -> bool:
+        """Every cell, fault and active attack came out as it must."""
+        return all(c.expected for c in self.cells) and all(p.found for p in self.planted) and self.active.sound
+
+    @property
+    def outside(self) -> tuple[int, int]:
+        """(promised cells whose 99 % interval misses chance, promised cells): about one in a hundred will."""
+        hidden = [c.outcome for c in self.cells if c.promised and c.outcome is not None and c.outcome.trials]
+        return sum(not outcome.at_chance for outcome in hidden), len(hidden)
+
+    def cell(self, attack: str, scheme: str) -> Cell:
+        """By names."""
+        return next(c for c in self.cells if c.attack.name == attack and c.scheme.name == scheme)
+
+
+def run_suite(
+    lab: Lab,
+    *,
+    quick: bool,
+    attacks: Sequence[Attack[Any, Any]] = ATTACKS,
+    on_progress: OnProgress = lambda what, done, total: None,
+) -> Suite:
+    """Record every scheme, run every attack on it, plant every fault, lie in every way."""
+    started = time.monotonic()
+    schemes, workload = (QUICK_SCHEMES, QUICK) if quick else (SCHEMES, FULL)
+    total = len(schemes) * (1 + len(attacks)) + 3
+    done = 0
+
+    def step(what: str) -> None:
+        nonlocal done
+        on_progress(what, done, total)
+        done += 1
+
+    cells: list[Cell] = []
+    kept: dict[bool, Recording] = {}
+    for scheme in schemes:
+        step(f"{scheme.name}: fine-tuning and generating")
+        recording = lab.record(scheme, workload)
+        on_ring = recording.views.executor.exchanges[0].path == "ring"
+        if scheme is NONE or not on_ring:
+            kept.setdefault(on_ring, recording)
+        for attack in attacks:
+            step(f"{scheme.name}: {attack.name}")
+            cells.append(examine(attack, recording, lab))
+    step("planted faults")
+    faults = plant(kept[True], kept[False], lab.public)
+    with reused_pads():
+        step("planted faults: a tenant that reuses pads")
+        faults += reused_pad_faults(lab.record(PAD, workload), lab.public)
+    planted = tuple(PlantedCell(f.name, f.rule, f.attack.name, f.outcome()) for f in faults)
+    step("active adversaries")
+    active = attack_actively(lab, repeats=4 if quick else 24, rng=torch.Generator().manual_seed(5))
+    on_progress("done", total, total)
+    return Suite(quick, tuple(schemes), tuple(cells), planted, active, time.monotonic() - started)
+
+
+def examine(attack: Attack[Any, Any], recording: Recording, lab: Lab) -> Cell:
+    """Run one attack on its party's view, score it, and judge."""
+    scheme, started = recording.scheme, time.monotonic()
+    view = recording.views.of(attack.party)
+    guess = attack.run(view, lab.public, torch.Generator().manual_seed(0))
+    outcome = None if guess is None else attack.score(guess, recording.truth)
+    promised = attack.party in scheme.hides_from and not attack.by_design
+    verdict = _verdict(attack, scheme, outcome, promised=promised)
+    expected = _is_expected(attack, scheme, verdict, promised=promised)
+    return Cell(attack, scheme, outcome, verdict, promised, expected, time.monotonic() - started)
+
+
+def _verdict(attack: Attack[Any, Any], scheme: Scheme, outcome: Outcome | None, *, promised: bool) -> Verdict:
+    if outcome is None:
+        return Verdict.ABSENT
+    if not outcome.broken:
+        return Verdict.HIDDEN if promised else Verdict.RESISTED
+    # a party that a scheme hides rows from only together with others: its stated assumption
+    assumed = "executor" in scheme.hides_from and attack.party == "executor+helper"
+    return Verdict.BY_DESIGN if attack.by_design or (assumed and not promised) else Verdict.BROKEN
+
+
+def _is_expected(attack: Attack[Any, Any], scheme: Scheme, verdict: Verdict, *, promised: bool) -> bool:
+    if promised:
+        return verdict in (Verdict.HIDDEN, Verdict.ABSENT)
+    if attack.by_design:
+        return verdict is Verdict.BY_DESIGN
+    if attack.name in scheme.falls_to:
+        return verdict in (Verdict.BROKEN, Verdict.BY_DESIGN)
+    return True

@@ -1,0 +1,138 @@
+"""Ground truth of a run: what the tenant knows and no view holds. Only scorers read it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from symbiosis_priv.ring import Direction
+from tenant.backend import Backend, RingBackend
+from tenant.remote_linear import RemoteLinear
+from threat_model.public import Public
+from threat_model.views import Recorder
+
+NO_LABEL = -100
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of an offloaded layer group.
+
+    Args:
+        rows: what the scheme would have sent had it masked nothing: int32 in the ring, else float32, `[r, d]`.
+        tokens: int64 `[r]`, the token behind each row; None if rows are not one per token.
+        labels: int64 `[r]`, the label of each row (`NO_LABEL` for none).
+        first: bool `[r]`, rows at position 0 of their sequence.
+    """
+
+    group: int
+    direction: Direction
+    rows: Tensor
+    tokens: Tensor | None
+    labels: Tensor | None
+    first: Tensor | None
+    training: bool
+
+
+@dataclass(eq=False)
+class Truth:
+    """What happened on the tenant's side.
+
+    Args:
+        calls: by the order of the request that carried them.
+        updates: `scaling * B @ A` of the final adapter, by base module name.
+        generated: new tokens of each `generate` call.
+        batches: (sequences, tokens of each) of each `generate` call.
+        steps: training steps.
+        prompts: int64 `[b, t]` of each `generate` call.
+    """
+
+    calls: dict[int, Call] = field(default_factory=dict)
+    updates: dict[str, Tensor] = field(default_factory=dict)
+    generated: list[int] = field(default_factory=list)
+    batches: list[tuple[int, int]] = field(default_factory=list)
+    prompts: list[Tensor] = field(default_factory=list)
+    steps: int = 0
+    loss: Callable[[Mapping[str, Tensor]], float] = lambda updates: float("nan")
+    """Loss of the base model on held-out private text with some weight updates added."""
+    coins: dict[Direction, Tensor] = field(default_factory=dict)
+    """Which of two known rows was masked, in the second half of the distinguishing game; bool `[n]`."""
+
+    def of(self, *, group: int | None = None, direction: Direction | None = None) -> list[tuple[int, Call]]:
+        """(order, call) of a group and direction."""
+        return [
+            (order, call)
+            for order, call in self.calls.items()
+            if group in (None, call.group) and direction in (None, call.direction)
+        ]
+
+
+class Witness(Backend):
+    """Stands between the model and its backend, and writes down what went in."""
+
+    def __init__(self, inner: Backend, recorder: Recorder, public: Public, truth: Truth) -> None:
+        self.inner, self.facts = inner, inner.facts
+        self._recorder, self._public, self._truth = recorder, public, truth
+        self._ids = torch.empty((0, 0), dtype=torch.long)
+        self._labels: Tensor | None = None
+        self._start = 0
+
+    @classmethod
+    def install(cls, model: nn.Module, recorder: Recorder, public: Public, truth: Truth) -> Witness:
+        """Put a witness into every group of a split model."""
+        groups = {id(m.group): m.group for m in model.modules() if isinstance(m, RemoteLinear)}
+        witness = cls(next(iter(groups.values())).backend, recorder, public, truth)
+        for group in groups.values():
+            group.backend = witness
+        model.register_forward_pre_hook(witness._note, with_kwargs=True)
+        return witness
+
+    def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._ids = kwargs["input_ids"].detach().cpu()
+        self._labels = kwargs.get("labels")
+        cache = kwargs.get("past_key_values")
+        self._start = 0 if cache is None else int(cache.get_seq_length())
+
+    def linear(self, index: int, direction: Direction, rows: Tensor) -> Tensor:
+        result = self.inner.linear(index, direction, rows)
+        plain = rows.detach().float()
+        if isinstance(self.inner, RingBackend):
+            plain, _ = self._public.in_ring(index, direction, rows.detach())
+        tokens, labels, first = self._positions(len(rows))
+        call = Call(index, direction, plain.clone(), tokens, labels, first, self._labels is not None)
+        self._truth.calls[self._recorder.last_executed] = call
+        return result
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def _positions(self, rows: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        batch, length = self._ids.shape
+        if rows == batch * length:
+            keep = slice(None)
+        elif rows == batch:  # the head sees the last position only
+            keep = slice(-1, None)
+        else:
+            return None, None, None
+        first = (torch.arange(length) + self._start == 0).expand(batch, length)
+        labels = None
+        if self._labels is not None:
+            labels = torch.full_like(self._ids, NO_LABEL)
+            labels[:, :-1] = self._labels[:, 1:]
+            labels = labels[:, keep].flatten()
+        return self._ids[:, keep].flatten(), labels, first[:, keep].flatten()
+
+
+def adapter_updates(model: Any) -> dict[str, Tensor]:
+    """`scaling * B @ A` of every LoRA layer of a PEFT model, by base module name; float32 `[o, d]`."""
+    updates = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "lora_A") and "default" in getattr(module, "lora_A", {}):
+            a, b = module.lora_A["default"].weight, module.lora_B["default"].weight
+            short = name.removeprefix("base_model.model.")
+            updates[short] = (module.scaling["default"] * (b @ a)).detach().clone()
+    return updates

@@ -1,0 +1,285 @@
+"""`symbiosis-priv verify`: hold live providers to every property of `threat_model.conformance`."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from symbiosis_priv.errors import CheckpointError, ConfigError
+from symbiosis_priv.federation import Peer, load_federation, parse_address
+from symbiosis_priv.quantise import DEFAULT_WEIGHT_BITS
+from symbiosis_priv.wire import Role
+
+if TYPE_CHECKING:  # Hypothesis and the tenant's packages: not for --help
+    from threat_model.conformance import Oracle, Outcome, Subject, Violation
+
+_VALUES = 1000  # entries of a counterexample's rows that the JSON file lists
+_IDENTITY = "providers speak to no tenant that they cannot name (mutual TLS)"
+
+
+def verify(
+    *,
+    federation: Annotated[Path | None, typer.Option(help="Verify every provider of this federation.toml.")] = None,
+    address: Annotated[str | None, typer.Option(help="Verify one provider: HOST:PORT.")] = None,
+    certificate: Annotated[Path | None, typer.Option(help="With --address: its certificate, pinned.")] = None,
+    tenant_certificate: Annotated[
+        Path | None,
+        typer.Option(help="With --address: your certificate, issued by the provider's tenant authority (mutual TLS)."),
+    ] = None,
+    tenant_key: Annotated[Path | None, typer.Option(help="With --address: its private key.")] = None,
+    role: Annotated[str, typer.Option(help="With --address: executor or helper.")] = "executor",
+    weight_bits: Annotated[
+        int, typer.Option(help="With --address: bits of a quantised weight.")
+    ] = DEFAULT_WEIGHT_BITS,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Your own copy of the base checkpoint. Without it, the verification keys of an earlier session are "
+            "used, and the float path is not tested."
+        ),
+    ] = None,
+    examples: Annotated[int, typer.Option(min=1, help="Random requests per property.")] = 40,
+    seed: Annotated[int | None, typer.Option(help="Repeat the run that printed this seed.")] = None,
+    deadline: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for one answer.")] = 30.0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write every outcome here.")] = None,
+) -> None:
+    """Test live providers for exactness, property by property.
+
+    Status 1 if a provider breaks a property, does not answer, or could not be tested at all; it is named with the
+    property and the smallest request found. What is sent is random test data, never yours.
+    """
+    from symbiosis_priv.weights import write_atomically
+
+    if federation is not None and address is not None:
+        raise ConfigError("--federation and --address exclude each other: the file names the addresses")
+    chosen = secrets.randbelow(2**32) if seed is None else seed
+    subjects = (
+        _federation(federation, model, seed=chosen, deadline=deadline)
+        if federation is not None
+        else _single(
+            address=address,
+            certificate=certificate,
+            tenant_certificate=tenant_certificate,
+            tenant_key=tenant_key,
+            role=role,
+            model=model,
+            weight_bits=weight_bits,
+            seed=chosen,
+            deadline=deadline,
+        )
+    )
+    begun = time.monotonic()
+    outcomes = _run(subjects, examples=examples, seed=chosen)
+    passed = _passed(outcomes)
+    _show(outcomes, digest=subjects[0].oracle.manifest.digest, seed=chosen, seconds=time.monotonic() - begun)
+    if json_file is not None:
+        report = _report(outcomes, subjects, passed=passed, examples=examples, seed=chosen)
+        write_atomically(json_file, report)
+    raise typer.Exit(0 if passed else 1)
+
+
+def _federation(path: Path, model: str | None, *, seed: int, deadline: float) -> list[Subject]:
+    from threat_model.conformance import Dialler, Subject
+
+    federation = load_federation(path)
+    oracle = _oracle(model, weight_bits=federation.weight_bits, digest=federation.model_digest, seed=seed)
+
+    def subject(peer: Peer, executors: Sequence[Subject] = ()) -> Subject:
+        dialler = Dialler(
+            peer, certificate=federation.tenant_certificate, key=federation.tenant_key, deadline_s=deadline
+        )
+        return Subject(dialler, oracle, executors)
+
+    executors = [subject(peer) for peer in federation.executors]
+    return executors + [subject(peer, executors) for peer in federation.helpers]
+
+
+def _single(
+    *,
+    address: str | None,
+    certificate: Path | None,
+    tenant_certificate: Path | None,
+    tenant_key: Path | None,
+    role: str,
+    model: str | None,
+    weight_bits: int,
+    seed: int,
+    deadline: float,
+) -> list[Subject]:
+    from threat_model.conformance import Dialler, Subject
+
+    if address is None:
+        raise ConfigError("name the providers: --federation FILE, or --address HOST:PORT for one of them")
+    if certificate is None or model is None:
+        raise ConfigError("--address needs --certificate PROVIDER.pem and --model CHECKPOINT: what it is held to")
+    if tenant_certificate is None or tenant_key is None:
+        raise ConfigError(
+            f"--address needs --tenant-certificate and --tenant-key: {_IDENTITY}. Ask the provider's operator to "
+            f"issue one (`symbiosis-priv keys tenant`), or to trust yours"
+        )
+    if role not in ("executor", "helper"):
+        raise ConfigError(f"--role {role} is neither executor nor helper")
+    kind: Role = "helper" if role == "helper" else "executor"
+    host, port = parse_address(address)
+    peer = Peer(name=address, operator="unknown", role=kind, host=host, port=port, certificate=certificate)
+    oracle = _oracle(model, weight_bits=weight_bits, digest=None, seed=seed)
+    return [Subject(Dialler(peer, certificate=tenant_certificate, key=tenant_key, deadline_s=deadline), oracle)]
+
+
+def _oracle(model: str | None, *, weight_bits: int, digest: str | None, seed: int) -> Oracle:
+    from symbiosis_priv.checkpoint import resolve
+    from symbiosis_priv.weights import WeightStore
+    from tenant.connect import progress_bar
+    from tenant.facts import prepare
+    from tenant.verifier import DEFAULT_COLUMNS
+    from threat_model.conformance import CheckpointOracle, PreparedOracle
+
+    if model is None:
+        assert digest is not None  # --address requires --model
+        try:
+            return PreparedOracle(prepare(None, digest=digest, columns=DEFAULT_COLUMNS))
+        except CheckpointError as error:
+            raise ConfigError(
+                f"no session has prepared model {digest} on this machine: add --model CHECKPOINT, your own copy "
+                f"of what the providers should serve"
+            ) from error
+    store = WeightStore(resolve(model), weight_bits=weight_bits)
+    with progress_bar("quantising") as progress:
+        own = store.manifest(progress=progress).digest
+    if digest not in (None, own):
+        raise CheckpointError(f"{model} is model {own}, but the federation pins {digest}: these cannot be compared")
+    return CheckpointOracle(store, seed=seed)
+
+
+def _run(subjects: Sequence[Subject], *, examples: int, seed: int) -> list[Outcome]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from threat_model.conformance import PROPERTIES, verify
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    outcomes: list[Outcome] = []
+    todo = [(s, p) for s in subjects for p in PROPERTIES if s.role in p.roles]
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=len(todo))
+
+        def tick() -> None:
+            subject, chosen = todo[len(outcomes)]
+            bar.update(task, description=f"{subject.name}: {chosen.name}")
+
+        for outcome in verify(subjects, PROPERTIES, examples=examples, seed=seed, tick=tick):
+            outcomes.append(outcome)
+            bar.update(task, completed=len(outcomes))
+    return outcomes
+
+
+def _passed(outcomes: Sequence[Outcome]) -> bool:
+    """Nothing broken, nobody silent, and something tested at each provider."""
+    providers = {(o.provider, o.role) for o in outcomes}
+    tested = {(o.provider, o.role) for o in outcomes if o.verdict == "holds"}
+    return providers == tested and not any(o.verdict in ("broken", "no answer") for o in outcomes)
+
+
+_STYLE = {"holds": "green", "broken": "bold red", "no answer": "bold yellow", "not tested": "dim"}
+
+
+def _show(outcomes: Sequence[Outcome], *, digest: str, seed: int, seconds: float) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console()
+    table = Table(title=f"model {digest[:23]}…", title_justify="left")
+    table.add_column("property", no_wrap=True)
+    table.add_column("claim")
+    providers = list(dict.fromkeys((o.provider, o.role) for o in outcomes))
+    for name, role in providers:
+        table.add_column(f"{escape(name)}\n({role})", no_wrap=True)
+    cells: dict[str, dict[tuple[str, str], str]] = {}
+    claims = {}
+    for o in outcomes:
+        claims[o.property.name] = o.property.claim
+        count = f" · {o.examples}" if o.examples else ""
+        style = _STYLE[o.verdict]
+        cells.setdefault(o.property.name, {})[o.provider, o.role] = f"[{style}]{o.verdict}{count}[/]"
+    for name, row in cells.items():
+        table.add_row(name, claims[name], *(row.get(provider, "[dim]–[/]") for provider in providers))
+    console.print(table)
+    for o in outcomes:
+        if o.violation is not None:
+            by = escape(o.culprit or f"{o.provider} or an executor")
+            console.print(f"\n[bold red]{by} breaks {o.property.name}[/]: {o.property.claim}", highlight=False)
+            for line in o.violation.lines():
+                console.print(f"  {escape(_printable(line))}", highlight=False)
+        elif o.reason is not None:
+            text = f"{o.provider}, {o.property.name}: {o.verdict}: {o.reason}"
+            console.print(escape(_printable(text)), style=_STYLE[o.verdict], highlight=False)
+    total = sum(o.examples for o in outcomes)
+    console.print(
+        f"\n{total} examples in {seconds:.1f} s; --seed {seed} repeats them. They show how these were answered, "
+        "not how later ones will be: for those, every session verifies each of its answers.",
+        highlight=False,
+    )
+
+
+def _printable(text: str) -> str:
+    """Without control characters: part of it may be a provider's own words."""
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
+def _report(
+    outcomes: Sequence[Outcome], subjects: Sequence[Subject], *, passed: bool, examples: int, seed: int
+) -> bytes:
+    import msgspec
+
+    document = {
+        "passed": passed,
+        "model_digest": subjects[0].oracle.manifest.digest,
+        "weight_bits": subjects[0].oracle.manifest.weight_bits,
+        "seed": seed,
+        "examples": examples,
+        "outcomes": [
+            {
+                "provider": o.provider,
+                "role": o.role,
+                "property": o.property.name,
+                "claim": o.property.claim,
+                "verdict": o.verdict,
+                "examples": o.examples,
+                "seconds": round(o.seconds, 3),
+                "reason": o.reason,
+                "culprit": o.culprit,
+                "counterexample": None if o.violation is None else _counterexample(o.violation),
+            }
+            for o in outcomes
+        ],
+    }
+    return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
+
+
+def _counterexample(violation: Violation) -> dict[str, Any]:
+    """The smallest failing request; `nonzero` lists `[row, column, value]`."""
+    import msgspec
+
+    out: dict[str, Any] = {"what": violation.what, "group": violation.group}
+    if violation.case is not None:
+        case = violation.case
+        where = case.rows.nonzero()[:_VALUES].tolist()
+        out |= {
+            "direction": case.direction,
+            "path": case.path,
+            "rows": len(case.rows),
+            "width": case.rows.shape[1],
+            "nonzero": [[row, column, case.rows[row, column].item()] for row, column in where],
+        }
+        if case.seed:
+            out |= {"seed": case.seed.hex(), "first_row": case.first_row}
+    if violation.difference is not None:
+        out["difference"] = msgspec.to_builtins(violation.difference)
+    return out

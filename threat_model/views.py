@@ -1,0 +1,232 @@
+"""What each party sees of a real run, and nothing else.
+
+A `Recorder` is a tap below TLS at the tenant's socket: it keeps every frame that leaves or arrives. Frozen views are
+cut from it, one per party, and an attack is given a view and the public model (`public.Public`). What the tenant
+knows beside that stands in `truth.Truth`, which only the scorer sees.
+
+    executor           every request and answer of the executor role
+    helper             every seed, row range and effect of the helper role
+    executor+helper    both, when they break the one assumption of `pad`
+    network            times, endpoints and sizes of frames (TLS adds a constant to each record)
+    neighbour          another tenant of the same executor: its own rows and answers, and public health reports
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+from torch import Tensor
+
+from symbiosis_priv import wire
+from symbiosis_priv.federation import Peer
+from symbiosis_priv.ring import Direction
+
+Party = Literal["executor", "helper", "executor+helper", "network", "neighbour"]
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """One request to the executor and its answer.
+
+    Args:
+        order: its number among all requests of the run, to any provider.
+        time_s: when it was sent, since the run began.
+        rows: `[r, d]`, int32 on the ring path, float32 otherwise: what arrived.
+        answer: `[r, o]`, what was sent back.
+        fields: every header field as it was in clear.
+    """
+
+    order: int
+    time_s: float
+    group: int
+    direction: Direction
+    path: wire.Path
+    rows: Tensor
+    answer: Tensor
+    fields: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class EffectExchange:
+    """One request to a helper and its answer; `effect` is int32 `[rows, o]`."""
+
+    order: int
+    time_s: float
+    group: int
+    direction: Direction
+    rows: int
+    first_row: int
+    seed: bytes
+    effect: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Packet:
+    """A frame as a wire shows it: when, with whom, which way, how long."""
+
+    time_s: float
+    endpoint: str
+    upward: bool
+    size: int
+
+
+@dataclass(frozen=True, eq=False)
+class Game:
+    """Two rows that the adversary chose, and what arrived when the tenant masked one or the other.
+
+    Args:
+        known: rows that arrived, `[n, d]`, with `labels` bool `[n]` that the adversary knows.
+        unknown: more of them, to be told apart.
+    """
+
+    known: Tensor
+    labels: Tensor
+    unknown: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ExecutorView:
+    """Everything that an executor receives and computes, and its distinguishing games by direction."""
+
+    exchanges: tuple[Exchange, ...]
+    games: Mapping[Direction, Game] = field(default_factory=dict)
+
+    def of(self, *, group: int | None = None, direction: Direction | None = None) -> tuple[Exchange, ...]:
+        """The exchanges of a group and direction, in order."""
+        return tuple(e for e in self.exchanges if group in (None, e.group) and direction in (None, e.direction))
+
+
+@dataclass(frozen=True, eq=False)
+class HelperView:
+    """Everything that a helper receives and computes."""
+
+    effects: tuple[EffectExchange, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class CollusionView:
+    """Executor and helper put their logs together."""
+
+    executor: ExecutorView
+    helper: HelperView
+
+
+@dataclass(frozen=True, eq=False)
+class NetworkView:
+    """What an observer of the tenant's line sees."""
+
+    packets: tuple[Packet, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class NeighbourView:
+    """A second tenant: (time, requests ever answered) as health reports tell, and its own exchanges with true products.
+
+    Args:
+        requests: float seconds and the provider's public request counter.
+        own: float64 `[n, o]`, its own answers minus the products they should be.
+    """
+
+    requests: tuple[tuple[float, int], ...]
+    own: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Views:
+    """One run, cut by party."""
+
+    executor: ExecutorView
+    helper: HelperView
+    network: NetworkView
+    neighbour: NeighbourView
+
+    def of(self, party: Party) -> ExecutorView | HelperView | CollusionView | NetworkView | NeighbourView:
+        """The view of one party."""
+        match party:
+            case "executor":
+                return self.executor
+            case "helper":
+                return self.helper
+            case "executor+helper":
+                return CollusionView(self.executor, self.helper)
+            case "network":
+                return self.network
+            case "neighbour":
+                return self.neighbour
+
+
+class Recorder:
+    """A `tenant.channel.Wiretap` that remembers everything. Thread-safe: every connection reports to it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._started = time.monotonic()
+        self._waiting: dict[bytes, tuple[int, float, wire.Message, Tensor | None]] = {}
+        self._exchanges: list[Exchange] = []
+        self._effects: list[EffectExchange] = []
+        self._packets: list[Packet] = []
+        self._count = 0
+        self.last_executed = -1
+        """Order of the latest request to an executor; the lab pairs truth with frames by it."""
+
+    @property
+    def now(self) -> float:
+        """Seconds since the recording began."""
+        return time.monotonic() - self._started
+
+    def sent(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
+        """See `Wiretap`."""
+        with self._lock:
+            self._note(peer, message, payload, upward=True)
+            if isinstance(message, wire.Binding):
+                copy = None if payload is None else payload.clone()
+                self._waiting[message.nonce] = (self._count, self.now, message, copy)
+                if isinstance(message, wire.Execute):
+                    self.last_executed = self._count
+                self._count += 1
+
+    def received(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
+        """See `Wiretap`."""
+        with self._lock:
+            self._note(peer, message, payload, upward=False)
+            if not isinstance(message, wire.Result) or payload is None:
+                return
+            order, sent, request, rows = self._waiting.pop(message.nonce)
+            if isinstance(request, wire.Execute) and rows is not None:
+                header = msgspec.structs.asdict(request)
+                self._exchanges.append(
+                    Exchange(order, sent, request.group, request.direction, request.path, rows, payload.clone(), header)
+                )
+            elif isinstance(request, wire.Effect):
+                self._effects.append(
+                    EffectExchange(
+                        order,
+                        sent,
+                        request.group,
+                        request.direction,
+                        request.rows,
+                        request.first_row,
+                        request.seed,
+                        payload.clone(),
+                    )
+                )
+
+    def _note(self, peer: Peer, message: wire.Message, payload: Tensor | None, *, upward: bool) -> None:
+        body = 0 if payload is None else payload.numel() * wire.ITEM_BYTES
+        size = len(wire.encode(message, payload_bytes=body)) + body
+        self._packets.append(Packet(self.now, f"{peer.host}:{peer.port}", upward, size))
+
+    def views(self, neighbour: NeighbourView) -> Views:
+        """Cut the recording into views."""
+        with self._lock:
+            return Views(
+                ExecutorView(tuple(sorted(self._exchanges, key=lambda e: e.order))),
+                HelperView(tuple(sorted(self._effects, key=lambda e: e.order))),
+                NetworkView(tuple(self._packets)),
+                neighbour,
+            )

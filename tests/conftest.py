@@ -1,0 +1,87 @@
+"""What every test shares: no network, a cache of its own, and Hypothesis without a stopwatch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Read when transformers is imported, so before any test module is.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+# Examples stay random (a failure prints the blob that reproduces it). Timing is not a property: machines are shared.
+settings.register_profile(
+    "default",
+    max_examples=50,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.register_profile("thorough", settings.get_profile("default"), max_examples=2000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Quantised weights and verification keys of a test run never meet the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SYMBIOSIS_PRIV_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Matrices here are tiny and providers need the other core: more threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def save_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Writes a Llama with grouped queries and a head of its own: 2 blocks of 4 layer groups, and the head."""
+
+    def save(**changes: Any) -> Path:
+        path = tmp_path_factory.mktemp("llama")
+        torch.manual_seed(0)
+        sizes = {
+            "vocab_size": 97,
+            "hidden_size": 64,
+            "intermediate_size": 112,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": False,
+        }
+        LlamaForCausalLM(LlamaConfig(**(sizes | changes))).save_pretrained(path)
+        return path
+
+    return save
+
+
+@pytest.fixture(scope="session")
+def save_gpt2(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Writes a GPT-2: transposed weights (`Conv1D`), a tied head, biases that are not zero."""
+
+    def save(*, bias_std: float = 1.0, **sizes: Any) -> Path:
+        path = tmp_path_factory.mktemp("gpt2")
+        torch.manual_seed(1)
+        model = GPT2LMHeadModel(GPT2Config(n_head=4, **sizes))
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(parameter, std=bias_std)
+        model.save_pretrained(path)
+        return path
+
+    return save

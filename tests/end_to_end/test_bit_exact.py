@@ -1,0 +1,248 @@
+"""Over real sockets and processes: masked logits, gradients, training and generation are those of the simulation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from symbiosis_priv.local import LocalFederation
+from tenant import RemoteConfig, backend_of
+from tenant.demo.base_model import Pretraining, make_base_model
+from tenant.demo.text import public_text
+
+if TYPE_CHECKING:
+    from tests.end_to_end.conftest import Open, Train
+
+Config = Callable[..., RemoteConfig]
+Equal = Callable[[dict[str, Tensor], dict[str, Tensor]], bool]
+Adapter = Callable[[Any], dict[str, Tensor]]
+
+SCHEMES = ("pad-1", "pad-2", "local", "none")
+MODELS = ("llama", "gpt2")
+IDS = torch.arange(3, 3 + 2 * 11).view(2, 11)
+
+
+@pytest.fixture(params=MODELS)
+def base(request: pytest.FixtureRequest) -> tuple[Path, LocalFederation]:
+    """A checkpoint and the federation that serves it."""
+    path: Path = request.getfixturevalue(request.param)
+    federation: LocalFederation = request.getfixturevalue(f"{request.param}_federation")
+    return path, federation
+
+
+Base = tuple[Path, LocalFederation]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_logits_and_gradients(base: Base, scheme: str, config_for: Config, open_model: Open, equal: Equal) -> None:
+    path, federation = base
+    seen: list[dict[str, Tensor]] = []
+    for how in ("simulate", scheme):
+        model = open_model(path, config_for(federation, how))
+        model.get_input_embeddings().weight.requires_grad_(True)  # gradients through every layer
+        out = model(input_ids=IDS, labels=IDS)
+        out.loss.backward()
+        seen.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None} | {"logits": out.logits})
+    assert len(seen[0]) > 10
+    assert equal(*seen)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_20_steps_of_training(
+    base: Base, scheme: str, config_for: Config, open_model: Open, train: Train, adapter_of: Adapter, equal: Equal
+) -> None:
+    path, federation = base
+    adapters, losses = [], []
+    for how in ("simulate", scheme):
+        model = open_model(path, config_for(federation, how))
+        trainer = train(model)
+        adapters.append(adapter_of(model))
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert equal(*adapters)
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 20
+    assert losses[0][-1] < losses[0][0]
+    ledger = backend_of(model).products.ledger()  # type: ignore[attr-defined]
+    assert ledger.answers_verified == ledger.rows > 0
+    assert ledger.answers_rejected == 0
+
+
+GENERATIONS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "temperature": 0.9, "top_k": 20},
+    "beams": {"do_sample": False, "num_beams": 3},
+}
+
+
+def generate(model: Any, ids: Tensor, mask: Tensor, options: dict[str, Any]) -> Tensor:
+    torch.manual_seed(13)
+    tokens: Tensor = model.generate(
+        input_ids=ids, attention_mask=mask, max_new_tokens=64, min_new_tokens=64, pad_token_id=0, **options
+    )
+    return tokens
+
+
+def padded() -> tuple[Tensor, Tensor]:
+    """Two prompts of different lengths, padded on the left."""
+    ids, mask = IDS.clone(), torch.ones_like(IDS)
+    ids[0, :4] = mask[0, :4] = 0
+    return ids, mask
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_64_tokens(base: Base, scheme: str, config_for: Config, open_model: Open) -> None:
+    """Greedy, sampled with a seed and by beams; a batch with padding; a single prompt."""
+    path, federation = base
+    reference, model = (open_model(path, config_for(federation, how)).eval() for how in ("simulate", scheme))
+    ids, mask = padded()
+    cases = dict(GENERATIONS) if scheme == "pad-1" else {"greedy": GENERATIONS["greedy"]}
+    for options in cases.values():
+        expected = generate(reference, ids, mask, options)
+        assert expected.shape == (2, 11 + 64)
+        assert torch.equal(generate(model, ids, mask, options), expected)
+    if scheme == "pad-1":
+        alone = generate(reference, IDS[1:], mask[1:], GENERATIONS["greedy"])
+        assert torch.equal(generate(model, IDS[1:], mask[1:], GENERATIONS["greedy"]), alone)
+
+
+# plain PEFT says so whenever it puts LoRA on GPT-2
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False but the target module is `Conv1D`:UserWarning")
+def test_the_adapter_is_an_ordinary_one(
+    base: Base,
+    config_for: Config,
+    open_model: Open,
+    train: Train,
+    adapter_of: Adapter,
+    equal: Equal,
+    tmp_path: Path,
+) -> None:
+    """Trained behind a mask, saved, and loaded into plain PEFT on the full float model."""
+    path, federation = base
+    model = open_model(path, config_for(federation, "pad-1"))
+    train(model, steps=5)
+    model.save_pretrained(tmp_path / "adapter")
+    assert {p.name for p in (tmp_path / "adapter").iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
+    full = AutoModelForCausalLM.from_pretrained(path)
+    plain: Any = PeftModel.from_pretrained(full, tmp_path / "adapter", is_trainable=True)
+    assert equal(adapter_of(plain), adapter_of(model))
+    with torch.no_grad():
+        plain.eval(), model.eval()
+        similarity = torch.nn.functional.cosine_similarity(
+            plain(input_ids=IDS).logits, model(input_ids=IDS).logits, dim=-1
+        )
+    assert float(similarity.min()) > 0.999
+    again: Any = PeftModel.from_pretrained(
+        open_model(path, config_for(federation, "pad-1"), adapter=False), tmp_path / "adapter"
+    )
+    with torch.no_grad():
+        assert torch.equal(again.eval()(input_ids=IDS).logits, model(input_ids=IDS).logits)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "gradient accumulation": {"gradient_accumulation_steps": 3},
+    "gradient checkpointing": {
+        "activation_checkpointing": True,
+        "activation_checkpointing_kwargs": {"use_reentrant": False},
+    },
+    "reentrant checkpointing": {
+        "activation_checkpointing": True,
+        "activation_checkpointing_kwargs": {"use_reentrant": True},
+    },
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ways_to_train(
+    llama: Path,
+    llama_federation: LocalFederation,
+    variant: str,
+    config_for: Config,
+    open_model: Open,
+    train: Train,
+    adapter_of: Adapter,
+    equal: Equal,
+) -> None:
+    adapters = []
+    for how in ("simulate", "pad-1"):
+        model = open_model(llama, config_for(llama_federation, how))
+        train(model, steps=5, **VARIANTS[variant])
+        adapters.append(adapter_of(model))
+    assert equal(*adapters)
+
+
+def test_gradient_checkpointing_changes_no_bit(
+    llama: Path,
+    llama_federation: LocalFederation,
+    config_for: Config,
+    open_model: Open,
+    train: Train,
+    adapter_of: Adapter,
+    equal: Equal,
+) -> None:
+    adapters = []
+    for arguments in ({}, VARIANTS["gradient checkpointing"]):
+        model = open_model(llama, config_for(llama_federation, "pad-1"))
+        train(model, steps=5, **arguments)
+        adapters.append(adapter_of(model))
+    assert equal(*adapters)
+
+
+def test_a_resumed_training_ends_where_an_uninterrupted_one_does(
+    llama: Path,
+    llama_federation: LocalFederation,
+    config_for: Config,
+    open_model: Open,
+    train: Train,
+    adapter_of: Adapter,
+    equal: Equal,
+    tmp_path: Path,
+) -> None:
+    """A new model, a new session, new masks: the same adapter."""
+    config = config_for(llama_federation, "pad-1")
+    whole = open_model(llama, config)
+    train(whole, steps=8, save_strategy="steps", save_steps=4, output_dir=str(tmp_path / "run"))
+    backend_of(whole).close()
+    resumed = open_model(llama, config)
+    train(resumed, steps=8, resume=str(tmp_path / "run" / "checkpoint-4"), output_dir=str(tmp_path / "again"))
+    assert equal(adapter_of(whole), adapter_of(resumed))
+
+
+# Quality: what the ring's rounding costs, on a model that has learned something
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(2)
+    path = make_base_model(
+        tmp_path_factory.mktemp("trained") / "base",
+        seconds=600,  # so that the steps alone decide, however busy the machine is
+        recipe=Pretraining(steps=100, window=64, sentences=4_000, vocab=512),
+    )
+    torch.set_num_threads(1)
+    return path
+
+
+def test_quality_against_the_unquantised_model(trained: Path, open_model: Open) -> None:
+    """At least 99 % of the most likely next tokens agree, and perplexity differs by less than 1 %."""
+    tokenizer = AutoTokenizer.from_pretrained(trained)
+    stream = tokenizer(public_text(seed=1, sentences=600), return_tensors="pt")["input_ids"][0]
+    ids = stream[: len(stream) // 64 * 64].view(-1, 64)
+    assert ids.numel() > 4_000
+    full: Any = AutoModelForCausalLM.from_pretrained(trained)
+    split = open_model(trained, RemoteConfig(masking="simulate"), adapter=False)
+    with torch.no_grad():
+        logits = [torch.cat([m.eval()(input_ids=part).logits for part in ids.split(16)]) for m in (full, split)]
+    losses = [float(cross_entropy(z[:, :-1].flatten(0, 1), ids[:, 1:].flatten())) for z in logits]
+    assert losses[0] < 0.7 * math.log(512)  # it has learned something
+    agreement = (logits[0].argmax(-1) == logits[1].argmax(-1)).double().mean()
+    assert float(agreement) >= 0.99
+    assert abs(math.exp(losses[1] - losses[0]) - 1) < 0.01

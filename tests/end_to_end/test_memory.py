@@ -1,0 +1,115 @@
+"""The tenant never holds an offloaded weight: not loaded, not while it trains, not for a moment."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from symbiosis_priv.local import LocalFederation
+from symbiosis_priv.weights import WeightStore
+from tenant import RemoteConfig, backend_of
+from tenant.remote_linear import RemoteLinear
+
+if TYPE_CHECKING:
+    from tests.end_to_end.conftest import Open
+
+IDS = torch.arange(3, 3 + 2 * 11).view(2, 11)
+
+
+def offloaded_sizes(path: Path) -> tuple[set[int], int]:
+    """Elements of every offloaded weight, alone and stacked with its siblings; and of the head, apart.
+
+    No tensor of the tenant's own has as many, but for the embedding, which is as large as the head.
+    """
+    *blocks, head = WeightStore(path).manifest().groups
+    return {entry.inputs * n for entry in blocks for n in (*entry.outputs, entry.width)}, head.inputs * head.width
+
+
+def alive(*sizes: int) -> list[Tensor]:
+    """All tensors in this process with so many elements."""
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # looking at some objects' classes warns
+        tensors = [o for o in gc.get_objects() if isinstance(o, Tensor)]
+    return [t for t in tensors if not t.is_meta and t.numel() in sizes]
+
+
+def new(before: list[Tensor], *sizes: int) -> list[tuple[int, ...]]:
+    """Shapes of those that came since `before`, which earlier tests of this process may have left."""
+    known = {id(t) for t in before}
+    return [tuple(t.shape) for t in alive(*sizes) if id(t) not in known]
+
+
+class Watch(TorchDispatchMode):
+    """Every tensor that any operation makes."""
+
+    def __init__(self, sizes: set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sizes = sizes
+        self.suspects: list[str] = []
+        self.made = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and not leaf.is_meta:
+                self.made += 1
+                if leaf.numel() in self.sizes:
+                    self.suspects.append(f"{func} {tuple(leaf.size())}")
+        return out
+
+
+def test_the_checks_would_find_one(llama: Path) -> None:
+    sizes, _ = offloaded_sizes(llama)
+    before = alive(*sizes)
+    kept = WeightStore(llama).group(0).weight
+    assert tuple(kept.shape) in new(before, *sizes)
+    with Watch(sizes) as watch:
+        kept.to(torch.float32)
+    assert len(watch.suspects) == 1
+
+
+def test_no_offloaded_weight_is_ever_there(
+    llama: Path, llama_federation: LocalFederation, config_for: Callable[..., RemoteConfig], open_model: Open
+) -> None:
+    sizes, head = offloaded_sizes(llama)
+    before = alive(*sizes, head)
+    config = config_for(llama_federation, "pad-1", pool_memory_mib=0)  # what is left of a pad may have any size
+    backend_of(open_model(llama, config, adapter=False)).close()  # prepares facts and keys, once, layer by layer
+    assert new(before, *sizes) == []
+    with Watch(sizes) as watch:
+        model = open_model(llama, config)
+    assert new(before, *sizes) == []
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    with watch:
+        for _ in range(2):
+            model(input_ids=IDS, labels=IDS).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.generate(input_ids=IDS, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert new(before, *sizes) == []
+    assert new(before, head) == [tuple(model.get_input_embeddings().weight.shape)]
+    assert watch.made > 1000
+    assert watch.suspects == []
+    remote = [m for m in model.modules() if isinstance(m, RemoteLinear)]
+    assert len(remote) == 2 * 7 + 1
+    held = [t for m in remote for t in (*m.parameters(), *m.buffers(), *vars(m).values()) if isinstance(t, Tensor)]
+    assert sum(t.untyped_storage().nbytes() for t in held) == 0
+
+
+def test_the_tenants_tensors_are_those_of_its_share(
+    llama: Path, llama_federation: LocalFederation, config_for: Callable[..., RemoteConfig], open_model: Open
+) -> None:
+    """Embeddings and norms: nothing else has bytes."""
+    model = open_model(llama, config_for(llama_federation, "pad-1"), adapter=False)
+    names = {n for n, p in model.named_parameters() if p.numel()}
+    assert names
+    assert all("embed_tokens" in n or "norm" in n for n in names)

@@ -1,0 +1,108 @@
+"""The examples are run as they are printed: real provider processes, only paths, ports and the digest filled in."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from symbiosis_priv.certificates import Kind, create_authority, issue
+from symbiosis_priv.federation import load_federation
+from symbiosis_priv.weights import WeightStore
+from tenant.demo.base_model import Pretraining, make_base_model
+from tenant.demo.text import private_text
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TINY = Pretraining(steps=4, batch=2, window=16, sentences=300, vocab=320)
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def start_provider(folder: Path, config: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "symbiosis_priv.cli", "provider", "serve"]
+    arguments = ["--config", str(folder / config), "--ready-file", str(folder / f"{config}.ready")]
+    return subprocess.Popen([*command, *arguments], env=ENVIRONMENT, cwd=folder)
+
+
+def bound_port(folder: Path, config: str, process: subprocess.Popen[bytes]) -> str:
+    ready = folder / f"{config}.ready"
+    deadline = time.monotonic() + 60
+    while not ready.exists():
+        assert process.poll() is None, "the provider ended"
+        assert time.monotonic() < deadline, "the provider did not get ready"
+        time.sleep(0.05)
+    return ready.read_text().rpartition(":")[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The examples beside a model and keys, with their providers running."""
+    folder = tmp_path_factory.mktemp("examples")
+    make_base_model(folder / "model", recipe=TINY)
+    authority = create_authority(folder / "keys")
+    for name in ("alpha", "beta"):
+        issue(folder / "keys", authority=authority, kind=Kind.PROVIDER, name=name)
+    issue(folder / "keys", authority=authority, kind=Kind.TENANT, name="alice")
+    federation = (EXAMPLES / "federation.toml").read_text()
+    federation = re.sub("sha256:0+", WeightStore(folder / "model").manifest().digest, federation)
+    processes = {}
+    try:
+        for config in ("provider.toml", "helper.toml"):
+            text = (EXAMPLES / config).read_text()
+            port = re.findall(r'listen = "127.0.0.1:(\d+)"', text)[0]
+            (folder / config).write_text(text.replace(f"127.0.0.1:{port}", "127.0.0.1:0"))
+            processes[config, port] = start_provider(folder, config)
+        for (config, port), process in processes.items():
+            federation = federation.replace(f"localhost:{port}", f"localhost:{bound_port(folder, config, process)}")
+        (folder / "federation.toml").write_text(federation)
+        (folder / "notes.txt").write_text("\n".join(r.replace("\n", " ") for r in private_text(seed=0, records=20)))
+        yield folder
+    finally:
+        for process in processes.values():
+            process.terminate()
+        for process in processes.values():
+            process.wait(30)
+
+
+def run(folder: Path, script: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / script), "--model", "model", *arguments],
+        cwd=folder,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_examples_fine_tune_and_generate(folder: Path) -> None:
+    run(folder, "finetune.py", "--text", "notes.txt", "--steps", "2")
+    adapter = folder / "my-adapter"
+    base = AutoModelForCausalLM.from_pretrained(folder / "model")  # plain PEFT on the plain checkpoint
+    plain = PeftModel.from_pretrained(base, str(adapter))
+    trained = [p for name, p in plain.named_parameters() if "lora_B" in name]
+    assert trained
+    assert all(bool(torch.any(p != 0)) for p in trained)
+
+    printed = run(folder, "generate.py", "--prompt", "The weather", "--max-new-tokens", "4")
+    assert "The weather" in printed
+
+
+@pytest.mark.parametrize("script", ["finetune.py", "generate.py"])
+def test_scripts_have_at_most_forty_lines(script: str) -> None:
+    assert len((EXAMPLES / script).read_text().splitlines()) <= 40
+
+
+def test_federation_example_names_what_the_provider_examples_serve(folder: Path) -> None:
+    federation = load_federation(folder / "federation.toml")
+    assert [(peer.name, peer.role) for peer in federation.peers] == [("alpha", "executor"), ("beta", "helper")]

@@ -1,0 +1,295 @@
+"""A tiny Llama and a tiny GPT-2, certificates, providers to start, and a client that can also misbehave."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import secrets
+import socket
+import ssl
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from torch import Tensor
+
+from provider.config import ExecutorConfig, Limits, ModelConfig, ProviderConfig, TlsConfig, to_json
+from provider.server import Provider
+from symbiosis_priv import certificates, wire
+from symbiosis_priv.certificates import Identity, Kind
+from symbiosis_priv.federation import parse_address
+from symbiosis_priv.ring import Direction
+from symbiosis_priv.tls import client_context
+from symbiosis_priv.weights import WeightStore
+
+TIMEOUT_S = 20.0
+
+
+class Client:
+    """A connection of one tenant, as raw as needed. Fails the test rather than wait for ever."""
+
+    def __init__(self, address: str, context: ssl.SSLContext) -> None:
+        host, port = parse_address(address)
+        raw = socket.create_connection((host, port), timeout=TIMEOUT_S)
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket = context.wrap_socket(raw, server_hostname=host)
+
+    def send(self, message: wire.Message, payload: bytes | memoryview = b"", *, announced: int | None = None) -> None:
+        size = len(payload) if announced is None else announced
+        self.socket.sendall(wire.encode(message, payload_bytes=size) + bytes(payload))
+
+    def receive(self) -> tuple[wire.Reply, bytearray]:
+        header, size = wire.decode_prefix(bytes(self._exactly(wire.PREFIX.size)), max_payload=wire.MAX_PAYLOAD)
+        return wire.decode_reply(bytes(self._exactly(header))), self._exactly(size)
+
+    def ask(self, message: wire.Message, payload: bytes | memoryview = b"") -> wire.Reply:
+        self.send(message, payload)
+        return self.receive()[0]
+
+    def hello(self, digest: str, role: wire.Role = "executor") -> wire.Reply:
+        return self.ask(wire.Hello(version=wire.VERSION, role=role, model_digest=digest))
+
+    def product(self, request: wire.Execute | wire.Effect, rows: Tensor | None = None) -> Tensor:
+        """Ask for a product, and check that the answer is bound to the question."""
+        self.send(request, b"" if rows is None else wire.as_bytes(rows))
+        reply, payload = self.receive()
+        assert isinstance(reply, wire.Result), reply
+        bound = ("nonce", "group", "direction", "path", "rows")
+        assert all(getattr(reply, name) == getattr(request, name) for name in bound)
+        return wire.as_matrix(payload, rows=request.rows, path=request.path)
+
+    def at_end(self) -> bool:
+        """Wait for the provider to close the connection; False if it sent something first."""
+        try:
+            return self.socket.recv(1) == b""
+        except (ConnectionError, ssl.SSLError):
+            return True
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def _exactly(self, size: int) -> bytearray:
+        data = bytearray(size)
+        view = memoryview(data)
+        while view:
+            count = self.socket.recv_into(view)
+            if not count:
+                raise ConnectionResetError("closed by the provider")
+            view = view[count:]
+        return data
+
+
+def execute(group: int, rows: int, *, direction: Direction = "forward", path: wire.Path = "ring") -> wire.Execute:
+    return wire.Execute(
+        nonce=secrets.token_bytes(wire.NONCE_BYTES), group=group, direction=direction, path=path, rows=rows
+    )
+
+
+def effect(group: int, rows: int, *, seed: bytes, first_row: int = 0, direction: Direction = "forward") -> wire.Effect:
+    return wire.Effect(
+        nonce=secrets.token_bytes(wire.NONCE_BYTES),
+        group=group,
+        direction=direction,
+        path="ring",
+        rows=rows,
+        seed=seed,
+        first_row=first_row,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Keys:
+    """One authority, a provider and three tenants; `stranger` comes from another authority."""
+
+    authority: Identity
+    provider: Identity
+    tenants: dict[str, Identity]
+    stranger: Identity
+
+    @functools.cache  # noqa: B019 - one instance per session
+    def context(self, tenant: str = "alice") -> ssl.SSLContext:
+        identity = self.stranger if tenant == "stranger" else self.tenants[tenant]
+        return client_context(
+            certificate=identity.certificate, key=identity.key, provider_certificate=self.provider.certificate
+        )
+
+
+@pytest.fixture(scope="session")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
+    folder = tmp_path_factory.mktemp("keys")
+    authority = certificates.create_authority(folder)
+    other = certificates.create_authority(folder, name="other")
+
+    def tenant(name: str, signer: Identity = authority) -> Identity:
+        return certificates.issue(folder, authority=signer, kind=Kind.TENANT, name=name)
+
+    return Keys(
+        authority=authority,
+        provider=certificates.create_self_signed(folder, kind=Kind.PROVIDER, name="alpha"),
+        tenants={name: tenant(name) for name in ("alice", "bob", "carol")},
+        stranger=tenant("stranger", other),
+    )
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def llama(save_llama: Callable[..., Path]) -> Path:
+    return save_llama()
+
+
+@pytest.fixture(scope="session")
+def gpt2(save_gpt2: Callable[..., Path]) -> Path:
+    return save_gpt2(vocab_size=61, n_positions=32, n_embd=48, n_layer=1)
+
+
+@pytest.fixture(scope="session")
+def store(llama: Path, cache: Path) -> WeightStore:
+    return WeightStore(llama, cache=cache)
+
+
+@pytest.fixture(scope="session")
+def gpt2_store(gpt2: Path, cache: Path) -> WeightStore:
+    return WeightStore(gpt2, cache=cache)
+
+
+Configure = Callable[..., ProviderConfig]
+
+
+@pytest.fixture(scope="session")
+def configure(keys: Keys, cache: Path, llama: Path) -> Configure:
+    """A configuration for tests: `configure(roles=..., endpoint=..., checkpoint=..., max_rows=..., ...)`."""
+
+    def configure(
+        *,
+        checkpoint: Path = llama,
+        roles: tuple[wire.Role, ...] = ("executor", "helper"),
+        executor: ExecutorConfig | None = None,
+        **limits: Any,
+    ) -> ProviderConfig:
+        return ProviderConfig(
+            name="alpha",
+            listen="127.0.0.1:0",
+            roles=roles,
+            log_level="debug",
+            model=ModelConfig(checkpoint=str(checkpoint), cache=cache),
+            tls=TlsConfig(
+                certificate=keys.provider.certificate,
+                key=keys.provider.key,
+                tenant_authority=keys.authority.certificate,
+            ),
+            limits=msgspec.structs.replace(
+                Limits(max_payload_mib=8, max_inflight_mib=64, max_inflight_mib_per_tenant=32), **limits
+            ),
+            executor=executor or ExecutorConfig(threads=1),
+        )
+
+    return configure
+
+
+@pytest.fixture(scope="session")
+def provider(configure: Configure) -> Iterator[Provider]:
+    """One provider for every test that needs nothing special of it."""
+    with Provider(configure()) as provider:
+        yield provider
+
+
+Connect = Callable[..., Client]
+
+
+@pytest.fixture
+def connect(provider: Provider, keys: Keys) -> Iterator[Connect]:
+    """`connect()`: an authenticated connection, greeted in a role unless `role=None`; `to=` another provider."""
+    with contextlib.ExitStack() as clients:
+
+        def connect(
+            tenant: str | None = None, *, role: wire.Role | None = "executor", to: Provider | Service = provider
+        ) -> Client:
+            # Not the same tenant for both roles: one connection may not be gone yet when the next one comes.
+            client = Client(to.address, keys.context(tenant or ("carol" if role == "helper" else "alice")))
+            clients.callback(client.close)
+            if role is not None:
+                reply = client.hello(to.model_digest, role)
+                assert isinstance(reply, wire.Welcome), reply
+            return client
+
+        yield connect
+
+
+class Service:
+    """A provider as an operator runs it: `provider serve` in a process of its own."""
+
+    def __init__(self, config: ProviderConfig, folder: Path) -> None:
+        path = folder / "provider.toml"
+        path.write_text(_toml(config), encoding="utf-8")
+        self.ready_file = folder / "address"
+        self.log_file = folder / "log"
+        program = "from provider.cli import app; app()"
+        command = [sys.executable, "-W", "error", "-c", program, "serve", "-c", str(path)]
+        with self.log_file.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*command, "--ready-file", str(self.ready_file)], stdout=subprocess.PIPE, stderr=log
+            )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, self.log_file.read_text()
+        self.ready: dict[str, str] = json.loads(line)
+        self.address = self.ready["address"]
+        self.model_digest = self.ready["model_digest"]
+
+    def logged(self) -> list[dict[str, Any]]:
+        """Every line of the log."""
+        return [json.loads(line) for line in self.log_file.read_text().splitlines()]
+
+    def stop(self) -> int:
+        """SIGTERM; returns the exit status."""
+        self.process.terminate()
+        status = self.process.wait(20)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return status
+
+
+def _toml(config: ProviderConfig) -> str:
+    """Every value as JSON, which for these is TOML."""
+    lines, tables = [], []
+    for key, value in json.loads(to_json(config)).items():
+        if isinstance(value, dict):
+            tables += [f"[{key}]", *(f"{k} = {json.dumps(v)}" for k, v in value.items() if v is not None)]
+        else:
+            lines.append(f"{key} = {json.dumps(value)}")
+    return "\n".join(lines + tables)
+
+
+Launch = Callable[[ProviderConfig], Service]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    """Start `provider serve` in a process of its own; stopped after the test if it still runs."""
+    with contextlib.ExitStack() as services:
+
+        def launch(config: ProviderConfig) -> Service:
+            service = Service(config, tmp_path)
+            services.callback(service.stop)
+            return service
+
+        yield launch
+
+
+Requests = tuple[Callable[..., wire.Execute], Callable[..., wire.Effect]]
+
+
+@pytest.fixture(scope="session")
+def requests() -> Requests:
+    """Builders of `Execute` and `Effect` headers with fresh nonces."""
+    return execute, effect

@@ -1,0 +1,206 @@
+"""Every product that a provider serves, against an oracle."""
+
+from __future__ import annotations
+
+import secrets
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+import zmq
+from torch import Tensor
+
+from provider.config import INPROC
+from provider.executor import Context, Executor
+from provider.model import ServedModel, widths
+from provider.server import Provider
+from symbiosis_priv import wire
+from symbiosis_priv.keystream import expand, mask_key
+from symbiosis_priv.ring import DIRECTIONS, Direction
+from symbiosis_priv.weights import WeightStore
+
+if TYPE_CHECKING:
+    from tests.provider.conftest import Client, Configure, Connect, Requests
+
+ROWS = (0, 1, 7, 33)
+PATHS: tuple[wire.Path, ...] = ("float", "float_bias_free")
+
+
+def ring_rows(rows: int, width: int, *, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(-(1 << 31), 1 << 31, (rows, width), generator=generator, dtype=torch.int64)
+    return x.to(torch.int32)
+
+
+def oracle(store: WeightStore, group: int, direction: Direction, rows: Tensor) -> Tensor:
+    """The int64 product wraps mod 2^64, so its low 32 bits are the ring's."""
+    weight = store.group(group).weight.to(torch.int64)
+    return (rows.to(torch.int64) @ (weight.t() if direction == "forward" else weight)).to(torch.int32)
+
+
+def check_ring(client: Client, store: WeightStore, requests: Requests) -> None:
+    execute, _ = requests
+    for group, entry in enumerate(store.manifest().groups):
+        for direction in DIRECTIONS:
+            for rows in ROWS:
+                x = ring_rows(rows, widths(entry, direction)[0], seed=rows)
+                got = client.product(execute(group, rows, direction=direction), x)
+                assert torch.equal(
+                    got.reshape(rows, -1 if rows else 0), oracle(store, group, direction, x)[:, : got.shape[1]]
+                )
+
+
+def check_float(client: Client, store: WeightStore, requests: Requests) -> None:
+    """A float32 inner product of n terms, in any order, is off by at most gamma_n |x|.|w| (Higham, section 3.1)."""
+    execute, _ = requests
+    for group, entry in enumerate(store.manifest().groups):
+        layers = store.layers(group)
+        w = torch.cat([layer.weight for layer in layers]).double()
+        bias = torch.cat([torch.zeros(len(m.weight)) if m.bias is None else m.bias for m in layers]).double()
+        for direction in DIRECTIONS:
+            matrix = w.t() if direction == "forward" else w
+            for path in PATHS:
+                add = bias if (direction, path) == ("forward", "float") else torch.zeros(matrix.shape[1])
+                for rows in ROWS:
+                    generator = torch.Generator().manual_seed(rows)
+                    x = torch.randn(rows, matrix.shape[0], generator=generator)
+                    got = client.product(execute(group, rows, direction=direction, path=path), x)
+                    n = matrix.shape[0] + 2  # the products, the bias, and the oracle's own rounding
+                    gamma = n * 2.0**-24 / (1 - n * 2.0**-24)
+                    bound = gamma * (x.double().abs() @ matrix.abs() + add.abs())
+                    error = (
+                        got.double().reshape(rows, -1 if rows else matrix.shape[1]) - (x.double() @ matrix + add)
+                    ).abs()
+                    assert bool((error <= bound).all()), (entry.name, direction, path, rows)
+
+
+def test_ring_products_are_exact(connect: Connect, store: WeightStore, requests: Requests) -> None:
+    check_ring(connect(), store, requests)
+
+
+def test_float_products_are_within_the_rounding_bound(connect: Connect, store: WeightStore, requests: Requests) -> None:
+    check_float(connect(), store, requests)
+
+
+def test_transposed_weights_and_biases(
+    configure: Configure, connect: Connect, gpt2_store: WeightStore, requests: Requests
+) -> None:
+    assert any(layer.bias is not None for layer in gpt2_store.layers(0))
+    with Provider(configure(checkpoint=gpt2_store.path)) as provider:
+        client = connect(to=provider)
+        check_ring(client, gpt2_store, requests)
+        check_float(client, gpt2_store, requests)
+
+
+def test_effects_are_products_of_the_keystream(connect: Connect, store: WeightStore, requests: Requests) -> None:
+    _, effect = requests
+    client = connect(role="helper")
+    seed = secrets.token_bytes(32)
+    for group, entry in enumerate(store.manifest().groups):
+        for direction in DIRECTIONS:
+            width, _ = widths(entry, direction)
+            key = mask_key(seed, group=entry.name, direction=direction)
+            for rows, first_row in ((0, 0), (1, 0), (5, 3), (16, 1 << 40)):
+                masks = expand(key, first_row=first_row, rows=rows, width=width)
+                request = effect(group, rows, seed=seed, first_row=first_row, direction=direction)
+                got = client.product(request)
+                assert torch.equal(got.flatten(), oracle(store, group, direction, masks).flatten())
+
+
+def test_tenants_at_once_get_what_they_get_alone(connect: Connect, store: WeightStore, requests: Requests) -> None:
+    execute, effect = requests
+    seed = secrets.token_bytes(32)
+    entry = store.manifest().groups[0]
+    masks = expand(mask_key(seed, group=entry.name, direction="forward"), first_row=0, rows=9, width=entry.inputs)
+
+    def executor(number: int) -> None:
+        client = connect(("alice", "bob")[number % 2])
+        x = ring_rows(number + 1, entry.inputs, seed=number)
+        for _ in range(25):
+            assert torch.equal(client.product(execute(0, len(x)), x), oracle(store, 0, "forward", x))
+
+    def helper(number: int) -> None:
+        client = connect(role="helper")
+        for _ in range(25):
+            assert torch.equal(client.product(effect(0, 9, seed=seed)), oracle(store, 0, "forward", masks))
+
+    with ThreadPoolExecutor(6) as pool:
+        runs = [pool.submit(helper if number > 3 else executor, number) for number in range(6)]
+        for run in runs:
+            run.result()
+
+
+class CountingModel(ServedModel):
+    """Notes the rows of each product."""
+
+    def __init__(self, store: WeightStore) -> None:
+        super().__init__(store)
+        self.calls: list[tuple[int, int]] = []
+
+    def product(self, rows: Tensor, *, group: int, direction: Direction, path: wire.Path) -> Tensor:
+        self.calls.append((group, len(rows)))
+        return super().product(rows, group=group, direction=direction, path=path)
+
+
+@pytest.mark.parametrize(("max_batch_rows", "batches"), [(100, [12]), (5, [3, 5, 4]), (1, [1, 2, 5, 4])])
+def test_waiting_requests_share_a_product(
+    store: WeightStore, requests: Requests, max_batch_rows: int, batches: list[int]
+) -> None:
+    """Requests that wait for one group are one product, in order, effects among them; another group is another."""
+    execute, effect = requests
+    context: Context = zmq.Context()
+    model = CountingModel(store)
+    executor = Executor(model, context=context, endpoint=INPROC, max_batch_rows=max_batch_rows)
+    width = store.manifest().groups[0].inputs
+    other = store.manifest().groups[1].inputs
+    seed = secrets.token_bytes(32)
+    key = mask_key(seed, group=store.manifest().groups[0].name, direction="forward")
+    asked = [
+        (execute(0, 1), ring_rows(1, width)),
+        (execute(1, 2), ring_rows(2, other)),
+        (execute(0, 2), ring_rows(2, width, seed=1)),
+        (effect(0, 5, seed=seed), expand(key, first_row=0, rows=5, width=width)),
+        (execute(0, 4), ring_rows(4, width, seed=2)),
+    ]
+    sockets = []
+    for request, rows in asked:
+        socket = context.socket(zmq.DEALER)
+        socket.linger = 0
+        socket.rcvtimeo = 20_000
+        socket.connect(INPROC)
+        payload = wire.as_bytes(rows) if isinstance(request, wire.Execute) else b""
+        socket.send_multipart([wire.encode(request)[wire.PREFIX.size :], payload])
+        sockets.append(socket)
+    executor.stop()
+    executor.run()
+    assert [rows for group, rows in model.calls if group == 0] == batches
+    assert [rows for group, rows in model.calls if group == 1] == [2]
+    for socket, (request, rows) in zip(sockets, asked, strict=True):
+        head, payload = socket.recv_multipart()
+        reply = wire.decode_reply(head[wire.PREFIX.size :])
+        assert isinstance(reply, wire.Result)
+        assert reply.nonce == request.nonce
+        got = wire.as_matrix(bytearray(payload), rows=len(rows), path="ring")
+        assert torch.equal(got, oracle(store, request.group, "forward", rows))
+        socket.close()
+    context.term()
+
+
+def test_a_failing_product_is_answered_and_forgotten(
+    connect: Connect, store: WeightStore, requests: Requests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute, _ = requests
+    client = connect()
+    x = ring_rows(1, store.manifest().groups[0].inputs)
+
+    def fail(*_: object, **__: object) -> Tensor:
+        raise RuntimeError("secret content")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ServedModel, "product", fail)
+        reply = client.ask(execute(0, 1), wire.as_bytes(x))
+    assert isinstance(reply, wire.Failure)
+    assert reply.code == wire.ErrorCode.INTERNAL
+    assert "secret" not in reply.detail
+    assert torch.equal(client.product(execute(0, 1), x), oracle(store, 0, "forward", x))

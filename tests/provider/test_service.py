@@ -1,0 +1,180 @@
+"""The program as an operator runs it: ready, healthy, quiet about content, and gone when told to."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+import torch
+import zmq
+from typer.testing import CliRunner
+
+from provider.cli import app
+from provider.config import ExecutorConfig
+from provider.server import Provider
+from provider.supervisor import ProcessExecutor
+from symbiosis_priv import wire
+from symbiosis_priv.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from tests.provider.conftest import Client, Configure, Connect, Keys, Launch, Requests
+
+WIDTH = 64
+LOG_FIELDS = {
+    *("time", "level", "logger", "event", "provider", "address", "groups", "tenant", "reason", "group", "direction"),
+    *("rows", "ms", "clean"),
+}
+
+
+@pytest.fixture
+def socket_folder() -> Iterator[Path]:
+    """A short path: pytest's own may be too long for a socket."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder) / "private"
+
+
+def test_serve_until_told_to_stop(
+    configure: Configure, launch: Launch, connect: Connect, requests: Requests, keys: Keys
+) -> None:
+    """The ready file, health by command line, logs without content, and a clean end on SIGTERM."""
+    execute, effect = requests
+    service = launch(configure())
+    assert service.ready_file.read_text() == service.address
+    client, helper = connect(to=service), connect(role="helper", to=service)
+    marked = torch.full((3, WIDTH), 0x53454352, dtype=torch.int32)  # "SECR"
+    request, seed = execute(0, 3), secrets.token_bytes(32)
+    client.product(request, marked)
+    helper.product(effect(0, 4, seed=seed))
+    assert isinstance(client.ask(execute(0, 3), b"TOPSECRET"), wire.Failure)
+    client.socket.sendall(b"TOPSECRETTOPSECRET")
+    assert isinstance(client.receive()[0], wire.Failure)
+    client.at_end()
+
+    alice = keys.tenants["alice"]
+    identity = ["--tenant-certificate", str(alice.certificate), "--tenant-key", str(alice.key)]
+    pin = ["--certificate", str(keys.provider.certificate)]
+    result = CliRunner().invoke(app, ["health", service.address, *pin, *identity])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["requests"] == 2
+
+    assert service.stop() == 0
+    lines = service.logged()
+    events = [line["event"] for line in lines]
+    assert events[0] == "started"
+    assert events[-1] == "stopped"
+    assert lines[-1]["clean"] is True
+    done = [line for line in lines if line["event"] == "request"]
+    assert [(line["tenant"], line["group"], line["rows"]) for line in done] == [("alice", 0, 3), ("carol", 0, 4)]
+    assert "broken_frame" in [line.get("reason") for line in lines]
+    assert {key for line in lines for key in line} <= LOG_FIELDS
+    text = service.log_file.read_text().lower()
+    for secret in (b"SECR", request.nonce, seed):
+        assert secret.hex() not in text
+        assert secret.decode("latin-1").lower() not in text
+    assert str(0x53454352) not in text
+
+
+def test_executor_in_its_own_process_comes_back(
+    configure: Configure,
+    connect: Connect,
+    requests: Requests,
+    socket_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SIGKILL in the middle of a request: BUSY, which is worth the same bytes again, and then the same answer."""
+    execute, _ = requests
+    endpoint = f"ipc://{socket_folder}/executor.sock"
+    with Provider(configure(executor=ExecutorConfig(endpoint=endpoint, threads=1))) as provider:
+        assert stat.S_IMODE(socket_folder.stat().st_mode) == 0o700
+        assert isinstance(provider.executor, ProcessExecutor)
+        client = connect(to=provider)
+        x = torch.arange(4 * WIDTH, dtype=torch.int32).reshape(4, WIDTH)
+        before = client.product(execute(0, 4), x)
+        first = provider.executor.pid
+        os.kill(first, signal.SIGSTOP)  # the request will be in flight for as long as it takes
+        with in_flight(monkeypatch) as forwarded:
+            client.send(execute(0, 4), wire.as_bytes(x))
+            assert forwarded.wait(20)
+        os.kill(first, signal.SIGKILL)
+        reply, _ = client.receive()
+        assert isinstance(reply, wire.Failure)
+        assert reply.code in wire.RETRYABLE
+        after = until_served(client, execute(0, 4), wire.as_bytes(x))
+        assert torch.equal(before, wire.as_matrix(after, rows=4, path="ring"))
+        assert provider.executor.pid != first
+        child = provider.executor.pid
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+
+
+@contextmanager
+def in_flight(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """An event that is set once the gateway waits for its executor's answer."""
+    forwarded, receive = threading.Event(), zmq.Socket.recv_multipart
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        forwarded.set()
+        return receive(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(zmq.Socket, "recv_multipart", noted)
+        yield forwarded
+
+
+def until_served(client: Client, request: wire.Message, payload: memoryview) -> bytearray:
+    deadline = time.monotonic() + 60
+    while True:
+        client.send(request, payload)
+        reply, product = client.receive()
+        if isinstance(reply, wire.Result):
+            return product
+        assert isinstance(reply, wire.Failure)
+        assert reply.code in wire.RETRYABLE
+        assert time.monotonic() < deadline
+
+
+def test_a_socket_that_others_could_reach_is_refused(configure: Configure, socket_folder: Path) -> None:
+    socket_folder.mkdir(mode=0o755)
+    socket_folder.chmod(0o755)
+    executor = ExecutorConfig(endpoint=f"ipc://{socket_folder}/executor.sock")
+    with pytest.raises(ConfigError, match="endpoint"):
+        Provider(configure(executor=executor)).start()
+
+
+def test_a_provider_that_cannot_start_says_why(configure: Configure, provider: Provider, tmp_path: Path) -> None:
+    taken = msgspec.structs.replace(configure(), listen=provider.address)
+    with pytest.raises(ConfigError, match="listen"):
+        Provider(taken).start()
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        Provider(configure(checkpoint=tmp_path)).start()
+
+
+def test_commands(keys: Keys, configure: Configure, provider: Provider, tmp_path: Path) -> None:
+    run = CliRunner()
+    path = tmp_path / "provider.toml"
+    assert run.invoke(app, ["init", str(path)]).exit_code == 0
+    assert isinstance(run.invoke(app, ["init", str(path)]).exception, ConfigError)
+    text = path.read_text(encoding="utf-8")
+    text = text.replace('"model"', json.dumps(configure().model.checkpoint))
+    text = text.replace('# cache = "cache"', f"cache = {json.dumps(str(configure().model.cache))}")
+    text = text.replace('"keys/alpha.pem"', json.dumps(str(keys.provider.certificate)))
+    path.write_text(text.replace("127.0.0.1:7401", provider.address), encoding="utf-8")
+    result = run.invoke(app, ["manifest", "-c", str(path)])
+    assert result.stdout.strip() == provider.model_digest, result.output
+    bob = keys.tenants["bob"]
+    identity = ["--tenant-certificate", str(bob.certificate), "--tenant-key", str(bob.key)]
+    result = run.invoke(app, ["health", "-c", str(path), *identity])
+    assert json.loads(result.stdout)["name"] == "alpha", result.output
+    assert isinstance(run.invoke(app, ["health", *identity]).exception, ConfigError)

@@ -1,0 +1,65 @@
+"""Fixtures for the shared package: tiny checkpoints and a choice of torch's thread count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+
+@pytest.fixture(scope="session")
+def llama() -> PreTrainedModel:
+    """A Llama with grouped queries and an LM head of its own."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        vocab_size=64,
+        tie_word_embeddings=False,
+    )
+    model: PreTrainedModel = LlamaForCausalLM(config)
+    model.eval()
+    return model
+
+
+@pytest.fixture(scope="session")
+def gpt2() -> PreTrainedModel:
+    """A GPT-2: Conv1D, biases that are not zero, a tied LM head."""
+    torch.manual_seed(1)
+    model: PreTrainedModel = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64))
+    model.eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):
+                parameter.normal_()
+    return model
+
+
+@pytest.fixture(scope="session")
+def llama_path(llama: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Llama as one safetensors file. Read only."""
+    path = tmp_path_factory.mktemp("llama")
+    llama.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def gpt2_path(gpt2: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The GPT-2 as one safetensors file. Read only."""
+    path = tmp_path_factory.mktemp("gpt2")
+    gpt2.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def set_threads() -> Iterator[Callable[[int], None]]:
+    """`torch.set_num_threads`, undone after the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)

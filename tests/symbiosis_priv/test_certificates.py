@@ -1,0 +1,376 @@
+"""Certificates: what is written, what is refused, and what rotation keeps."""
+
+from __future__ import annotations
+
+import re
+import stat
+import tempfile
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.x509.oid import ExtendedKeyUsageOID
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from symbiosis_priv import certificates
+from symbiosis_priv.certificates import Identity, Kind
+from symbiosis_priv.errors import CertificateError, ConfigError, SymbiosisError
+from symbiosis_priv.keys_cli import app
+
+GOOD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Identity:
+    return certificates.create_authority(tmp_path)
+
+
+def leaf(path: Path) -> x509.Certificate:
+    return certificates.load_certificates(path)[0]
+
+
+def usages(certificate: x509.Certificate) -> list[x509.ObjectIdentifier]:
+    return list(certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value)
+
+
+def test_authority_signs_only_leaves(authority: Identity) -> None:
+    certificate = leaf(authority.certificate)
+    constraints = certificate.extensions.get_extension_for_class(x509.BasicConstraints)
+    assert constraints.critical
+    assert constraints.value == x509.BasicConstraints(ca=True, path_length=0)
+    assert certificates.is_authority(certificate)
+    assert certificates.kind_of(certificate) is None
+
+
+def test_provider_names_its_hosts(tmp_path: Path, authority: Identity) -> None:
+    hosts = ["gpu.example.org", "10.0.0.7", "::1"]
+    provider = certificates.issue(tmp_path, authority=authority, kind=Kind.PROVIDER, name="gpu", hosts=hosts)
+    certificate = leaf(provider.certificate)
+    certificate.verify_directly_issued_by(leaf(authority.certificate))
+    assert usages(certificate) == [ExtendedKeyUsageOID.SERVER_AUTH]
+    assert certificates.describe(provider.certificate).hosts == ("gpu.example.org", "10.0.0.7", "::1")
+    assert certificates.kind_of(certificate) is Kind.PROVIDER
+    assert certificates.tenant_name(certificate) is None
+
+
+def test_tenant_is_named_by_a_uri(tmp_path: Path, authority: Identity) -> None:
+    tenant = certificates.issue(tmp_path, authority=authority, kind=Kind.TENANT, name="alice")
+    certificate = leaf(tenant.certificate)
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert list(names) == [x509.UniformResourceIdentifier("urn:symbiosis-priv:tenant:alice")]
+    assert usages(certificate) == [ExtendedKeyUsageOID.CLIENT_AUTH]
+    assert certificate.subject.rfc4514_string().startswith("CN=alice,")
+    assert certificates.tenant_name(certificate) == "alice"
+
+
+def test_keys_are_p256_and_private_to_their_owner(tmp_path: Path, authority: Identity) -> None:
+    for identity in (authority, certificates.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")):
+        assert stat.S_IMODE(identity.key.stat().st_mode) == 0o600
+        key = identity.private_key()
+        assert isinstance(key, ec.EllipticCurvePrivateKey)
+        assert isinstance(key.curve, ec.SECP256R1)
+
+
+def test_certificate_does_not_outlive_its_authority(tmp_path: Path) -> None:
+    authority = certificates.create_authority(tmp_path, days=10)
+    tenant = certificates.issue(tmp_path, authority=authority, kind=Kind.TENANT, name="alice", days=365)
+    assert leaf(tenant.certificate).not_valid_after_utc == leaf(authority.certificate).not_valid_after_utc
+
+
+# Names, hosts and lifetimes
+
+
+@given(name=st.text(max_size=70) | st.from_regex(r"[A-Za-z0-9._/-]{0,66}", fullmatch=True))
+@example(name="..")
+@example(name="../escape")
+@example(name="a/b")
+@example(name="alice\n")
+@example(name=".hidden")
+@example(name="alice.previous")
+@example(name="ünïcode")
+@example(name="a" * 64)
+@example(name="a" * 65)
+@settings(max_examples=100, deadline=None)
+def test_names(name: str) -> None:
+    with tempfile.TemporaryDirectory() as root:
+        directory = Path(root, "keys")
+        if GOOD_NAME.fullmatch(name) and not name.endswith(".previous"):
+            identity = certificates.create_self_signed(directory, kind=Kind.TENANT, name=name)
+            assert {identity.certificate, identity.key} == set(directory.iterdir())
+            assert certificates.tenant_name(leaf(identity.certificate)) == name
+        else:
+            with pytest.raises(ConfigError, match=r"name .*: "):
+                certificates.create_self_signed(directory, kind=Kind.TENANT, name=name)
+            assert list(Path(root).rglob("*")) == []
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["", "*.example.org", "https://example.org", "example.org:443", "10.0.0.256", "-a.b", "a b", "a" * 64],
+)
+def test_bad_hosts(tmp_path: Path, host: str) -> None:
+    with pytest.raises(ConfigError, match="use a DNS name or an IP address"):
+        certificates.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p", hosts=[host])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tenant_has_no_hosts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="leave them out"):
+        certificates.create_self_signed(tmp_path, kind=Kind.TENANT, name="alice", hosts=["localhost"])
+
+
+@pytest.mark.parametrize("days", [-1, 0, 36_501])
+def test_bad_lifetimes(tmp_path: Path, days: int) -> None:
+    with pytest.raises(ConfigError, match="choose a lifetime"):
+        certificates.create_authority(tmp_path, days=days)
+    assert list(tmp_path.iterdir()) == []
+
+
+# Files
+
+
+@pytest.mark.parametrize("taken", ["alice.pem", "alice.key"])
+def test_existing_files_are_never_overwritten(tmp_path: Path, taken: str) -> None:
+    (tmp_path / taken).write_bytes(b"precious")
+    with pytest.raises(CertificateError, match=rf"{taken} exists and is never overwritten"):
+        certificates.create_self_signed(tmp_path, kind=Kind.TENANT, name="alice")
+    assert [path.name for path in tmp_path.iterdir()] == [taken]
+    assert (tmp_path / taken).read_bytes() == b"precious"
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    (tmp_path / "alice.key").symlink_to(elsewhere)
+    with pytest.raises(CertificateError, match="never overwritten"):
+        certificates.create_self_signed(tmp_path, kind=Kind.TENANT, name="alice")
+    assert not elsewhere.exists()
+
+
+def _remove(identity: Identity) -> None:
+    identity.key.unlink()
+
+
+def _garble(identity: Identity) -> None:
+    identity.key.write_bytes(b"no key")
+
+
+def _encrypt(identity: Identity) -> None:
+    identity.key.write_bytes(
+        identity.private_key().private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.BestAvailableEncryption(b"secret"),
+        )
+    )
+
+
+def _swap(identity: Identity) -> None:
+    other = certificates.create_authority(identity.key.parent / "other")
+    identity.key.write_bytes(other.key.read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_remove, r"cannot read .*authority\.key"),
+        (_garble, r"authority\.key is not an unencrypted PEM private key"),
+        (_encrypt, r"authority\.key is not an unencrypted PEM private key"),
+        (_swap, r"authority\.key is not the key of .*authority\.pem"),
+    ],
+)
+def test_damaged_authority(
+    tmp_path: Path, authority: Identity, damage: Callable[[Identity], None], message: str
+) -> None:
+    damage(authority)
+    with pytest.raises(CertificateError, match=message):
+        certificates.issue(tmp_path, authority=authority, kind=Kind.TENANT, name="alice")
+    assert not (tmp_path / "alice.pem").exists()
+
+
+def test_a_leaf_is_no_authority(tmp_path: Path, authority: Identity) -> None:
+    alice = certificates.issue(tmp_path, authority=authority, kind=Kind.TENANT, name="alice")
+    with pytest.raises(CertificateError, match="is no authority"):
+        certificates.issue(tmp_path, authority=alice, kind=Kind.TENANT, name="bob")
+
+
+def test_expired_authority(tmp_path: Path, authority: Identity, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(certificates, "_now", lambda: datetime.now(UTC) + timedelta(days=3651))
+    with pytest.raises(CertificateError, match=r"authority\.pem is valid only from"):
+        certificates.issue(tmp_path, authority=authority, kind=Kind.TENANT, name="alice")
+
+
+# Rotation
+
+
+def pair_bytes(identity: Identity) -> tuple[bytes, bytes]:
+    return identity.certificate.read_bytes(), identity.key.read_bytes()
+
+
+@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("self_signed", [True, False])
+def test_rotation_changes_the_key_and_nothing_else(
+    tmp_path: Path, authority: Identity, kind: Kind, self_signed: bool
+) -> None:
+    hosts = ["a.example.org", "10.0.0.7"] if kind is Kind.PROVIDER else []
+    if self_signed:
+        identity = certificates.create_self_signed(tmp_path, kind=kind, name="node.1", hosts=hosts)
+    else:
+        identity = certificates.issue(tmp_path, authority=authority, kind=kind, name="node.1", hosts=hosts)
+    old, old_bytes = leaf(identity.certificate), pair_bytes(identity)
+
+    rotated = certificates.rotate(identity.certificate, authority=None if self_signed else authority)
+
+    new = leaf(rotated.certificate)
+    assert rotated == identity
+    certificates.require_identity(rotated, kind=kind)
+    assert new.public_key() != old.public_key()
+    assert (new.subject, new.issuer) == (old.subject, old.issuer)
+    for kept in (x509.SubjectAlternativeName, x509.ExtendedKeyUsage, x509.KeyUsage, x509.BasicConstraints):
+        assert new.extensions.get_extension_for_class(kept) == old.extensions.get_extension_for_class(kept)
+    previous = Identity(tmp_path / "node.1.previous.pem", tmp_path / "node.1.previous.key")
+    assert pair_bytes(previous) == old_bytes
+    assert stat.S_IMODE(rotated.key.stat().st_mode) == stat.S_IMODE(previous.key.stat().st_mode) == 0o600
+    assert not list(tmp_path.glob(".*")), "temporary files were left behind"
+
+
+def test_rotating_twice_keeps_the_latest_previous(tmp_path: Path) -> None:
+    identity = certificates.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")
+    certificates.rotate(identity.certificate, authority=None)
+    second = pair_bytes(identity)
+    certificates.rotate(identity.certificate, authority=None)
+    assert pair_bytes(Identity(tmp_path / "p.previous.pem", tmp_path / "p.previous.key")) == second
+
+
+def test_rotation_repairs_an_interrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    identity = certificates.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")
+    original = pair_bytes(identity)
+    replace = certificates._replace_file
+
+    def power_cut(path: Path, content: bytes, *, mode: int) -> None:
+        if path == identity.certificate:
+            raise OSError("power cut")
+        replace(path, content, mode=mode)
+
+    monkeypatch.setattr(certificates, "_replace_file", power_cut)
+    with pytest.raises(OSError, match="power cut"):
+        certificates.rotate(identity.certificate, authority=None)
+    monkeypatch.undo()
+    with pytest.raises(CertificateError, match="is not the key of"):
+        certificates.require_identity(identity, kind=Kind.PROVIDER)
+
+    certificates.rotate(identity.certificate, authority=None)
+    certificates.require_identity(identity, kind=Kind.PROVIDER)
+    assert pair_bytes(Identity(tmp_path / "p.previous.pem", tmp_path / "p.previous.key")) == original
+
+
+def test_an_expired_certificate_can_be_rotated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(certificates, "_now", lambda: datetime.now(UTC) - timedelta(days=30))
+    identity = certificates.create_self_signed(tmp_path, kind=Kind.TENANT, name="alice", days=1)
+    monkeypatch.undo()
+    with pytest.raises(CertificateError, match=r"alice\.pem is valid only from .*keys rotate"):
+        certificates.require_identity(identity, kind=Kind.TENANT)
+    certificates.rotate(identity.certificate, authority=None)
+    certificates.require_identity(identity, kind=Kind.TENANT)
+
+
+def test_rotation_refusals(tmp_path: Path, authority: Identity) -> None:
+    alice = certificates.issue(tmp_path, authority=authority, kind=Kind.TENANT, name="alice")
+    before = pair_bytes(alice)
+    with pytest.raises(CertificateError, match="pass that authority"):
+        certificates.rotate(alice.certificate, authority=None)
+    with pytest.raises(CertificateError, match="create a second one"):
+        certificates.rotate(authority.certificate, authority=None)
+    with pytest.raises(CertificateError, match="not its key"):
+        certificates.rotate(alice.key, authority=authority)
+    with pytest.raises(CertificateError, match="is no authority"):
+        certificates.rotate(alice.certificate, authority=alice)
+    certificates.rotate(alice.certificate, authority=authority)
+    with pytest.raises(ConfigError, match="rotation keeps old pairs"):
+        certificates.rotate(tmp_path / "alice.previous.pem", authority=authority)
+    assert pair_bytes(Identity(tmp_path / "alice.previous.pem", tmp_path / "alice.previous.key")) == before
+
+
+# Reading
+
+
+def test_fingerprint_is_that_of_the_der(tmp_path: Path, authority: Identity) -> None:
+    certificate = leaf(authority.certificate)
+    expected = f"sha256:{certificate.fingerprint(hashes.SHA256()).hex()}"
+    der = certificate.public_bytes(serialization.Encoding.DER)
+    assert certificates.fingerprint(authority.certificate) == certificates.fingerprint(der) == expected
+    assert certificates.describe(authority.certificate).fingerprint == expected
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"no pem", b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"]
+)
+def test_unreadable_certificates(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "broken.pem"
+    path.write_bytes(content)
+    with pytest.raises(CertificateError, match=r"broken\.pem holds no PEM certificate"):
+        certificates.fingerprint(path)
+
+
+def test_missing_certificate_names_the_file(tmp_path: Path) -> None:
+    with pytest.raises(CertificateError, match=r"cannot read .*missing\.pem.*symbiosis-priv keys"):
+        certificates.describe(tmp_path / "missing.pem")
+
+
+def test_strangers_have_no_kind(tmp_path: Path) -> None:
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    name = x509.Name([])
+    now = datetime.now(UTC)
+    stranger = x509.CertificateBuilder(
+        name, name, key.public_key(), x509.random_serial_number(), now, now
+    ).sign(key, hashes.SHA256())
+    path = tmp_path / "stranger.pem"
+    path.write_bytes(stranger.public_bytes(serialization.Encoding.PEM))
+    assert certificates.kind_of(stranger) is None
+    assert certificates.describe(path).kind == "other"
+
+
+# The command line
+
+
+def test_keys_commands(tmp_path: Path) -> None:
+    runner = CliRunner()
+
+    def keys(*arguments: str) -> str:
+        directory = str(tmp_path / "keys")
+        result = runner.invoke(app, [*arguments, "--directory", directory], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    assert "tenant_authority = " in keys("authority")
+    assert "[[provider]]" in keys("provider", "--name", "gpu", "--host", "gpu.example.org", "--self-signed")
+    assert "10.0.0.7" in keys("provider", "--name", "cpu", "--host", "10.0.0.7")
+    assert "[tenant]" in keys("tenant", "--name", "alice")
+    old = certificates.fingerprint(tmp_path / "keys/gpu.pem")
+    for name in ("gpu", "cpu", "alice"):
+        assert f"{name}.pem" in keys("rotate", "--name", name)
+    assert certificates.fingerprint(tmp_path / "keys/gpu.previous.pem") == old
+    shown = keys("show")
+    for path in (tmp_path / "keys").glob("*.pem"):
+        assert certificates.fingerprint(path) in shown
+    assert keys("show", "--name", "gpu").count("sha256:") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["tenant", "--name", "alice"],  # no authority yet
+        ["provider", "--name", "../gpu", "--self-signed"],
+        ["rotate", "--name", "../gpu"],
+        ["show"],
+    ],
+)
+def test_keys_errors_propagate_to_the_root_command(tmp_path: Path, arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, [*arguments, "--directory", str(tmp_path)])
+    assert isinstance(result.exception, SymbiosisError)
+    assert list(tmp_path.iterdir()) == []

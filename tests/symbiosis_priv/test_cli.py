@@ -1,0 +1,178 @@
+"""The root command: all that is plugged in is listed, nothing is imported early, errors are one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, EntryPoints, entry_points, version
+from types import ModuleType
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from symbiosis_priv import cli, errors
+
+OWN_COMMANDS = sorted(
+    entry.name
+    for entry in entry_points(group=cli.COMMAND_GROUP)
+    if entry.dist and entry.dist.name == "symbiosis-priv"
+)
+
+Plug = Callable[[str, Any], None]
+
+
+@pytest.fixture
+def plug(monkeypatch: pytest.MonkeyPatch) -> Plug:
+    """Adds a command as another package would, for one test."""
+    plugged: list[EntryPoint] = []
+
+    def add(name: str, target: object) -> None:
+        module = ModuleType(f"plugged_{name}")
+        module.__dict__["target"] = target
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        plugged.append(EntryPoint(name, f"{module.__name__}:target", cli.COMMAND_GROUP))
+        monkeypatch.setattr(cli, "entry_points", lambda *, group: EntryPoints(plugged).select(group=group))
+
+    return add
+
+
+def run(*args: str) -> int:
+    """Runs the command line; returns the exit status."""
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(args)
+    code = exit_info.value.code
+    return code if isinstance(code, int) else 0
+
+
+def test_help_lists_every_command_with_its_help() -> None:
+    result = CliRunner().invoke(cli.app, ["--help"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    assert sorted(cli._SHORT_HELP) == OWN_COMMANDS
+    for name, short_help in cli._SHORT_HELP.items():
+        assert name in result.output
+        assert short_help in result.output
+
+
+@pytest.mark.parametrize("name", OWN_COMMANDS)
+def test_every_command_loads(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(name, "--help") == 0
+    assert f"symbiosis-priv {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("args", [["--help"], ["--version"], ["keys", "--help"]])
+def test_light_commands_do_not_import_torch(args: list[str]) -> None:
+    program = f"""
+import sys
+from symbiosis_priv.cli import main
+try:
+    main({args!r})
+except SystemExit as exit:
+    heavy = {{"torch", "transformers", "peft", "numpy"}} & sys.modules.keys()
+    sys.exit(f"imported {{heavy}}" if heavy else exit.code)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"symbiosis-priv {version('symbiosis-priv')}\n"
+
+
+def test_typo_is_wrong_usage_and_names_the_nearest_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("threat-modle") == 2
+    assert "Did you mean 'threat-model'?" in capsys.readouterr().err
+
+
+def test_function_is_a_command(plug: Plug, capsys: pytest.CaptureFixture[str]) -> None:
+    def greet(name: str = "nobody") -> None:
+        typer.echo(f"hello {name}")
+
+    plug("greet", greet)
+    assert run("greet", "--name", "reader") == 0
+    assert capsys.readouterr().out == "hello reader\n"
+
+
+def test_app_is_a_group_even_of_one_command(plug: Plug, capsys: pytest.CaptureFixture[str]) -> None:
+    app = typer.Typer()
+
+    @app.command()
+    def only() -> None:
+        typer.echo("ran")
+
+    plug("group", app)
+    assert run("group", "only") == 0
+    assert capsys.readouterr().out == "ran\n"
+
+
+def test_unknown_plug_in_is_listed(plug: Plug, capsys: pytest.CaptureFixture[str]) -> None:
+    plug("stranger", lambda: None)
+    assert run("--help") == 0
+    assert "Added by another package." in capsys.readouterr().out
+
+
+EXAMPLES = [
+    errors.ConfigError("port: not a number; write 1 to 65535"),
+    errors.ProviderError(code="busy", provider="p", detail="\x1b[2J\nforged line\r\u202e"),
+    errors.VerificationError(provider="p", group="g", direction="forward", what="the answer"),
+    errors.DeadlineExceededError("no answer in 5 s; raise `deadline`"),
+]
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+def test_error_is_one_clean_line(
+    error: errors.SymbiosisError, plug: Plug, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise error
+
+    plug("fail", fail)
+    assert run("fail") == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.endswith("\n")
+    assert err[:-1].isprintable()
+
+
+def test_traceback_only_on_request(
+    plug: Plug, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise errors.ConfigError("wrong")
+
+    plug("fail", fail)
+    monkeypatch.setenv("SYMBIOSIS_PRIV_TRACEBACK", "1")
+    assert run("fail") == 1
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert err.endswith("error: wrong\n")
+
+
+def test_missing_module_is_an_error_that_says_what_to_do(
+    plug: Plug, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plug("gone", None)
+    monkeypatch.delitem(sys.modules, "plugged_gone")
+    assert run("gone") == 1
+    assert "the command 'gone' (plugged_gone:target) cannot be loaded" in capsys.readouterr().err
+
+
+def test_interrupt_is_status_130(plug: Plug) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    plug("interrupted", interrupted)
+    assert run("interrupted") == 130
+
+
+def test_a_bug_keeps_its_traceback(plug: Plug) -> None:
+    def bug() -> None:
+        raise ZeroDivisionError
+
+    plug("bug", bug)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["bug"])

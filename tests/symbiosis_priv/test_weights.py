@@ -1,0 +1,283 @@
+"""The manifest: one digest per model whatever its files, process and cache; a cache that is never believed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import DataObject
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from symbiosis_priv import weights
+from symbiosis_priv.errors import CheckpointError
+from symbiosis_priv.quantise import Layer, QuantisedGroup, quantise
+from symbiosis_priv.weights import GroupEntry, Manifest, WeightStore, default_cache, write_atomically
+
+
+@pytest.fixture(params=["llama", "gpt2"])
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    model: PreTrainedModel = request.getfixturevalue(request.param)
+    return model
+
+
+@pytest.fixture
+def path(model: PreTrainedModel, request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A checkpoint that a test may damage."""
+    original = request.getfixturevalue(f"{model.config.model_type}_path")
+    return Path(shutil.copytree(original, tmp_path / "model"))
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def same(a: QuantisedGroup, b: QuantisedGroup) -> bool:
+    biases = a.bias is b.bias if a.bias is None or b.bias is None else torch.equal(a.bias, b.bias)
+    return biases and torch.equal(a.weight, b.weight) and torch.equal(a.channel_scale, b.channel_scale)
+
+
+def from_model(model: PreTrainedModel, members: tuple[str, ...]) -> QuantisedGroup:
+    """The oracle: quantised from the live model's modules, no file and no store in between."""
+    layers = []
+    for name in members:
+        module = model.get_submodule(name)
+        parameters = {kind: parameter.detach() for kind, parameter in module.named_parameters()}
+        weight, bias = parameters["weight"], parameters.get("bias")
+        layers.append(Layer(name, weight if isinstance(module, torch.nn.Linear) else weight.t(), bias))
+    return quantise(layers)
+
+
+def edit(path: Path, name: str, change: str) -> None:
+    tensors = load_file(path / "model.safetensors")
+    if change == "remove":
+        del tensors[name]
+    else:
+        tensors[name].view(-1)[0] += 0.5
+    save_file(tensors, path / "model.safetensors")
+
+
+def first_weight(store: WeightStore) -> str:
+    return f"{store.manifest().groups[0].members[0]}.weight"
+
+
+def test_groups_are_the_model(model: PreTrainedModel, path: Path, cache: Path) -> None:
+    store = WeightStore(path, cache=cache)
+    manifest = store.manifest()
+    for i, entry in enumerate(manifest.groups):
+        want = from_model(model, entry.members)
+        assert same(store.group(i), want)
+        assert entry.digest == want.digest()
+        assert want.weight.shape == (entry.width, entry.inputs)
+        for layer, name in zip(store.layers(i), entry.members, strict=True):
+            assert same(quantise([layer]), from_model(model, (name,)))
+
+
+def test_a_cache_hit_equals_a_fresh_group(path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh = WeightStore(path, cache=cache)
+    entries, groups = zip(*fresh.stream(), strict=True)
+    assert fresh.manifest().groups == entries
+    monkeypatch.setattr(weights, "quantise", lambda *_, **__: pytest.fail("quantised again"))
+    later = WeightStore(path, cache=cache)
+    assert later.manifest() == fresh.manifest()
+    assert all(same(later.group(i), group) for i, group in enumerate(groups))
+
+
+PRINT_DIGEST = """
+import sys, torch
+from pathlib import Path
+from symbiosis_priv.weights import WeightStore
+torch.set_num_threads(1)
+print(WeightStore(Path(sys.argv[1]), cache=Path(sys.argv[2])).manifest().digest)
+"""
+
+
+def test_the_digest_is_the_same_in_another_process(gpt2_path: Path, tmp_path: Path) -> None:
+    here = WeightStore(gpt2_path, cache=tmp_path / "here").manifest().digest
+    command = [sys.executable, "-c", PRINT_DIGEST, str(gpt2_path), str(tmp_path / "there")]
+    there = subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONHASHSEED": "7"}
+    )
+    assert there.stdout.strip() == here
+    assert here.startswith("sha256:")
+
+
+def test_sharding_does_not_change_the_digest(model: PreTrainedModel, path: Path, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    assert (tmp_path / "sharded" / "model.safetensors.index.json").is_file()
+    whole = WeightStore(path, cache=tmp_path / "a").manifest()
+    assert WeightStore(tmp_path / "sharded", cache=tmp_path / "b").manifest() == whole
+
+
+@pytest.mark.parametrize("how", ["removed", "added"])
+def test_names_with_and_without_prefix_are_one_model(
+    how: str, model: PreTrainedModel, path: Path, tmp_path: Path
+) -> None:
+    """Published GPT-2 checkpoints say `h.0...`, transformers writes `transformer.h.0...`."""
+    whole = WeightStore(path, cache=tmp_path / "a").manifest()
+    prefix = model.base_model_prefix + "."
+    tensors = load_file(path / "model.safetensors")
+    renamed = {(n.removeprefix(prefix) if how == "removed" else prefix + n): t for n, t in tensors.items()}
+    assert renamed.keys() != tensors.keys()
+    save_file(renamed, path / "model.safetensors")
+    assert WeightStore(path, cache=tmp_path / "b").manifest() == whole
+
+
+def test_streaming_gives_the_manifest_and_keeps_no_weights(path: Path, cache: Path, tmp_path: Path) -> None:
+    store = WeightStore(path, cache=cache)
+    calls: list[tuple[int, int]] = []
+    entries = [entry for entry, _ in store.stream(progress=lambda done, total: calls.append((done, total)))]
+    manifest = store.assemble(entries)
+    total = len(manifest.groups)
+    assert calls == [(i, total) for i in range(total + 1)]
+    assert manifest == WeightStore(path, cache=tmp_path / "other").manifest()
+    assert not list(cache.rglob("*.safetensors"))
+    # A later store finds the manifest, quantises a group on demand and keeps it.
+    later = WeightStore(path, cache=cache)
+    assert later.manifest() == manifest
+    assert later.group(0).digest() == manifest.groups[0].digest
+    assert len(list(cache.rglob("*.safetensors"))) == 1
+
+
+@settings(max_examples=25)
+@given(data=st.data())
+def test_a_corrupt_cache_file_is_found_and_made_again(
+    data: DataObject, gpt2: PreTrainedModel, gpt2_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    cache = tmp_path_factory.mktemp("cache")
+    store = WeightStore(gpt2_path, cache=cache)
+    entry = store.manifest().groups[0]
+    [file] = cache.rglob(f"{entry.digest}.safetensors")
+    content = bytearray(file.read_bytes())
+    if data.draw(st.booleans()):
+        position = data.draw(st.integers(0, 300) | st.integers(0, len(content) - 1)) % len(content)
+        content[position] ^= 1 << data.draw(st.integers(0, 7))
+    else:
+        content = content[: data.draw(st.integers(0, len(content) - 1))]
+    file.unlink()
+    file.write_bytes(content)
+    assert same(WeightStore(gpt2_path, cache=cache).group(0), from_model(gpt2, entry.members))
+    repaired = load_file(file)
+    assert QuantisedGroup(repaired["weight"], repaired["channel_scale"], repaired["bias"]).digest() == entry.digest
+
+
+def test_another_models_cache_file_is_not_believed(path: Path, cache: Path) -> None:
+    store = WeightStore(path, cache=cache)
+    first, second = store.manifest().groups[:2]
+    [victim], [other] = (list(cache.rglob(f"{entry.digest}.safetensors")) for entry in (first, second))
+    other.replace(victim)
+    assert store.group(0).digest() == first.digest
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"version":1}', b"\xff\xfe"])
+def test_a_corrupt_manifest_is_made_again(content: bytes, path: Path, cache: Path) -> None:
+    before = WeightStore(path, cache=cache).manifest()
+    [file] = cache.rglob("manifest-*.json")
+    file.write_bytes(content)
+    assert WeightStore(path, cache=cache).manifest() == before
+    assert Manifest.from_json(file.read_bytes()) == before
+
+
+def test_an_edited_checkpoint_has_another_digest(path: Path, cache: Path) -> None:
+    before = WeightStore(path, cache=cache)
+    digest = before.manifest().digest
+    edit(path, first_weight(before), "change")
+    after = WeightStore(path, cache=cache).manifest()
+    assert after.digest != digest
+    assert [a.digest == b.digest for a, b in zip(after.groups, before.manifest().groups, strict=True)] == [
+        False,
+        *[True] * (len(after.groups) - 1),
+    ]
+
+
+def test_a_checkpoint_that_changes_in_use_is_noticed(path: Path, cache: Path) -> None:
+    store = WeightStore(path, cache=cache)
+    edit(path, first_weight(store), "change")
+    shutil.rmtree(cache)
+    with pytest.raises(CheckpointError, match="changed"):
+        store.group(0)
+
+
+def test_weight_bits_are_part_of_the_digest(path: Path, cache: Path) -> None:
+    manifests = [WeightStore(path, weight_bits=bits, cache=cache).manifest() for bits in (8, 10)]
+    assert manifests[0].digest != manifests[1].digest
+    assert [manifest.weight_bits for manifest in manifests] == [8, 10]
+
+
+def test_a_missing_tensor_is_named(path: Path, cache: Path) -> None:
+    name = first_weight(WeightStore(path, cache=cache))
+    edit(path, name, "remove")
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        WeightStore(path, cache=cache).manifest()
+
+
+def test_a_tensor_of_another_size_than_the_config_is_named(llama_path: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(llama_path, tmp_path / "model"))
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors[name] = tensors[name][:, :-1].contiguous()
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.down_proj"):
+        WeightStore(path, cache=tmp_path / "cache").manifest()
+
+
+entries = st.builds(
+    GroupEntry,
+    members=st.lists(st.text(max_size=5), min_size=1, max_size=3).map(tuple),
+    inputs=st.integers(1, 2**20),
+    outputs=st.lists(st.integers(1, 2**20), min_size=1, max_size=3).map(tuple),
+    digest=st.text("0123456789abcdef", min_size=64, max_size=64),
+)
+manifests = st.builds(
+    Manifest, version=st.just(1), weight_bits=st.integers(4, 12), groups=st.lists(entries, max_size=3).map(tuple)
+)
+
+
+@given(manifests, manifests)
+def test_manifests_round_trip_and_differ_in_digest(a: Manifest, b: Manifest) -> None:
+    assert Manifest.from_json(a.to_json()) == a
+    assert (a == b) is (a.digest == b.digest)
+
+
+@given(st.binary(max_size=60) | manifests.map(lambda m: m.to_json()[:-1]))
+def test_what_is_no_manifest_is_a_checkpoint_error(data: bytes) -> None:
+    with pytest.raises(CheckpointError):
+        Manifest.from_json(data)
+
+
+def test_a_manifest_of_the_future_is_refused() -> None:
+    future = Manifest(version=weights.MANIFEST_VERSION + 1, weight_bits=10, groups=())
+    with pytest.raises(CheckpointError, match="upgrade"):
+        Manifest.from_json(msgspec.json.encode(future))
+
+
+def test_the_tests_do_not_use_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not default_cache().is_relative_to(Path.home() / ".cache")
+    monkeypatch.delenv("SYMBIOSIS_PRIV_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert default_cache() == Path("/xdg/symbiosis-priv")
+
+
+def test_atomic_writes_leave_the_old_file_or_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "deep" / "file"
+    write_atomically(file, b"old", mode=0o600)
+    assert file.stat().st_mode & 0o777 == 0o600
+
+    def fail(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", fail)
+        with pytest.raises(OSError, match="no space"):
+            write_atomically(file, b"new")
+    assert file.read_bytes() == b"old"
+    assert list(file.parent.iterdir()) == [file]

@@ -1,0 +1,400 @@
+"""Tiny checkpoints, and providers in this process that are honest until a test tells them otherwise.
+
+A `ScriptedProvider` speaks real frames over real TLS and keeps every byte it hears, so that a test can play a
+dishonest, forgetful or absent provider, and can look at the tenant with a provider's eyes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from provider.model import ServedModel
+from symbiosis_priv import certificates, wire
+from symbiosis_priv.certificates import Identity, Kind
+from symbiosis_priv.federation import Federation, Peer
+from symbiosis_priv.tls import server_context
+from symbiosis_priv.weights import WeightStore
+from tenant.channel import Wiretap
+from tenant.facts import Preparation, prepare
+from tenant.session import Session, SessionOptions
+
+TIMEOUT_S = 20.0
+
+
+# Checkpoints
+
+
+@pytest.fixture(scope="session")
+def llama(save_llama: Callable[..., Path]) -> Path:
+    return save_llama(vocab_size=96, pad_token_id=0)
+
+
+@pytest.fixture(scope="session")
+def gpt2(save_gpt2: Callable[..., Path]) -> Path:
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    return save_gpt2(vocab_size=96, n_positions=64, n_embd=64, n_layer=2, **tokens)
+
+
+@pytest.fixture(scope="session")
+def store(llama: Path) -> WeightStore:
+    return WeightStore(llama)
+
+
+@pytest.fixture(scope="session")
+def gpt2_store(gpt2: Path) -> WeightStore:
+    return WeightStore(gpt2)
+
+
+@pytest.fixture(scope="session")
+def preparation(store: WeightStore, tmp_path_factory: pytest.TempPathFactory) -> Preparation:
+    return prepare(store, digest=store.manifest().digest, columns=16, cache=tmp_path_factory.mktemp("prepared"))
+
+
+# Providers
+
+
+@dataclass
+class Heard:
+    """A request as it came off the wire, and the rows it is about (a helper's are expanded from the seed)."""
+
+    request: wire.Execute | wire.Effect
+    header: bytes
+    payload: bytes
+    rows: Tensor
+
+
+Behaviour = Callable[[Heard, wire.Result, Tensor], bytes | None]
+"""(request, honest header, honest matrix) -> the bytes to send, or None to hang up."""
+
+
+def frame(message: wire.Message, payload: Tensor | None = None) -> bytes:
+    body = b"" if payload is None else bytes(wire.as_bytes(payload.contiguous()))
+    return wire.encode(message, payload_bytes=len(body)) + body
+
+
+def honest(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
+    return frame(reply, answer)
+
+
+class ScriptedProvider:
+    """Answers as `behaviour` says and keeps what it `heard`.
+
+    Args:
+        model: what it multiplies by.
+        identity: its certificate and key.
+        authority: who signs tenants' certificates.
+        max_rows: the limit it announces and enforces.
+        max_payload: the same in bytes.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        identity: Identity,
+        authority: Identity,
+        *,
+        max_rows: int = 4096,
+        max_payload: int = 1 << 24,
+    ) -> None:
+        self.behaviour: Behaviour = honest
+        self.heard: list[Heard] = []
+        self.hellos: list[wire.Hello] = []
+        self.closing = threading.Event()
+        self.certificate = identity.certificate
+        self._model, self._max_rows, self._max_payload = model, max_rows, max_payload
+        self._context = server_context(
+            certificate=identity.certificate, key=identity.key, tenant_authority=authority.certificate
+        )
+        self._lock = threading.Lock()
+        self._connections: list[ssl.SSLSocket] = []
+        self._threads: list[threading.Thread] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._start(self._accept)
+
+    @property
+    def executed(self) -> list[Heard]:
+        return [h for h in self.heard if isinstance(h.request, wire.Execute)]
+
+    @property
+    def effects(self) -> list[Heard]:
+        return [h for h in self.heard if isinstance(h.request, wire.Effect)]
+
+    def peer(self, role: wire.Role, *, name: str | None = None, operator: str | None = None) -> Peer:
+        name = name or f"{role} {self.port}"
+        return Peer(name, operator or f"operator of {name}", role, "127.0.0.1", self.port, self.certificate)
+
+    def product(self, heard: Heard, *, group: int | None = None) -> Tensor:
+        """The honest answer, or that of another layer group."""
+        request = heard.request
+        with self._lock:
+            return self._model.product(
+                heard.rows,
+                group=request.group if group is None else group,
+                direction=request.direction,
+                path=request.path,
+            )
+
+    def say(self, data: bytes) -> None:
+        """Send bytes on the latest connection."""
+        self._connections[-1].sendall(data)
+
+    def hang_up(self) -> None:
+        """Close every connection, as a crash would."""
+        with self._lock:
+            connections, self._connections = self._connections, []
+        for connection in connections:
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.closing.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.hang_up()
+        for thread in self._threads:
+            thread.join(TIMEOUT_S)
+
+    def _start(self, target: Callable[..., None], *args: Any) -> None:
+        thread = threading.Thread(target=target, args=args, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while not self.closing.is_set():
+            try:
+                raw, _ = self._listener.accept()
+            except OSError:
+                return
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._start(self._serve, raw)
+
+    def _serve(self, raw: socket.socket) -> None:
+        with contextlib.suppress(OSError, ConnectionError), raw:
+            raw.settimeout(TIMEOUT_S)
+            with self._context.wrap_socket(raw, server_side=True) as connection:
+                connection.settimeout(None)
+                with self._lock:
+                    self._connections.append(connection)
+                while not self.closing.is_set() and self._answer(connection):
+                    pass
+
+    def _answer(self, connection: ssl.SSLSocket) -> bool:
+        prefix = _exactly(connection, wire.PREFIX.size)
+        header_size, payload_size = wire.decode_prefix(prefix, max_payload=self._max_payload)
+        header = _exactly(connection, header_size)
+        payload = _exactly(connection, payload_size)
+        request = wire.decode_request(header)
+        if isinstance(request, wire.Hello):
+            self.hellos.append(request)
+            welcome = wire.Welcome(
+                version=wire.VERSION,
+                model_digest=self._model.manifest.digest,
+                max_rows=self._max_rows,
+                max_payload=self._max_payload,
+            )
+            connection.sendall(frame(welcome))
+            return True
+        assert isinstance(request, wire.Execute | wire.Effect)
+        if request.rows > self._max_rows:
+            connection.sendall(frame(wire.Failure(code=wire.ErrorCode.TOO_LARGE, detail="too many rows")))
+            return True
+        if isinstance(request, wire.Execute):
+            rows = wire.as_matrix(bytearray(payload), rows=request.rows, path=request.path)
+        else:
+            rows = self._model.mask_rows(request)
+        heard = Heard(request, prefix + header, payload, rows)
+        self.heard.append(heard)
+        bound = {name: getattr(request, name) for name in ("nonce", "group", "direction", "path", "rows")}
+        reply = self.behaviour(heard, wire.Result(**bound), self.product(heard))
+        if reply is None:
+            return False
+        connection.sendall(reply)
+        return True
+
+
+def _exactly(connection: ssl.SSLSocket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        part = connection.recv(size - len(data))
+        if not part:
+            raise ConnectionResetError
+        data += part
+    return bytes(data)
+
+
+@dataclass
+class Identities:
+    """An authority, a tenant, and a certificate for every provider that asks."""
+
+    folder: Path
+    authority: Identity = field(init=False)
+    tenant: Identity = field(init=False)
+    issued: int = 0
+
+    def __post_init__(self) -> None:
+        self.authority = certificates.create_authority(self.folder)
+        self.tenant = certificates.issue(self.folder, authority=self.authority, kind=Kind.TENANT, name="tenant")
+
+    def provider(self) -> Identity:
+        self.issued += 1
+        return certificates.create_self_signed(self.folder, kind=Kind.PROVIDER, name=f"provider-{self.issued}")
+
+
+@pytest.fixture(scope="session")
+def identities(tmp_path_factory: pytest.TempPathFactory) -> Identities:
+    return Identities(tmp_path_factory.mktemp("keys"))
+
+
+NewProvider = Callable[..., ScriptedProvider]
+
+
+@pytest.fixture
+def new_provider(identities: Identities, store: WeightStore) -> Iterator[NewProvider]:
+    """`new_provider(store=..., max_rows=..., max_payload=...)`: another provider, gone after the test."""
+    with contextlib.ExitStack() as running:
+
+        def make(*, store: WeightStore = store, **limits: int) -> ScriptedProvider:
+            provider = ScriptedProvider(ServedModel(store), identities.provider(), identities.authority, **limits)
+            running.callback(provider.close)
+            return provider
+
+        yield make
+
+
+@pytest.fixture
+def executor(new_provider: NewProvider) -> ScriptedProvider:
+    return new_provider()
+
+
+@pytest.fixture
+def helper(new_provider: NewProvider) -> ScriptedProvider:
+    return new_provider()
+
+
+NewFederation = Callable[..., Federation]
+
+
+@pytest.fixture
+def new_federation(identities: Identities, store: WeightStore) -> NewFederation:
+    """`new_federation(executors, helpers)`: a federation of scripted providers or of ready-made peers."""
+
+    def peers(providers: Sequence[ScriptedProvider | Peer], role: wire.Role) -> list[Peer]:
+        return [p if isinstance(p, Peer) else p.peer(role) for p in providers]
+
+    def make(
+        executors: Sequence[ScriptedProvider | Peer],
+        helpers: Sequence[ScriptedProvider | Peer] = (),
+        *,
+        digest: str | None = None,
+    ) -> Federation:
+        return Federation(
+            model_digest=digest or store.manifest().digest,
+            weight_bits=10,
+            tenant_certificate=identities.tenant.certificate,
+            tenant_key=identities.tenant.key,
+            peers=(*peers(executors, "executor"), *peers(helpers, "helper")),
+        )
+
+    return make
+
+
+@pytest.fixture
+def federation_file(tmp_path: Path) -> Callable[[Federation], Path]:
+    """Write a federation as `federation.toml`."""
+
+    def write(federation: Federation) -> Path:
+        tables: list[tuple[str, dict[str, object]]] = [
+            ("[model]", {"digest": federation.model_digest, "weight_bits": federation.weight_bits}),
+            ("[tenant]", {"certificate": federation.tenant_certificate, "key": federation.tenant_key}),
+        ]
+        for p in federation.peers:
+            address = f"{p.host}:{p.port}"
+            who: dict[str, object] = {"name": p.name, "operator": p.operator, "role": p.role}
+            tables.append(("[[provider]]", {**who, "address": address, "certificate": p.certificate}))
+        lines = [
+            line
+            for header, entries in tables
+            for line in (header, *(f"{key} = {json.dumps(value, default=str)}" for key, value in entries.items()))
+        ]
+        path = tmp_path / "federation.toml"
+        path.write_text("\n".join(lines))
+        return path
+
+    return write
+
+
+NewSession = Callable[..., Session]
+
+
+@pytest.fixture
+def new_session(preparation: Preparation, new_federation: NewFederation, store: WeightStore) -> Iterator[NewSession]:
+    """`new_session(masking, executors, helpers, wiretap=..., ...)`, closed after the test."""
+    with contextlib.ExitStack() as open_sessions:
+
+        def make(
+            masking: str,
+            executors: Sequence[ScriptedProvider | Peer],
+            helpers: Sequence[ScriptedProvider | Peer] = (),
+            *,
+            prepared: Preparation = preparation,
+            deadline_s: float = TIMEOUT_S,
+            **options: Any,
+        ) -> Session:
+            session = Session(
+                new_federation(executors, helpers),
+                prepared,
+                options=SessionOptions(masking=masking, deadline_s=deadline_s, **options),
+                store=store,
+            )
+            open_sessions.callback(session.close)
+            return session
+
+        yield make
+
+
+# Observers
+
+
+class Tape(Wiretap):
+    """Every frame on the tenant's side, in order: (sent or received, peer, message, copy of the matrix)."""
+
+    def __init__(self) -> None:
+        self.frames: list[tuple[str, Peer, wire.Message, Tensor | None]] = []
+
+    def sent(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
+        self.frames.append(("sent", peer, message, None if payload is None else payload.clone()))
+
+    def received(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
+        self.frames.append(("received", peer, message, None if payload is None else payload.clone()))
+
+    def executed(self) -> list[tuple[wire.Execute, Tensor]]:
+        """What executors were sent."""
+        return [
+            (message, payload)
+            for way, _, message, payload in self.frames
+            if way == "sent" and isinstance(message, wire.Execute) and payload is not None
+        ]
+
+
+@pytest.fixture
+def tape() -> Tape:
+    return Tape()
+
+
+@pytest.fixture(scope="session")
+def frames() -> Callable[..., bytes]:
+    """`frames(message, payload=None)`: a whole frame."""
+    return frame

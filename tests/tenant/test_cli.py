@@ -1,0 +1,227 @@
+"""The tenant's commands against real provider processes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+from typer.testing import CliRunner
+
+from symbiosis_priv.certificates import Identity, Kind, issue
+from symbiosis_priv.errors import CheckpointError, ConfigError
+from symbiosis_priv.local import LocalFederation
+from tenant import bench_cli, cli, federation_cli
+from tenant.config import RemoteConfig
+from tenant.corpus import load_tokenizer
+from tenant.demo.base_model import Pretraining, make_base_model
+from tenant.demo.text import private_text
+from tenant.generate import Decoding, generate, open_model
+
+TINY = Pretraining(steps=4, batch=2, window=16, sentences=300, vocab=320)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_base_model(tmp_path_factory.mktemp("cli") / "model", recipe=TINY)
+
+
+@pytest.fixture(scope="module")
+def text(model: Path) -> Path:
+    path = model.parent / "notes.txt"
+    path.write_text("\n\n".join(private_text(seed=0, records=40)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def local(model: Path) -> Iterator[LocalFederation]:
+    with LocalFederation(model, model.parent / "federation") as local:
+        yield local
+
+
+@pytest.fixture(scope="module")
+def adapter(model: Path, text: Path, local: LocalFederation) -> Path:
+    """Two steps with a checkpoint after each."""
+    output = model.parent / "adapter"
+    shown = tenant("finetune", *finetuning(model, text, local, output), "--steps", "2")
+    for figure in ("loss on", "tokens per second", "round trips to executors", "answer rows verified"):
+        assert figure in shown
+    return output
+
+
+def finetuning(model: Path, text: Path, local: LocalFederation, output: Path) -> tuple[str, ...]:
+    where = ("--model", str(model), "--federation", str(local.federation), "--text", str(text))
+    return (*where, "--output", str(output), "--sequence-length", "32", "--batch-size", "2", "--save-every", "1")
+
+
+def tenant(*arguments: str) -> str:
+    return str(checked(CliRunner().invoke(cli.app, arguments)).output)
+
+
+def checked(result: Any) -> Any:
+    if result.exception is not None:
+        raise result.exception
+    return result
+
+
+def test_finetune_writes_a_peft_folder_and_resumes(
+    model: Path, text: Path, local: LocalFederation, adapter: Path
+) -> None:
+    assert (adapter / "adapter_config.json").is_file()
+    assert (adapter / "adapter_model.safetensors").is_file()
+    again = finetuning(model, text, local, adapter)
+    with pytest.raises(ConfigError, match="choose another folder"):
+        tenant("finetune", *again, "--steps", "3")
+    resumed = tenant("finetune", *again, "--steps", "3", "--resume", "--gradient-checkpointing")
+    assert "steps" in resumed
+    assert (adapter / "checkpoint-3").is_dir()
+
+
+def test_finetune_refuses_to_resume_from_nothing(
+    model: Path, text: Path, local: LocalFederation, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="no checkpoint"):
+        tenant("finetune", *finetuning(model, text, local, tmp_path), "--resume")
+
+
+def test_prepare_writes_a_slim_checkpoint_that_generates_the_same(
+    model: Path, local: LocalFederation, adapter: Path, tmp_path: Path
+) -> None:
+    slim = tmp_path / "slim"
+    shown = tenant("prepare", "--model", str(model), "--federation", str(local.federation), "--slim", str(slim))
+    assert "prepared 16 layer groups" in shown
+    with safe_open(slim / "model.safetensors", framework="pt") as file:
+        assert not [name for name in file.keys() if "_proj" in name]  # noqa: SIM118  # not a dict
+
+    def generate(folder: Path, *options: str) -> str:
+        where = ("--model", str(folder), "--federation", str(local.federation), "--adapter", str(adapter))
+        return tenant("generate", *where, "--prompt", "The weather", "--max-new-tokens", "4", *options)
+
+    full = generate(model)
+    assert "round trips" in full
+    assert "0 answers rejected" in full
+    assert generate(slim).splitlines()[0] == full.splitlines()[0]
+    assert "round trips" in generate(slim, "--beams", "2")
+    assert "round trips" in generate(slim, "--temperature", "0.7", "--top-p", "0.9")
+
+
+def test_check_reports_quality_without_a_provider(model: Path, text: Path) -> None:
+    shown = tenant("check", "--model", str(model), "--text", str(text), "--sequence-length", "32", "--blocks", "2")
+    for figure in ("same first choice", "perplexity", "smallest cosine"):
+        assert figure in shown
+
+
+def test_check_needs_the_full_checkpoint(model: Path, text: Path, local: LocalFederation, tmp_path: Path) -> None:
+    tenant("prepare", "--model", str(model), "--federation", str(local.federation), "--slim", str(tmp_path / "slim"))
+    with pytest.raises(CheckpointError, match="full base checkpoint"):
+        tenant("check", "--model", str(tmp_path / "slim"), "--text", str(text))
+
+
+def federation_check(path: Path) -> Any:
+    return CliRunner().invoke(federation_cli.app, ["check", "--federation", str(path), "--timeout", "1"])
+
+
+def changed(local: LocalFederation, path: Path, pattern: str, replacement: str) -> Path:
+    """A copy of the federation file with one thing changed."""
+    text, count = re.subn(pattern, replacement, local.federation.read_text())
+    assert count == 1
+    path.write_text(text)
+    return path
+
+
+def test_federation_check_passes(local: LocalFederation) -> None:
+    result = checked(federation_check(local.federation))
+    assert result.exit_code == 0
+    assert "every provider showed the pinned certificate" in result.output
+
+
+def test_federation_check_names_the_provider_that_serves_another_model(local: LocalFederation, tmp_path: Path) -> None:
+    path = changed(local, tmp_path / "federation.toml", "sha256:[0-9a-f]{64}", "sha256:" + 64 * "0")
+    result = federation_check(path)
+    assert result.exit_code == 1
+    assert "executor: provider 'executor' answered wrong_model" in result.output
+
+
+def test_federation_check_names_the_provider_with_another_certificate(local: LocalFederation, tmp_path: Path) -> None:
+    path = changed(local, tmp_path / "federation.toml", r"keys/helper\.pem", "keys/stranger.pem")
+    keys = local.directory / "keys"
+    authority = Identity(keys / "authority.pem", keys / "authority.key")
+    issue(keys, authority=authority, kind=Kind.PROVIDER, name="stranger")
+    result = federation_check(path)
+    assert result.exit_code == 1
+    assert "helper: " in result.output
+    assert "certificate" in result.output
+    assert "executor: " not in result.output
+
+
+def test_federation_check_names_the_provider_that_is_down(local: LocalFederation, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        nobody = "127.0.0.1:" + str(listener.getsockname()[1])
+    path = changed(local, tmp_path / "federation.toml", local.address("helper"), nobody)
+    result = federation_check(path)
+    assert result.exit_code == 1
+    assert "Is it running?" in result.output
+
+
+def test_bench_roundtrip_writes_every_figure(tmp_path: Path) -> None:
+    arguments = ["roundtrip", "--rows", "1,4", "--width", "32", "--repeat", "3", "--json", str(tmp_path / "b.json")]
+    shown = checked(CliRunner().invoke(bench_cli.app, arguments)).output
+    assert "bare TLS echo" in shown
+    first, second = json.loads((tmp_path / "b.json").read_bytes())
+    assert (first["rows"], second["rows"]) == (1, 4)
+    assert first["up"] > 4 * 32
+    assert first["echo"]["p50"] <= first["echo"]["p99"]
+    assert set(first["parts"]) == {"quantise", "mask", "network + product", "verify", "unmask", "dequantise"}
+
+
+def test_bench_kernels_shows_the_choice() -> None:
+    arguments = ["kernels", "--rows", "1,32", "--shape", "32x64", "--repeat", "2"]
+    shown = checked(CliRunner().invoke(bench_cli.app, arguments)).output
+    assert "int32" in shown
+    assert "float32" in shown
+
+
+@pytest.mark.parametrize(
+    "arguments", [["roundtrip", "--rows", "none"], ["roundtrip", "--width", "30"], ["kernels", "--shape", "32"]]
+)
+def test_bench_explains_wrong_numbers(arguments: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"--(rows|width|shape)"):
+        checked(CliRunner().invoke(bench_cli.app, arguments))
+
+
+def test_a_checkpoint_without_a_tokenizer_is_told_so(model: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(model, bare, ignore=shutil.ignore_patterns("tokenizer*", "special_tokens*"))
+    with pytest.raises(CheckpointError, match="no tokenizer"):
+        load_tokenizer(bare)
+    assert load_tokenizer(model)("Patient:")["input_ids"]
+
+
+def test_rule_9_a_fixed_length_hides_the_end(model: Path) -> None:
+    """The same text, and as many forward passes however early it ends."""
+    split, tokenizer = open_model(model, remote=RemoteConfig(masking="simulate"))
+    passes = 0
+
+    def count(*args: Any) -> None:
+        nonlocal passes
+        passes += 1
+
+    split.register_forward_pre_hook(count)
+    prompt = tokenizer("The weather", return_tensors="pt", return_token_type_ids=False)
+    new = split.generate(**prompt, max_new_tokens=6, do_sample=False, eos_token_id=None)[0, -6:].tolist()
+    end = new.index(new[2])  # where the text would end if its third token meant the end
+    tokenizer.eos_token_id = split.generation_config.eos_token_id = new[2]
+    passes = 0
+    short = generate(split, tokenizer, "The weather", decoding=Decoding(max_new_tokens=6))
+    assert passes == end + 1
+    passes = 0
+    fixed = generate(split, tokenizer, "The weather", decoding=Decoding(max_new_tokens=6, fixed_length=True))
+    assert passes == 6
+    assert fixed == tokenizer.decode(new[:end])
+    assert short.startswith(fixed)

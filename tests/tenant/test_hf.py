@@ -1,0 +1,261 @@
+"""`from_pretrained`: only the tenant's tensors are loaded, and what cannot work says so."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from symbiosis_priv.checkpoint import Checkpoint
+from symbiosis_priv.errors import CheckpointError, NonFiniteError, SymbiosisError
+from symbiosis_priv.federation import Federation
+from symbiosis_priv.weights import WeightStore
+from tenant import RemoteConfig, backend_of
+from tenant.remote_linear import RemoteLinear
+
+if TYPE_CHECKING:
+    from tests.tenant.conftest import NewFederation, NewProvider, ScriptedProvider, Tape
+
+Write = Callable[[Federation], Path]
+IDS = torch.arange(1, 21).view(2, 10)
+
+
+Load = Callable[..., Any]
+
+
+@pytest.fixture
+def load() -> Iterator[Load]:
+    """`from_pretrained` with a `RemoteConfig`, closed after the test."""
+    with contextlib.ExitStack() as opened:
+
+        def load(
+            path: Path, *, dtype: torch.dtype | str = "auto", kind: Any = AutoModelForCausalLM, **options: Any
+        ) -> Any:
+            model = kind.from_pretrained(path, dtype=dtype, quantization_config=RemoteConfig(**options))
+            opened.callback(backend_of(model).close)
+            return model
+
+        yield load
+
+
+@pytest.fixture
+def federation(
+    executor: ScriptedProvider, helper: ScriptedProvider, new_federation: NewFederation, federation_file: Write
+) -> Path:
+    """Of the Llama, with one helper."""
+    return federation_file(new_federation([executor], [helper]))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_every_frozen_linear_is_remote_and_everything_else_is_loaded(
+    load: Load, request: pytest.FixtureRequest, name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path: Path = request.getfixturevalue(name)
+    model = load(path, masking="simulate")
+    members = {m for entry in WeightStore(path).manifest().groups for m in entry.members}
+    remote = {n for n, m in model.named_modules() if isinstance(m, RemoteLinear)}
+    assert remote == members
+    offloaded = {f"{n}.{kind}" for n in members for kind in ("weight", "bias")}
+    state = model.state_dict()
+    with Checkpoint(path) as checkpoint:
+        kept = set(checkpoint.names()) - offloaded
+        assert kept
+        for key in kept:
+            assert torch.equal(state[key], checkpoint.tensor(key))
+    assert offloaded.isdisjoint(state)
+    assert not any(p.is_meta for p in (*model.parameters(), *model.buffers()))
+    assert "UNEXPECTED" not in (printed := "".join(capfd.readouterr()))
+    assert "MISSING" not in printed
+
+
+def test_logits_are_close_to_the_float_model(load: Load, llama: Path, gpt2: Path) -> None:
+    for path, full in ((llama, LlamaForCausalLM.from_pretrained(llama)), (gpt2, GPT2LMHeadModel.from_pretrained(gpt2))):
+        with torch.no_grad():
+            split, reference = load(path, masking="simulate")(input_ids=IDS).logits, full(input_ids=IDS).logits
+        assert torch.nn.functional.cosine_similarity(split, reference, dim=-1).min() > 0.999
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(load: Load, llama: Path, dtype: torch.dtype) -> None:
+    """The tenant's tensors are rounded, the products are not."""
+    model = load(llama, masking="simulate", dtype=dtype)
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    assert {m.weight.dtype for m in model.modules() if isinstance(m, RemoteLinear)} == {dtype}
+    adapted: Any = get_peft_model(model, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    out = adapted(input_ids=IDS, labels=IDS)
+    out.loss.backward()
+    assert out.logits.dtype == dtype
+    reference = load(llama, masking="simulate")
+    with torch.no_grad():
+        full = reference(input_ids=IDS).logits
+    assert torch.nn.functional.cosine_similarity(out.logits.float(), full, dim=-1).min() > 0.99
+
+
+def test_half_precision_over_the_wire_is_the_simulation(load: Load, llama: Path, federation: Path) -> None:
+    with torch.no_grad():
+        outputs = [
+            load(llama, dtype=torch.bfloat16, **options)(input_ids=IDS).logits
+            for options in ({"federation": federation}, {"masking": "simulate"})
+        ]
+    assert torch.equal(*outputs)
+
+
+def test_autocast_trains(load: Load, llama: Path) -> None:
+    model: Any = get_peft_model(load(llama, masking="simulate"), LoraConfig(target_modules="all-linear"))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(input_ids=IDS, labels=IDS).loss
+    loss.backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.requires_grad)
+
+
+def test_non_finite_activations_raise_before_a_byte_is_sent(
+    load: Load, llama: Path, federation: Path, tape: Tape, executor: ScriptedProvider, helper: ScriptedProvider
+) -> None:
+    model = load(llama, federation=federation, wiretap=tape)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[5, 3] = float("nan")
+    with pytest.raises(NonFiniteError, match="nothing was sent"):
+        model(input_ids=IDS)
+    assert tape.frames == []
+    assert executor.hellos == helper.hellos == []
+
+
+def test_non_finite_gradients_raise_before_a_byte_of_them_is_sent(
+    load: Load, llama: Path, federation: Path, tape: Tape
+) -> None:
+    model = load(llama, federation=federation, wiretap=tape)
+    model.get_input_embeddings().weight.requires_grad_(True)
+    loss = model(input_ids=IDS).logits.sum() * float("inf")
+    sent = len(tape.executed())
+    assert sent == 9
+    with pytest.raises(NonFiniteError):
+        loss.backward()
+    assert len(tape.executed()) == sent
+
+
+# Checkpoints
+
+
+def slim(source: Path, target: Path) -> Path:
+    """A checkpoint with nothing but the tenant's tensors."""
+    offloaded = {m for entry in WeightStore(source).manifest().groups for m in entry.members}
+    target.mkdir()
+    for file in source.glob("*.json"):
+        shutil.copy(file, target)
+    with Checkpoint(source) as full:
+        tensors = {k: full.tensor(k) for k in full.names() if k.rpartition(".")[0] not in offloaded}
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def test_a_slim_checkpoint_needs_a_preparation_once(
+    load: Load, llama: Path, federation: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder, cache = slim(llama, tmp_path / "slim"), tmp_path / "cache"
+    with pytest.raises(CheckpointError, match=r"nothing is prepared .*RemoteConfig\(checkpoint='FULL_CHECKPOINT'\)"):
+        load(folder, federation=federation, cache=cache)
+    first = load(folder, federation=federation, cache=cache, checkpoint=llama)
+    again = load(folder, federation=federation, cache=cache)
+    with torch.no_grad():
+        reference = load(llama, masking="simulate")(input_ids=IDS).logits
+        assert torch.equal(first(input_ids=IDS).logits, reference)
+        assert torch.equal(again(input_ids=IDS).logits, reference)
+    assert "MISSING" not in "".join(capfd.readouterr())
+
+
+def test_local_masking_and_simulation_need_the_full_checkpoint(
+    load: Load, llama: Path, federation: Path, tmp_path: Path
+) -> None:
+    folder, cache = slim(llama, tmp_path / "slim"), tmp_path / "cache"
+    load(folder, federation=federation, cache=cache, checkpoint=llama)
+    with pytest.raises(CheckpointError, match=r"pass RemoteConfig\(checkpoint='FULL_CHECKPOINT'\)"):
+        load(folder, federation=federation, cache=cache, masking="local")
+    with pytest.raises(CheckpointError, match="is it the full base checkpoint"):
+        load(folder, cache=cache, masking="simulate")
+    load(folder, cache=cache, masking="simulate", checkpoint=llama)
+
+
+def test_a_federation_of_another_model_is_refused(
+    load: Load, gpt2: Path, federation: Path, executor: ScriptedProvider, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match="but the federation pins"):
+        load(gpt2, federation=federation, cache=tmp_path)
+    assert executor.hellos == []
+
+
+def test_other_weights_are_refused(load: Load, llama: Path, federation: Path, tmp_path: Path) -> None:
+    """One weight of one layer differs: the digest does, too."""
+    other = tmp_path / "other"
+    model = LlamaForCausalLM.from_pretrained(llama)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[3, 3] += 0.5
+    model.save_pretrained(other)
+    with pytest.raises(CheckpointError, match="but the federation pins"):
+        load(other, federation=federation, cache=tmp_path / "cache")
+
+
+def test_another_architecture_than_the_federations_is_refused(
+    load: Load, llama: Path, federation: Path, tmp_path: Path
+) -> None:
+    """Prepared for the Llama, pointed at something else: nothing may be replaced by chance."""
+    narrow = tmp_path / "narrow"
+    LlamaForCausalLM(
+        LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=96)
+    ).save_pretrained(narrow)
+    with pytest.raises(CheckpointError, match="has other widths than the federation's model"):
+        load(narrow, federation=federation, checkpoint=llama)
+
+
+def test_a_model_without_the_head_loads_the_rest(load: Load, llama: Path) -> None:
+    model = load(llama, masking="simulate", kind=AutoModel)
+    with torch.no_grad():
+        hidden = model(input_ids=IDS).last_hidden_state
+        whole = load(llama, masking="simulate")(input_ids=IDS, output_hidden_states=True).hidden_states[-1]
+    assert torch.equal(hidden, whole)
+
+
+# Models
+
+
+def test_the_base_model_is_not_saved(load: Load, llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not serializable"):
+        load(llama, masking="simulate").save_pretrained(tmp_path)
+
+
+def test_a_copied_model_gives_the_same_logits(load: Load, llama: Path) -> None:
+    model = load(llama, masking="simulate")
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        assert torch.equal(twin(input_ids=IDS).logits, model(input_ids=IDS).logits)
+
+
+def test_backend_of_finds_it_through_peft(load: Load, llama: Path) -> None:
+    model = load(llama, masking="simulate")
+    wrapped = get_peft_model(model, LoraConfig(target_modules="all-linear"))
+    assert backend_of(wrapped) is backend_of(model)
+    with pytest.raises(SymbiosisError, match="not loaded with RemoteConfig"):
+        backend_of(nn.Linear(2, 2))
+
+
+def test_a_provider_of_the_wrong_model_is_named(
+    load: Load,
+    llama: Path,
+    store: WeightStore,
+    gpt2_store: WeightStore,
+    new_provider: NewProvider,
+    new_federation: NewFederation,
+    federation_file: Write,
+) -> None:
+    federation = federation_file(new_federation([new_provider(store=gpt2_store)]))
+    with pytest.raises(SymbiosisError, match="does not serve the pinned model"):
+        load(llama, federation=federation, masking="none")(input_ids=IDS)

@@ -1,0 +1,195 @@
+"""The paper's own masking: correct to a bound that is derived here, opt-in, and honest about what it is."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from symbiosis_priv import testing, wire
+from symbiosis_priv.errors import NonFiniteError
+from symbiosis_priv.ring import FORWARD, Direction
+from symbiosis_priv.weights import WeightStore
+from tenant.facts import prepare
+from tenant.paper_pool import PaperPoolBackend, gaussian
+
+if TYPE_CHECKING:
+    from tests.tenant.conftest import NewFederation, NewProvider, ScriptedProvider, Tape
+
+UNIT = 2.0**-24  # float32 rounds to within this, relatively
+TINY = 2.0**-149  # or to within this, absolutely, where it underflows
+
+
+def gamma(terms: int) -> float:
+    """A float32 sum of `terms` rounded products is off by at most this times the sum of their magnitudes, in
+    whatever order it is summed (Higham, Accuracy and Stability, §3.1)."""
+    return terms * UNIT / (1 - terms * UNIT)
+
+
+def error_bound(sent: Tensor, noise: Tensor, weight: Tensor, bias: Tensor, result: Tensor) -> Tensor:
+    """How far `fl(fl(z @ W.T + b) - fl(n @ W.T))` may be from `x @ W.T + b`, where z = fl(x + n).
+
+    x + n is rounded once; both products have d terms (one more with the bias); the difference is rounded once.
+    `noise` bounds |n|.
+    """
+    w = weight.abs().t()
+    width = weight.shape[1]
+    addition = (UNIT * sent.abs()) @ w
+    products = gamma(width + 1) * (sent.abs() @ w + bias.abs()) + gamma(width) * (noise.abs() @ w)
+    return (addition + products) * (1 + 4 * UNIT) + UNIT * result.abs() + 4 * width * TINY
+
+
+Open = Callable[..., PaperPoolBackend]
+
+
+@pytest.fixture
+def open_backend(
+    new_provider: NewProvider, new_federation: NewFederation, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Open]:
+    opened = []
+
+    def make(store: WeightStore, *, provider: ScriptedProvider | None = None, **options: Any) -> PaperPoolBackend:
+        digest = store.manifest().digest
+        with pytest.warns(UserWarning, match="it can read every row"):
+            backend = PaperPoolBackend(
+                new_federation([provider or new_provider(store=store)], digest=digest),
+                prepare(store, digest=digest, columns=8, cache=tmp_path_factory.mktemp("cache")),
+                pool_size=options.pop("pool_size", 3),
+                noise_scale=options.pop("noise_scale", 16.0),
+                deadline_s=20.0,
+                **options,
+            )
+        opened.append(backend)
+        return backend
+
+    yield make
+    for backend in opened:
+        backend.close()
+
+
+@pytest.mark.parametrize("name", ["store", "gpt2_store"])
+def test_products_are_within_the_derived_bound(
+    open_backend: Open, request: pytest.FixtureRequest, name: str, tape: Tape
+) -> None:
+    """With bias (GPT-2) and without (Llama), forward and backward."""
+    store: WeightStore = request.getfixturevalue(name)
+    backend = open_backend(store, wiretap=tape)
+    layers = [store.layers(i) for i in range(len(store.manifest().groups))]
+    pools: dict[tuple[int, Direction], Tensor] = {}
+
+    @given(data=st.data(), index=st.sampled_from(range(4)), direction=testing.directions(), count=st.integers(1, 20))
+    @settings(max_examples=40, suppress_health_check=list(HealthCheck))
+    def within(data: st.DataObject, index: int, direction: Direction, count: int) -> None:
+        width = backend.facts[index].width(direction)
+        x = data.draw(testing.float_rows(width=width, count=count, dtypes=[torch.float32], largest=1e6))
+        tape.frames.clear()
+        got = backend.linear(index, direction, x)
+        frames = tape.executed()
+        if len(frames) == 2:  # the first call sends the noise itself, bias-free
+            pools[index, direction] = frames[0][1]
+        message, sent = frames[-1]
+        assert message.path == ("float" if direction == FORWARD else "float_bias_free")
+        pool = pools[index, direction]
+        assert bool((sent[:, None] == x[:, None] + pool[None]).all(dim=2).any(dim=1).all())  # rounded once
+        sent, noise = sent.double(), pool.double().abs().amax(dim=0, keepdim=True)  # whichever noise it was
+        weight = torch.cat([layer.weight.double() for layer in layers[index]])
+        biases = [torch.zeros(len(m.weight)) if m.bias is None else m.bias for m in layers[index]]
+        bias = torch.cat(biases).double()
+        if direction != FORWARD:
+            weight, bias = weight.t(), torch.zeros(weight.shape[1]).double()
+        truth = x.double() @ weight.t() + bias
+        bound = error_bound(sent, noise, weight, bias, got)
+        assert bool(((got - truth).abs() <= bound).all())
+
+    within()
+    assert len(pools) > 2
+
+
+def test_bias_is_there(open_backend: Open, gpt2_store: WeightStore) -> None:
+    """The bound would not hold without it: the test above can fail."""
+    bias = open_backend(gpt2_store).linear(0, FORWARD, torch.zeros(1, 64))
+    stored = gpt2_store.layers(0)[0].bias
+    assert stored is not None
+    assert torch.allclose(bias[0], stored.double(), atol=1e-5)
+    assert float(bias.abs().max()) > 0.1
+
+
+def test_noise_is_reused_and_known_to_the_executor(
+    open_backend: Open, store: WeightStore, new_provider: NewProvider
+) -> None:
+    """Why the warning is there: every row that leaves is the true row plus one of few rows that left before."""
+    executor = new_provider()
+    backend = open_backend(store, provider=executor, pool_size=2)
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    for _ in range(3):
+        backend.linear(0, FORWARD, x)
+    first, *rest = executor.executed
+    assert first.request.rows == 2
+    for heard in rest:
+        candidates = heard.rows[:, None] - first.rows[None]
+        assert bool(((candidates - x[:, None]).abs().amax(dim=2).amin(dim=1) < 1e-3).all())
+
+
+def test_noise_is_not_torchs(open_backend: Open, store: WeightStore, tape: Tape) -> None:
+    for _ in range(2):
+        torch.manual_seed(0)
+        open_backend(store, wiretap=tape).linear(0, FORWARD, torch.ones(1, 64))
+    noises = [rows for message, rows in tape.executed() if message.path == "float_bias_free"]
+    assert len(noises) == 2
+    assert not torch.equal(*noises)
+
+
+def test_gaussian_is_gaussian() -> None:
+    """Against the exact distribution function; by chance further off: below 1e-9 (Dvoretzky-Kiefer-Wolfowitz)."""
+    generator = torch.Generator().manual_seed(3)
+    words = torch.randint(-(2**31), 2**31, (500, 400), dtype=torch.int32, generator=generator)
+    sample = gaussian(words).flatten().sort().values
+    exact = torch.special.ndtr(sample)
+    steps = torch.arange(1, len(sample) + 1, dtype=torch.float64) / len(sample)
+    assert float((exact - steps).abs().max()) < (torch.tensor(2e9).log() / 2 / len(sample)) ** 0.5
+    assert bool(torch.isfinite(gaussian(torch.tensor([[-(2**31), 2**31 - 1]], dtype=torch.int32))).all())
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_non_finite_rows_are_an_error_before_a_byte_is_sent(
+    open_backend: Open, store: WeightStore, new_provider: NewProvider, poison: float
+) -> None:
+    executor = new_provider()
+    backend = open_backend(store, provider=executor)
+    x = torch.zeros(2, 64)
+    x[1, 1] = poison
+    with pytest.raises(NonFiniteError, match="nothing was sent"):
+        backend.linear(0, FORWARD, x)
+    assert executor.hellos == []
+
+
+def test_no_rows_and_too_many_rows(open_backend: Open, store: WeightStore, new_provider: NewProvider) -> None:
+    executor = new_provider(max_rows=8)
+    backend = open_backend(store, provider=executor)
+    assert backend.linear(0, FORWARD, torch.zeros(0, 64)).shape == (0, 128)
+    assert executor.hellos == []
+    x = torch.randn(20, 64)
+    assert torch.allclose(backend.linear(0, FORWARD, x), x.double() @ weights(store).t(), atol=1e-3)
+    assert [heard.request.rows for heard in executor.executed] == [3, 8, 8, 4]
+    assert {type(heard.request) for heard in executor.heard} == {wire.Execute}
+
+
+def weights(store: WeightStore) -> Tensor:
+    return torch.cat([layer.weight.double() for layer in store.layers(0)])
+
+
+def test_it_is_never_chosen_for_you(tmp_path: Path) -> None:
+    from tenant import RemoteConfig
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config = RemoteConfig(federation=tmp_path / "federation.toml")
+    assert config.masking == "pad"
+    assert caught == []

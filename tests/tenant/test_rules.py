@@ -1,0 +1,830 @@
+"""The nine rules of the design that may never be broken. Each has a checker; the real code passes it, and code with a
+planted breach does not. A checker that nothing can fail proves nothing.
+
+    1  masks come from a CSPRG keystream                 6  verify before anything is used; aborts say nothing
+    2  fresh secrets per process; nothing is resumed     7  replies are bound to requests, compared exactly
+    3  a row is burnt before it leaves, and used once    8  executor and helper are never the same operator
+    4  siblings share a mask, nothing else does          9  what stays visible depends on shapes alone
+    5  no scale, loss, label or token id leaves
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import pickle
+import select
+import signal
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM
+
+from symbiosis_priv import wire
+from symbiosis_priv.errors import (
+    BurntRowError,
+    ProtocolError,
+    QuarantinedError,
+    RoleConflictError,
+    SymbiosisError,
+    VerificationError,
+)
+from symbiosis_priv.federation import Federation, load_federation
+from symbiosis_priv.keystream import SessionSecret
+from symbiosis_priv.ring import BACKWARD, FORWARD, quantise_rows
+from symbiosis_priv.weights import WeightStore
+from tenant import RemoteConfig, backend_of
+from tenant.channel import Channel
+from tenant.facts import Preparation
+from tenant.noise import Pad, PadSource
+from tenant.remote_linear import _Pending
+from tenant.session import Session, _Runtime
+from tenant.verifier import VerificationKeys
+
+if TYPE_CHECKING:
+    from tests.tenant.conftest import Heard, NewFederation, NewProvider, NewSession, ScriptedProvider, Tape
+
+Patch = pytest.MonkeyPatch
+QKV, OUT = 0, 1
+IDS = torch.arange(1, 41).view(2, 20)
+
+
+def ring_rows(preparation: Preparation, index: int = QKV, count: int = 4, *, direction: Any = FORWARD) -> Tensor:
+    """Always the same rows: whatever differs between two frames of them is their mask."""
+    width = preparation.facts[index].width(direction)
+    rows = torch.randn(count, width, generator=torch.Generator().manual_seed(7))
+    return quantise_rows(rows, preparation.facts[index].bounds[direction])[0]
+
+
+def masks_of(heard: Sequence[Heard], xq: Tensor) -> list[bytes]:
+    """What an executor would see if it knew the rows: the masks, one per row."""
+    return [row.numpy().tobytes() for h in heard for row in h.rows - xq[: len(h.rows)]]
+
+
+def repeats(items: Sequence[bytes]) -> int:
+    return len(items) - len(set(items))
+
+
+def is_uniform(rows: Tensor) -> bool:
+    """Every byte position of int32 words fair, by a chi-square test. By chance unfair: below 1e-12 in all.
+
+    With 255 degrees of freedom, 255 + 9.5 * sqrt(2 * 255) = 470 has a tail below 1e-14.
+    """
+    words = rows.contiguous().numpy().view(np.uint8).reshape(-1, 4)
+    assert len(words) >= 5 * 256, "too few words to tell"
+    expected = len(words) / 256
+    counts = [np.bincount(words[:, i], minlength=256) for i in range(4)]
+    return all(float(((c - expected) ** 2 / expected).sum()) < 470 for c in counts)
+
+
+@pytest.fixture
+def split(
+    llama: Path,
+    executor: ScriptedProvider,
+    helper: ScriptedProvider,
+    new_federation: NewFederation,
+    federation_file: Callable[[Federation], Path],
+) -> Iterator[Any]:
+    """A masked Llama with a LoRA adapter, at scripted providers."""
+    config = RemoteConfig(federation=federation_file(new_federation([executor], [helper])))
+    base = AutoModelForCausalLM.from_pretrained(llama, quantization_config=config)
+    torch.manual_seed(0)
+    adapter = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=4, init_lora_weights=False)
+    model = get_peft_model(base, adapter)
+    yield model
+    backend_of(model).close()
+
+
+def train_a_step(model: Any, ids: Tensor = IDS) -> float:
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return float(loss.detach())
+
+
+# Rule 1. Masks come from a CSPRG keystream.
+
+
+def masks_repeat_with_the_seed(new_session: NewSession, executor: ScriptedProvider) -> bool:
+    """Whether seeding torch and numpy alike gives two sessions the same masks."""
+    for _ in range(2):
+        torch.manual_seed(0)
+        np.random.seed(0)
+        session = new_session("local", [executor])
+        session.product(QKV, FORWARD, xq := ring_rows(session._preparation))
+    return repeats(masks_of(executor.executed, xq)) > 0
+
+
+def test_rule_1_a_training_seed_says_nothing_about_masks(new_session: NewSession, executor: ScriptedProvider) -> None:
+    state = torch.get_rng_state()
+    np_state = np.random.get_state(legacy=False)
+    session = new_session("local", [executor])
+    session.product(QKV, FORWARD, ring_rows(session._preparation))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert repr(np.random.get_state(legacy=False)) == repr(np_state)
+    assert not masks_repeat_with_the_seed(new_session, executor)
+
+
+def planted_generator(key: bytes, *, first_row: int, rows: int, width: int) -> Tensor:
+    return torch.randint(-(2**31), 2**31, (rows, width), dtype=torch.int64).to(torch.int32)
+
+
+def test_rule_1_breach_torchs_generator(
+    new_session: NewSession, executor: ScriptedProvider, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr("tenant.noise.expand", planted_generator)
+    assert masks_repeat_with_the_seed(new_session, executor)
+
+
+def test_rule_1_frames_are_uniform(new_session: NewSession, executor: ScriptedProvider, monkeypatch: Patch) -> None:
+    """Also where every row is zero, and not if masks were rounded floats."""
+    session = new_session("local", [executor])
+    session.product(QKV, FORWARD, torch.zeros(60, 64, dtype=torch.int32))
+    assert is_uniform(executor.executed[-1].rows)
+
+    def gaussian(key: bytes, *, first_row: int, rows: int, width: int) -> Tensor:
+        return (torch.randn(rows, width) * 2.0**28).to(torch.int32)
+
+    monkeypatch.setattr("tenant.noise.expand", gaussian)
+    new_session("local", [executor]).product(QKV, FORWARD, torch.zeros(60, 64, dtype=torch.int32))
+    assert not is_uniform(executor.executed[-1].rows)
+
+
+# Rule 2. A fresh secret per process, also after a fork; counters are never stored or resumed.
+
+
+def in_a_fork(work: Callable[[], bytes]) -> bytes:
+    """What a forked child says."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:  # nothing of pytest's may run here
+        try:
+            os.write(writer, work())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        ready, _, _ = select.select([pipe], [], [], 60)
+        answer = pipe.read() if ready else b"no answer"
+    os.kill(child, signal.SIGKILL)  # in case it hangs
+    os.waitpid(child, 0)
+    return answer
+
+
+def a_fork_takes_the_same_rows(secret: SessionSecret) -> bool:
+    def burn() -> bytes:
+        try:
+            return str(secret.burn(group="g", direction=FORWARD, rows=4)).encode()
+        except BurntRowError:
+            return b"refused"
+
+    return in_a_fork(burn) == burn()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_rule_2_a_fork_takes_no_rows_of_its_parent(monkeypatch: Patch) -> None:
+    assert not a_fork_takes_the_same_rows(SessionSecret())
+    monkeypatch.setattr(SessionSecret, "_check_alive", lambda self: None)
+    assert a_fork_takes_the_same_rows(SessionSecret())
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_rule_2_a_forked_session_goes_on_with_a_secret_of_its_own(
+    new_session: NewSession, executor: ScriptedProvider, helper: ScriptedProvider
+) -> None:
+    session = new_session("pad", [executor], [helper])
+    session.product(QKV, FORWARD, xq := ring_rows(session._preparation))
+
+    def go_on() -> bytes:
+        return session.product(QKV, FORWARD, xq).numpy().tobytes()
+
+    in_child = in_a_fork(go_on)
+    assert in_child == go_on()
+    assert len(executor.executed) == 3
+    assert repeats(masks_of(executor.executed, xq)) == 0
+    assert len({h.request.seed for h in helper.effects if isinstance(h.request, wire.Effect)}) == 2
+
+
+def sessions_repeat_a_mask(new_session: NewSession, executor: ScriptedProvider) -> bool:
+    """Whether a program that is started again uses a row of its last run."""
+    for _ in range(3):
+        session = new_session("local", [executor])
+        session.product(QKV, FORWARD, xq := ring_rows(session._preparation))
+        session.close()
+    return repeats(masks_of(executor.executed, xq)) > 0
+
+
+def test_rule_2_nothing_is_resumed(new_session: NewSession, executor: ScriptedProvider) -> None:
+    assert not sessions_repeat_a_mask(new_session, executor)
+
+
+def test_rule_2_breach_a_stored_secret(new_session: NewSession, executor: ScriptedProvider, monkeypatch: Patch) -> None:
+    monkeypatch.setattr("symbiosis_priv.keystream.secrets.token_bytes", lambda size: bytes(size))
+    assert sessions_repeat_a_mask(new_session, executor)
+
+
+def counters_can_be_stored(secret: SessionSecret) -> bool:
+    ways: list[Callable[[], object]] = [
+        lambda: copy.copy(secret),
+        lambda: copy.deepcopy(secret),
+        lambda: pickle.dumps(secret),
+    ]
+    for way in ways:
+        try:
+            way()
+        except BurntRowError:
+            continue
+        except TypeError:  # not by design, only for the lock in it
+            continue
+        return True
+    return False
+
+
+def test_rule_2_counters_cannot_be_stored(monkeypatch: Patch) -> None:
+    assert not counters_can_be_stored(SessionSecret())
+    monkeypatch.delattr(SessionSecret, "__reduce__")
+    assert counters_can_be_stored(SessionSecret())
+
+
+# Rule 3. A row is burnt before its bytes leave; retries resend identical bytes; a recomputation takes new rows.
+
+
+def masks_repeat(session: Session, executor: ScriptedProvider) -> bool:
+    """Whether any row is used twice, over requests of many sizes that find the pool dry and full."""
+    xq = ring_rows(session._preparation, count=80)
+    executor.heard.clear()
+    for count in (3, 80, 1, 64, 65, 2, 80):
+        session.product(QKV, FORWARD, xq[:count])
+    return repeats(masks_of(executor.executed, xq)) > 0
+
+
+def burns_nothing(self: SessionSecret, *, group: str, direction: str, rows: int) -> int:
+    return 0
+
+
+def test_rule_3_a_row_is_used_once(
+    new_session: NewSession, executor: ScriptedProvider, helper: ScriptedProvider, monkeypatch: Patch
+) -> None:
+    session = new_session("pad", [executor], [helper])
+    assert not masks_repeat(session, executor)
+    monkeypatch.setattr(SessionSecret, "burn", burns_nothing)
+    assert masks_repeat(session, executor)
+
+
+def test_rule_3_breach_a_pad_handed_out_twice(
+    new_session: NewSession, executor: ScriptedProvider, monkeypatch: Patch
+) -> None:
+    session = new_session("local", [executor])
+    kept: dict[tuple[int, str, int], list[Pad]] = {}
+    take = _Runtime.take
+
+    def take_again(self: _Runtime, index: int, direction: Any, rows: int) -> list[Pad]:
+        return kept.setdefault((index, direction, rows), take(self, index, direction, rows))
+
+    monkeypatch.setattr(_Runtime, "take", take_again)
+    assert masks_repeat(session, executor)
+
+
+def a_row_survives_a_crash(new_session: NewSession, executor: ScriptedProvider) -> bool:
+    """Whether rows whose request died on its way out are used for another one."""
+
+    class Crash:
+        rows: Tensor | None = None
+
+        def sent(self, peer: Any, message: wire.Message, payload: Tensor | None) -> None:
+            if self.rows is None and payload is not None:
+                self.rows = payload.clone()
+                raise KeyboardInterrupt
+
+        def received(self, peer: Any, message: wire.Message, payload: Tensor | None) -> None: ...
+
+    crash = Crash()
+    session = new_session("local", [executor], wiretap=crash)
+    xq = ring_rows(session._preparation)
+    with pytest.raises(KeyboardInterrupt):
+        session.product(QKV, FORWARD, xq)
+    session.product(QKV, FORWARD, xq)
+    assert crash.rows is not None
+    lost = [row.numpy().tobytes() for row in crash.rows - xq]
+    return repeats(lost + masks_of(executor.executed, xq)) > 0
+
+
+def test_rule_3_rows_are_burnt_before_they_leave(
+    new_session: NewSession, executor: ScriptedProvider, monkeypatch: Patch
+) -> None:
+    assert not a_row_survives_a_crash(new_session, executor)
+    executor.heard.clear()
+    monkeypatch.setattr(SessionSecret, "burn", burns_nothing)
+    assert a_row_survives_a_crash(new_session, executor)
+
+
+def a_retry_differs(new_session: NewSession, executor: ScriptedProvider, frames: Callable[..., bytes]) -> bool:
+    """Whether a request that was cut off comes again with other bytes."""
+    executor.heard.clear()
+
+    def leave_twice(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
+        return frames(reply, answer) if len(executor.heard) > 2 else None
+
+    executor.behaviour = leave_twice
+    session = new_session("local", [executor])
+    with contextlib.suppress(VerificationError):  # the answer to rows that are not those that were meant
+        session.product(QKV, FORWARD, ring_rows(session._preparation))
+    assert len(executor.heard) == 3
+    return len({heard.header + heard.payload for heard in executor.heard}) > 1
+
+
+def test_rule_3_a_retry_resends_identical_bytes(
+    new_session: NewSession, executor: ScriptedProvider, frames: Callable[..., bytes], monkeypatch: Patch
+) -> None:
+    assert not a_retry_differs(new_session, executor, frames)
+    send = Channel._send
+
+    def send_with_another_mask(self: Channel, message: Any, payload: Tensor | None, deadline: float) -> None:
+        send(self, message, None if payload is None else payload + torch.randint(9, payload.shape).int(), deadline)
+
+    monkeypatch.setattr(Channel, "_send", send_with_another_mask)
+    assert a_retry_differs(new_session, executor, frames)
+
+
+def test_rule_3_a_recomputation_takes_new_rows(split: Any, executor: ScriptedProvider) -> None:
+    """Gradient checkpointing runs a forward pass again: the same rows, masked anew."""
+    layer = backend_of(split)
+    linear = next(m for m in split.modules() if type(m).__name__ == "RemoteLinear")
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(7)).requires_grad_()
+    checkpoint(lambda x: linear(x).square().sum(), x, use_reentrant=False).backward()
+    xq, _ = quantise_rows(x.detach(), layer.facts[QKV].bounds[FORWARD])
+    forward = [h for h in executor.executed if h.request.direction == FORWARD]
+    assert len(forward) == 2
+    assert repeats(masks_of(forward, xq)) == 0
+    for heard in forward:
+        assert not torch.equal(heard.rows, xq)
+
+
+# Rule 4. Siblings share one mask; different inputs never do; backward is masked as forward is.
+
+
+def frames_per_group(executor: ScriptedProvider) -> set[int]:
+    """How often each (layer group, direction) was asked in a step; the first layer needs no gradient of its input."""
+    return set(Counter((h.request.group, h.request.direction) for h in executor.executed).values())
+
+
+def test_rule_4_siblings_are_masked_once(split: Any, executor: ScriptedProvider, monkeypatch: Patch) -> None:
+    train_a_step(split)
+    assert frames_per_group(executor) == {1}
+    executor.heard.clear()
+    monkeypatch.setattr(_Pending, "is_for", lambda self, x: False)
+    train_a_step(split)
+    assert frames_per_group(executor) != {1}
+
+
+def test_rule_4_backward_is_masked_as_forward_is(split: Any, executor: ScriptedProvider, monkeypatch: Patch) -> None:
+    train_a_step(split)
+    for direction in (FORWARD, BACKWARD):
+        heard = [h for h in executor.executed if h.request.direction == direction]
+        assert len(heard) >= 8
+        assert all(is_uniform(h.rows) for h in heard)
+    executor.heard.clear()
+    take = _Runtime.take
+    monkeypatch.setattr(
+        _Runtime, "take", lambda self, index, way, rows: [] if way == BACKWARD else take(self, index, way, rows)
+    )
+    train_a_step(split)
+    assert not any(is_uniform(h.rows) for h in executor.executed if h.request.direction == BACKWARD)
+
+
+def test_rule_4_layers_and_directions_share_no_mask(new_session: NewSession, executor: ScriptedProvider) -> None:
+    """The other block's layers and the other direction have masks of their own, though widths are the same."""
+    session = new_session("local", [executor])
+    zeros = torch.zeros(8, 64, dtype=torch.int32)
+    for index in (OUT, OUT + 4):  # 64 -> 64
+        for direction in (FORWARD, BACKWARD):
+            session.product(index, direction, zeros)
+    assert repeats(masks_of(executor.executed, zeros)) == 0
+
+
+# Rule 5. Scales, losses, labels and token ids never leave; formats do not depend on data.
+
+
+def leaks(providers: Sequence[ScriptedProvider], secrets: dict[str, list[bytes]]) -> set[str]:
+    """What of `secrets` can be read in anything that left, or `format` if a frame is not as the protocol fixes it.
+
+    Every byte is accounted for: a header is the canonical encoding of its few fields, whose values are the layer, the
+    direction, the row count, a nonce and (to helpers) a seed; a payload is rows * width words and uniform.
+    """
+    found = set()
+    everything = b"\0".join(h.header + h.payload for p in providers for h in p.heard)
+    for name, patterns in secrets.items():
+        assert min(map(len, patterns)) >= 8  # shorter ones turn up by chance
+        if any(pattern in everything for pattern in patterns):
+            found.add(name)
+    for heard in (h for p in providers for h in p.heard):
+        request = heard.request
+        fields = set(msgspec.structs.asdict(request)) - {"nonce", "group", "direction", "path", "rows"}
+        allowed = {"seed", "first_row"} if isinstance(request, wire.Effect) else set()
+        if fields != allowed or request.path != "ring":
+            found.add("format")
+        if heard.header != wire.encode(request, payload_bytes=len(heard.payload)):
+            found.add("format")
+        if isinstance(request, wire.Execute) and not is_uniform(heard.rows):
+            found.add("format")
+    nonces = [h.request.nonce for p in providers for h in p.heard]
+    if repeats(nonces):
+        found.add("format")
+    return found
+
+
+@pytest.fixture
+def secrets_of_a_step(split: Any, monkeypatch: Patch) -> dict[str, list[bytes]]:
+    """Trains a step and returns what must not be seen, as bytes."""
+    scales: list[Tensor] = []
+
+    def spy(rows: Tensor, bound: Any) -> tuple[Tensor, Tensor]:
+        xq, scale = quantise_rows(rows, bound)
+        scales.append(scale)
+        return xq, scale
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tenant.backend.quantise_rows", spy)
+        loss = train_a_step(split)
+    ids = IDS.flatten()
+    runs = [ids[i : i + 4] for i in range(0, len(ids), 4)]
+    return {
+        "scale": [struct.pack("<d", s) for scale in scales for s in scale.flatten().tolist()],
+        "loss": [struct.pack("<d", loss)],
+        "tokens": [run.to(dtype).numpy().tobytes() for run in runs for dtype in (torch.int32, torch.int64)],
+    }
+
+
+def test_rule_5_nothing_of_it_leaves(
+    secrets_of_a_step: dict[str, list[bytes]], executor: ScriptedProvider, helper: ScriptedProvider
+) -> None:
+    assert len(secrets_of_a_step["scale"]) == sum(h.request.rows for h in executor.executed)
+    assert leaks([executor, helper], secrets_of_a_step) == set()
+
+
+def test_rule_5_breach_a_scale_in_a_nonce(
+    split: Any, executor: ScriptedProvider, helper: ScriptedProvider, monkeypatch: Patch
+) -> None:
+    scales: list[float] = []
+
+    def spy(rows: Tensor, bound: Any) -> tuple[Tensor, Tensor]:
+        xq, scale = quantise_rows(rows, bound)
+        scales.append(float(scale[0]))
+        return xq, scale
+
+    monkeypatch.setattr("tenant.backend.quantise_rows", spy)
+    monkeypatch.setattr("tenant.session.fresh_nonce", lambda: struct.pack("<d", scales[-1]) + os.urandom(8))
+    train_a_step(split)
+    assert leaks([executor, helper], {"scale": [struct.pack("<d", s) for s in scales]}) == {"scale"}
+
+
+def test_rule_5_breach_token_ids_in_a_payload(
+    split: Any, executor: ScriptedProvider, helper: ScriptedProvider, monkeypatch: Patch
+) -> None:
+    send = Channel._send
+
+    def send_ids(self: Channel, message: Any, payload: Tensor | None, deadline: float) -> None:
+        if payload is not None:
+            payload[0, :4] = IDS[0, :4]
+        send(self, message, payload, deadline)
+
+    monkeypatch.setattr(Channel, "_send", send_ids)
+    with pytest.raises(VerificationError):  # what came back is no product of the row; but it was sent
+        split(input_ids=IDS)
+    assert leaks([executor, helper], {"tokens": [IDS[0, :4].int().numpy().tobytes()]}) == {"tokens"}
+
+
+def test_rule_5_breach_rows_as_they_are(
+    split: Any, executor: ScriptedProvider, helper: ScriptedProvider, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(_Runtime, "take", lambda self, index, direction, rows: [])
+    with torch.no_grad():
+        split(input_ids=IDS)
+    assert leaks([executor, helper], {}) == {"format"}
+
+
+# Rule 6. Verify before unmasking is used for anything; an abort carries no detail to the provider.
+
+
+def spoils(frames: Callable[..., bytes]) -> Callable[..., bytes]:
+    def behave(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
+        answer[0, 0] += 1  # a lie that the guard bits do not show
+        return frames(reply, answer)
+
+    return behave
+
+
+def a_lie_is_believed(session: Session) -> bool:
+    session._quarantined.clear()
+    try:
+        session.product(QKV, FORWARD, ring_rows(session._preparation))
+    except VerificationError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("liar", ["executor", "helper"])
+def test_rule_6_no_lie_is_used(
+    new_session: NewSession,
+    executor: ScriptedProvider,
+    helper: ScriptedProvider,
+    frames: Callable[..., bytes],
+    monkeypatch: Patch,
+    liar: str,
+) -> None:
+    {"executor": executor, "helper": helper}[liar].behaviour = spoils(frames)
+    session = new_session("pad", [executor], [helper], pool_memory=0)
+    assert not a_lie_is_believed(session)
+    accepts = VerificationKeys.accepts
+
+    def trusts(self: VerificationKeys, index: int, direction: Any, *, rows: Tensor, answer: Tensor) -> bool:
+        accepts(self, index, direction, rows=rows, answer=answer)
+        return True
+
+    monkeypatch.setattr(VerificationKeys, "accepts", trusts)
+    assert a_lie_is_believed(session)
+
+
+def test_rule_6_breach_unverified_effects_alone(
+    new_session: NewSession,
+    executor: ScriptedProvider,
+    helper: ScriptedProvider,
+    frames: Callable[..., bytes],
+    monkeypatch: Patch,
+) -> None:
+    """Checking the executor is not enough: what a helper adds is found nowhere else."""
+    helper.behaviour = spoils(frames)
+    session = new_session("pad", [executor], [helper], pool_memory=0)
+
+    def join_without_looking(self: PadSource, index: int, direction: Any, shares: list[Any]) -> Tensor:
+        return sum((answer.result() for _, _, answer in shares), torch.zeros((), dtype=torch.int32))
+
+    monkeypatch.setattr(PadSource, "_join", join_without_looking)
+    assert a_lie_is_believed(session)
+
+
+def test_rule_6_the_answer_is_checked_before_the_mask_comes_off(
+    new_session: NewSession, executor: ScriptedProvider, frames: Callable[..., bytes], monkeypatch: Patch
+) -> None:
+    """A false answer never meets its effect."""
+    executor.behaviour = spoils(frames)
+    met: list[object] = []
+    monkeypatch.setattr(Session, "_effects", lambda self, pads: met.append(pads))
+    session = new_session("local", [executor])
+    with pytest.raises(VerificationError):
+        session.product(QKV, FORWARD, ring_rows(session._preparation))
+    assert met == []
+
+
+def heard_after_an_abort(session: Session, provider: ScriptedProvider) -> int:
+    """Requests that a provider gets after its lie, whatever the tenant does next."""
+    xq = ring_rows(session._preparation)
+    with pytest.raises(VerificationError):
+        session.product(QKV, FORWARD, xq)
+    before = len(provider.heard)
+    for index in (QKV, OUT):
+        with pytest.raises(SymbiosisError):
+            session.product(index, FORWARD, xq)
+    session.close()
+    return len(provider.heard) - before + len(provider.hellos) - 1
+
+
+def test_rule_6_an_abort_tells_the_provider_nothing(
+    new_session: NewSession, executor: ScriptedProvider, frames: Callable[..., bytes], monkeypatch: Patch
+) -> None:
+    executor.behaviour = spoils(frames)
+    assert heard_after_an_abort(new_session("local", [executor]), executor) == 0
+    executor.heard.clear()
+    executor.hellos.clear()
+    monkeypatch.setattr(Session, "_quarantine", lambda self, peer: None)
+    assert heard_after_an_abort(new_session("local", [executor]), executor) > 0
+
+
+def test_rule_6_lies_of_every_kind_end_alike(
+    new_session: NewSession, executor: ScriptedProvider, frames: Callable[..., bytes]
+) -> None:
+    """Found by the check or by the guard bits: the provider sees one thing, silence."""
+
+    def high(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
+        return frames(reply, answer ^ -(1 << 31))
+
+    for behaviour in (spoils(frames), high):
+        executor.heard.clear()
+        executor.hellos.clear()
+        executor.behaviour = behaviour
+        assert heard_after_an_abort(new_session("local", [executor]), executor) == 0
+
+
+# Rule 7. Replies are bound to their requests; the comparison is exact.
+
+
+def stranger(frames: Callable[..., bytes], **fields: Any) -> Callable[..., bytes]:
+    """Answers honestly, in the name of another request."""
+
+    def behave(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
+        return frames(msgspec.structs.replace(reply, **fields), answer)
+
+    return behave
+
+
+def believes(session: Session) -> bool:
+    session._quarantined.clear()
+    try:
+        session.product(QKV, FORWARD, ring_rows(session._preparation))
+    except (ProtocolError, VerificationError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("masking", ["local", "pad"])
+@pytest.mark.parametrize(
+    "fields", [{"nonce": bytes(16)}, {"group": 5}, {"direction": BACKWARD}, {"rows": 9}, {"path": "float"}], ids=str
+)
+def test_rule_7_a_reply_answers_one_request(
+    new_session: NewSession,
+    executor: ScriptedProvider,
+    helper: ScriptedProvider,
+    frames: Callable[..., bytes],
+    monkeypatch: Patch,
+    fields: dict[str, Any],
+    masking: str,
+) -> None:
+    """An executor's reply, and (with pads) a helper's."""
+    liar = executor if masking == "local" else helper
+    liar.behaviour = stranger(frames, **fields)
+    session = new_session(masking, [executor], [helper] if masking == "pad" else [], pool_memory=0)
+    assert not believes(session)
+    monkeypatch.setattr("tenant.channel._answers", lambda reply, message: True)
+    assert believes(session)
+
+
+def test_rule_7_comparison_is_exact(
+    new_session: NewSession, executor: ScriptedProvider, frames: Callable[..., bytes], monkeypatch: Patch
+) -> None:
+    executor.behaviour = spoils(frames)
+    session = new_session("none", [executor])
+    assert not believes(session)
+
+    def tolerant(self: VerificationKeys, index: int, direction: Any, *, rows: Tensor, answer: Tensor) -> bool:
+        r = self._matrices[index, direction].double() / 2**32
+        v = self._products[index, direction].double() / 2**32
+        return torch.allclose(answer.double() @ r, rows.double() @ v, rtol=1e-1, atol=1e12)
+
+    monkeypatch.setattr(VerificationKeys, "accepts", tolerant)
+    assert believes(session)
+
+
+# Rule 8. Executor and helper are never the same operator, also after a failover.
+
+
+def someone_knows_both(providers: Sequence[tuple[str, ScriptedProvider]]) -> bool:
+    """Whether one operator was sent a seed and a row masked with it."""
+    seeds = {operator for operator, p in providers if p.effects}
+    return any(operator in seeds for operator, p in providers if p.executed)
+
+
+@pytest.mark.parametrize("shared", ["operator", "certificate", "address"])
+def test_rule_8_one_party_in_both_roles_is_refused(
+    executor: ScriptedProvider,
+    helper: ScriptedProvider,
+    new_federation: NewFederation,
+    federation_file: Callable[[Federation], Path],
+    shared: str,
+) -> None:
+    if shared == "address":
+        helper.port = executor.port
+    if shared == "certificate":
+        helper.certificate = executor.certificate
+    operators = ("Alpha", "alpha " if shared == "operator" else "Beta")
+    peers = executor.peer("executor", operator=operators[0]), helper.peer("helper", operator=operators[1])
+    path = federation_file(new_federation(peers[:1], peers[1:]))
+    with pytest.raises(RoleConflictError, match=f"same {shared}"):
+        load_federation(path)
+
+
+@pytest.mark.parametrize("failover", [False, True])
+def test_rule_8_no_party_gets_seed_and_row(
+    new_session: NewSession,
+    new_provider: NewProvider,
+    frames: Callable[..., bytes],
+    monkeypatch: Patch,
+    failover: bool,
+) -> None:
+    """Also where the second executor, asked after a lie of the first, is the helper's operator."""
+    first, second, helper = new_provider(), new_provider(), new_provider()
+    if failover:
+        first.behaviour = spoils(frames)
+    else:
+        second = first
+    executors = [first.peer("executor", operator="Alpha" if failover else "Beta")]
+    if failover:
+        executors.append(second.peer("executor", operator="Beta"))
+    helpers = [helper.peer("helper", operator="Beta")]
+    parties = [("Alpha" if failover else "Beta", first), ("Beta", second), ("Beta", helper)]
+
+    def use() -> None:
+        session = new_session("pad", executors, helpers)
+        session.product(QKV, FORWARD, ring_rows(session._preparation))
+
+    with pytest.raises(RoleConflictError, match="same operator"):
+        use()
+    assert not someone_knows_both(parties)
+    monkeypatch.setattr("tenant.session.check_roles", lambda executors, helpers: None)
+    use()
+    assert someone_knows_both(parties)
+
+
+def test_rule_8_a_quarantined_helper_is_not_replaced_by_an_executor(
+    new_session: NewSession, executor: ScriptedProvider, helper: ScriptedProvider, frames: Callable[..., bytes]
+) -> None:
+    helper.behaviour = spoils(frames)
+    session = new_session("pad", [executor], [helper])
+    xq = ring_rows(session._preparation)
+    with pytest.raises(VerificationError):
+        session.product(QKV, FORWARD, xq)
+    with pytest.raises(QuarantinedError):
+        session.product(QKV, FORWARD, xq)
+    assert executor.effects == []
+    assert helper.executed == []
+
+
+# Rule 9. What stays visible is what the documentation names: layer, direction, row count, order.
+
+
+def visible(tape: Tape) -> list[tuple[str, int, str, int]]:
+    """All that a frame to an executor tells besides uniform words."""
+    return [(type(m).__name__, m.group, m.direction, m.rows) for m, _ in tape.executed()]
+
+
+def data_shows(llama: Path, federation: Path, tapes: Sequence[Tape]) -> bool:
+    """Whether two inputs of one shape can be told apart by counts, sizes or order."""
+    inputs = (IDS, IDS.masked_fill(IDS % 2 == 0, 3))
+    for ids, tape in zip(inputs, tapes, strict=True):
+        config = RemoteConfig(federation=federation, wiretap=tape)
+        base: Any = AutoModelForCausalLM.from_pretrained(llama, quantization_config=config)
+        with torch.no_grad():  # an easy case for whoever skips rows
+            base.model.embed_tokens.weight[3] = 0
+        model: Any = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
+        train_a_step(model, ids)
+        model.generate(input_ids=ids[:, :4], max_new_tokens=3, min_new_tokens=3, do_sample=False)
+        backend_of(model).close()
+    return visible(tapes[0]) != visible(tapes[1])
+
+
+def test_rule_9_only_shapes_are_visible(
+    llama: Path,
+    executor: ScriptedProvider,
+    helper: ScriptedProvider,
+    new_federation: NewFederation,
+    federation_file: Callable[[Federation], Path],
+    tape: Tape,
+    monkeypatch: Patch,
+) -> None:
+    federation = federation_file(new_federation([executor], [helper]))
+    tapes = [type(tape)() for _ in range(4)]
+    assert not data_shows(llama, federation, tapes[:2])
+    product = Session.product
+
+    def skip_zeros(self: Session, index: int, direction: Any, rows: Tensor) -> Tensor:
+        some = rows.any(dim=1)
+        if bool(some.all()) or not bool(some.any()):
+            return product(self, index, direction, rows)
+        answer = torch.zeros(len(rows), self._preparation.facts[index].outputs(direction), dtype=torch.int32)
+        answer[some] = product(self, index, direction, rows[some])
+        return answer
+
+    monkeypatch.setattr(Session, "product", skip_zeros)
+    assert data_shows(llama, federation, tapes[2:])
+
+
+def test_rule_9_frames_have_one_size_per_shape(split: Any, executor: ScriptedProvider, store: WeightStore) -> None:
+    train_a_step(split)
+    train_a_step(split, IDS.flip(0, 1))
+    sizes: dict[tuple[Any, ...], set[int]] = {}
+    for heard in executor.executed:
+        request = heard.request
+        sizes.setdefault((request.group, request.direction, request.rows), set()).add(len(heard.header + heard.payload))
+    assert all(len(seen) == 1 for seen in sizes.values())
+
+
+def test_rule_9_a_bucket_hides_exact_row_counts(
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: Any, store: WeightStore
+) -> None:
+    session = new_session("pad", [executor], [helper], row_bucket=16)
+    weight = store.group(1).weight.to(torch.int64)
+    for count in (1, 15, 16, 17, 40):
+        rows = torch.arange(count * weight.shape[1], dtype=torch.int32).view(count, -1) % 97 - 48
+        expected = (rows.to(torch.int64) @ weight.t()).to(torch.int32)
+        assert torch.equal(session.product(1, "forward", rows), expected)
+    assert [heard.request.rows for heard in executor.executed] == [16, 16, 16, 32, 48]
+

@@ -1,0 +1,43 @@
+"""One quick report for all tests, made by the command itself; and a lab for those that need a run of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from threat_model import cli, suite
+from threat_model.lab import Lab
+from threat_model.suite import Suite
+
+
+@pytest.fixture(scope="session")
+def quick_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Where the command writes its JSON and its page."""
+    folder = tmp_path_factory.mktemp("report")
+    return folder / "report.json", folder / "report.html"
+
+
+@pytest.fixture(scope="session")
+def quick(quick_files: tuple[Path, Path]) -> Suite:
+    """`symbiosis-priv threat-model --quick`. Fails, and every test with it, if a verdict is not the promised one."""
+    made: list[Suite] = []
+    real = suite.run_suite
+
+    def keep(*args: Any, **kwargs: Any) -> Suite:
+        made.append(real(*args, **kwargs))
+        return made[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(suite, "run_suite", keep)
+        cli.threat_model(json=quick_files[0], html=quick_files[1], quick=True)
+    return made[0]
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """Two providers and a base model."""
+    with Lab(tmp_path_factory.mktemp("lab")) as running:
+        yield running

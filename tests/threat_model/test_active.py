@@ -1,0 +1,48 @@
+"""Providers that lie are caught, and being caught tells them nothing. Without verification it tells them bits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from threat_model.active import ActiveReport, attack_actively, mutual_information
+from threat_model.lab import Lab
+from threat_model.statistics import clopper_pearson
+
+
+@pytest.fixture(scope="module")
+def report(lab: Lab) -> ActiveReport:
+    return attack_actively(lab, repeats=4, rng=torch.Generator().manual_seed(1))
+
+
+def test_every_lie_is_caught(report: ActiveReport) -> None:
+    for detection in report.detections:
+        assert detection.caught == detection.trials, detection
+    assert {f"error of valuation {v}" for v in range(32)} <= {d.name for d in report.detections}
+
+
+def test_an_abort_after_verification_says_nothing(report: ActiveReport) -> None:
+    verified, _ = report.leaks
+    assert verified.aborts == verified.trials  # a constant
+    assert verified.information == 0.0
+
+
+def test_skipped_verification_lets_aborts_leak(report: ActiveReport) -> None:
+    _, skipped = report.leaks
+    # the abort is the secret bit itself: 32 fair bits carry less than 0.3 bits each only once in 10^6
+    assert skipped.information > 0.3
+
+
+def test_forgeries_pass_as_often_as_the_bound_says(report: ActiveReport) -> None:
+    for forgery in report.forgeries:
+        assert forgery.theory in clopper_pearson(forgery.passed, forgery.trials, confidence=1 - 1e-7), forgery
+
+
+def test_mutual_information() -> None:
+    fair = [True, False] * 8
+    assert mutual_information(fair, fair) == pytest.approx(1.0)
+    assert mutual_information([True] * 16, fair) == 0.0
+    assert mutual_information([True, True, False, False] * 4, fair) == pytest.approx(0.0)
+    assert not math.isnan(mutual_information([True] * 4, [True] * 4))

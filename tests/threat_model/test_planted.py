@@ -1,0 +1,87 @@
+"""Each fault is planted, and the named attack sees it. Without the fault it sees nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from symbiosis_priv.ring import BACKWARD, FORWARD, Direction
+from threat_model.attacks import Attack
+from threat_model.attacks.averaging import Averaging
+from threat_model.attacks.differencing import Differencing
+from threat_model.attacks.row_scale import RowScale
+from threat_model.attacks.sampler_grid import SamplerGrid
+from threat_model.attacks.seeds import SeedRecovery
+from threat_model.lab import Lab, Recording, Workload
+from threat_model.planted import Fault, plant, reused_pad_faults, reused_pads
+from threat_model.public import Public, alone
+from threat_model.schemes import LOCAL, NONE, PAD, paper_pool
+from threat_model.suite import examine
+
+SMALL = Workload(steps=4, generations=2, prompts=16, new_tokens=3, game_rows=256)
+
+
+@pytest.fixture(scope="module")
+def faults(lab: Lab) -> dict[str, Fault]:
+    planted = plant(lab.record(NONE, SMALL), lab.record(paper_pool(2, 1.0), SMALL), lab.public)
+    return {fault.name: fault for fault in planted}
+
+
+@pytest.fixture(scope="module", params=[PAD, LOCAL], ids=lambda scheme: scheme.name)
+def sound(lab: Lab, request: pytest.FixtureRequest) -> Recording:
+    return lab.record(request.param, SMALL)
+
+
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [
+        ("ring masks from torch.randint", 0.99),
+        ("float masks from torch.randn", 0.95),
+        ("one-time masks in float32", 0.9),
+        ("unfused q/k/v, separate float noise", 0.4),
+        ("noises of low rank", 0.8),
+        ("scale on the wire", 0.99),
+    ],
+)
+def test_the_named_attack_finds_the_fault(faults: dict[str, Fault], name: str, least: float) -> None:
+    outcome = faults[name].outcome()
+    assert outcome.success >= least
+    assert outcome.broken
+
+
+@pytest.mark.parametrize("attack", [SeedRecovery(), SamplerGrid(), RowScale(), Averaging()], ids=lambda a: a.name)
+def test_without_the_fault_the_attack_finds_nothing(lab: Lab, sound: Recording, attack: Attack[Any, Any]) -> None:
+    outcome = examine(attack, sound, lab).outcome
+    assert outcome is None or not outcome.broken
+
+
+def test_three_maskings_tell_more_than_one(faults: dict[str, Fault], lab: Lab) -> None:
+    fault = faults["unfused q/k/v, separate float noise"]
+    coins = torch.Generator().manual_seed(0)
+    once = Averaging().run(fault.view, _fused(lab), coins)
+    single = Averaging().score(once, fault.recording.truth).success
+    assert fault.outcome().success > single + 0.1
+
+
+def _fused(lab: Lab) -> Public:
+    assert lab.public.siblings == alone(len(lab.public.manifest.groups))
+    return lab.public
+
+
+def test_reused_pad_rows_are_found_in_a_real_session(lab: Lab) -> None:
+    with reused_pads():
+        recording = lab.record(PAD, SMALL)
+    for fault in reused_pad_faults(recording, lab.public):
+        outcome = fault.outcome()
+        assert outcome.success == 1.0
+        assert outcome.figures["pairs claimed"] > 10
+        assert outcome.broken
+
+
+@pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
+def test_one_time_pads_leave_no_close_pair(lab: Lab, sound: Recording, direction: Direction) -> None:
+    outcome = examine(Differencing(direction), sound, lab).outcome
+    assert outcome is not None
+    assert outcome.figures["pairs claimed"] == 0  # chance of one: pairs * 2^-4d

@@ -1,0 +1,70 @@
+"""Intervals and tails against exact sums."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from threat_model.statistics import (
+    agreement_by_chance,
+    beta_cdf,
+    binomial_tail,
+    clopper_pearson,
+    gaussian_channel_bits,
+    normal_tail,
+    roc,
+)
+
+
+def exact_tail(successes: int, trials: int, chance: float) -> float:
+    return math.fsum(
+        math.comb(trials, k) * chance**k * (1 - chance) ** (trials - k) for k in range(successes, trials + 1)
+    )
+
+
+@given(st.integers(1, 60), st.data(), st.floats(0.01, 0.99))
+def test_the_tail_is_the_sum(trials: int, data: st.DataObject, chance: float) -> None:
+    successes = data.draw(st.integers(0, trials))
+    assert binomial_tail(successes, trials, chance) == pytest.approx(exact_tail(successes, trials, chance), rel=1e-8)
+
+
+@given(st.integers(1, 60), st.data())
+def test_clopper_pearson_ends_where_the_tails_are_half_a_percent(trials: int, data: st.DataObject) -> None:
+    successes = data.draw(st.integers(0, trials))
+    interval = clopper_pearson(successes, trials)
+    assert successes / trials in interval
+    if successes:
+        assert exact_tail(successes, trials, interval.low) == pytest.approx(0.005, rel=1e-6)
+    if successes < trials:
+        assert 1 - exact_tail(successes + 1, trials, interval.high) == pytest.approx(0.005, rel=1e-6)
+
+
+def test_no_trials_tell_nothing() -> None:
+    assert (clopper_pearson(0, 0).low, clopper_pearson(0, 0).high) == (0.0, 1.0)
+
+
+def test_small_tails_stay_accurate() -> None:
+    assert binomial_tail(1024, 1024, 0.5) == pytest.approx(2.0**-1024, rel=1e-6)
+    assert normal_tail(1.959963985) == pytest.approx(0.025, rel=1e-6)
+    assert beta_cdf(0.5, 3, 3) == pytest.approx(0.5)
+
+
+def test_chance_by_permutation_gives_constant_guesses_no_credit() -> None:
+    truth = torch.tensor([1] * 90 + [2] * 10)
+    assert agreement_by_chance(torch.ones(100, dtype=torch.long), truth) == pytest.approx(0.9)
+    assert agreement_by_chance(truth, truth) == pytest.approx(0.82)
+
+
+def test_the_gaussian_channel() -> None:
+    assert gaussian_channel_bits(1.0) == pytest.approx(0.5)
+    assert gaussian_channel_bits(16.0) == pytest.approx(0.0028, rel=0.01)
+
+
+def test_roc_of_a_perfect_score() -> None:
+    false, true = roc(torch.tensor([3.0, 2.0, 1.0, 0.0]), torch.tensor([True, True, False, False]))
+    assert true == [0.0, 0.5, 1.0, 1.0, 1.0]
+    assert false == [0.0, 0.0, 0.0, 0.5, 1.0]

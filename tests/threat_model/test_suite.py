@@ -1,0 +1,138 @@
+"""Attacks work where they must, and are at chance where rows are hidden."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from threat_model.attacks import ATTACKS, Outcome
+from threat_model.attacks.candidates import CandidateSubtraction
+from threat_model.attacks.gradients import BlockLabels, HeadLabels
+from threat_model.lab import Lab, Workload
+from threat_model.schemes import LOCAL, NONE, PAD, QUICK_SCHEMES, SCHEMES, Scheme, paper_pool
+from threat_model.security_table import BEGIN, END, security_table
+from threat_model.statistics import FALSE_ALARM
+from threat_model.suite import Suite, Verdict, examine
+
+SMALL = Workload(steps=4, generations=2, prompts=16, new_tokens=3, game_rows=512)
+
+
+def outcome_of(suite: Suite, attack: str, scheme: str) -> Outcome:
+    outcome = suite.cell(attack, scheme).outcome
+    assert outcome is not None
+    return outcome
+
+
+READABLE = [s.name for s in QUICK_SCHEMES if s.family in ("none", "paper-pool")]
+
+
+@pytest.mark.parametrize("scheme", READABLE)
+def test_rows_text_and_adapter_are_read_where_nothing_hides_them(quick: Suite, scheme: str) -> None:
+    for direction in ("forward", "backward"):
+        outcome = outcome_of(quick, f"candidate subtraction, {direction}", scheme)
+        assert outcome.figures["worst layer"] >= 0.99
+    assert outcome_of(quick, "tokens, first layer", scheme).success >= 0.99
+    assert outcome_of(quick, "labels from head gradients", scheme).success >= 0.99
+    adapter = outcome_of(quick, "adapter by least squares", scheme)
+    assert adapter.success == 1.0
+    assert adapter.figures["worst relative error"] <= 0.01
+    assert abs(adapter.figures["loss, stolen"] - adapter.figures["loss, true"]) < 1e-3
+    assert adapter.figures["loss, true"] < adapter.figures["loss, base model"] - 0.01
+
+
+@pytest.mark.parametrize("scheme", [PAD, LOCAL], ids=lambda s: s.name)
+def test_every_attack_by_one_party_is_at_chance(quick: Suite, scheme: Scheme) -> None:
+    # Each interval is at 99 %; a hundred of them miss by chance. What fails here happens once in 10^8.
+    for cell in quick.cells:
+        if cell.scheme is scheme and cell.promised:
+            assert cell.verdict in (Verdict.HIDDEN, Verdict.ABSENT), cell
+            if cell.outcome is not None and cell.outcome.trials:
+                assert cell.outcome.p_value >= FALSE_ALARM
+
+
+def test_hidden_cells_miss_their_interval_no_more_often_than_intervals_do(quick: Suite) -> None:
+    outside, promised = quick.outside
+    assert promised >= 30
+    assert outside <= 9  # about 0.4 expected: P < 1e-9
+
+
+def test_what_no_scheme_hides_is_found_on_every_scheme(quick: Suite) -> None:
+    for cell in quick.cells:
+        if cell.attack.by_design:
+            assert cell.verdict is Verdict.BY_DESIGN, (cell.attack.name, cell.scheme.name)
+
+
+def test_executor_and_helper_together_read_pads_and_find_nothing_to_pool_on_local(quick: Suite) -> None:
+    for direction in ("forward", "backward"):
+        cell = quick.cell(f"collusion, {direction}", "pad")
+        assert outcome_of(quick, f"collusion, {direction}", "pad").success == 1.0
+        assert cell.verdict is Verdict.BY_DESIGN
+        assert quick.cell(f"collusion, {direction}", "local").verdict is Verdict.ABSENT
+
+
+@pytest.mark.parametrize("noise", [1.0, 256.0])
+@pytest.mark.parametrize("size", [2, 4, 16])
+def test_candidate_subtraction_reads_every_layer_at_any_pool_size(lab: Lab, size: int, noise: float) -> None:
+    recording = lab.record(paper_pool(size, noise), SMALL)
+    for direction in ("forward", "backward"):
+        outcome = examine(CandidateSubtraction(direction), recording, lab).outcome
+        assert outcome is not None
+        assert outcome.figures["worst layer"] >= 0.99
+        rows = sum(len(e.rows) for e in recording.views.executor.exchanges) - size * int(outcome.figures["layers"])
+        # one pool per layer and direction: the cost is a sum, the paper's count is a product
+        assert outcome.figures["distances tried"] == rows * size
+        assert outcome.figures["combinations, log10"] > 7
+
+
+def test_a_tied_head_hides_logit_gradients_and_labels_fall_all_the_same(tmp_path: Path) -> None:
+    with Lab(tmp_path, tied=True) as tied:
+        recording = tied.record(NONE, SMALL)
+        assert examine(HeadLabels(), recording, tied).outcome is None
+        outcome = examine(BlockLabels(), recording, tied).outcome
+    assert outcome is not None
+    assert outcome.success > 0.5
+    assert outcome.broken
+
+
+def test_an_attack_gets_a_view_and_no_truth(lab: Lab) -> None:
+    views = lab.record(PAD, SMALL).views
+    for attack in ATTACKS:
+        seen = vars(views.of(attack.party))
+        assert not {"truth", "calls", "tokens", "labels_of_rows", "updates"} & seen.keys()
+
+
+def test_the_quick_report_is_quick_and_written(quick: Suite, quick_files: tuple[Path, Path]) -> None:
+    assert quick.as_expected
+    assert quick.quick
+    data = json.loads(quick_files[0].read_text())
+    assert data["as_expected"] is True
+    assert len(data["cells"]) == len(ATTACKS) * len(QUICK_SCHEMES)
+
+
+def test_the_page_needs_nothing_from_elsewhere(quick: Suite, quick_files: tuple[Path, Path]) -> None:
+    page = quick_files[1].read_text()
+    html.parser.HTMLParser().feed(page)
+    links = re.findall(r'(?:href|src)="([^"]*)"|url\(([^)]*)\)|@import', page)
+    assert not links
+    assert set(re.findall(r"https?://[^\"<\s]+", page)) <= {"http://www.w3.org/2000/svg"}
+    for attack in {c.attack.name for c in quick.cells if c.outcome}:
+        assert f"<title>{attack}" in page.replace("&#x27;", "'")
+
+
+def test_the_readme_shows_the_table_that_is_tested() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    assert BEGIN in readme, f"put the output of security_table() between {BEGIN} and {END}"
+    assert readme.split(BEGIN)[1].split(END)[0].strip() == security_table().strip()
+
+
+def test_schemes_are_a_table_and_no_attack_asks_for_a_name() -> None:
+    names = {s.family for s in SCHEMES} | {s.name for s in SCHEMES}
+    folder = Path(__file__).parents[2] / "threat_model" / "attacks"
+    for module in folder.glob("*.py"):
+        text = module.read_text(encoding="utf-8")
+        assert "threat_model.schemes" not in text, module
+        assert not [n for n in names if f'"{n}"' in text], module

@@ -1,0 +1,589 @@
+"""`verify` finds every fault that is planted in a real provider, names the property, and raises no alarm without one.
+
+The provider runs in this process, behind its own gateway and TLS; faults are planted in its model or its executor.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import typer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from provider import connection, model
+from provider.config import ExecutorConfig, Limits, ModelConfig, ProviderConfig, TlsConfig
+from provider.executor import Executor
+from provider.model import ServedModel
+from provider.server import Provider
+from symbiosis_priv import certificates, testing, wire
+from symbiosis_priv.certificates import Identity, Kind
+from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.federation import Peer, parse_address
+from symbiosis_priv.kernels import RingMatrix
+from symbiosis_priv.local import LocalFederation
+from symbiosis_priv.ring import FORWARD
+from symbiosis_priv.weights import WeightStore
+from tenant.facts import prepare
+from threat_model.conformance import (
+    PROPERTIES,
+    CheckpointOracle,
+    Dialler,
+    Outcome,
+    PreparedOracle,
+    Subject,
+    verify,
+)
+from threat_model.verify_cli import verify as verify_command
+
+EXAMPLES = 20
+DEADLINE_S = 10.0
+
+
+def make_checkpoint(path: Path, *, seed: int) -> Path:
+    torch.manual_seed(seed)
+    config = GPT2Config(
+        vocab_size=61, n_positions=32, n_embd=40, n_layer=1, n_head=4, bos_token_id=0, eos_token_id=0
+    )
+    base = GPT2LMHeadModel(config)
+    for name, parameter in base.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    base.save_pretrained(path)
+    return path
+
+
+@dataclass(frozen=True)
+class Place:
+    """A checkpoint, another of the same shape, certificates, a cache."""
+
+    folder: Path
+    checkpoint: Path
+    other: Path
+    authority: Identity
+    provider: Identity
+    tenant: Identity
+
+    @property
+    def store(self) -> WeightStore:
+        return WeightStore(self.checkpoint, cache=self.folder / "cache")
+
+    def config(self, *, checkpoint: Path | None = None, **limits: int) -> ProviderConfig:
+        return ProviderConfig(
+            name="alpha",
+            listen="127.0.0.1:0",
+            roles=("executor", "helper"),
+            model=ModelConfig(checkpoint=str(checkpoint or self.checkpoint), cache=self.folder / "cache"),
+            tls=TlsConfig(
+                certificate=self.provider.certificate,
+                key=self.provider.key,
+                tenant_authority=self.authority.certificate,
+            ),
+            limits=msgspec.structs.replace(Limits(max_rows=2048), **limits),
+            executor=ExecutorConfig(threads=1),
+        )
+
+    def dialler(self, provider: Provider, role: wire.Role) -> Dialler:
+        host, port = parse_address(provider.address)
+        peer = Peer(role, "somebody", role, host, port, self.provider.certificate)
+        return Dialler(peer, certificate=self.tenant.certificate, key=self.tenant.key, deadline_s=DEADLINE_S)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    folder = tmp_path_factory.mktemp("verify")
+    authority = certificates.create_authority(folder)
+    return Place(
+        folder=folder,
+        checkpoint=make_checkpoint(folder / "model", seed=0),
+        other=make_checkpoint(folder / "other", seed=1),
+        authority=authority,
+        provider=certificates.create_self_signed(folder, kind=Kind.PROVIDER, name="alpha"),
+        tenant=certificates.issue(folder, authority=authority, kind=Kind.TENANT, name="alice"),
+    )
+
+
+@pytest.fixture(scope="module")
+def oracle(place: Place) -> CheckpointOracle:
+    return CheckpointOracle(place.store, seed=0)
+
+
+Judge = Callable[..., dict[str, Outcome]]
+
+
+@pytest.fixture
+def judge(place: Place, oracle: CheckpointOracle) -> Judge:
+    """Run properties, all or some, against a provider that a test has tampered with; outcomes by property."""
+
+    def judge(
+        *names: str, role: wire.Role = "executor", config: ProviderConfig | None = None, seed: int = 1
+    ) -> dict[str, Outcome]:
+        chosen = [p for p in PROPERTIES if not names or p.name in names]
+        with Provider(config or place.config()) as provider:
+            subject = Subject(place.dialler(provider, role), oracle)
+            return {o.property.name: o for o in verify([subject], chosen, examples=EXAMPLES, seed=seed)}
+
+    return judge
+
+
+def broken(outcomes: dict[str, Outcome]) -> set[str]:
+    unanswered = {name: o.reason for name, o in outcomes.items() if o.verdict == "no answer"}
+    assert not unanswered
+    return {name for name, outcome in outcomes.items() if outcome.verdict == "broken"}
+
+
+Product = Callable[..., Tensor]
+
+
+@pytest.fixture
+def tamper(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Tensor]], None]:
+    """`tamper(fault)`: products become `fault(honest, served, rows, group=..., direction=..., path=...)`."""
+    honest = ServedModel.product
+
+    def tamper(fault: Callable[..., Tensor]) -> None:
+        def product(self: ServedModel, rows: Tensor, **which: Any) -> Tensor:
+            return fault(lambda rows, **other: honest(self, rows, **(which | other)), rows, **which).contiguous()
+
+        monkeypatch.setattr(ServedModel, "product", product)
+
+    return tamper
+
+
+# No false alarms
+
+
+@pytest.mark.parametrize("role", ["executor", "helper"])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_an_honest_provider_passes(judge: Judge, role: wire.Role, seed: int) -> None:
+    outcomes = judge(role=role, seed=seed)
+    assert not broken(outcomes), [o.violation.lines() for o in outcomes.values() if o.violation]
+    untested = {name for name, outcome in outcomes.items() if outcome.verdict == "not tested"}
+    assert untested <= {"effect-agreement"}
+    assert all(outcome.examples for outcome in outcomes.values() if outcome.verdict == "holds")
+
+
+def test_a_provider_with_small_limits_passes(judge: Judge, place: Place) -> None:
+    assert not broken(judge(config=place.config(max_rows=3, max_connections_per_tenant=5)))
+
+
+def test_a_provider_that_grants_one_connection_is_not_accused(judge: Judge, place: Place) -> None:
+    outcomes = judge("batching", "ring-exact", config=place.config(max_connections_per_tenant=1))
+    assert outcomes["ring-exact"].verdict == "holds"
+    assert outcomes["batching"].verdict in ("not tested", "no answer")
+
+
+# Planted faults
+
+
+def test_one_weight_altered_by_one_unit_is_found_and_located(
+    judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = ServedModel._ring_group
+    group, output, column = 2, 17, 29
+
+    def altered(self: ServedModel, index: int) -> RingMatrix:
+        if index != group:
+            return honest(self, index)
+        weight = self._store.group(index).weight.clone()
+        weight[output, column] += 1
+        return RingMatrix(weight, weight_bits=self._store.weight_bits)
+
+    monkeypatch.setattr(ServedModel, "_ring_group", altered)
+    outcome = judge("every-layer")["every-layer"]
+    assert outcome.verdict == "broken"
+    assert outcome.culprit == "executor"
+    assert outcome.violation is not None
+    case, difference = outcome.violation.case, outcome.violation.difference
+    assert case is not None
+    assert difference is not None
+    assert (case.index, case.direction, case.path) == (group, FORWARD, "ring")
+    # shrunk to the one column that matters, which is where the weight is
+    assert case.rows.nonzero().tolist() == [[0, column]]
+    assert (difference.row, difference.column) == (0, output)
+    got, expected = torch.tensor([difference.got, difference.expected], dtype=torch.int32)
+    assert got - expected == case.rows[0, column]  # one unit
+
+
+def test_one_weight_altered_by_one_unit_is_found_at_a_helper(
+    judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def altered(self: ServedModel, index: int) -> RingMatrix:
+        weight = self._store.group(index).weight.clone()
+        weight[-1, -1] -= index == 3
+        return RingMatrix(weight, weight_bits=self._store.weight_bits)
+
+    monkeypatch.setattr(ServedModel, "_ring_group", altered)
+    assert broken(judge("every-layer", "digest", role="helper")) == {"every-layer"}
+
+
+@pytest.mark.parametrize("steps", [1, -1])
+def test_one_float_weight_altered_by_one_step_is_found(
+    judge: Judge, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    honest = ServedModel._float_group
+
+    def altered(self: ServedModel, index: int) -> Any:
+        operand = honest(self, index)
+        if index == 1 and not hasattr(self, "_altered"):
+            self._altered = True  # type: ignore[attr-defined]
+            operand.weight[5, 33] += steps * operand.weight[5].abs().max() / 511
+        return operand
+
+    monkeypatch.setattr(ServedModel, "_float_group", altered)
+    outcome = judge("every-layer")["every-layer"]
+    assert outcome.violation is not None
+    case = outcome.violation.case
+    assert case is not None
+    assert (case.index, case.path) == (1, "float")
+    assert case.rows.nonzero().tolist() == [[0, 33]]
+
+
+def test_another_model_is_named_by_its_digest(judge: Judge, place: Place) -> None:
+    names = ("digest", "every-layer", "ring-exact", "linear", "binding", "refusals")
+    found = broken(judge(*names, config=place.config(checkpoint=place.other)))
+    assert found == {"digest", "every-layer", "ring-exact"}
+
+
+def test_another_model_under_the_pinned_digest(
+    judge: Judge, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    liar = WeightStore(place.other, cache=place.folder / "cache")
+    honest = ServedModel.__init__
+    monkeypatch.setattr(
+        ServedModel, "__init__", lambda self, store, **options: honest(self, liar, **options)
+    )
+    found = broken(judge("digest", "every-layer", "ring-exact", "float", "bias-free", "linear"))
+    assert found == {"every-layer", "ring-exact", "float", "bias-free"}
+
+
+def test_rounding_in_the_ring(judge: Judge, tamper: Callable[..., None]) -> None:
+    def rounds(honest: Product, rows: Tensor, *, path: str, **which: Any) -> Tensor:
+        y = honest(rows)
+        return y & ~1 if path == "ring" else y
+
+    tamper(rounds)
+    found = broken(judge("digest", "ring-exact", "float", "bias-free", "bias-difference", "binding"))
+    assert found == {"ring-exact"}
+
+
+def test_a_float_ring_product_is_found(judge: Judge, tamper: Callable[..., None]) -> None:
+    """Right for small rows, wrong for large ones: a kernel that is exact only up to 2^24."""
+
+    def single(honest: Product, rows: Tensor, *, path: str, **which: Any) -> Tensor:
+        y = honest(rows)
+        return y.to(torch.float32).to(torch.int64).to(torch.int32) if path == "ring" else y
+
+    tamper(single)
+    outcomes = judge("ring-exact", "every-layer")
+    assert broken(outcomes) == {"ring-exact", "every-layer"}
+    violation = outcomes["ring-exact"].violation
+    assert violation is not None
+    assert violation.case is not None
+    assert len(violation.case.rows.nonzero()) == 1  # shrunk: one row, one column
+    assert len(violation.case.rows) == 1
+
+
+def test_rounding_on_the_float_path(judge: Judge, tamper: Callable[..., None]) -> None:
+    def half(honest: Product, rows: Tensor, *, path: str, **which: Any) -> Tensor:
+        return honest(rows) if path == "ring" else honest(rows.to(torch.bfloat16).to(torch.float32))
+
+    tamper(half)
+    found = broken(judge("ring-exact", "float", "bias-free", "linear", "resend"))
+    assert found == {"float", "bias-free"}
+
+
+def test_the_bias_on_the_bias_free_path(judge: Judge, tamper: Callable[..., None]) -> None:
+    def biased(honest: Product, rows: Tensor, *, path: str, **which: Any) -> Tensor:
+        return honest(rows, path="float" if path == "float_bias_free" else path)
+
+    tamper(biased)
+    found = broken(judge("ring-exact", "float", "bias-free", "bias-difference"))
+    assert found == {"bias-free", "bias-difference"}
+
+
+def test_no_bias_on_the_biased_path(judge: Judge, tamper: Callable[..., None]) -> None:
+    def unbiased(honest: Product, rows: Tensor, *, path: str, **which: Any) -> Tensor:
+        return honest(rows, path="ring" if path == "ring" else "float_bias_free")
+
+    tamper(unbiased)
+    outcomes = judge("ring-exact", "float", "bias-free", "bias-difference")
+    assert broken(outcomes) == {"float", "bias-difference"}
+    violation = outcomes["bias-difference"].violation
+    assert violation is not None
+    assert violation.case is not None
+    assert not violation.case.rows.any()  # shrunk to a row of zeros, whose answer is the bias
+
+
+def test_rows_that_meet_each_other(judge: Judge, tamper: Callable[..., None]) -> None:
+    """A provider that quantises by batch: the last of several rows is changed by the first."""
+
+    def meets(honest: Product, rows: Tensor, *, path: str, **which: Any) -> Tensor:
+        y = honest(rows)
+        if path == "ring" and len(y) > 1:
+            y[-1] += y[0] & 1
+        return y
+
+    tamper(meets)
+    outcomes = judge("independent-rows", "ring-exact", "every-layer", "resend")
+    assert broken(outcomes) >= {"independent-rows"}
+    assert "resend" not in broken(outcomes)
+    violation = outcomes["independent-rows"].violation
+    assert violation is not None
+    assert violation.case is not None
+    assert len(violation.case.rows) == 2
+
+
+def test_an_affine_ring_product(judge: Judge, tamper: Callable[..., None]) -> None:
+    def affine(honest: Product, rows: Tensor, *, path: str, **which: Any) -> Tensor:
+        return honest(rows) + (path == "ring")
+
+    tamper(affine)
+    assert "linear" in broken(judge("linear", "binding"))
+
+
+def test_wrong_batching_only(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone every request is answered truly; in a batch, the slices go to the wrong requests."""
+    batches = []
+
+    def run_batch(self: Executor, batch: list[Any]) -> None:
+        batches.append(len(batch))
+        group, direction, path = batch[0].key
+        flat = torch.cat([self._rows(job) for job in batch])
+        product = self._model.product(flat, group=group, direction=direction, path=path)
+        if len(batch) > 1:
+            product = product.roll(1, 0)
+        for job, part in zip(batch, product.split([job.request.rows for job in batch]), strict=True):
+            self._send_result(job, part.contiguous())
+
+    monkeypatch.setattr(Executor, "_run_batch", run_batch)
+    outcomes = judge()
+    assert max(batches) > 1  # the suite did make it batch
+    assert broken(outcomes) == {"batching"}
+
+
+def test_an_answer_that_depends_on_the_one_before(judge: Judge, tamper: Callable[..., None]) -> None:
+    count = 0
+
+    def stateful(honest: Product, rows: Tensor, **which: Any) -> Tensor:
+        nonlocal count
+        count += 1
+        return honest(rows) + count
+
+    tamper(stateful)
+    outcome = judge("resend")["resend"]
+    assert outcome.verdict == "broken"
+
+
+def test_replies_bound_to_another_request(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = Executor._send_result
+
+    def unbound(self: Executor, job: Any, product: Tensor) -> None:
+        stale = msgspec.structs.replace(job.request, nonce=bytes(wire.NONCE_BYTES))
+        honest(self, replace(job, request=stale), product)
+
+    monkeypatch.setattr(Executor, "_send_result", unbound)
+    outcomes = judge()
+    assert broken(outcomes) == {"binding"}
+    violation = outcomes["binding"].violation
+    assert violation is not None
+    assert "nonce" in violation.what
+
+
+def test_a_connection_that_ends_at_a_bad_request(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang_up(self: connection.Connection, refusal: Any) -> None:
+        raise ConnectionResetError
+
+    monkeypatch.setattr(connection.Connection, "refuse", hang_up)
+    found = broken(judge("ring-exact", "refusals", "binding"))
+    assert found == {"refusals"}
+
+
+def test_bad_requests_that_are_answered(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A provider that wraps a group that does not exist around to one that does."""
+    honest = connection.Connection._check
+
+    def lenient(self: connection.Connection, request: Any) -> int:
+        groups = len(self._service.manifest.groups)
+        return honest(self, msgspec.structs.replace(request, group=request.group % groups))
+
+    monkeypatch.setattr(connection.Connection, "_check", lenient)
+    accept = Executor._accept
+
+    def wrap(self: Executor, sender: Any, request: Any, payload: Any) -> None:
+        if isinstance(request, wire.Execute):
+            request = msgspec.structs.replace(request, group=request.group % len(self._model.manifest.groups))
+        accept(self, sender, request, payload)
+
+    monkeypatch.setattr(Executor, "_accept", wrap)
+    outcomes = judge("refusals", "ring-exact")
+    assert broken(outcomes) == {"refusals"}
+    violation = outcomes["refusals"].violation
+    assert violation is not None
+    assert "a group that does not exist" in violation.what
+
+
+def test_effects_of_other_masks(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A helper that starts its keystream over for every request."""
+    honest = model.ServedModel.mask_rows
+
+    def restarted(self: ServedModel, request: wire.Effect) -> Tensor:
+        return honest(self, msgspec.structs.replace(request, first_row=0))
+
+    monkeypatch.setattr(ServedModel, "mask_rows", restarted)
+    outcomes = judge("effect-exact", "every-layer", "resend", role="helper")
+    assert broken(outcomes) == {"effect-exact"}
+    violation = outcomes["effect-exact"].violation
+    assert violation is not None
+    assert violation.case is not None
+    assert violation.case.first_row == 1
+
+
+def test_effect_agreement_names_who_is_wrong(
+    place: Place, oracle: CheckpointOracle, tamper: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Provider(place.config()) as honest:
+        helper_dialler = place.dialler(honest, "helper")
+        answer = Subject.answer
+
+        def lying(self: Subject, case: Any) -> Tensor:
+            return answer(self, case) + (self.role == "executor")
+
+        monkeypatch.setattr(Subject, "answer", lying)
+        with Provider(place.config()) as other:
+            executor = Subject(place.dialler(other, "executor"), oracle)
+            helper = Subject(helper_dialler, oracle, [executor])
+            chosen = [p for p in PROPERTIES if p.name == "effect-agreement"]
+            (outcome,) = verify([helper], chosen, examples=EXAMPLES, seed=0)
+            executor.close()
+    assert (outcome.verdict, outcome.provider, outcome.culprit) == ("broken", "helper", "executor")
+
+
+def test_a_provider_that_refuses_empty_requests(judge: Judge, tamper: Callable[..., None]) -> None:
+    def refuses(honest: Product, rows: Tensor, **which: Any) -> Tensor:
+        if not len(rows):
+            raise RuntimeError("no rows")
+        return honest(rows)
+
+    tamper(refuses)
+    outcome = judge("row-counts")["row-counts"]
+    assert outcome.violation is not None
+    assert "refuses a valid request: internal" in outcome.violation.what
+    assert outcome.violation.case is not None
+    assert not len(outcome.violation.case.rows)
+
+
+def test_a_provider_that_is_gone_is_not_called_a_liar(place: Place, oracle: CheckpointOracle) -> None:
+    with Provider(place.config()) as provider:
+        dialler = place.dialler(provider, "executor")
+    outcomes = list(verify([Subject(dialler, oracle)], PROPERTIES, examples=EXAMPLES, seed=0))
+    assert [o.verdict for o in outcomes[:2]] == ["no answer"] * 2
+    assert {o.verdict for o in outcomes[2:]} == {"not tested"}
+    assert outcomes[0].reason is not None
+    assert "is it running?" in outcomes[0].reason
+
+
+# Without a checkpoint, and the oracle itself
+
+
+def test_prepared_keys_judge_where_there_is_no_checkpoint(
+    place: Place, tamper: Callable[..., None], tmp_path: Path
+) -> None:
+    digest = place.store.manifest().digest
+    prepared = PreparedOracle(prepare(place.store, digest=digest, columns=16, cache=tmp_path))
+    with Provider(place.config()) as provider:
+        subject = Subject(place.dialler(provider, "executor"), prepared)
+        outcomes = list(verify([subject], PROPERTIES, examples=8, seed=0))
+    assert {o.verdict for o in outcomes if not o.property.floats} == {"holds"}
+    assert {o.verdict for o in outcomes if o.property.floats} == {"not tested"}
+    tamper(lambda honest, rows, **which: honest(rows) ^ 2)
+    with Provider(place.config()) as provider:
+        subject = Subject(place.dialler(provider, "executor"), prepared)
+        chosen = [p for p in PROPERTIES if p.name in ("every-layer", "ring-exact")]
+        outcomes = list(verify([subject], chosen, examples=8, seed=0))
+    assert {o.verdict for o in outcomes} == {"broken"}
+    assert not list((tmp_path / "tenant").iterdir())  # keys that a liar has been tested with are forgotten
+
+
+@settings(max_examples=30)
+@given(data=st.data())
+def test_the_oracle_is_the_integer_product(oracle: CheckpointOracle, data: st.DataObject) -> None:
+    """Against Python's own integers."""
+    index = data.draw(st.sampled_from(oracle.sampled))
+    direction = data.draw(testing.directions())
+    width, _ = oracle.widths(index, direction)
+    rows = data.draw(testing.ring_rows(width=width, count=2))
+    weight = oracle._group(index).integers.T if direction == FORWARD else oracle._group(index).integers
+    column = data.draw(st.integers(0, weight.shape[1] - 1))
+    for row, got in zip(rows.tolist(), oracle.ring_product(index, direction, rows), strict=True):
+        exact = sum(x * int(w) for x, w in zip(row, weight[:, column], strict=True))
+        assert (int(got[column]) - exact) % 2**32 == 0
+
+
+# The command
+
+
+@pytest.fixture(scope="module")
+def local(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalFederation]:
+    folder = tmp_path_factory.mktemp("federation")
+    with LocalFederation(place.checkpoint, folder, provider_options={"executor": {"threads": 1}}) as local:
+        yield local
+
+
+def test_a_federation_from_the_command_line(local: LocalFederation, place: Place, tmp_path: Path) -> None:
+    report = tmp_path / "verify.json"
+    command = [sys.executable, "-m", "symbiosis_priv.cli", "verify", "--examples", "10", "--seed", "5"]
+    files = ["--federation", str(local.federation), "--model", str(place.checkpoint), "--json", str(report)]
+    done = subprocess.run([*command, *files], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "holds" in done.stdout
+    document = json.loads(report.read_bytes())
+    assert document["passed"] is True
+    assert document["seed"] == 5
+    tested = {(o["provider"], o["property"]): o["verdict"] for o in document["outcomes"]}
+    assert set(tested.values()) == {"holds"}
+    assert ("helper", "effect-agreement") in tested
+
+
+def test_one_provider_by_address_and_the_wrong_checkpoint(
+    local: LocalFederation, place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = local.directory / "keys"
+    report = tmp_path / "verify.json"
+    with pytest.raises(typer.Exit) as end:
+        verify_command(
+            address=local.address("executor"),
+            certificate=keys / "executor.pem",
+            tenant_certificate=keys / "tenant.pem",
+            tenant_key=keys / "tenant.key",
+            model=str(place.other),
+            examples=10,
+            json_file=report,
+        )
+    assert end.value.exit_code == 1
+    shown = capsys.readouterr().out
+    assert "breaks digest" in shown
+    assert "breaks every-layer" in shown
+    outcomes = {o["property"]: o for o in json.loads(report.read_bytes())["outcomes"]}
+    counterexample = outcomes["every-layer"]["counterexample"]
+    assert counterexample["direction"] == "forward"
+    assert counterexample["difference"]["got"] != counterexample["difference"]["expected"]
+
+
+def test_what_is_missing_is_said(place: Place) -> None:
+    with pytest.raises(ConfigError, match=r"--tenant-certificate.*mutual TLS"):
+        verify_command(address="127.0.0.1:1", certificate=Path("alpha.pem"), model=str(place.checkpoint))
+    with pytest.raises(ConfigError, match="--model CHECKPOINT"):
+        verify_command(address="127.0.0.1:1", certificate=Path("alpha.pem"))
+    with pytest.raises(ConfigError, match="--federation FILE"):
+        verify_command()

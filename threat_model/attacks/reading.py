@@ -14,7 +14,7 @@ from symbiosis_priv.ring import BACKWARD, DIRECTIONS, Direction
 from threat_model.public import Public
 from threat_model.views import Exchange, ExecutorView
 
-_PASSES = 2
+_PASSES = 6
 
 
 def noises(view: ExecutorView, group: int, direction: Direction) -> tuple[Tensor | None, tuple[Exchange, ...]]:
@@ -59,8 +59,9 @@ class Subtraction:
 def subtract_candidates(view: ExecutorView) -> Subtraction:
     """Every online row minus the candidate that leaves the likeliest remainder.
 
-    Layer by layer: `argmin_k (x' - n_k)^T C^-1 (x' - n_k)`, with C first the identity and then the covariance of
-    the rows that this has recovered. The number of distances is (rows x pool size) summed over layers.
+    Layer by layer: `argmin_k (x' - n_k)^T C^-1 (x' - n_k)`, with C first the identity and then Tyler's scatter of the
+    rows that this has recovered: every row counts alike, so that a few long gradients do not decide what is likely.
+    The number of distances is (rows x pool size) summed over layers.
     """
     rows: dict[int, Tensor] = {}
     trials, pools = 0, []
@@ -88,8 +89,10 @@ def _best(x: Tensor, candidates: Tensor) -> Tensor:
         a, b = x @ basis, candidates @ basis
         pick = (b.square().sum(dim=1) - 2 * a @ b.t()).argmin(dim=1)
         best = x - candidates[pick]
-        second_moment = best.t() @ best / len(best)
-        values, vectors = torch.linalg.eigh(second_moment)
+        length = (best @ basis).square().mean(dim=1, keepdim=True)
+        weight = 1 / (length + 1e-12 * length.mean()).clamp(min=1e-300)
+        scatter = (best * weight).t() @ best / weight.sum()
+        values, vectors = torch.linalg.eigh(scatter)
         basis = vectors * (values + 1e-2 * values.mean()).clamp(min=1e-300).rsqrt()
     return best
 

@@ -34,7 +34,9 @@ def resolve(model: str | Path) -> Path:
     try:
         return Path(snapshot_download(str(model), allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise CheckpointError(f"{model} is no checkpoint folder and could not be fetched: {error}") from error
+        raise CheckpointError(
+            f"{model} is no checkpoint folder here and could not be fetched; name one that holds a config.json: {error}"
+        ) from error
 
 
 class _Index(msgspec.Struct):

@@ -4,23 +4,28 @@ Both sides run this on the checkpoint's config alone: the architecture is built 
 traced once. Linears of one block that receive the *same tensor* are siblings and form one group, whatever they are
 called: q/k/v, gate/up, a fused c_attn. No list of architectures is kept; the manifest's digest proves that both sides
 found the same.
-Embeddings and a tied LM head stay with the tenant.
+Embeddings, a tied LM head and linears that the trace does not reach (cross-attention of a decoder without an encoder)
+stay with the tenant.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis_priv.errors import UnsupportedModelError
 
 _TRACE_LENGTH = 4
+_STACKED = 0.25  # of the linears' weights; a recurrence's small gates may be stacks
 
 
 @dataclass(frozen=True)
@@ -42,9 +47,48 @@ class Skeleton:
     """A model's structure without its weights."""
 
     groups: tuple[GroupSpec, ...]
-    base_prefix: str
     transposed: frozenset[str]
     """Members stored as `[in, out]` (`Conv1D`)."""
+    biased: frozenset[str]
+    """Members with a bias."""
+    names: StoredNames = field(compare=False, repr=False)
+
+
+class StoredNames:
+    """Which parameter a tensor of a checkpoint is.
+
+    Checkpoints leave out the base model's prefix or add it, and architectures have been renamed since they were written
+    (GPT-NeoX's `embed_out` is `lm_head` now). transformers' own rules decide, so that both readers of a file agree.
+    """
+
+    def __init__(self, model: PreTrainedModel, offloaded: Iterable[str]) -> None:
+        rules = get_model_conversion_mapping(model)
+        self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        self._prefix = model.base_model_prefix or None
+        self._parameters = model.state_dict()
+        self._offloaded = frozenset(offloaded)
+
+    def parameter(self, stored: str) -> str:
+        """The parameter that a stored tensor is; a name of no parameter if the model has none for it.
+
+        Raises:
+            UnsupportedModelError: it belongs to an offloaded linear, and transformers rearranges it on loading.
+        """
+        prefix, parameters = self._prefix, self._parameters
+        name, rearranged = rename_source_key(stored, self._renamings, self._converters, prefix, parameters)
+        if name not in parameters and stored in parameters:
+            return stored  # transformers, too, takes a rule back that leads nowhere
+        if rearranged is not None and name.rpartition(".")[0] in self._offloaded:
+            raise UnsupportedModelError(
+                f"{stored} is not stored as {name} is used: transformers rearranges it on loading, which providers do "
+                f"not. Use another base model"
+            )
+        return name
+
+    def by_parameter(self, stored: Iterable[str]) -> dict[str, str]:
+        """Stored name of every parameter, for the tensors of a checkpoint."""
+        return {self.parameter(name): name for name in stored}
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -64,29 +108,38 @@ def discover(path: Path) -> Skeleton:
     """Find the layer groups of the checkpoint in `path`, from its config.json.
 
     Raises:
-        UnsupportedModelError: the architecture is unknown to transformers or cannot be traced.
+        UnsupportedModelError: the architecture is unknown to transformers or cannot be split, or the weights are
+            quantised already.
     """
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (ValueError, OSError) as error:
+    except Exception as error:  # whatever transformers makes of a file that somebody else wrote
         raise UnsupportedModelError(f"{path} is of no model type that transformers knows: {error}") from error
+    if quantised := getattr(config, "quantization_config", None):
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        raise UnsupportedModelError(
+            f"the weights in {path} are quantised already ({method}); use one in float32, bfloat16 or float16"
+        )
     model = _skeleton(config)
+    _refuse_stacked(model)
     kept = _tied_modules(model)
     linears = {n: m for n, m in model.named_modules() if is_linear(m) and n not in kept}
     calls = _trace(model, linears)
-    groups: dict[tuple[int, str], list[str]] = {}
-    for name, x in calls:
-        groups.setdefault((id(x), _block(name)), []).append(name)
+    groups: dict[tuple[int, int, str], list[str]] = {}
+    for name, x, version in calls:
+        groups.setdefault((id(x), version, _block(name)), []).append(name)
     specs = []
     for members in groups.values():
         inputs, _ = widths(linears[members[0]])
         specs.append(GroupSpec(tuple(members), inputs, tuple(widths(linears[m])[1] for m in members)))
     if not specs:
         raise UnsupportedModelError(f"{type(model).__name__} has no frozen linear that could be offloaded")
+    offloaded = {name: linears[name] for name, *_ in calls}
     return Skeleton(
         groups=tuple(specs),
-        base_prefix=model.base_model_prefix,
-        transposed=frozenset(n for n, m in linears.items() if isinstance(m, Conv1D)),
+        transposed=frozenset(n for n, m in offloaded.items() if isinstance(m, Conv1D)),
+        biased=frozenset(n for n, m in offloaded.items() if m.bias is not None),
+        names=StoredNames(model, offloaded),
     )
 
 
@@ -97,16 +150,35 @@ def _skeleton(config: PreTrainedConfig) -> PreTrainedModel:
     kind = getattr(transformers, architectures[0], None) if architectures else None
     if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
         raise UnsupportedModelError(f"config.json names the architectures {architectures}, none known to transformers")
-    with torch.device("meta"):
-        model: PreTrainedModel = kind._from_config(config, attn_implementation="eager")
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = kind._from_config(config, attn_implementation="eager")
+    except Exception as error:  # an architecture's own code, on a configuration that somebody else wrote
+        raise UnsupportedModelError(f"{architectures[0]} cannot be built from its config.json: {error}") from error
     model.eval()
     return model
+
+
+def _refuse_stacked(model: PreTrainedModel) -> None:
+    """Experts stacked into one parameter are no linears: with many of its weights in them, a model cannot be split."""
+    linear, stacked = 0, {}
+    for name, module in model.named_modules():
+        for kind, parameter in module.named_parameters(recurse=False):
+            if is_linear(module):
+                linear += parameter.numel()
+            elif sum(size > 1 for size in parameter.shape) > 2 and not isinstance(module, nn.modules.conv._ConvNd):
+                stacked[f"{name}.{kind}"] = parameter.numel()
+    if sum(stacked.values()) > linear * _STACKED:
+        raise UnsupportedModelError(
+            f"many weights of {type(model).__name__} are stacks of matrices (a mixture of experts), which cannot be "
+            f"offloaded yet: {next(iter(stacked))} and {len(stacked) - 1} more. Use a model of nn.Linear or Conv1D"
+        )
 
 
 def _tied_modules(model: PreTrainedModel) -> set[str]:
     """Linears whose weight is another module's parameter too (a tied LM head): the tenant has them anyway."""
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    tied = set(model.all_tied_weights_keys) if model.config.tie_word_embeddings else set()
+    tied = set(model.all_tied_weights_keys) if getattr(model.config, "tie_word_embeddings", False) else set()
     return {
         name
         for name, module in model.named_modules()
@@ -114,15 +186,17 @@ def _tied_modules(model: PreTrainedModel) -> set[str]:
     }
 
 
-def _trace(model: PreTrainedModel, linears: dict[str, nn.Module]) -> list[tuple[str, Tensor]]:
-    calls: list[tuple[str, Tensor]] = []  # holds the tensors, so that no id is reused
+def _trace(model: PreTrainedModel, linears: dict[str, nn.Module]) -> list[tuple[str, Tensor, int]]:
+    """The first call of every linear: (name, input, the input's version), in order."""
+    calls: list[tuple[str, Tensor, int]] = []  # holds the tensors, so that no id is reused
     seen: set[str] = set()
 
     def record(name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if name not in seen:
                 seen.add(name)
-                calls.append((name, args[0] if args else kwargs["input"]))
+                x = args[0] if args else next(iter(kwargs.values()))
+                calls.append((name, x, x._version))
 
         return hook
 
@@ -136,24 +210,27 @@ def _trace(model: PreTrainedModel, linears: dict[str, nn.Module]) -> list[tuple[
 
 
 def _run(model: PreTrainedModel) -> None:
-    """One forward pass on the meta device.
+    """One forward pass on the meta device, where nothing has a value to look at.
 
-    Decoders want an explicit mask (without one, transformers looks for packed sequences, which needs real values);
-    encoders want none (with one, they look whether it masks anything).
+    Decoders want an explicit mask (without one, transformers looks for packed sequences); encoders want none (with one,
+    they look whether it masks anything); hybrids of both want none, but a cache, with which nobody looks for anything.
     """
     ids = torch.zeros((1, _TRACE_LENGTH), dtype=torch.long, device="meta")
     sides = ("", "decoder_") if model.config.is_encoder_decoder else ("",)
     plain = {f"{side}input_ids": ids for side in sides}
     masked = plain | {f"{side}attention_mask": torch.ones_like(ids) for side in sides}
     failures = []
-    for inputs in (masked, plain):
+    for inputs in (masked | {"use_cache": False}, plain | {"use_cache": False}, plain | {"use_cache": True}):
         try:
             with torch.no_grad():
-                model(**inputs, use_cache=False)
+                model(**inputs)
             return
-        except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-            failures.append(str(error))
-    raise UnsupportedModelError(f"{type(model).__name__} cannot be traced without weights: {'; '.join(failures)}")
+        except Exception as error:  # an architecture's own code, where it was never meant to run
+            failures.append(f"{type(error).__name__}: {error}")
+    raise UnsupportedModelError(
+        f"{type(model).__name__} cannot be traced without weights; use a base model that runs on token ids alone and "
+        f"does not look at values on its way. It said: {'; '.join(dict.fromkeys(failures))}"
+    )
 
 
 def _block(name: str) -> str:

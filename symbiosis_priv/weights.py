@@ -8,19 +8,24 @@ same checkpoint. Quantised groups are kept on disk under their digest, and check
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
+import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from symbiosis_priv.checkpoint import Checkpoint
 from symbiosis_priv.discovery import GroupSpec, Skeleton, discover
 from symbiosis_priv.errors import CheckpointError
 from symbiosis_priv.quantise import DEFAULT_WEIGHT_BITS, Layer, QuantisedGroup, quantise
+
+log = logging.getLogger(__name__)
 
 MANIFEST_VERSION = 1
 Progress = Callable[[int, int], None]
@@ -96,6 +101,7 @@ class WeightStore:
         self._cache = (cache or default_cache()) / "weights"
         self._skeleton: Skeleton | None = None
         self._manifest: Manifest | None = None
+        self._cache_failed = False
 
     @property
     def skeleton(self) -> Skeleton:
@@ -113,8 +119,8 @@ class WeightStore:
     def is_complete(self) -> bool:
         """Whether the checkpoint holds every offloaded tensor, and not only the tenant's own."""
         with Checkpoint(self.path) as checkpoint:
-            members = (name for spec in self.skeleton.groups for name in spec.members)
-            return all(f"{self._stored_name(checkpoint, name)}.weight" in checkpoint for name in members)
+            stored = self.skeleton.names.by_parameter(checkpoint.names())
+            return all(f"{name}.weight" in stored for spec in self.skeleton.groups for name in spec.members)
 
     def group(self, index: int) -> QuantisedGroup:
         """One quantised group, from the cache or from the checkpoint.
@@ -130,7 +136,7 @@ class WeightStore:
             group = quantise(list(self._layers(checkpoint, entry.members)), weight_bits=self.weight_bits)
         if group.digest() != entry.digest:
             raise CheckpointError(f"{self.path} changed while it was in use; start again")
-        self._write(entry.digest, group)
+        self._cache_group(entry.digest, group)
         return group
 
     def layers(self, index: int) -> list[Layer]:
@@ -139,29 +145,27 @@ class WeightStore:
             return list(self._layers(checkpoint, self.manifest().groups[index].members))
 
     def _layers(self, checkpoint: Checkpoint, members: tuple[str, ...]) -> Iterator[Layer]:
+        stored = self.skeleton.names.by_parameter(checkpoint.names())
+
+        def read(parameter: str) -> Tensor:
+            return checkpoint.tensor(stored.get(parameter, parameter))  # which names what is missing
+
         for name in members:
-            key = self._stored_name(checkpoint, name)
-            weight = checkpoint.tensor(f"{key}.weight")
-            bias = checkpoint.tensor(f"{key}.bias") if f"{key}.bias" in checkpoint else None
+            weight = read(f"{name}.weight")
+            bias = read(f"{name}.bias") if name in self.skeleton.biased else None
             yield Layer(name, weight.t() if name in self.skeleton.transposed else weight, bias)
 
-    def _stored_name(self, checkpoint: Checkpoint, name: str) -> str:
-        """Some published checkpoints leave out the base model's prefix (`h.0` for `transformer.h.0`) or add it."""
-        prefix = self.skeleton.base_prefix + "."
-        for key in (name, name.removeprefix(prefix), prefix + name):
-            if f"{key}.weight" in checkpoint:
-                return key
-        return name  # Checkpoint.tensor names what is missing
-
     def _manifest_path(self) -> Path:
+        """By what decides it: the files, and transformers, whose code says which layers share an input."""
         with Checkpoint(self.path) as checkpoint:
             signature = checkpoint.signature()
-        return self._cache / f"manifest-v{MANIFEST_VERSION}-{self.weight_bits}-{signature}.json"
+        how = f"v{MANIFEST_VERSION}-{self.weight_bits}-transformers-{transformers.__version__}"
+        return self._cache / f"manifest-{how}-{signature}.json"
 
     def _cached_manifest(self) -> Manifest | None:
         try:
             return Manifest.from_json(self._manifest_path().read_bytes())
-        except (FileNotFoundError, CheckpointError):  # a damaged one is made again
+        except (OSError, CheckpointError):  # a damaged one is made again
             return None
 
     def stream(self, *, progress: Progress | None = None) -> Iterator[tuple[GroupEntry, QuantisedGroup]]:
@@ -182,14 +186,14 @@ class WeightStore:
     def assemble(self, entries: Sequence[GroupEntry]) -> Manifest:
         """The manifest of streamed entries, remembered for the next start."""
         manifest = Manifest(version=MANIFEST_VERSION, weight_bits=self.weight_bits, groups=tuple(entries))
-        write_atomically(self._manifest_path(), manifest.to_json())
+        self._remember(lambda: write_atomically(self._manifest_path(), manifest.to_json()))
         self._manifest = manifest
         return manifest
 
     def _quantise_all(self, progress: Progress | None) -> Manifest:
         entries = []
         for entry, group in self.stream(progress=progress):
-            self._write(entry.digest, group)
+            self._cache_group(entry.digest, group)
             entries.append(entry)
         return self.assemble(entries)
 
@@ -198,28 +202,48 @@ class WeightStore:
         try:
             tensors = load_file(path)
             group = QuantisedGroup(tensors["weight"], tensors["channel_scale"], tensors.get("bias"))
-        except (FileNotFoundError, SafetensorError, KeyError):
+        except (OSError, SafetensorError, KeyError):
             return None
         return group if group.digest() == digest else None
 
-    def _write(self, digest: str, group: QuantisedGroup) -> None:
-        path = self._cache / f"{digest}.safetensors"
+    def _cache_group(self, digest: str, group: QuantisedGroup) -> None:
         tensors = {"weight": group.weight, "channel_scale": group.channel_scale}
         if group.bias is not None:
             tensors["bias"] = group.bias
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            partial = Path(folder) / path.name
-            save_file(tensors, partial)
-            partial.replace(path)
+        self._remember(
+            lambda: _replace_atomically(self._cache / f"{digest}.safetensors", lambda file: save_file(tensors, file))
+        )
+
+    def _remember(self, write: Callable[[], None]) -> None:
+        """Write to the cache. It only saves time: on a full or read-only disk everything is computed again instead."""
+        try:
+            write()
+        except (OSError, SafetensorError) as error:
+            if not self._cache_failed:
+                log.warning(
+                    "cannot cache quantised weights in %s (%s): they are quantised again at every start. Make room "
+                    "there, or choose another folder (`cache` in provider.toml, SYMBIOSIS_PRIV_CACHE)",
+                    self._cache,
+                    error,
+                )
+            self._cache_failed = True
+
+
+def _replace_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    """Let readers see the old file or the whole new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        partial = Path(folder) / path.name
+        write(partial)
+        partial.replace(path)
 
 
 def write_atomically(path: Path, data: bytes, *, mode: int = 0o644) -> None:
     """Write a file so that readers see the old one or the whole new one, with permission bits `mode` from the start."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        partial = Path(folder) / path.name
+
+    def write(partial: Path) -> None:
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
-        partial.replace(path)
+
+    _replace_atomically(path, write)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +17,7 @@ from symbiosis_priv.errors import CheckpointError
 from symbiosis_priv.federation import load_federation
 from symbiosis_priv.quantise import DEFAULT_WEIGHT_BITS
 from symbiosis_priv.weights import Progress, WeightStore
-from tenant.backend import Backend, RingBackend, Simulation
+from tenant.backend import Backend, RingBackend, RingProduct, Simulation
 from tenant.config import RemoteConfig
 from tenant.facts import GroupFacts, prepare
 from tenant.paper_pool import PaperPoolBackend
@@ -63,7 +66,16 @@ def open_backend(config: RemoteConfig, model: str | Path) -> Backend:
         row_bucket=config.row_bucket,
         wiretap=config.wiretap,
     )
-    return RingBackend(preparation.facts, Session(federation, preparation, options=options, store=local))
+    backend = RingBackend(preparation.facts, Session(federation, preparation, options=options, store=local))
+    weakref.finalize(backend, _close, backend.products, process=os.getpid()).atexit = False
+    return backend
+
+
+def _close(products: RingProduct, *, process: int) -> None:
+    """Close the session of a model that is gone, for those who do not call `backend_of(model).close()`."""
+    if os.getpid() == process:  # a fork's copy closes nothing of its parent's
+        # on a thread of its own: collection can happen on one that closing would wait for
+        threading.Thread(target=products.close, name="close", daemon=True).start()
 
 
 def _local_store(

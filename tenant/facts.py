@@ -144,3 +144,5 @@ def _save(folder: Path, manifest: Manifest, facts: list[GroupFacts], keys: Verif
 
 def _forget(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        log.error("cannot delete %s: a provider has failed a check under its verification keys; delete it", folder)

@@ -105,13 +105,12 @@ def finetune(
         SymbiosisError: whatever loading and the session raise.
     """
     _check_output(output, resume=options.resume)
+    blocks = to_blocks(read_documents(text), load_tokenizer(model_path), length=options.sequence_length)
+    train, held_out = hold_out(blocks)
     model = AutoModelForCausalLM.from_pretrained(model_path, quantization_config=remote, dtype=options.dtype)
     backend = backend_of(model)
     try:
         _check_length(model, options.sequence_length)
-        tokenizer = load_tokenizer(model_path)
-        blocks = to_blocks(read_documents(text), tokenizer, length=options.sequence_length)
-        train, held_out = hold_out(blocks)
         set_seed(options.seed)
         lora = LoraConfig(
             task_type="CAUSAL_LM", target_modules="all-linear", r=options.rank, lora_alpha=2 * options.rank

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +79,15 @@ def generate(
         prompt: plain text.
         decoding: how to choose tokens.
         stream: print words as they come (beam search prints its result at the end).
+
+    Raises:
+        ConfigError: the prompt has no tokens.
     """
     encoded = tokenizer(prompt, return_tensors="pt").to(model.device)
+    if not encoded["input_ids"].numel():
+        raise ConfigError("the prompt has no tokens; there is nothing to continue")
     streams = stream and decoding.beams == 1 and not decoding.fixed_length
-    ends = {"eos_token_id": None} if decoding.fixed_length else {}
+    endless = {"eos_token_id": None} if decoding.fixed_length else {}
     set_seed(decoding.seed)
     output = model.generate(
         input_ids=encoded["input_ids"],
@@ -92,13 +98,20 @@ def generate(
         top_p=decoding.top_p,
         num_beams=decoding.beams,
         pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-        **ends,
+        **endless,
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if streams else None,
     )
     new = output[0, encoded["input_ids"].shape[1] :].tolist()
-    if decoding.fixed_length and tokenizer.eos_token_id in new:
-        new = new[: new.index(tokenizer.eos_token_id)]
+    if decoding.fixed_length:
+        ends = _end_tokens(model, tokenizer)
+        new = list(takewhile(lambda token: token not in ends, new))
     text = str(tokenizer.decode(new, skip_special_tokens=True))
     if stream and not streams:
         print(text)
     return text
+
+
+def _end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> set[int | None]:
+    """What ends a text: some models have several such tokens, a tokenizer knows one."""
+    ends = model.generation_config.eos_token_id
+    return {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id}

@@ -6,7 +6,9 @@ the checkpoint are declared as expected leftovers, so that a full checkpoint and
 
 from __future__ import annotations
 
+import logging
 import re
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +22,9 @@ from symbiosis_priv.errors import CheckpointError, SymbiosisError
 from tenant.backend import Backend
 from tenant.config import QUANT_METHOD, RemoteConfig
 from tenant.connect import open_backend
-from tenant.remote_linear import LayerGroup, RemoteLinear
+from tenant.remote_linear import LayerGroup, OffloadedBias, RemoteLinear
+
+log = logging.getLogger(__name__)
 
 
 @register_quantizer(QUANT_METHOD)
@@ -30,15 +34,18 @@ class RemoteQuantizer(HfQuantizer):
     quantization_config: RemoteConfig
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        files = kwargs.get("checkpoint_files")  # of the very revision and subfolder that are being loaded
+        folder = Path(files[0]).parent if files else str(model.config.name_or_path)
         with torch.device("cpu"):  # transformers builds its skeleton on the meta device; ours is real
-            backend = open_backend(self.quantization_config, str(model.config.name_or_path))
+            backend = open_backend(self.quantization_config, folder)
         split(model, backend)
         return model
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        own = next(p for p in model.parameters() if not isinstance(p, OffloadedBias))
         for module in model.modules():
             if isinstance(module, RemoteLinear):
-                module.seal(dtype=model.dtype, device=model.device)
+                module.seal(dtype=own.dtype, device=own.device)
         return model
 
     @property
@@ -46,7 +53,11 @@ class RemoteQuantizer(HfQuantizer):
         return True
 
     def is_serializable(self) -> bool:
-        return False  # there is no base model here to save; adapters are saved by PEFT
+        log.warning(
+            "the base weights are at the providers, so there is no base model here to save; "
+            "adapters are: get_peft_model(...).save_pretrained(folder)"
+        )
+        return False
 
 
 def split(model: PreTrainedModel, backend: Backend) -> None:
@@ -69,7 +80,8 @@ def split(model: PreTrainedModel, backend: Backend) -> None:
             if widths(modules[found]) != (facts.entry.inputs, outputs):
                 raise CheckpointError(f"{found} has other widths than the federation's model; the same base model?")
             with torch.device("meta"):
-                remote = RemoteLinear(facts.entry.inputs, outputs, group=group, member=member)
+                bias = modules[found].bias is not None
+                remote = RemoteLinear(facts.entry.inputs, outputs, group=group, member=member, bias=bias)
             parent, _, leaf = found.rpartition(".")
             setattr(modules[parent], leaf, remote)
             replaced += 1

@@ -3,16 +3,19 @@
 Siblings (q/k/v, gate/up) receive the same tensor one after the other. The first of them runs the whole group in one
 request, and the others pick up their part, forward and backward alike: one round trip, one mask (rule 4). What makes
 a tensor "the same" is its identity and version; equal values elsewhere are another input. (Tensors made in inference
-mode count no versions: for them a copy tells whether they were written to.)
+mode count no versions: for them a copy tells whether they were written to. Writing through `x.data` between siblings is
+as invisible here as it is to autograd.)
 
 Nothing is saved for backward: the input's gradient is `g @ W`, which needs neither input nor output.
 """
 
 from __future__ import annotations
 
+import copy
 import sys
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -117,14 +120,15 @@ class RemoteLinear(nn.Linear):
         outputs: out_features.
         group: the layer group it belongs to.
         member: its place in the group.
+        bias: whether the linear has one. The group adds it; here is only something that refuses to be trained.
     """
 
     _is_hf_initialized = True  # nothing here for transformers to initialise
 
-    def __init__(self, inputs: int, outputs: int, *, group: LayerGroup, member: int) -> None:
+    def __init__(self, inputs: int, outputs: int, *, group: LayerGroup, member: int, bias: bool = False) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = inputs, outputs
-        self.register_parameter("bias", None)  # the group adds the bias
+        self.register_parameter("bias", OffloadedBias(torch.empty(0), False) if bias else None)
         self.group, self.member = group, member
         # a buffer outside the state dict: nobody looks for it in a checkpoint, saves it or trains it
         self.register_buffer("weight", torch.empty(0), persistent=False)
@@ -132,9 +136,31 @@ class RemoteLinear(nn.Linear):
     def seal(self, *, dtype: torch.dtype, device: torch.device) -> None:
         """Once the checkpoint is loaded, replace the empty weight by one that says no to readers."""
         self.weight = torch.empty(0, dtype=dtype, device=device).as_subclass(OffloadedWeight)
+        if self.bias is not None:
+            self.bias = OffloadedBias(torch.empty(0, dtype=dtype, device=device), False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.group.output(x, self.member)
+    def forward(self, input: Tensor) -> Tensor:
+        return self.group.output(input, self.member)
+
+    def _save_to_state_dict(self, *_: Any) -> None:
+        """Nothing here is saved."""
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, _meta: Any, strict: bool, _missing: Any, unexpected: Any, _: Any
+    ) -> None:
+        unexpected.extend(key for key in state_dict if strict and key.startswith(prefix))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteLinear:
+        """As part of a model. A copy of one layer alone is PEFT's way to train the layer itself."""
+        if not memo:
+            raise UnsupportedMethodError(
+                "an offloaded layer cannot be trained itself: its weight stays at the providers. "
+                "Name it in target_modules instead of modules_to_save (where PEFT puts a classification head by "
+                "itself, if there is a task_type)"
+            )
+        twin = memo[id(self)] = RemoteLinear.__new__(RemoteLinear)
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, group={self.group.index}"
@@ -143,8 +169,8 @@ class RemoteLinear(nn.Linear):
 # What may be asked of a weight that is not there: where it is and what it is made of, never what is in it.
 _METADATA = frozenset(
     (
-        *("to", "cpu", "cuda", "type", "detach", "clone", "requires_grad_", "is_floating_point", "is_complex"),
-        *("numel", "nelement", "element_size", "dim", "size", "stride", "is_contiguous", "data_ptr"),
+        *("to", "cpu", "cuda", "type", "float", "double", "half", "bfloat16", "detach", "clone", "requires_grad_"),
+        *("is_floating_point", "is_complex", "numel", "nelement", "element_size", "dim", "is_contiguous", "data_ptr"),
         *("untyped_storage", "storage_offset", "__repr__", "__hash__", "__reduce_ex__"),
     )
 )
@@ -155,6 +181,8 @@ _ATTRIBUTES = frozenset(
         *("_version", "_backward_hooks"),
     )
 )
+# What tools that list parameters ask besides, and `Module.to`.
+_LISTED = frozenset(("shape", "size", "data", "_has_compatible_shallow_copy_type"))
 _METHODS = {
     "dora": "DoRA (it normalises by the columns of W)",
     "pissa": "PiSSA (it factorises W)",
@@ -166,6 +194,7 @@ _METHODS = {
     "lokr": "LoKr (its update is the size of W)",
     "merge": "merging an adapter into W",
     "unmerge": "merging an adapter into W",
+    "resized": "resizing the LM head",
 }
 
 
@@ -176,17 +205,13 @@ class OffloadedWeight(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in ("__get__", "__set__"):
-            name = getattr(getattr(func, "__self__", None), "__name__", "")
-            allowed = name in _ATTRIBUTES
-        else:
-            allowed = name in _METADATA
-        if not allowed:
+        name = _name(func)
+        attribute, _, access = name.partition(".")
+        if attribute not in (_ATTRIBUTES if access else _METADATA) or _unfreezes(func, args, kwargs):
             raise UnsupportedMethodError(
                 f"{_who()} needs the base weight, which stays at the providers. Train LoRA, IA3, OFT, VeRA, AdaLoRA, "
                 f"prefix or prompt tuning here; merge or initialise from W on the full checkpoint "
-                f"(refused: Tensor.{name})."
+                f"(refused: Tensor.{attribute})."
             )
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
@@ -194,15 +219,56 @@ class OffloadedWeight(Tensor):
         return self.clone()  # torch's own would lose the class
 
 
+class OffloadedBias(nn.Parameter):
+    """A 0-element bias that cannot be trained. It is listed among the parameters, so that BitFit finds and asks it."""
+
+    _is_hf_initialized = True
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if _unfreezes(func, args, kwargs):
+            raise UnsupportedMethodError(
+                "the bias of an offloaded layer cannot be trained here (BitFit, or bias='all' or '..._only' in a PEFT "
+                "configuration); use bias='none', or lora_bias=True for a bias of the adapter's own"
+            )
+        attribute, _, access = _name(func).partition(".")
+        if attribute not in _LISTED | (_ATTRIBUTES if access else _METADATA):
+            raise UnsupportedMethodError(
+                f"{_who()} needs the bias of an offloaded layer, which is in that layer's output already; use a method "
+                f"that leaves it alone, such as LoRA (refused: Tensor.{attribute})."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _unfreezes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+    """Whether a call on a tensor turns its gradient on."""
+    if _name(func) not in ("requires_grad_", "requires_grad.__set__"):
+        return False
+    return bool(args[1] if len(args) > 1 else (kwargs or {}).get("requires_grad", True))
+
+
+def _name(func: Callable[..., Any]) -> str:
+    """`clone`, or `dtype.__get__` for an attribute."""
+    name = getattr(func, "__name__", "")
+    owner = getattr(getattr(func, "__self__", None), "__name__", "")
+    return f"{owner}.{name}" if name in ("__get__", "__set__") else name
+
+
 def _who() -> str:
-    """The PEFT method that reads the weight, from the code that is running."""
-    frame = sys._getframe(2)
+    """Who reads the weight, from the code that is running: a PEFT method, or else a function."""
+    frame: FrameType | None = sys._getframe(2)
+    caller = "this"
     while frame is not None:
         module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
-        if module.startswith("peft."):
+        if caller == "this" and not module.startswith("torch."):
+            caller = f"{module}.{function}()"
+        if module.startswith(("peft.", "transformers.")):
             for part in (function, *module.split(".")):
                 for word in part.lower().split("_"):
                     if word in _METHODS:
                         return _METHODS[word]
-        frame = frame.f_back  # type: ignore[assignment]
-    return "this method"
+        frame = frame.f_back
+    return caller

@@ -31,13 +31,11 @@ def write_slim(store: WeightStore, manifest: Manifest, folder: Path) -> tuple[in
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is in use; name a new or empty folder")
     served = {member for group in manifest.groups for member in group.members}
-    prefix = store.skeleton.base_prefix + "."
     kept, left_out = {}, 0
     with Checkpoint(store.path) as checkpoint:
         for name in checkpoint.names():
             tensor = checkpoint.tensor(name)
-            module = name.rpartition(".")[0]
-            if served & {module, prefix + module, module.removeprefix(prefix)}:
+            if store.skeleton.names.parameter(name).rpartition(".")[0] in served:
                 left_out += tensor.nbytes
             else:
                 kept[name] = tensor

@@ -160,40 +160,33 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_ways_to_train(
-    llama: Path,
-    llama_federation: LocalFederation,
-    variant: str,
-    config_for: Config,
-    open_model: Open,
-    train: Train,
-    adapter_of: Adapter,
-    equal: Equal,
-) -> None:
-    adapters = []
-    for how in ("simulate", "pad-1"):
-        model = open_model(llama, config_for(llama_federation, how))
-        train(model, steps=5, **VARIANTS[variant])
-        adapters.append(adapter_of(model))
-    assert equal(*adapters)
-
-
-def test_gradient_checkpointing_changes_no_bit(
+@pytest.fixture
+def after_training(
     llama: Path,
     llama_federation: LocalFederation,
     config_for: Config,
     open_model: Open,
     train: Train,
     adapter_of: Adapter,
-    equal: Equal,
-) -> None:
-    adapters = []
-    for arguments in ({}, VARIANTS["gradient checkpointing"]):
-        model = open_model(llama, config_for(llama_federation, "pad-1"))
+) -> Callable[..., dict[str, Tensor]]:
+    """`after_training(scheme, **TrainingArguments)`: the adapter after a few steps."""
+
+    def run(scheme: str, **arguments: Any) -> dict[str, Tensor]:
+        model = open_model(llama, config_for(llama_federation, scheme))
         train(model, steps=5, **arguments)
-        adapters.append(adapter_of(model))
-    assert equal(*adapters)
+        return adapter_of(model)
+
+    return run
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ways_to_train(variant: str, after_training: Callable[..., dict[str, Tensor]], equal: Equal) -> None:
+    arguments = VARIANTS[variant]
+    assert equal(after_training("simulate", **arguments), after_training("pad-1", **arguments))
+
+
+def test_gradient_checkpointing_changes_no_bit(after_training: Callable[..., dict[str, Tensor]], equal: Equal) -> None:
+    assert equal(after_training("pad-1"), after_training("pad-1", **VARIANTS["gradient checkpointing"]))
 
 
 def test_a_resumed_training_ends_where_an_uninterrupted_one_does(
@@ -221,14 +214,11 @@ def test_a_resumed_training_ends_where_an_uninterrupted_one_does(
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(2)
-    path = make_base_model(
+    return make_base_model(
         tmp_path_factory.mktemp("trained") / "base",
         seconds=600,  # so that the steps alone decide, however busy the machine is
         recipe=Pretraining(steps=100, window=64, sentences=4_000, vocab=512),
     )
-    torch.set_num_threads(1)
-    return path
 
 
 def test_quality_against_the_unquantised_model(trained: Path, open_model: Open) -> None:

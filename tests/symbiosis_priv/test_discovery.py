@@ -1,4 +1,4 @@
-"""Layer groups, found from config.json alone, against what real models of twelve architectures do when they run."""
+"""Layer groups, found from config.json alone, against what real models of thirteen architectures do when they run."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from transformers import (
     GemmaConfig,
     GPT2Config,
     GPTNeoXConfig,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     OPTConfig,
     PhiConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     T5Config,
+    ViTConfig,
 )
 
 from symbiosis_priv.discovery import Skeleton, discover, is_linear, widths
@@ -61,6 +64,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "OPTForCausalLM": lambda: OPTConfig(**OPT_SIZES),
     "BloomForCausalLM": lambda: BloomConfig(**BLOOM_SIZES),
     "FalconForCausalLM": lambda: FalconConfig(**SIZES),
+    "Lfm2ForCausalLM": lambda: Lfm2Config(**SIZES, num_key_value_heads=2, layer_types=["conv", "full_attention"]),
     "BertForMaskedLM": lambda: BertConfig(**SIZES),
     "T5ForConditionalGeneration": lambda: T5Config(**T5_SIZES),
 }
@@ -135,6 +139,7 @@ def test_groups_cover_every_linear_but_a_tied_head(found: tuple[str, Skeleton, P
     for group in skeleton.groups:
         assert [widths(linears[member]) for member in group.members] == [(group.inputs, o) for o in group.outputs]
     assert skeleton.transposed == {n for n in offloaded if not isinstance(linears[n], nn.Linear)}
+    assert skeleton.biased == {n for n in offloaded if linears[n].bias is not None}
     assert len({group.name for group in skeleton.groups}) == len(skeleton.groups)
 
 
@@ -210,4 +215,34 @@ def test_code_in_a_checkpoint_is_never_run(tmp_path: Path, monkeypatch: pytest.M
     config = {"model_type": "custom", "architectures": ["Model"], "auto_map": automatic}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModelError, match="trust_remote_code"):
+        discover(tmp_path)
+
+
+def test_a_mixture_of_experts_is_refused_by_name(tmp_path: Path) -> None:
+    """Its experts are no linears: without this, nearly all of the model would be loaded by the tenant."""
+    path = save(MixtralConfig(**SIZES, num_local_experts=4), "MixtralForCausalLM", tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"MixtralForCausalLM .*mixture of experts.* model\.layers\.0\.mlp"):
+        discover(path)
+
+
+def test_weights_that_are_quantised_already_are_refused(tmp_path: Path) -> None:
+    """Their integers would be taken for the weights, without the scales that stand beside them."""
+    path = save(CONFIGS["LlamaForCausalLM"](), "LlamaForCausalLM", tmp_path) / "config.json"
+    config = json.loads(path.read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    path.write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match=r"quantised already \(fp8\); use one in float32"):
+        discover(tmp_path)
+
+
+def test_a_model_that_does_not_run_on_token_ids_is_refused(tmp_path: Path) -> None:
+    config = ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    with pytest.raises(UnsupportedModelError, match=r"ViTForImageClassification cannot be traced .*token ids alone"):
+        discover(save(config, "ViTForImageClassification", tmp_path))
+
+
+@pytest.mark.parametrize("change", [{"hidden_size": "wide"}, {"num_attention_heads": 0}, {"hidden_act": "magic"}])
+def test_a_config_of_nonsense_is_refused(change: dict[str, object], tmp_path: Path) -> None:
+    path = save(CONFIGS["LlamaForCausalLM"](), "LlamaForCausalLM", tmp_path) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(UnsupportedModelError):
         discover(tmp_path)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,10 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DataObject
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedModel
+from transformers.core_model_loading import Chunk, WeightConverter
 
-from symbiosis_priv import weights
-from symbiosis_priv.errors import CheckpointError
+from symbiosis_priv import discovery, weights
+from symbiosis_priv.discovery import GroupSpec
+from symbiosis_priv.errors import CheckpointError, UnsupportedModelError
 from symbiosis_priv.quantise import Layer, QuantisedGroup, quantise
 from symbiosis_priv.weights import GroupEntry, Manifest, WeightStore, default_cache, write_atomically
 
@@ -132,6 +136,34 @@ def test_names_with_and_without_prefix_are_one_model(
     assert WeightStore(path, cache=tmp_path / "b").manifest() == whole
 
 
+def test_an_architecture_that_was_renamed_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
+    """GPT-NeoX checkpoints say `embed_out`; the model's head is `lm_head` now."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 48,
+    }
+    model = GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, vocab_size=64))
+    model.save_pretrained(tmp_path / "neox")
+    assert "embed_out.weight" in load_file(tmp_path / "neox" / "model.safetensors")
+    store = WeightStore(tmp_path / "neox", cache=tmp_path / "cache")
+    assert store.is_complete()
+    assert ("lm_head",) in [entry.members for entry in store.manifest().groups]
+    for i, entry in enumerate(store.manifest().groups):
+        assert same(store.group(i), from_model(model, entry.members))
+
+
+def test_weights_that_transformers_rearranges_are_refused(
+    llama_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor may even keep its name and change its rows' order: reading it as it stands would be silently wrong."""
+    rule = WeightConverter(["q_proj.weight"], ["q_proj.weight"], operations=[Chunk(dim=0)])
+    monkeypatch.setattr(discovery, "get_model_conversion_mapping", lambda _: [rule])
+    with pytest.raises(UnsupportedModelError, match=r"q_proj\.weight .*rearranges"):
+        WeightStore(llama_path, cache=tmp_path / "cache").manifest()
+
+
 def test_streaming_gives_the_manifest_and_keeps_no_weights(path: Path, cache: Path, tmp_path: Path) -> None:
     store = WeightStore(path, cache=cache)
     calls: list[tuple[int, int]] = []
@@ -230,6 +262,36 @@ def test_a_tensor_of_another_size_than_the_config_is_named(llama_path: Path, tmp
         WeightStore(path, cache=tmp_path / "cache").manifest()
 
 
+def test_a_missing_bias_is_named(gpt2_path: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(gpt2_path, tmp_path / "model"))
+    edit(path, "transformer.h.1.mlp.c_fc.bias", "remove")
+    with pytest.raises(CheckpointError, match=r"h\.1\.mlp\.c_fc\.bias"):
+        WeightStore(path, cache=tmp_path / "cache").manifest()
+
+
+def test_a_bias_that_the_model_does_not_have_is_not_added(llama_path: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(llama_path, tmp_path / "model"))
+    tensors = load_file(path / "model.safetensors")
+    save_file(tensors | {"model.layers.0.mlp.down_proj.bias": torch.ones(32)}, path / "model.safetensors")
+    manifests = [WeightStore(p, cache=tmp_path / "cache").manifest() for p in (llama_path, path)]
+    assert manifests[0] == manifests[1]
+
+
+def test_what_another_transformers_finds_is_not_hidden_by_the_cache(
+    llama_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert max(len(entry.members) for entry in WeightStore(llama_path, cache=cache).manifest().groups) == 3
+    skeleton = discovery.discover(llama_path)
+    alone = [
+        GroupSpec((member,), group.inputs, (outputs,))
+        for group in skeleton.groups
+        for member, outputs in zip(group.members, group.outputs, strict=True)
+    ]
+    monkeypatch.setattr(weights, "discover", lambda _: dataclasses.replace(skeleton, groups=tuple(alone)))
+    monkeypatch.setattr("transformers.__version__", "99.0")
+    assert max(len(entry.members) for entry in WeightStore(llama_path, cache=cache).manifest().groups) == 1
+
+
 entries = st.builds(
     GroupEntry,
     members=st.lists(st.text(max_size=5), min_size=1, max_size=3).map(tuple),
@@ -281,3 +343,14 @@ def test_atomic_writes_leave_the_old_file_or_the_new_one(tmp_path: Path, monkeyp
             write_atomically(file, b"new")
     assert file.read_bytes() == b"old"
     assert list(file.parent.iterdir()) == [file]
+
+
+def test_a_cache_that_cannot_be_written_costs_time_only(
+    llama_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "full").write_text("no folder", encoding="utf-8")
+    cached, uncached = (WeightStore(llama_path, cache=tmp_path / name) for name in ("empty", "full"))
+    assert uncached.manifest() == cached.manifest()
+    assert uncached.group(0).digest() == cached.group(0).digest()
+    assert [r.levelname for r in caplog.records] == ["WARNING"]  # said once
+    assert "choose another folder" in caplog.text

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from peft import (
     AdaLoraConfig,
+    HRAConfig,
     IA3Config,
     LoHaConfig,
     LoKrConfig,
@@ -31,7 +32,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from symbiosis_priv import testing
 from symbiosis_priv.errors import NonFiniteError, UnsupportedMethodError
-from symbiosis_priv.ring import BACKWARD, DIRECTIONS, FORWARD, Direction, quantise_rows
+from symbiosis_priv.ring import BACKWARD, DIRECTIONS, FORWARD, RANGE, Direction, quantise_rows
 from symbiosis_priv.weights import WeightStore
 from tenant import RemoteConfig
 from tenant.backend import Backend, RingBackend, Simulation
@@ -256,7 +257,10 @@ def dequantised(store: WeightStore, index: int) -> Tensor:
 def test_forward_and_backward_are_products_of_the_dequantised_weights(
     store: WeightStore, index: int, data: st.DataObject
 ) -> None:
-    """The only error is that of rounding a row to its scale: half a step per entry, times the weights."""
+    """The only error is that of rounding a row to its scale: half a step per entry, times the weights.
+
+    Where a scale is subnormal, it is itself rounded, by at most 2^-1075: times any product.
+    """
     backend = Counting(store)
     weight = dequantised(store, index)
     x = data.draw(testing.float_rows(width=weight.shape[1], dtypes=[torch.float64], largest=1e200)).requires_grad_()
@@ -274,7 +278,7 @@ def test_forward_and_backward_are_products_of_the_dequantised_weights(
         _, scale = quantise_rows(rows, bound)
         allowed = scale / 2 * raw.abs().sum(dim=0)
         size = rows.abs() @ matrix.abs()  # what the float64 reference itself may be off by
-        assert bool(((got - rows @ matrix).abs() <= allowed * (1 + 1e-9) + size * 1e-12 + 5e-324).all())
+        assert bool(((got - rows @ matrix).abs() <= allowed * (1 + 1e-9) + size * 1e-12 + RANGE * 5e-324).all())
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -422,6 +426,7 @@ REFUSED: dict[str, tuple[str, Callable[[], PeftConfig]]] = {
     "olora": ("OLoRA", lambda: LoraConfig(target_modules="all-linear", init_lora_weights="olora")),
     "loha": ("LoHa", lambda: LoHaConfig(target_modules=["q_proj"])),
     "lokr": ("LoKr", lambda: LoKrConfig(target_modules=["q_proj"])),
+    "a method without a name here": (r"peft\.tuners\.hra\.", lambda: HRAConfig(target_modules=["q_proj"])),
 }
 
 
@@ -449,6 +454,61 @@ def test_unmerging_is_refused_by_name(load: Callable[[], PreTrainedModel]) -> No
     layer.merged_adapters.append("default")  # as if it had been merged
     with pytest.raises(UnsupportedMethodError, match=r"^merging an adapter into W needs the base weight"):
         layer.unmerge()
+
+
+def test_resizing_the_head_is_refused_by_name(load: Callable[[], PreTrainedModel]) -> None:
+    with pytest.raises(UnsupportedMethodError, match=r"^resizing the LM head needs the base weight"):
+        load().resize_token_embeddings(128)
+
+
+def test_training_an_offloaded_layer_itself_is_refused(load: Callable[[], PreTrainedModel]) -> None:
+    """PEFT trains a copy of such a layer, and a copy of nothing would be trained in silence."""
+    config = LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    with pytest.raises(UnsupportedMethodError, match=r"target_modules instead of modules_to_save"):
+        get_peft_model(load(), config)
+    config = LoraConfig(target_modules=["q_proj", "lm_head"], modules_to_save=["embed_tokens"], task_type="CAUSAL_LM")
+    assert get_peft_model(load(), config)
+
+
+@pytest.fixture
+def biased(gpt2: Any) -> Any:
+    """A split GPT-2 that simulates."""
+    return AutoModelForCausalLM.from_pretrained(gpt2, quantization_config=RemoteConfig(masking="simulate"))
+
+
+# plain PEFT says so whenever it puts LoRA on GPT-2
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False but the target module is `Conv1D`:UserWarning")
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_training_the_biases_of_offloaded_layers_is_refused(biased: Any, bias: Any) -> None:
+    with pytest.raises(UnsupportedMethodError, match=r"BitFit.*use bias='none', or lora_bias=True"):
+        get_peft_model(biased, LoraConfig(target_modules=["c_attn"], bias=bias, task_type="CAUSAL_LM"))
+
+
+def test_bitfit_by_hand_is_refused(biased: Any) -> None:
+    biased.requires_grad_(False)
+    biases = {name: parameter for name, parameter in biased.named_parameters() if name.endswith("bias")}
+    biases["transformer.h.0.ln_1.bias"].requires_grad = True
+    with pytest.raises(UnsupportedMethodError, match="BitFit"):
+        biases["transformer.h.0.attn.c_attn.bias"].requires_grad = True
+
+
+def test_a_bias_that_is_not_here_is_no_burden(biased: Any) -> None:
+    """It is listed, moved and copied with the model, but neither saved nor missed; computing with it is an error."""
+    bias = biased.get_submodule("transformer.h.0.attn.c_attn").bias
+    assert isinstance(bias, nn.Parameter)
+    assert bias.shape == (0,)
+    twin = copy.deepcopy(biased).to(torch.float64)
+    for model in (biased, twin):
+        assert not any(name.endswith("c_attn.bias") for name in model.state_dict())
+        assert not model.load_state_dict(model.state_dict()).missing_keys
+    moved = twin.get_submodule("transformer.h.0.attn.c_attn").bias
+    assert isinstance(moved, nn.Parameter)
+    assert moved.dtype == torch.float64
+    for stand_in in (bias, moved):
+        with pytest.raises(UnsupportedMethodError, match="bias of an offloaded layer"):
+            stand_in + 1
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        biased.load_state_dict(biased.state_dict() | {"transformer.h.0.attn.c_attn.bias": torch.zeros(192)})
 
 
 def test_disabled_adapters_give_the_base_model(load: Callable[[], PreTrainedModel]) -> None:

@@ -31,7 +31,7 @@ class Kernel(ABC):
 
     Args:
         weight: int16 `[o, d]`, `|weight| < 2^(weight_bits - 1)`, on the device to compute on.
-        weight_bits: b.
+        weight_bits: b, at most 15.
     """
 
     name: ClassVar[str]
@@ -115,14 +115,17 @@ class LimbKernel(Kernel):
         count, outputs = rows.shape[0], (self._inputs if transposed else self._outputs)
         padded = max(8, count + -count % 8)
         x = pad(rows, (0, matrices[0].shape[0] - rows.shape[1], 0, padded - count))
-        limbs = x.add_(self._BALANCE).bitwise_xor_(self._BALANCE).view(torch.int8)
-        limbs = limbs.view(padded, -1, 4).permute(2, 0, 1).reshape(4 * padded, -1)
+        x.add_(self._BALANCE).bitwise_xor_(self._BALANCE)
+        limbs = x.new_empty((4, *x.shape), dtype=torch.int8)
+        for limb in limbs:
+            limb.copy_(x)  # its lowest byte
+            x >>= 8
         total: Tensor | None = None
-        for j, matrix in enumerate(matrices):
-            parts = torch._int_mm(limbs[: (4 - j) * padded], matrix).view(4 - j, padded, -1)
+        for j, matrix in enumerate(matrices):  # CUDA wants more than 16 rows: there are at least 3 limbs of 8
+            parts = torch._int_mm(limbs[: 4 - j].flatten(0, 1), matrix).view(4 - j, padded, -1)
             for i, part in enumerate(parts):
-                term = part * (1 << 8 * (i + j))
-                total = term if total is None else total.add_(term)
+                # a copy, for the result must not keep all parts in memory
+                total = part.clone() if total is None else total.add_(part, alpha=1 << 8 * (i + j))
         assert total is not None
         return total[:count, :outputs].contiguous()
 
@@ -132,6 +135,7 @@ KERNELS: dict[str, type[Kernel]] = {k.name: k for k in (Int32Kernel, Float64Kern
 
 _FEW, _MANY = 4, 64  # row counts that stand for their class when timing
 _FEW_LIMIT = 8
+_CPU_ROWS = 256  # of one product on a CPU
 _choices: dict[tuple[object, ...], dict[tuple[bool, bool], str]] = {}
 
 
@@ -171,7 +175,11 @@ class RingMatrix:
         if not rows.shape[0]:
             return torch.empty((0, outputs), dtype=torch.int32, device=self.device)
         rows = rows.to(self.device).contiguous()
-        return self.chosen(rows.shape[0], transposed=transposed).product(rows, transposed=transposed)
+        kernel = self.chosen(rows.shape[0], transposed=transposed)
+        if len(rows) <= _CPU_ROWS or self.device.type != "cpu":
+            return kernel.product(rows, transposed=transposed)
+        # kernels need several times the product's memory, and pages fresh from the system cost more than arithmetic
+        return torch.cat([kernel.product(block, transposed=transposed) for block in rows.split(_CPU_ROWS)])
 
     def chosen(self, count: int, *, transposed: bool = False) -> Kernel:
         """The kernel that products of `count` rows use, tested and timed on first use."""

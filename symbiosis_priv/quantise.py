@@ -20,6 +20,7 @@ from symbiosis_priv.ring import FORWARD, Bound, Direction
 
 MIN_WEIGHT_BITS, MAX_WEIGHT_BITS, DEFAULT_WEIGHT_BITS = 4, 12, 10
 _TINY = torch.finfo(torch.float64).tiny
+_BLOCK = 1 << 16  # entries per thread
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,14 @@ class QuantisedGroup:
 
     def bound(self, direction: Direction) -> Bound:
         """The public bound on input rows for a direction."""
-        w = self.weight.to(torch.float64)
-        dim, width = (1, w.shape[1]) if direction == FORWARD else (0, w.shape[0])
-        return Bound(
-            width=width,
-            weight_absmax=int(w.abs().amax()) if w.numel() else 0,
-            weight_norm=float(w.square().sum(dim=dim).amax().sqrt()) if w.numel() else 0.0,
-        )
+        forward = direction == FORWARD
+        width = self.weight.shape[1 if forward else 0]
+        if not self.weight.numel():
+            return Bound(width=width, weight_absmax=0, weight_norm=0.0)
+        low, high = self.weight.aminmax()
+        squares = [block.to(torch.float64).square_().sum(dim=1 if forward else 0) for block in _blocks(self.weight)]
+        longest = (torch.cat(squares) if forward else torch.stack(squares).sum(dim=0)).amax()  # integers: exact
+        return Bound(width=width, weight_absmax=max(-int(low), int(high)), weight_norm=float(longest.sqrt()))
 
 
 def quantise(layers: Sequence[Layer], *, weight_bits: int = DEFAULT_WEIGHT_BITS) -> QuantisedGroup:
@@ -81,18 +83,20 @@ def quantise(layers: Sequence[Layer], *, weight_bits: int = DEFAULT_WEIGHT_BITS)
         raise ConfigError(f"weight_bits = {weight_bits} is outside {MIN_WEIGHT_BITS}..{MAX_WEIGHT_BITS}")
     integers, scales, biases = [], [], []
     for layer in layers:
-        w = layer.weight.to(device="cpu", dtype=torch.float64)
-        peak = w.abs().amax(dim=1)
-        if not bool(torch.isfinite(peak).all()):
-            raise CheckpointError(f"the weight of {layer.name} holds inf or nan")
-        scale = peak / (2 ** (weight_bits - 1) - 1)
-        # a zero channel, or a subnormal scale: too coarse to keep |Wq| < 2^(b-1), and nothing a float32 output shows
-        scale = torch.where(scale < _TINY, 1.0, scale)
-        integers.append((w / scale[:, None]).round_().to(torch.int16))
-        scales.append(scale)
-        bias = torch.zeros(len(scale), dtype=torch.float32) if layer.bias is None else layer.bias
+        for block in _blocks(layer.weight):
+            w = block.to(device="cpu", dtype=torch.float64)
+            peak = w.abs().amax(dim=1)
+            if not bool(torch.isfinite(peak).all()):
+                raise CheckpointError(f"the weight of {layer.name} holds inf or nan")
+            scale = peak / (2 ** (weight_bits - 1) - 1)
+            # a zero channel, or a subnormal scale: too coarse to keep |Wq| < 2^(b-1), and no float32 output shows it
+            scale = torch.where(scale < _TINY, 1.0, scale)
+            integers.append((w / scale[:, None]).round_().to(torch.int16))
+            scales.append(scale)
+        outputs = layer.weight.shape[0]
+        bias = torch.zeros(outputs, dtype=torch.float32) if layer.bias is None else layer.bias
         bias = bias.to(device="cpu", dtype=torch.float32)
-        if bias.shape != scale.shape or not bool(torch.isfinite(bias).all()):
+        if bias.shape != (outputs,) or not bool(torch.isfinite(bias).all()):
             raise CheckpointError(f"the bias of {layer.name} holds inf or nan, or has the wrong length")
         biases.append(bias)
     if len({w.shape[1] for w in integers}) != 1:
@@ -102,3 +106,8 @@ def quantise(layers: Sequence[Layer], *, weight_bits: int = DEFAULT_WEIGHT_BITS)
         channel_scale=torch.cat(scales),
         bias=torch.cat(biases) if any(layer.bias is not None for layer in layers) else None,
     )
+
+
+def _blocks(matrix: Tensor) -> Sequence[Tensor]:
+    """A matrix in blocks of rows whose float64 values stay in the cache."""
+    return torch.split(matrix, max(1, torch.get_num_threads() * _BLOCK // max(1, matrix.shape[1])))

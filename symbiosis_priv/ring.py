@@ -46,6 +46,7 @@ RANGE = 1 << 29
 
 _RESOLUTION = float(1 << 16)
 _SHRINK = 1.0 - 2.0**-40
+_BLOCK = 1 << 16  # entries per thread: the passes over them stay in its cache
 _MAX_WIDTH = 1 << 21  # sums of squared 16-bit integers stay exact in float64 up to here
 
 
@@ -66,8 +67,7 @@ class Bound:
     def __post_init__(self) -> None:
         if not 0 < self.width <= _MAX_WIDTH:
             raise RangeError(
-                f"a product of width {self.width} is outside 1..{_MAX_WIDTH}; keep this layer on the "
-                f"tenant"
+                f"a product of width {self.width} is outside 1..{_MAX_WIDTH}; keep this layer on the tenant"
             )
         if self.l1 <= 0 or self.l2 <= 0:
             raise RangeError(f"rounding alone may leave the range at width {self.width}; use fewer weight bits")
@@ -99,13 +99,26 @@ def quantise_rows(rows: Tensor, bound: Bound) -> tuple[Tensor, Tensor]:
     """
     if rows.dim() != 2 or rows.shape[1] != bound.width or not rows.is_floating_point():
         raise RangeError(f"expected float rows of shape [r, {bound.width}], got {rows.dtype} {list(rows.shape)}")
-    v = rows.to(torch.float64)
-    peak = v.abs().amax(dim=1, keepdim=True)
-    if not bool(torch.isfinite(peak).all()):
+    rows, block = rows.detach(), len(rows)
+    if rows.device.type == "cpu":  # big tensors made anew would cost more than the arithmetic
+        block = min(block, max(1, torch.get_num_threads() * _BLOCK // bound.width))
+    v = torch.empty((block, bound.width), dtype=torch.float64, device=rows.device)
+    u = torch.empty_like(v)
+    if block == len(rows):
+        return _quantise(rows, bound, v, u)
+    parts = [_quantise(part, bound, v[: len(part)], u[: len(part)]) for part in rows.split(block)]
+    xq, scale = zip(*parts, strict=True)
+    return torch.cat(xq), torch.cat(scale)
+
+
+def _quantise(rows: Tensor, bound: Bound, v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """The same for a few rows, in two float64 buffers of their shape."""
+    v.copy_(rows)
+    peak = torch.abs(v, out=u).amax(dim=1, keepdim=True)
+    if not bool((peak < math.inf).all()):
         raise NonFiniteError("an activation or gradient holds inf or nan; nothing was sent")
-    peak = torch.where(peak == 0, 1.0, peak)
-    v = v / peak
-    u = v.abs().mul_(_RESOLUTION).ceil_()
+    peak.masked_fill_(peak == 0, 1.0)
+    torch.abs(v.div_(peak), out=u).mul_(_RESOLUTION).ceil_()
     s1 = u.sum(dim=1, keepdim=True).clamp_(min=1.0)
     s2 = u.square_().sum(dim=1, keepdim=True).clamp_(min=1.0).sqrt_()
     factor = torch.maximum(bound.l1 / s1, bound.l2 / s2) * (_RESOLUTION * _SHRINK)
@@ -128,4 +141,7 @@ def dequantise(product: Tensor, *, scale: Tensor, channel_scale: Tensor | None =
 
 def in_range(product: Tensor) -> bool:
     """Whether every entry of an unmasked product could be a true product."""
-    return bool(((product > -RANGE) & (product < RANGE)).all())
+    if not product.numel():
+        return True
+    low, high = torch.aminmax(product)
+    return int(low) > -RANGE and int(high) < RANGE

@@ -33,7 +33,7 @@ from symbiosis_priv.errors import (
 from symbiosis_priv.federation import Peer
 
 T = TypeVar("T")
-_SMALL = 16 * 1024  # up to one TLS record, header and payload travel in one write
+_RECORD = 16 * 1024  # the most that a TLS record carries: the head travels with what fits beside it
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.02, 1.0
 
 
@@ -169,6 +169,8 @@ class Channel:
 
     def _connect(self, deadline: float) -> wire.Welcome:
         if self._welcome is None:
+            if self._closed.is_set():
+                raise ConnectionLostError(f"{self._name} is asked no more")
             try:
                 raw = socket.create_connection((self.peer.host, self.peer.port), timeout=_left(deadline))
             except OSError as error:
@@ -195,11 +197,10 @@ class Channel:
         assert self._socket is not None
         try:
             self._socket.settimeout(_left(deadline))
-            if len(body) <= _SMALL:
-                self._socket.sendall(head + body)
-            else:
-                self._socket.sendall(head)
-                self._socket.sendall(body)
+            beside = _RECORD - len(head)
+            self._socket.sendall(head + body[:beside])
+            if len(body) > beside:
+                self._socket.sendall(body[beside:])
         except OSError as error:
             raise self._lost(error) from error
         self.traffic.bytes_sent += len(head) + len(body)

@@ -105,6 +105,10 @@ class Helper:
         """Ask for an effect; unverified."""
         return self._workers[ahead].submit(self.channels[ahead].request, request, None, width=width)
 
+    def drop_orders(self) -> None:
+        """Send nothing more of what was ordered ahead."""
+        self.channels[True].close()
+
     def close(self) -> None:
         for worker, channel in zip(self._workers, self.channels, strict=True):
             worker.shutdown(wait=False, cancel_futures=True)
@@ -133,8 +137,6 @@ class PadSource(EffectSource):
         facts = self._facts[index]
         shares = []
         for helper in self._helpers:
-            key = mask_key(helper.seed, group=group, direction=direction)
-            share = expand(key, first_row=first, rows=rows, width=facts.width(direction))
             request = wire.Effect(
                 nonce=fresh_nonce(),
                 group=index,
@@ -144,7 +146,10 @@ class PadSource(EffectSource):
                 seed=helper.seed,
                 first_row=first,
             )
-            shares.append((helper, share, helper.submit(request, width=facts.outputs(direction), ahead=ahead)))
+            effect = helper.submit(request, width=facts.outputs(direction), ahead=ahead)
+            key = mask_key(helper.seed, group=group, direction=direction)  # while the helper does the same
+            share = expand(key, first_row=first, rows=rows, width=facts.width(direction))
+            shares.append((helper, share, effect))
         mask = shares[0][1]
         for _, share, _ in shares[1:]:
             mask = mask + share

@@ -9,8 +9,9 @@ The hot path, top to bottom, for one layer group:
     check the range            the guard bits                      ring.in_range
 
 A provider that fails a check is quarantined: nothing is sent to it again, the cached verification keys are dropped,
-and the same masked bytes go to the next executor of the federation, if there is one. The secret, the counters, the
-pools and the connections belong to one process: after a fork the child starts with fresh ones (rule 2).
+and the same masked rows go to the next executor of the federation, if there is one. Both checks end alike, so that
+nobody learns which of them a lie has failed. The secret, the counters, the pools and the connections belong to one
+process: after a fork the child starts with fresh ones (rule 2).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
@@ -123,6 +124,10 @@ class Session:
             runtime = self._live()
             if helper := next((h for h in runtime.helpers if h.peer.name in self._quarantined), None):
                 raise QuarantinedError(f"helper {helper.peer.name!r} is quarantined; nothing more is sent")
+            if all(channel.peer.name in self._quarantined for channel in runtime.executors):
+                raise QuarantinedError(
+                    "every executor of the federation is quarantined for this session; nothing more is sent"
+                )
             limit = runtime.row_limit(self._preparation.facts[index])
             padding = -len(rows) % self._options.row_bucket
             sent = torch.cat([rows, rows.new_zeros(padding, rows.shape[1])]) if padding else rows
@@ -132,41 +137,48 @@ class Session:
             return joined(parts)[: len(rows)]
 
     def _masked(self, runtime: _Runtime, index: int, direction: Direction, xq: Tensor) -> Tensor:
+        """The product by the first executor whose answer passes both checks. All of them are sent identical rows."""
         pads = runtime.take(index, direction, len(xq))
         masked = xq + joined([pad.mask for pad in pads]) if pads else xq
-        answer, provider = self._ask(runtime, index, direction, masked)
-        if pads:
-            answer.sub_(self._effects(pads))
-        if not in_range(answer):
-            # an error of 2^30 or 2^31 that got past the columns: the answer's or an effect's, nobody can tell which
-            suspects = [provider, *(helper.peer for helper in runtime.helpers)]
-            self._quarantine(*suspects)
-            raise self._lie(*suspects, index=index, direction=direction)
-        return answer
-
-    def _ask(self, runtime: _Runtime, index: int, direction: Direction, masked: Tensor) -> tuple[Tensor, Peer]:
-        """The verified answer of the first executor that gives one. All of them are sent identical rows."""
-        facts = self._preparation.facts[index]
-        lie: SymbiosisError = QuarantinedError(
-            "every executor of the federation is quarantined for this session; nothing more is sent"
-        )
+        effects: Tensor | None = None
+        outside: list[Peer] = []
+        lie: SymbiosisError | None = None
         for channel in runtime.executors:
             if channel.peer.name in self._quarantined:
                 continue
-            request = wire.Execute(
-                nonce=fresh_nonce(), group=index, direction=direction, path="ring", rows=len(masked)
-            )
             try:
-                answer = channel.request(request, masked, width=facts.outputs(direction))
-                if not self._preparation.keys.accepts(index, direction, rows=masked, answer=answer):
-                    raise self._lie(channel.peer, index=index, direction=direction)
+                answer = self._ask(channel, index, direction, masked)
             except (VerificationError, ProtocolError) as error:
-                self._quarantine(channel.peer)
+                self._reject(channel.peer)
                 lie = error
                 continue
-            self._verified += len(masked)
-            return answer, channel.peer
+            if pads:
+                effects = self._effects(pads) if effects is None else effects
+                answer.sub_(effects)
+            if in_range(answer):
+                self._verified += len(masked)
+                return answer
+            # an error of 2^30 or 2^31 got past the columns; if it is an effect's, every answer will be outside
+            self._reject(channel.peer)
+            outside.append(channel.peer)
+        if outside:  # and nobody is left to tell whether the answers or an effect are wrong
+            helpers = [helper.peer for helper in runtime.helpers]
+            self._quarantine(*helpers)
+            lie = self._lie(*outside, *helpers, index=index, direction=direction)
+        assert lie is not None  # somebody was asked
         raise lie
+
+    def _ask(self, channel: Channel, index: int, direction: Direction, masked: Tensor) -> Tensor:
+        """An executor's answer after the check of the columns."""
+        facts = self._preparation.facts[index]
+        parts = []
+        for part in masked.split(row_limit(facts, [channel.welcome()])):
+            request = wire.Execute(nonce=fresh_nonce(), group=index, direction=direction, path="ring", rows=len(part))
+            parts.append(channel.request(request, part, width=facts.outputs(direction)))
+        answer = joined(parts)
+        if not self._preparation.keys.accepts(index, direction, rows=masked, answer=answer):
+            raise self._lie(channel.peer, index=index, direction=direction)
+        return answer
 
     def _effects(self, pads: Sequence[Pad]) -> Tensor:
         waited = self._options.deadline_s
@@ -179,13 +191,19 @@ class Session:
         try:
             return joined([pad.effect.result() for pad in pads])
         except VerificationError as error:
-            self._quarantine(next(p for p in self._federation.helpers if p.name == error.provider))
+            self._reject(next(p for p in self._federation.helpers if p.name == error.provider))
             raise
 
-    def _quarantine(self, *peers: Peer) -> None:
+    def _reject(self, peer: Peer) -> None:
         self._rejected += 1
+        self._quarantine(peer)
+
+    def _quarantine(self, *peers: Peer) -> None:
         self._quarantined.update(peer.name for peer in peers)
         self._preparation.forget_keys()
+        for helper in self._runtime.helpers if self._runtime else ():
+            if helper.peer in peers:
+                helper.drop_orders()
         for peer in peers:
             log.error("provider %s is quarantined: it sent what is not the product of the pinned weights", peer.name)
 
@@ -201,7 +219,9 @@ class Session:
         if self._closed:
             raise SymbiosisError("this session is closed; load the model again")
         if self._runtime is None or self._runtime.process != os.getpid():
-            self._runtime = _Runtime(self._federation, self._preparation, self._options, self._store)
+            self._runtime = _Runtime(
+                self._federation, self._preparation, self._options, self._store, quarantined=self._quarantined
+            )
         return self._runtime
 
     def ledger(self) -> Ledger:
@@ -245,6 +265,8 @@ class _Runtime:
         preparation: Preparation,
         options: SessionOptions,
         store: WeightStore | None,
+        *,
+        quarantined: Collection[str],
     ) -> None:
         check_roles(federation.executors, federation.helpers if options.masking == "pad" else ())
         self.process = os.getpid()
@@ -263,7 +285,7 @@ class _Runtime:
                 wiretap=options.wiretap,
             )
 
-        self.executors = [channel(peer) for peer in federation.executors]
+        self.executors = [channel(peer) for peer in federation.executors if peer.name not in quarantined]
         self.helpers: list[Helper] = []
         self.source: EffectSource | None = None
         secret = SessionSecret()
@@ -293,9 +315,8 @@ class _Runtime:
         return pool.take(rows)
 
     def row_limit(self, facts: GroupFacts) -> int:
-        """Rows of one request: what every provider's limits allow, both ways."""
-        widest = wire.ITEM_BYTES * max(facts.entry.inputs, facts.entry.width)
-        return max(1, min(min(w.max_rows, w.max_payload // widest) for w in self._welcomes))
+        """Rows of one request: what the limits of an executor and of every helper allow, both ways."""
+        return row_limit(facts, self._welcomes)
 
     @functools.cached_property
     def _welcomes(self) -> list[wire.Welcome]:
@@ -309,3 +330,8 @@ class _Runtime:
         for channel in self.executors:
             channel.close()
 
+
+def row_limit(facts: GroupFacts, welcomes: Sequence[wire.Welcome]) -> int:
+    """Rows of one request that fit every one of these limits, both ways."""
+    widest = wire.ITEM_BYTES * max(facts.entry.inputs, facts.entry.width)
+    return max(1, min(min(w.max_rows, w.max_payload // widest) for w in welcomes))

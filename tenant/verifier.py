@@ -6,6 +6,10 @@ For a secret uniform matrix R (m columns) the tenant keeps `V = W.T @ R`. An ans
 of valuation 30 or 31 always violates; so a wrong answer passes with probability at most 2^-3m (m = 16: 2^-48),
 whatever the rows are: the verdict tells a liar nothing about them. R is expanded from a 256-bit key over
 the whole ring: small or sparse columns can be learned by probing.
+
+Answers and effects are checked each for itself. Should the errors of several parties add up to one of valuation below
+30, then one of them has such an error, and the columns refuse it. Whoever lies q times is believed once with
+probability at most q * 2^-3m: a refusal says no more than that, for it looks the same whichever check has failed.
 """
 
 from __future__ import annotations
@@ -43,8 +47,7 @@ class VerificationKeys:
         for direction in DIRECTIONS:
             forward = direction == FORWARD
             r = self._expand(index, direction, rows=weight.shape[0 if forward else 1])
-            v = matrix.product(r.t().contiguous(), transposed=forward)
-            self._products[index, direction] = v.t().contiguous()
+            self._products[index, direction] = matrix.product(r.t(), transposed=forward).t()
             self._matrices[index, direction] = r
 
     def accepts(self, index: int, direction: Direction, *, rows: Tensor, answer: Tensor) -> bool:
@@ -57,11 +60,11 @@ class VerificationKeys:
         r, v = self._matrices[index, direction], self._products[index, direction]
         if answer.dtype != torch.int32 or answer.shape != (rows.shape[0], r.shape[0]):
             return False
-        return torch.equal(answer @ r, rows @ v)
+        return torch.equal(r.t() @ answer.t(), v.t() @ rows.t())  # 2 to 3 times as fast as `answer @ r` and `rows @ v`
 
     def to_tensors(self) -> dict[str, Tensor]:
         """For safetensors, on the tenant's own disk."""
-        products = {f"{index}.{direction}": v for (index, direction), v in self._products.items()}
+        products = {f"{index}.{direction}": v.contiguous() for (index, direction), v in self._products.items()}
         return {"secret": torch.tensor(list(self._secret), dtype=torch.uint8), **products}
 
     @classmethod
@@ -76,7 +79,7 @@ class VerificationKeys:
             index, _, direction = name.partition(".")
             other = next(d for d in DIRECTIONS if d != direction)
             height = tensors[f"{index}.{other}"].shape[0]
-            keys._products[int(index), direction] = v
+            keys._products[int(index), direction] = _by_column(v)
             keys._matrices[int(index), direction] = keys._expand(int(index), direction, rows=height)
         return keys
 
@@ -85,4 +88,9 @@ class VerificationKeys:
 
     def _expand(self, index: int, direction: str, *, rows: int) -> Tensor:
         key = derive(self._secret, "verify", str(index), direction)
-        return expand(key, first_row=0, rows=rows, width=self._columns)
+        return _by_column(expand(key, first_row=0, rows=rows, width=self._columns))
+
+
+def _by_column(matrix: Tensor) -> Tensor:
+    """The same matrix, each column in one piece: how an integer product reads a skinny one fastest."""
+    return matrix.t().contiguous().t()

@@ -135,6 +135,13 @@ def test_non_finite_rows_are_refused(rows: Tensor, bad: float, data: DataObject)
         quantise_rows(rows, Bound(width=rows.shape[1], weight_absmax=511, weight_norm=2000.0))
 
 
+def test_a_non_finite_row_is_found_behind_many_others() -> None:
+    rows = torch.zeros(5, 40_000)
+    rows[-1, -1] = math.nan
+    with pytest.raises(NonFiniteError):
+        quantise_rows(rows, Bound(width=rows.shape[1], weight_absmax=511, weight_norm=2000.0))
+
+
 @pytest.mark.parametrize(
     "rows",
     [
@@ -209,6 +216,9 @@ def test_the_product_approximates_the_float_one(data: DataObject, direction: Dir
     assert bool(((y - truth).abs() <= scale / 2 * columns * (1 + 1e-9) + rounding + 1e-300).all())
 
 
-@pytest.mark.parametrize(("value", "inside"), [(RANGE - 1, True), (RANGE, False), (-RANGE, False), (1 - RANGE, True)])
+@pytest.mark.parametrize(
+    ("value", "inside"),
+    [(RANGE - 1, True), (RANGE, False), (-RANGE, False), (1 - RANGE, True), (-(2**31), False), (2**31 - 1, False)],
+)
 def test_in_range(value: int, inside: bool) -> None:
     assert in_range(torch.tensor([[0, value]], dtype=torch.int32)) is inside

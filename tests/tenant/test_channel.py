@@ -261,6 +261,9 @@ def test_closing_wakes_a_request_of_another_thread(executor: ScriptedProvider, c
     thread.join(20)
     assert isinstance(errors[0], ConnectionLostError)
     assert "closed on this side" in str(errors[0])
+    with pytest.raises(ConnectionLostError, match="closed on this side"):
+        ask(channel)
+    assert len(executor.hellos) == 1
 
 
 def test_a_certificate_that_is_not_pinned_is_refused_at_once(new_provider: NewProvider, connect: NewChannel) -> None:

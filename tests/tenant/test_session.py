@@ -347,38 +347,65 @@ def test_a_liar_is_quarantined_and_hears_no_more(
     frames: Callable[..., bytes],
 ) -> None:
     executor.behaviour = saying(frames, spoil)
-    session = new_session("pad", [executor], [helper])
+    session = new_session("pad", [executor], [helper], pool_memory=0)
     rows = ring_rows(session._preparation, OUT, FORWARD, 3)
     with pytest.raises(VerificationError) as error:
         session.product(OUT, FORWARD, rows)
     assert error.value.provider == f"executor {executor.port}"
     with pytest.raises(QuarantinedError, match="nothing more is sent"):
         session.product(OUT, FORWARD, rows)
-    assert len(executor.executed) == 1
+    assert len(executor.executed) == len(helper.effects) == 1
 
 
+def half_the_ring(heard: Heard, reply: wire.Result, answer: Tensor) -> tuple[wire.Result, Tensor]:
+    answer[0, 0] ^= -(1 << 31)
+    return reply, answer
+
+
+@pytest.mark.parametrize("masking", ["none", "local", "pad"])
+def test_a_lie_that_only_the_range_shows_ends_as_any_other(
+    new_provider: NewProvider,
+    helper: ScriptedProvider,
+    new_session: NewSession,
+    store: WeightStore,
+    frames: Callable[..., bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    masking: str,
+) -> None:
+    """An error of 2^31 in an answer, let through by the columns: the next executor's answer shows whose it was."""
+    monkeypatch.setattr(VerificationKeys, "accepts", lambda *args, **kwargs: True)
+    first, second = new_provider(), new_provider()
+    first.behaviour = saying(frames, half_the_ring)
+    session = new_session(masking, [first, second], [helper] if masking == "pad" else [])
+    for seed in range(2):
+        rows = ring_rows(session._preparation, DOWN, BACKWARD, 3, seed=seed)
+        assert torch.equal(session.product(DOWN, BACKWARD, rows), product_of(store, DOWN, BACKWARD, rows))
+    assert [h.payload for h in first.executed] == [second.executed[0].payload]
+    ledger = session.ledger()
+    assert (ledger.answers_rejected, ledger.answers_verified) == (1, 6)
+
+
+@pytest.mark.parametrize("executors", [1, 2])
 def test_a_lie_that_only_the_range_shows_could_be_anybodys(
-    executor: ScriptedProvider,
+    new_provider: NewProvider,
     helper: ScriptedProvider,
     new_session: NewSession,
     frames: Callable[..., bytes],
     monkeypatch: pytest.MonkeyPatch,
+    executors: int,
 ) -> None:
-    """An error of 2^31 in an effect, let through by the columns: nobody can tell whose it is."""
-
-    def half_the_ring(heard: Heard, reply: wire.Result, answer: Tensor) -> tuple[wire.Result, Tensor]:
-        answer[0, 0] ^= -(1 << 31)
-        return reply, answer
-
+    """An error of 2^31 in an effect, let through by the columns: every answer looks wrong, and all are suspects."""
     monkeypatch.setattr(VerificationKeys, "accepts", lambda *args, **kwargs: True)
     helper.behaviour = saying(frames, half_the_ring)
-    session = new_session("pad", [executor], [helper])
+    providers = [new_provider() for _ in range(executors)]
+    session = new_session("pad", providers, [helper])
     rows = ring_rows(session._preparation, OUT, FORWARD, 3)
     with pytest.raises(VerificationError) as error:
         session.product(OUT, FORWARD, rows)
-    assert error.value.provider == f"executor {executor.port} or helper {helper.port}"
+    assert error.value.provider == " or ".join([f"executor {p.port}" for p in providers] + [f"helper {helper.port}"])
     with pytest.raises(QuarantinedError, match="nothing more is sent"):
         session.product(OUT, FORWARD, rows)
+    assert [len(p.executed) for p in providers] == [1] * executors
 
 
 def test_a_lying_helper_is_quarantined_and_no_row_is_sent_under_its_pads(
@@ -397,6 +424,59 @@ def test_a_lying_helper_is_quarantined_and_no_row_is_sent_under_its_pads(
     with pytest.raises(QuarantinedError, match=f"helper 'helper {helper.port}' is quarantined"):
         session.product(OUT, FORWARD, rows)
     assert len(executor.executed) == before
+
+
+def test_a_lying_helper_is_asked_for_nothing_that_was_ordered_ahead(
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, frames: Callable[..., bytes]
+) -> None:
+    """The first order ahead is still being answered when the lie is found; the others never leave."""
+    ahead, caught = threading.Event(), threading.Event()
+
+    def behave(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
+        if heard.request.rows > 1:  # a block for the pool
+            ahead.set()
+            caught.wait(20)
+        return frames(*spoil(heard, reply, answer) if heard.request.group == DOWN else (reply, answer))
+
+    helper.behaviour = behave
+    session = new_session("pad", [executor], [helper])
+    for index in (QKV, OUT, MLP):
+        session.product(index, FORWARD, ring_rows(session._preparation, index, FORWARD, 1))
+    assert ahead.wait(20)
+    with pytest.raises(VerificationError, match="an effect of provider"):
+        session.product(DOWN, FORWARD, ring_rows(session._preparation, DOWN, FORWARD, 1))
+    caught.set()
+    runtime: Any = session._runtime
+    runtime._refill.shutdown()
+    runtime.helpers[0]._workers[True].shutdown()  # whatever was ordered has gone out by now, or never will
+    assert len([h for h in helper.effects if h.request.rows > 1]) == 1
+
+
+def test_a_quarantine_outlives_a_fork(
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Callable[..., bytes]
+) -> None:
+    """The child's connections are new; it opens none to whom its parent has caught."""
+    first, second = new_provider(), new_provider()
+    first.behaviour = saying(frames, spoil)
+    session = new_session("local", [first, second])
+    rows = ring_rows(session._preparation, OUT, FORWARD, 3)
+    session.product(OUT, FORWARD, rows)
+    runtime: Any = session._runtime
+    runtime.close()
+    runtime.process = -1  # as a child finds it
+    assert torch.equal(session.product(OUT, FORWARD, rows), product_of(store, OUT, FORWARD, rows))
+    assert (len(first.hellos), len(second.hellos)) == (1, 2)
+
+
+def test_the_next_executor_may_take_fewer_rows(
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Callable[..., bytes]
+) -> None:
+    first, second = new_provider(), new_provider(max_rows=8)
+    first.behaviour = saying(frames, spoil)
+    session = new_session("local", [first, second])
+    rows = ring_rows(session._preparation, OUT, FORWARD, 20)
+    assert torch.equal(session.product(OUT, FORWARD, rows), product_of(store, OUT, FORWARD, rows))
+    assert first.executed[0].payload == b"".join(h.payload for h in second.executed)
 
 
 def test_the_next_executor_is_asked_for_the_same_bytes(

@@ -65,19 +65,30 @@ class ByteBudget:
 
 
 class Register:
-    """Which tenants are connected, how often, and in which role (rule 8)."""
+    """Which tenants are connected, how often, in which role (rule 8), and how much they have asked."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._connections: Counter[str] = Counter()
+        self._requests: Counter[str] = Counter()
         self._roles: dict[str, Counter[Role]] = {}
         self._lock = threading.Lock()
 
-    @property
-    def connections(self) -> int:
-        """Authenticated connections."""
+    def count_request(self, tenant: str) -> None:
+        """One more product for the tenant."""
         with self._lock:
-            return self._connections.total()
+            self._requests[tenant] += 1
+
+    def counts(self, tenant: str) -> tuple[int, int]:
+        """(products, open connections) of one tenant: what it may know, and no other."""
+        with self._lock:
+            return self._requests[tenant], self._connections[tenant]
+
+    @property
+    def requests(self) -> int:
+        """Products of all tenants: for the operator's log."""
+        with self._lock:
+            return self._requests.total()
 
     @contextmanager
     def connected(self, tenant: str) -> Iterator[None]:

@@ -91,6 +91,8 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         kernel: `auto`, or a name in `symbiosis_priv.kernels.KERNELS`.
         threads: torch threads; torch's own choice if None.
         max_batch_rows: rows of different requests that may share one product.
+        warm_up: load every layer group, and choose its kernels, in idle moments after the start; if false, each when
+            it is first asked for.
     """
 
     endpoint: str = INPROC
@@ -98,6 +100,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     kernel: str = "auto"
     threads: _Count | None = None
     max_batch_rows: _Count = 16_384
+    warm_up: bool = True
 
     def __post_init__(self) -> None:
         if self.kernel != "auto" and self.kernel not in KERNELS:
@@ -198,4 +201,5 @@ tenant_authority = "keys/authority.pem"
 # kernel = "auto"                # the fastest exact one for each shape
 # threads = 8                    # torch threads
 # max_batch_rows = 16384         # rows of different tenants in one product
+# warm_up = true                 # load all layers in idle moments; false: each when it is first asked for
 """

@@ -10,8 +10,9 @@ broken frame does not: nobody knows where the next one would begin.
 
 from __future__ import annotations
 
+import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 import msgspec
@@ -44,6 +45,7 @@ class Service:
     register: Register
     started: float
     """`time.monotonic()`"""
+    stopping: threading.Event = field(default_factory=threading.Event)
 
 
 class Connection:
@@ -69,23 +71,18 @@ class Connection:
         self._deadline = 0.0  # for the rest of the present frame
 
     def serve(self) -> None:
-        """Answer frames until the tenant leaves.
+        """Answer frames until the tenant leaves, or the provider stops.
 
         Raises:
             ProtocolError: a frame was broken; the tenant has been told.
             OSError, TransportError: the peer is gone, or too slow.
         """
         try:
-            while self._next_frame():
+            while not self._service.stopping.is_set() and self._next_frame():
                 pass
         finally:
             if self._role is not None:
                 self._service.register.drop_role(self._tenant, self._role)
-
-    def refuse(self, refusal: Refusal) -> None:
-        """Tell the tenant why it is not served."""
-        failure = wire.Failure(code=refusal.code, detail=refusal.detail[:_DETAIL])
-        self._send(wire.encode(failure))
 
     # Frames
 
@@ -100,13 +97,13 @@ class Connection:
         except ProtocolError as error:
             too_large = isinstance(error, FrameTooLargeError)
             code = wire.ErrorCode.TOO_LARGE if too_large else wire.ErrorCode.BAD_FRAME
-            self.refuse(Refusal(code, str(error)))
+            self._refuse(Refusal(code, str(error)))
             raise
         try:
             self._answer(request, header)
         except Refusal as refusal:
             self._link.discard(self._unread, deadline=self._deadline)
-            self.refuse(refusal)
+            self._refuse(refusal)
         return True
 
     def _read_header(self, begun: int) -> bytearray:
@@ -124,6 +121,9 @@ class Connection:
 
     def _send(self, head: bytes, payload: memoryview | bytes = b"") -> None:
         self._link.send(head, payload, deadline=time.monotonic() + self._limits.frame_timeout_s)
+
+    def _refuse(self, refusal: Refusal) -> None:
+        refuse(self._link, refusal, timeout=self._limits.frame_timeout_s)
 
     # Requests
 
@@ -146,6 +146,7 @@ class Connection:
             self._deadline = time.monotonic() + self._limits.frame_timeout_s
             payload = self._read_payload()
             head, product = self._executor.ask(header, payload, timeout=self._limits.request_timeout_s)
+            self._service.register.count_request(self._tenant)
             self._send(head, product)
         if log.detailed:
             log.debug(
@@ -206,18 +207,26 @@ class Connection:
         head, _ = self._executor.ask(header, b"", timeout=self._limits.request_timeout_s)
         report = wire.decode_reply(head[wire.PREFIX.size :])
         assert isinstance(report, wire.HealthReport)
+        requests, connections = self._service.register.counts(self._tenant)
         report = msgspec.structs.replace(
             report,
             name=self._service.config.name,
             model_digest=self._service.digest,
             uptime_s=time.monotonic() - self._service.started,
-            connections=self._service.register.connections,
+            requests=requests,
+            connections=connections,
         )
         self._send(wire.encode(report))
 
     def _expect_payload(self, size: int) -> None:
         if self._unread != size:
             _bad(f"payload of {self._unread} bytes where {size} belong")
+
+
+def refuse(link: Link, refusal: Refusal, *, timeout: float) -> None:
+    """Tell the tenant why it is not served."""
+    failure = wire.Failure(code=refusal.code, detail=refusal.detail[:_DETAIL])
+    link.send(wire.encode(failure), b"", deadline=time.monotonic() + timeout)
 
 
 def _bad(detail: str) -> NoReturn:

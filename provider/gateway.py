@@ -3,11 +3,11 @@
 Theory of operation. A thread per connection blocks in TLS reads: measured at 55 µs a round trip where asyncio's
 TLS takes 90, and a slow client can only ever hold up its own thread. The accept loop does nothing that a client
 could delay: the handshake runs in the connection's thread, under one deadline. Connections that have not
-authenticated are counted apart, and when they are too many the oldest is dropped, so that strangers cannot take
-places from tenants. `connection` parses what tenants send; no exception leaves a thread.
+authenticated are counted apart, and when they are too many the oldest from the busiest address is dropped, so that
+strangers cannot take places from tenants. `connection` parses what tenants send; no exception leaves a thread.
 
 To stop, the read side of every connection is shut: a thread that waits for the next frame sees its end, one
-that is in the middle of a request finishes it first.
+that is in the middle of a request finishes it first, and takes no other.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import socket
 import ssl
 import threading
 import time
+from collections import Counter
 
 from symbiosis_priv.errors import CertificateError, ConfigError, ProtocolError, TransportError
 from symbiosis_priv.federation import parse_address
@@ -26,7 +27,7 @@ from symbiosis_priv.weights import Manifest
 from . import logs
 from .admission import ByteBudget, Refusal, Register
 from .config import ProviderConfig
-from .connection import Connection, Service
+from .connection import Connection, Service, refuse
 from .link import Link, hang_up
 from .supervisor import ExecutorClient, ExecutorHandle
 
@@ -61,11 +62,16 @@ class Gateway:
             started=time.monotonic(),
         )
         self._lock = threading.Lock()
-        self._handshakes: dict[ssl.SSLSocket, None] = {}  # in order of arrival
+        self._handshakes: dict[ssl.SSLSocket, str] = {}  # the peer's host, in order of arrival
         self._threads: dict[threading.Thread, ssl.SSLSocket] = {}
         self._listener = _listen(config.listen)
         self._wake, self._waker = socket.socketpair()
         self._acceptor = threading.Thread(target=self._accept, name="accept", daemon=True)
+
+    @property
+    def requests(self) -> int:
+        """Products served, to all tenants."""
+        return self._service.register.requests
 
     @property
     def address(self) -> str:
@@ -80,6 +86,7 @@ class Gateway:
     def stop(self, timeout: float) -> bool:
         """Accept no more, let requests in flight finish, then close; returns whether every thread has ended."""
         deadline = time.monotonic() + timeout
+        self._service.stopping.set()
         self._waker.send(b"\0")
         self._acceptor.join(timeout)
         self._listener.close()
@@ -116,7 +123,7 @@ class Gateway:
                 select.select([self._wake], [], [], _PAUSE_S)
 
     def _admit(self) -> None:
-        raw, _ = self._listener.accept()
+        raw, peer = self._listener.accept()
         with raw:  # closed here unless TLS took it over
             raw.settimeout(self._limits.handshake_timeout_s)
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -124,8 +131,8 @@ class Gateway:
         thread = threading.Thread(target=self._run, args=(connection,), name="connection", daemon=True)
         with self._lock:
             if len(self._handshakes) >= self._limits.max_handshakes:
-                hang_up(next(iter(self._handshakes)), socket.SHUT_RDWR)
-            self._handshakes[connection] = None
+                self._drop_stranger()
+            self._handshakes[connection] = peer[0]
             self._threads[thread] = connection
         try:
             thread.start()
@@ -133,6 +140,12 @@ class Gateway:
             self._forget(thread, connection)
             connection.close()
             raise
+
+    def _drop_stranger(self) -> None:
+        busiest, _ = Counter(self._handshakes.values()).most_common(1)[0]
+        oldest = next(c for c, host in self._handshakes.items() if host == busiest)
+        del self._handshakes[oldest]  # now, not when its thread ends: the next one to come drops another
+        hang_up(oldest, socket.SHUT_RDWR)
 
     # A connection's thread
 
@@ -163,20 +176,19 @@ class Gateway:
 
     def _serve(self, link: Link, tenant: str) -> str:
         """Serve until the end; returns its reason."""
-        with ExecutorClient(self._executor) as executor:
-            connection = Connection(link, tenant=tenant, service=self._service, executor=executor)
+        try:
             try:
-                with self._service.register.connected(tenant):
-                    connection.serve()
+                with self._service.register.connected(tenant), ExecutorClient(self._executor) as executor:
+                    Connection(link, tenant=tenant, service=self._service, executor=executor).serve()
             except Refusal as refusal:
-                connection.refuse(refusal)
+                refuse(link, refusal, timeout=self._limits.frame_timeout_s)
                 return refusal.code
-            except TimeoutError:  # idle, or too slow
-                return "timeout"
-            except (OSError, TransportError):
-                return "lost"
-            except ProtocolError:
-                return "broken_frame"
+        except TimeoutError:  # idle, or too slow
+            return "timeout"
+        except (OSError, TransportError):
+            return "lost"
+        except ProtocolError:
+            return "broken_frame"
         return "left"
 
     def _forget(self, thread: threading.Thread, connection: ssl.SSLSocket) -> None:
@@ -189,6 +201,8 @@ def _listen(address: str) -> socket.socket:
     host, port = parse_address(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except OSError as error:
-        raise ConfigError(f"listen = {address!r}: {error.strerror}; choose another address") from error
+        found = socket.getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)[0][4]
+        return socket.create_server(found, family=family, backlog=_BACKLOG)
+    except (OSError, ValueError) as error:  # the latter for hosts that are no names at all
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"listen = {address!r}: {reason}; choose another address") from error

@@ -12,6 +12,8 @@ import traceback
 from datetime import UTC, datetime
 from pathlib import Path
 
+from symbiosis_priv.errors import CheckpointError, ConfigError
+
 Field = str | int | float | None
 
 _FIELDS = "symbiosis_priv_fields"
@@ -65,9 +67,13 @@ class EventLog:
         self._log(logging.WARNING, event, fields)
 
     def failure(self, event: str, error: BaseException, **fields: Field) -> None:
-        """A bug or an exhausted machine: the exception's type and place. Its message might quote content."""
+        """A bug or an exhausted machine: the exception's type and place. Its message might quote content, unless it is
+        about the operator's own files and options, and says what to do.
+        """
         frames = traceback.extract_tb(error.__traceback__)
         place = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames[-4:]))
+        if isinstance(error, ConfigError | CheckpointError):
+            fields["reason"] = str(error)
         self._log(logging.ERROR, event, {**fields, "error": type(error).__name__, "at": place})
 
     def _log(self, level: int, event: str, fields: dict[str, Field]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from symbiosis_priv.checkpoint import resolve
+from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.kernels import RingMatrix
 from symbiosis_priv.keystream import expand, mask_key
 from symbiosis_priv.ring import FORWARD, Direction
@@ -17,11 +20,23 @@ from symbiosis_priv.wire import Effect, Path
 
 from .config import ProviderConfig
 
+_FEW_AND_MANY = (1, 64)  # row counts of the two classes for which kernels are chosen
+
 
 def open_store(config: ProviderConfig) -> WeightStore:
     """The weight store that a configuration names."""
     path = resolve(config.model.checkpoint)
     return WeightStore(path, weight_bits=config.model.weight_bits, cache=config.model.cache)
+
+
+def _usable(device: str) -> torch.device:
+    """The device, after a first value has been there and back."""
+    try:
+        torch.zeros(1, device=device).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device = {device!r} cannot be used here ({reason}); use cpu, or cuda with a GPU") from error
+    return torch.device(device)
 
 
 def widths(entry: GroupEntry, direction: Direction) -> tuple[int, int]:
@@ -42,13 +57,13 @@ class ServedModel:
 
     Args:
         store: the base model.
-        device: where products run.
+        device: where products run; ConfigError if this machine or this torch has none such.
         kernel: "auto" or a name in `kernels.KERNELS`.
     """
 
     def __init__(self, store: WeightStore, *, device: str = "cpu", kernel: str = "auto") -> None:
         self._store = store
-        self._device = torch.device(device)
+        self._device = _usable(device)
         self._kernel = kernel
         self._ring: dict[int, RingMatrix] = {}
         self._float: dict[int, _FloatGroup] = {}
@@ -88,6 +103,15 @@ class ServedModel:
         key = mask_key(request.seed, group=entry.name, direction=request.direction)
         width, _ = widths(entry, request.direction)
         return expand(key, first_row=request.first_row, rows=request.rows, width=width)
+
+    def warm_up(self) -> Iterator[None]:
+        """Load every group for the ring and choose its kernels, one small step per `next`."""
+        for index in range(len(self.manifest.groups)):
+            matrix = self._ring_group(index)
+            yield
+            for rows, transposed in itertools.product(_FEW_AND_MANY, (False, True)):
+                matrix.chosen(rows, transposed=transposed)
+                yield
 
     def _ring_group(self, index: int) -> RingMatrix:
         matrix = self._ring.get(index)

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import gc
 import json
-import os
+import resource
 import signal
 import threading
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.tls import server_context
 from symbiosis_priv.weights import Progress, write_atomically
 
 from . import logs, supervisor
 from .config import ProviderConfig
+from .executor import wait_for_eof
 from .gateway import Gateway
 from .model import open_store
 
 log = logs.EventLog(__name__)
+
+_SPARE_DESCRIPTORS = 128
 
 
 class Provider:
@@ -58,7 +63,7 @@ class Provider:
         )
         manifest = open_store(config).manifest(progress=self._progress)
         self.model_digest = manifest.digest
-        self.executor = supervisor.make(config)
+        self.executor = supervisor.make(config, model_digest=manifest.digest)
         try:
             self.executor.start()
             gateway = Gateway(config, manifest=manifest, context=context, executor=self.executor)
@@ -77,11 +82,12 @@ class Provider:
             return
         timeout = self.config.limits.stop_timeout_s
         clean = self._gateway.stop(timeout)
+        requests = self._gateway.requests
         self.executor.stop(timeout)
         if clean:  # else a socket is still open somewhere, and `term` would wait for it
             self.executor.context.term()
         self._gateway = None
-        log.info("stopped", provider=self.config.name, clean=clean)
+        log.info("stopped", provider=self.config.name, requests=requests, clean=clean)
 
     def __enter__(self) -> Self:
         return self.start()
@@ -104,20 +110,46 @@ def serve(
     When it is ready, one line of JSON goes to stdout (logs go to stderr) and the bound address to `ready_file`.
     """
     logs.setup(config.log_level)
-    stop = threading.Event()
+    _allow_descriptors(config)
+    provider = Provider(config, progress=progress)
+    stop, started = threading.Event(), threading.Event()
+
+    def on_signal(*_: object) -> None:
+        stop.set()
+        if not started.is_set():  # quantising may take minutes, and nobody is being served yet
+            raise KeyboardInterrupt
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    with Provider(config, progress=progress) as provider:
-        if ready_file is not None:
-            write_atomically(ready_file, provider.address.encode())
-        ready = {"event": "listening", "address": provider.address, "model_digest": provider.model_digest}
-        print(json.dumps(ready), flush=True)
-        if lifeline:
-            threading.Thread(target=_wait_for_eof, args=(stop,), name="lifeline", daemon=True).start()
-        stop.wait()
+        signal.signal(number, on_signal)
+    try:
+        provider.start()
+        started.set()
+    except KeyboardInterrupt:
+        log.info("stopped_while_starting", provider=config.name)
+    gc.freeze()  # torch's modules: no collection goes through them again, least of all the last one
+    try:
+        if not stop.is_set():
+            if ready_file is not None:
+                write_atomically(ready_file, provider.address.encode())
+            ready = {"event": "listening", "address": provider.address, "model_digest": provider.model_digest}
+            print(json.dumps(ready), flush=True)
+            if lifeline:
+                threading.Thread(target=wait_for_eof, args=(stop.set,), name="lifeline", daemon=True).start()
+            stop.wait()
+    finally:
+        provider.stop()
 
 
-def _wait_for_eof(stop: threading.Event) -> None:
-    while os.read(0, 4096):  # unbuffered: a thread inside sys.stdin would hold its lock when the process ends
-        pass
-    stop.set()
+def _allow_descriptors(config: ProviderConfig) -> None:
+    """Room for every connection that the limits allow, and its line to the executor."""
+    limits = config.limits
+    wanted = 2 * limits.max_connections + limits.max_handshakes + _SPARE_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        raise ConfigError(
+            f"max_connections = {limits.max_connections} needs {wanted} open files and the system allows {hard}: lower "
+            f"it, or raise the limit (ulimit -n)"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -7,6 +7,7 @@ executor it asked is gone, and tells its tenant to ask again (`BUSY`) instead of
 from __future__ import annotations
 
 import contextlib
+import socket
 import subprocess
 import sys
 import threading
@@ -28,16 +29,26 @@ from .executor import Context, build
 log = logs.EventLog(__name__)
 
 _WATCH_MS = 100  # how often a waiting thread looks whether its executor still lives
+_FIRST_BACKOFF_S = 0.5  # so that a start that fails is not tried again before it is reported
 _MAX_BACKOFF_S = 5.0
 _STARTUP_S = 300.0
+_SPARE_SOCKETS = 64  # the executor's own, and of connections that are being told that there are too many
 
 
 class ExecutorHandle(ABC):
-    """A running executor, seen from the gateway."""
+    """A running executor, seen from the gateway.
 
-    def __init__(self, config: ProviderConfig) -> None:
+    Args:
+        config: the provider's.
+        model_digest: what it must serve, also when it is started again.
+    """
+
+    def __init__(self, config: ProviderConfig, *, model_digest: str) -> None:
         self.config = config
+        self.model_digest = model_digest
         self.context: Context = zmq.Context()
+        wanted = config.limits.max_connections + _SPARE_SOCKETS
+        self.context.set(zmq.MAX_SOCKETS, min(wanted, self.context.get(zmq.SOCKET_LIMIT)))
         self.endpoint = config.executor.endpoint
         self.generation = 0
         self.stopping = threading.Event()
@@ -58,7 +69,7 @@ class ThreadExecutor(ExecutorHandle):
 
     def start(self) -> None:
         """See `ExecutorHandle.start`."""
-        self._executor = build(self.config, context=self.context)
+        self._executor = build(self.config, model_digest=self.model_digest, context=self.context)
         self._thread = threading.Thread(target=self._run, name="executor", daemon=True)
         self._thread.start()
 
@@ -89,7 +100,9 @@ class ProcessExecutor(ExecutorHandle):
 
     def start(self) -> None:
         """See `ExecutorHandle.start`."""
-        _private_folder(Path(self.endpoint.removeprefix("ipc://")).parent)
+        path = Path(self.endpoint.removeprefix("ipc://"))
+        _private_folder(path.parent)
+        _require_unused(path)
         self._process = self._spawn()
         self._watcher = threading.Thread(target=self._watch, name="executor-watch", daemon=True)
         self._watcher.start()
@@ -120,19 +133,19 @@ class ProcessExecutor(ExecutorHandle):
         process = subprocess.Popen([sys.executable, "-m", "provider.executor"], stdin=subprocess.PIPE)
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died at birth: the watcher sees that
-            process.stdin.write(to_json(self.config) + b"\n")
+            process.stdin.write(to_json(self.config) + b"\n" + self.model_digest.encode() + b"\n")
             process.stdin.flush()
         return process
 
     def _watch(self) -> None:
-        backoff = 0.1
+        backoff = _FIRST_BACKOFF_S
         while True:
             born = time.monotonic()
             status = self._process.wait()
             self.generation += 1
             _close_pipe(self._process)
             if time.monotonic() - born > 10 * _MAX_BACKOFF_S:
-                backoff = 0.1
+                backoff = _FIRST_BACKOFF_S
             log.info("executor_ended", status=status)
             if self.stopping.wait(backoff):
                 return
@@ -143,9 +156,10 @@ class ProcessExecutor(ExecutorHandle):
             log.info("executor_restarted", pid=self._process.pid)
 
 
-def make(config: ProviderConfig) -> ExecutorHandle:
+def make(config: ProviderConfig, *, model_digest: str) -> ExecutorHandle:
     """The kind of executor that the endpoint asks for."""
-    return ThreadExecutor(config) if config.executor.endpoint == INPROC else ProcessExecutor(config)
+    kind = ThreadExecutor if config.executor.endpoint == INPROC else ProcessExecutor
+    return kind(config, model_digest=model_digest)
 
 
 class ExecutorClient:
@@ -170,12 +184,13 @@ class ExecutorClient:
             Refusal: BUSY if the executor died or is late, STOPPING if the provider is.
         """
         generation = self._handle.generation
-        self._dealer.send_multipart([header, payload], copy=False)
+        self._dealer.send(header, zmq.SNDMORE)  # part by part, as in the executor
+        self._dealer.send(payload, copy=False)
         deadline = time.monotonic() + timeout
         while True:
             try:
-                head, body = self._dealer.recv_multipart(copy=False)
-                return head.bytes, body.buffer
+                head = self._dealer.recv()
+                return head, self._dealer.recv(copy=False).buffer
             except zmq.Again:
                 if self._handle.generation != generation:
                     self._give_up("the executor was lost; ask again")
@@ -203,6 +218,13 @@ def _private_folder(path: Path) -> None:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.stat().st_mode & 0o077:
         raise ConfigError(f"endpoint: others may enter {path}; choose a new folder for the socket, or chmod 700 it")
+
+
+def _require_unused(path: Path) -> None:
+    """ZeroMQ would take the socket away from whoever listens there."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        if not probe.connect_ex(str(path)):
+            raise ConfigError(f"endpoint: another provider listens at {path}; choose another path")
 
 
 def _close_pipe(process: subprocess.Popen[bytes]) -> None:

@@ -112,7 +112,7 @@ class Health(Message, frozen=True, tag="health"):
 
 
 class HealthReport(Message, frozen=True, tag="health_report"):
-    """State of a provider, without anything about any tenant."""
+    """State of a provider as one tenant may see it: `requests` and `connections` are its own, never its neighbours'."""
 
     name: Text
     model_digest: Text

@@ -48,8 +48,8 @@ def healthy(client: Client) -> bool:
 # Certificates
 
 
-def open_tcp(provider: Provider) -> socket.socket:
-    return socket.create_connection(parse_address(provider.address), timeout=20)
+def open_tcp(provider: Provider, *, source: str = "127.0.0.1") -> socket.socket:
+    return socket.create_connection(parse_address(provider.address), timeout=20, source_address=(source, 0))
 
 
 def refused(connection: socket.socket, context: ssl.SSLContext) -> bool:
@@ -111,6 +111,25 @@ def test_health_needs_no_hello(connect: Connect, provider: Provider, requests: R
     assert report.requests >= 1
     assert report.connections >= 2
     assert report.uptime_s > 0
+
+
+def test_a_health_report_counts_nobody_else(configure: Configure, connect: Connect, requests: Requests) -> None:
+    with Provider(configure()) as provider:
+        alice, bob = connect("alice", to=provider), connect("bob", to=provider)
+        neighbour = connect("alice", to=provider)
+
+        def counted(client: Client) -> tuple[int, int]:
+            report = client.ask(wire.Health())
+            assert isinstance(report, wire.HealthReport)
+            return report.requests, report.connections
+
+        assert works(alice, requests)
+        assert works(neighbour, requests)
+        assert counted(alice) == (2, 2)
+        assert counted(bob) == (0, 1)
+        assert works(bob, requests)
+        assert counted(alice) == (2, 2)
+        assert counted(bob) == (1, 1)
 
 
 def test_refused_requests_leave_the_connection_usable(connect: Connect, provider: Provider, requests: Requests) -> None:
@@ -232,9 +251,9 @@ def test_a_client_that_does_not_read_is_dropped(
             deaf.sendall(wire.encode(hello))
             rows = provider.config.limits.max_rows
             deaf.sendall(wire.encode(execute(0, rows), payload_bytes=rows * WIDTH * 4) + bytes(rows * WIDTH * 4))
-            client = connect(role=None, to=provider)
+            client = connect("bob", role=None, to=provider)
             deadline = time.monotonic() + 10
-            while True:  # until it has been dropped: this client alone is left
+            while True:  # until it has been dropped: this connection of its tenant alone is left
                 report = client.ask(wire.Health())
                 assert isinstance(report, wire.HealthReport)
                 if report.connections == 1 and report.requests == 1:
@@ -249,6 +268,17 @@ def test_strangers_cannot_take_the_places_of_tenants(
         silent = [stack.enter_context(open_tcp(provider)) for _ in range(5)]
         assert works(connect(to=provider), requests)
         assert silent[0].recv(1) == b""  # the oldest had to go
+
+
+def test_a_flood_from_one_address_costs_another_no_handshake(
+    configure: Configure, connect: Connect, keys: Keys, requests: Requests
+) -> None:
+    with Provider(configure(max_handshakes=4)) as provider, contextlib.ExitStack() as stack:
+        early = stack.enter_context(open_tcp(provider))
+        flood = [stack.enter_context(open_tcp(provider, source="127.0.0.2")) for _ in range(20)]
+        for dropped in flood[:-3]:
+            assert dropped.recv(1) == b""
+        assert not refused(early, keys.context("alice"))
 
 
 @pytest.mark.parametrize("limit", ["max_connections", "max_connections_per_tenant"])
@@ -308,6 +338,7 @@ def test_stop_answers_what_is_in_flight(
     idle, busy = connect("bob", to=provider), connect(to=provider)
     busy.send(execute(0, 1), bytes(4 * WIDTH))
     assert begun.wait(20)
+    busy.send(execute(0, 1), bytes(4 * WIDTH))  # one more, too late
     address = parse_address(provider.address)
     stopper = threading.Thread(target=provider.stop)
     stopper.start()

@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import signal
+import socket
 import stat
 import tempfile
 import threading
@@ -21,10 +22,12 @@ import torch
 import zmq
 from typer.testing import CliRunner
 
+from provider import server
 from provider.cli import app
 from provider.config import ExecutorConfig
+from provider.executor import Context, build
 from provider.server import Provider
-from provider.supervisor import ProcessExecutor
+from provider.supervisor import ProcessExecutor, make
 from symbiosis_priv import wire
 from symbiosis_priv.errors import CheckpointError, ConfigError
 
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
 WIDTH = 64
 LOG_FIELDS = {
     *("time", "level", "logger", "event", "provider", "address", "groups", "tenant", "reason", "group", "direction"),
-    *("rows", "ms", "clean"),
+    *("rows", "ms", "requests", "clean"),
 }
 
 
@@ -67,14 +70,14 @@ def test_serve_until_told_to_stop(
     pin = ["--certificate", str(keys.provider.certificate)]
     result = CliRunner().invoke(app, ["health", service.address, *pin, *identity])
     assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["requests"] == 2
+    assert json.loads(result.stdout)["requests"] == 1  # alice's own
 
     assert service.stop() == 0
     lines = service.logged()
     events = [line["event"] for line in lines]
     assert events[0] == "started"
     assert events[-1] == "stopped"
-    assert lines[-1]["clean"] is True
+    assert (lines[-1]["clean"], lines[-1]["requests"]) == (True, 2)
     done = [line for line in lines if line["event"] == "request"]
     assert [(line["tenant"], line["group"], line["rows"]) for line in done] == [("alice", 0, 3), ("carol", 0, 4)]
     assert "broken_frame" in [line.get("reason") for line in lines]
@@ -122,14 +125,14 @@ def test_executor_in_its_own_process_comes_back(
 @contextmanager
 def in_flight(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """An event that is set once the gateway waits for its executor's answer."""
-    forwarded, receive = threading.Event(), zmq.Socket.recv_multipart
+    forwarded, receive = threading.Event(), zmq.Socket.recv
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         forwarded.set()
         return receive(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(zmq.Socket, "recv_multipart", noted)
+        patch.setattr(zmq.Socket, "recv", noted)
         yield forwarded
 
 
@@ -159,6 +162,79 @@ def test_a_provider_that_cannot_start_says_why(configure: Configure, provider: P
         Provider(taken).start()
     with pytest.raises(CheckpointError, match=r"config\.json"):
         Provider(configure(checkpoint=tmp_path)).start()
+    for listen in ("a..b:0", "no.such.host.invalid:0"):
+        with pytest.raises(ConfigError, match="listen"):
+            Provider(msgspec.structs.replace(configure(), listen=listen)).start()
+    for device in ("abacus", "meta"):
+        with pytest.raises(ConfigError, match="device"):
+            Provider(configure(executor=ExecutorConfig(device=device))).start()
+
+
+def test_a_socket_in_use_is_not_taken_over(configure: Configure, socket_folder: Path) -> None:
+    socket_folder.mkdir(mode=0o700)
+    path = socket_folder / "executor.sock"
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+        other.listen()
+        with pytest.raises(ConfigError, match="another provider"):
+            Provider(configure(executor=ExecutorConfig(endpoint=f"ipc://{path}"))).start()
+
+
+def test_an_executor_serves_what_the_gateway_announced_or_nothing(configure: Configure) -> None:
+    """A checkpoint that was replaced since: an executor that is started again must not serve the new one."""
+    context: Context = zmq.Context()
+    with pytest.raises(CheckpointError, match="changed"):
+        build(configure(), model_digest="sha256:" + 64 * "0", context=context)
+    context.term()
+
+
+def test_room_for_every_connection(configure: Configure) -> None:
+    """ZeroMQ's own limit is 1,023 sockets."""
+    context = make(configure(max_connections=3000), model_digest="").context
+    assert context.get(zmq.MAX_SOCKETS) > 3000
+    context.term()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_starting_ends_it(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: signal.Signals
+) -> None:
+    def start(self: Provider) -> None:
+        signal.raise_signal(number)
+        pytest.fail("it went on")
+
+    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+    monkeypatch.setattr(Provider, "start", start)
+    monkeypatch.setattr("provider.logs.setup", lambda level: None)
+    try:
+        server.serve(configure())
+    finally:
+        for n, handler in before.items():
+            signal.signal(n, handler)
+    assert not capsys.readouterr().out  # and nobody was told that it listens
+
+
+@pytest.mark.parametrize("warm_up", [True, False])
+def test_layers_are_loaded_in_idle_moments_or_when_first_asked_for(
+    configure: Configure, connect: Connect, requests: Requests, warm_up: bool
+) -> None:
+    execute, _ = requests
+    with Provider(configure(executor=ExecutorConfig(threads=1, warm_up=warm_up))) as provider:
+        client = connect(to=provider)
+
+        def loaded() -> int:
+            report = client.ask(wire.Health())
+            assert isinstance(report, wire.HealthReport)
+            return report.groups_loaded
+
+        if warm_up:
+            deadline = time.monotonic() + 60
+            while loaded() < 9:
+                assert time.monotonic() < deadline
+        else:
+            assert loaded() == 0
+            client.product(execute(0, 1), torch.ones(1, WIDTH, dtype=torch.int32))
+            assert loaded() == 1
 
 
 def test_commands(keys: Keys, configure: Configure, provider: Provider, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", target_modules="a
 
 tokenizer = AutoTokenizer.from_pretrained(args.model)
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-documents = [line for line in args.text.read_text().splitlines() if line.strip()]
+documents = [line for line in args.text.read_text(encoding="utf-8").splitlines() if line.strip()]
 trainer = Trainer(
     model=model,
     args=TrainingArguments(output_dir=args.output, max_steps=args.steps, logging_steps=10, report_to="none"),

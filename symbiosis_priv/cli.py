@@ -7,18 +7,19 @@ at once, without waiting for torch.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points, version
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command, get_group
 
-from symbiosis_priv.errors import ConfigError, SymbiosisError
+from symbiosis_priv.errors import ConfigError, SymbiosisError, one_line
 
 __all__ = ["COMMAND_GROUP", "main"]
 
@@ -27,14 +28,14 @@ DISTRIBUTION = "symbiosis-priv"
 
 # Kept here, in the order they are listed, because asking a command for its own help would import it.
 _SHORT_HELP = {
-    "demo": "Fine-tune and generate on an untrusted provider, then prove what is claimed.",
-    "keys": "Create, rotate and inspect certificates and their fingerprints.",
+    "demo": "Fine-tune and generate on untrusted providers, and prove it.",
+    "keys": "Create, rotate and show certificates.",
     "provider": "Serve the frozen layers of a public model.",
     "tenant": "Fine-tune adapters and generate on somebody else's base model.",
     "federation": "Check the providers that a federation file names.",
     "verify": "Test live providers for exactness, property by property.",
     "threat-model": "Attack every masking scheme and report what leaks.",
-    "bench": "Measure round trips beside a bare TLS echo of the same bytes.",
+    "bench": "Time round trips beside a bare TLS echo, and the exact kernels.",
 }
 
 
@@ -104,26 +105,31 @@ def _root(
 def main(args: Sequence[str] | None = None) -> None:
     """Runs the command line and leaves the process with its exit status.
 
-    An error of this project's tree is one line on stderr and status 1; SYMBIOSIS_PRIV_TRACEBACK=1 also shows
-    where it came from. Wrong usage is status 2, Ctrl-C 130. Anything else is a bug and keeps its traceback.
+    An error of this project's tree, or a file that the system does not let us use, is one line on stderr and status 1;
+    SYMBIOSIS_PRIV_TRACEBACK=1 also shows where it came from. Wrong usage is status 2, Ctrl-C 130. Anything else is a
+    bug and keeps its traceback.
 
     Args:
         args: the words after the program's name; `sys.argv` by default.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a letter must not end a run of hours
     try:
         # Not `app()`: that installs typer's exception hook, which can print local variables: a tenant's data.
         get_command(app).main(args=args, prog_name=DISTRIBUTION)
     except SymbiosisError as error:
-        if os.environ.get("SYMBIOSIS_PRIV_TRACEBACK") == "1":
-            traceback.print_exc()
-        typer.secho(f"error: {_one_line(error)}", fg=typer.colors.RED, err=True)
-        sys.exit(1)
+        _fail(str(error))
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _fail(f"cannot use {error.filename}: {error.strerror}; check the path, its permissions and the space there")
 
 
-def _one_line(error: SymbiosisError) -> str:
-    """The message without line breaks or escape sequences: part of it may be a provider's own words."""
-    printable = "".join(char if char.isprintable() else " " for char in str(error))
-    return " ".join(printable.split())
+def _fail(message: str) -> NoReturn:
+    if os.environ.get("SYMBIOSIS_PRIV_TRACEBACK") == "1":
+        traceback.print_exc()
+    typer.secho(f"error: {one_line(message)}", fg=typer.colors.RED, err=True)
+    sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,18 @@ __all__ = [
     "VerificationError",
 ]
 
+_NEXT_STEP = {
+    "bad_frame": "run the same release of symbiosis-priv on both sides",
+    "bad_request": "run the same release of symbiosis-priv on both sides",
+    "too_large": "send fewer rows at once (smaller batches), or ask its operator for higher [limits]",
+    "wrong_model": "pin your own copy's digest (`symbiosis-priv provider manifest MODEL`) and use a provider of it",
+    "role_refused": "use another provider for this role, or ask its operator; nobody is served in both roles",
+    "busy": "try again later",
+    "stopping": "try again once its operator has started it",
+    "internal": "ask its operator",
+}
+"""What a tenant can do about each `wire.ErrorCode`."""
+
 
 class SymbiosisError(Exception):
     """Root of the tree."""
@@ -98,7 +110,8 @@ class ProviderError(SymbiosisError):
     """
 
     def __init__(self, *, code: str, provider: str, detail: str) -> None:
-        super().__init__(f"provider {provider!r} answered {code}: {detail}")
+        next_step = f"; {_NEXT_STEP[code]}" if code in _NEXT_STEP else ""
+        super().__init__(f"provider {provider!r} answered {code}: {one_line(detail)}{next_step}")
         self.code = code
         self.provider = provider
 
@@ -121,3 +134,8 @@ class VerificationError(SymbiosisError):
 
 class QuarantinedError(SymbiosisError):
     """Every provider for this role has been quarantined; nothing more is sent."""
+
+
+def one_line(text: str) -> str:
+    """`text` without line breaks or escape sequences: part of it may be a provider's own words."""
+    return " ".join("".join(char if char.isprintable() else " " for char in text).split())

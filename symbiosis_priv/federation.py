@@ -1,8 +1,7 @@
 """`federation.toml`: which providers a tenant uses, in which roles, and which model they must serve.
 
     [model]
-    digest = "sha256:..."            # from `symbiosis-priv provider manifest`; the tenant checks it against its own
-    copy
+    digest = "sha256:..."            # from `symbiosis-priv provider manifest`; checked against the tenant's own copy
     weight_bits = 10
 
     [tenant]
@@ -26,13 +25,15 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+from cryptography.hazmat.primitives.serialization import Encoding
 
-from symbiosis_priv.certificates import fingerprint
+from symbiosis_priv.certificates import Kind, fingerprint, kind_of, load_certificates
 from symbiosis_priv.errors import ConfigError, RoleConflictError
 from symbiosis_priv.quantise import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
 from symbiosis_priv.wire import Role
 
 T = TypeVar("T")
+_PORT_DIGITS = 5
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 
 
@@ -46,8 +47,8 @@ class _Model(_Section, frozen=True):
 
 
 class _Tenant(_Section, frozen=True):
-    certificate: str
-    key: str
+    certificate: Path
+    key: Path
 
 
 class _Provider(_Section, frozen=True):
@@ -55,7 +56,7 @@ class _Provider(_Section, frozen=True):
     operator: _Name
     role: Role
     address: str
-    certificate: str
+    certificate: Path
 
 
 class _File(_Section, frozen=True):
@@ -79,6 +80,12 @@ class Peer:
     def fingerprint(self) -> str:
         """Of the pinned certificate."""
         return fingerprint(self.certificate)
+
+    @property
+    def fingerprints(self) -> frozenset[str]:
+        """Of every provider's certificate in the pinned file: two during a rotation."""
+        pinned = (c for c in load_certificates(self.certificate) if kind_of(c) is Kind.PROVIDER)
+        return frozenset(fingerprint(c.public_bytes(Encoding.DER)) for c in pinned)
 
 
 @dataclass(frozen=True)
@@ -127,10 +134,11 @@ def load_toml(path: Path, kind: type[T]) -> T:
 
 def parse_address(address: str) -> tuple[str, int]:
     """`host:port` or `[v6]:port` to its parts."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdecimal() or not 0 <= int(port) < 1 << 16:
-        raise ConfigError(f"address {address!r} is not host:port")
-    return host.removeprefix("[").removesuffix("]"), int(port)
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or len(port) > _PORT_DIGITS or not int(port) < 1 << 16:
+        raise ConfigError(f"address {address!r} is not host:port; write alpha.example:7401, or [::1]:7401")
+    return host, int(port)
 
 
 def load_federation(path: str | Path) -> Federation:
@@ -145,13 +153,16 @@ def load_federation(path: str | Path) -> Federation:
     file = load_toml(path, _File)
     peers = []
     for entry in file.provider:
-        host, port = parse_address(entry.address)
-        peers.append(Peer(entry.name, entry.operator, entry.role, host, port, path.parent / entry.certificate))
+        try:
+            host, port = parse_address(entry.address)
+        except ConfigError as error:
+            raise ConfigError(f"{path}, provider {entry.name!r}: {error}") from error
+        peers.append(Peer(entry.name, entry.operator, entry.role, host, port, entry.certificate))
     federation = Federation(
         model_digest=file.model.digest,
         weight_bits=file.model.weight_bits,
-        tenant_certificate=path.parent / file.tenant.certificate,
-        tenant_key=path.parent / file.tenant.key,
+        tenant_certificate=file.tenant.certificate,
+        tenant_key=file.tenant.key,
         peers=tuple(peers),
     )
     if not federation.executors:
@@ -163,22 +174,28 @@ def load_federation(path: str | Path) -> Federation:
 
 
 def check_roles(executors: Sequence[Peer], helpers: Sequence[Peer]) -> None:
-    """Rule 8: whoever knows a pad's seed never sees a row masked with it. Operators, certificates and "
-    "addresses differ."""
+    """Rule 8: whoever knows a pad's seed never sees a row masked with it. Operators, certificates and addresses differ.
+
+    Raises:
+        RoleConflictError: an executor and a helper share one of them.
+        CertificateError: a pinned certificate cannot be read.
+    """
     for executor in executors:
         for helper in helpers:
-            shared = [
-                what
-                for what, a, b in (
-                    ("operator", executor.operator.strip().casefold(), helper.operator.strip().casefold()),
-                    ("certificate", executor.fingerprint, helper.fingerprint),
-                    ("address", (executor.host, executor.port), (helper.host, helper.port)),
-                )
-                if a == b
-            ]
+            same = {
+                "operator": _plain(executor.operator) == _plain(helper.operator),
+                "certificate": not executor.fingerprints.isdisjoint(helper.fingerprints),
+                "address": (_plain(executor.host), executor.port) == (_plain(helper.host), helper.port),
+            }
+            shared = [what for what, is_same in same.items() if is_same]
             if shared:
                 raise RoleConflictError(
                     f"executor {executor.name!r} and helper {helper.name!r} have the same {', '.join(shared)}: "
                     f"together they would see everything. Choose a helper that somebody else runs, "
                     f"or masking = 'local'."
                 )
+
+
+def _plain(name: str) -> str:
+    """What is left of a name when case and spacing do not count."""
+    return " ".join(name.split()).casefold()

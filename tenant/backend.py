@@ -71,7 +71,7 @@ class RingBackend(Backend):
         forward = direction == FORWARD
         channel_scale = facts.channel_scale.to(rows.device)
         if not forward:  # fold the weight scales into the gradient, where they are still per input column
-            rows = rows.to(torch.float64) * channel_scale
+            rows = rows.to(torch.float64, copy=True).mul_(channel_scale)
         xq, scale = quantise_rows(rows, facts.bounds[direction])
         product = self.products.product(index, direction, xq.cpu()).to(rows.device)
         y = dequantise(product, scale=scale, channel_scale=channel_scale if forward else None)

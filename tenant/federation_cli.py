@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from symbiosis_priv import wire
-from symbiosis_priv.errors import SymbiosisError
+from symbiosis_priv.errors import SymbiosisError, one_line
 from symbiosis_priv.federation import Federation, Peer, load_federation
 from symbiosis_priv.keystream import SEED_BYTES
 from symbiosis_priv.ring import FORWARD
@@ -47,7 +47,7 @@ def check(
         try:
             seconds = _probe(peer, loaded, timeout=timeout)
         except SymbiosisError as error:
-            failures.append(f"{peer.name}: {error}")
+            failures.append(one_line(f"{peer.name}: {error}"))
             table.add_row(*cells, "", "[red]failed[/red]")
         else:
             table.add_row(*cells, f"{1e3 * seconds:.2f} ms", "[green]ok[/green]")
@@ -58,7 +58,7 @@ def check(
         console.print(escape(failure), style="red", soft_wrap=True)
     if failures:
         raise typer.Exit(1)
-    console.print("every provider showed the pinned certificate, accepts its role and serves the pinned model")
+    console.print("every provider showed its pinned certificate, accepts its role, serves the model")
 
 
 def _probe(peer: Peer, federation: Federation, *, timeout: float) -> float:

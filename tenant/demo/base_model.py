@@ -6,9 +6,8 @@ What comes out is an ordinary Hugging Face checkpoint (safetensors, `config.json
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import hashlib
-import json
 import math
 import shutil
 import tempfile
@@ -29,18 +28,17 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from symbiosis_priv.errors import ConfigError
 from tenant.demo.text import public_text
 
-__all__ = ["Pretraining", "Progress", "make_base_model"]
+__all__ = ["Pretraining", "Progress", "cached_base_model", "make_base_model"]
 
 Progress = Callable[[int, int, float], None]
 """Called after every step with (steps done, steps in all, loss in nats per token)."""
 
-_ORIGIN_FILE = "demo_pretraining.json"
 _BOS, _EOS, _PAD = "<|begin|>", "<|end|>", "<|pad|>"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pretraining:
-    """How the base model is made. Another recipe or another text makes another model.
+    """How the base model is made.
 
     Attributes:
         steps: optimizer steps.
@@ -60,6 +58,49 @@ class Pretraining:
     vocab: int = 1024
     seed: int = 0
 
+    def text(self) -> str:
+        """What the model learns from."""
+        return public_text(seed=self.seed, sentences=self.sentences)
+
+    @property
+    def digest(self) -> str:
+        """Hex, of everything that decides what comes out."""
+        return hashlib.sha256(f"{self}\n{self.text()}".encode()).hexdigest()
+
+
+def cached_base_model(
+    cache: Path, scratch: Path, *, on_progress: Progress | None = None, recipe: Pretraining = Pretraining()
+) -> Path:
+    """`make_base_model` once, and from `cache` ever after.
+
+    What is in the cache never changes, so any number of callers may use it at once. A model that time cut short is not
+    kept, and a cache that cannot be written is done without.
+
+    Args:
+        cache: where base models are kept; made if it is missing.
+        scratch: an empty folder for one that is not there yet.
+        on_progress: called after every step, see `Progress`.
+        recipe: sizes and seed.
+    """
+    kept = cache / f"base-model-{recipe.digest[:16]}"
+    if kept.is_dir():
+        return kept
+    taken = 0
+
+    def count(done: int, total: int, loss: float) -> None:
+        nonlocal taken
+        taken = done
+        if on_progress is not None:
+            on_progress(done, total, loss)
+
+    made = make_base_model(scratch / "base-model", on_progress=count, recipe=recipe)
+    if taken == recipe.steps:
+        with contextlib.suppress(OSError):  # it cannot be written, or somebody else was faster
+            cache.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=cache, prefix=".base-model-") as staging:
+                Path(shutil.copytree(made, Path(staging) / "model")).rename(kept)
+    return made
+
 
 def make_base_model(
     directory: Path,
@@ -68,56 +109,33 @@ def make_base_model(
     on_progress: Progress | None = None,
     recipe: Pretraining = Pretraining(),
 ) -> Path:
-    """Return `directory` with the base model in it, pretraining it unless it is already there.
+    """Pretrain the base model into `directory`, and return that.
 
     The checkpoint appears whole or not at all: it is written beside `directory` and renamed. Its weights
     are deterministic on one machine as long as `seconds` is ample, and close but not equal across machines.
 
     Args:
-        directory: where the checkpoint goes; missing, empty, or an earlier result of this function.
+        directory: where the checkpoint goes; missing or empty.
         seconds: training never runs past this. A slow or busy machine takes fewer steps, but the learning
             rate still comes down in time, so it gets a somewhat weaker model and not a broken one.
         on_progress: called after every step, see `Progress`.
         recipe: sizes and seed.
 
     Raises:
-        ConfigError: `directory` holds something else.
+        ConfigError: `directory` holds something.
     """
-    text = public_text(seed=recipe.seed, sentences=recipe.sentences)
-    origin = {
-        **dataclasses.asdict(recipe),
-        "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
-        "steps_taken": recipe.steps,  # a model that time cut short is made again by the next call
-    }
-    found = _read_origin(directory)
-    if found == origin:
-        return directory
-    if found is None and directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ConfigError(f"{directory} is not a base model of the demo; name an empty or new directory")
-
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ConfigError(f"{directory} is in use; name an empty or new directory for the demo's base model")
+    text = recipe.text()
     tokenizer = _train_tokenizer(text.split("\n\n"), vocab=recipe.vocab)
-    tokens = _encode(tokenizer, text)
-    model, origin["steps_taken"] = _pretrain(tokens, tokenizer, recipe, seconds=seconds, on_progress=on_progress)
-
+    model = _pretrain(_encode(tokenizer, text), tokenizer, recipe, seconds=seconds, on_progress=on_progress)
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}.") as scratch:
         staged = Path(scratch) / "model"
         model.save_pretrained(staged)
         tokenizer.save_pretrained(staged)
-        (staged / _ORIGIN_FILE).write_text(json.dumps(origin))
-        if found is not None:
-            shutil.rmtree(directory)
         staged.rename(directory)
     return directory
-
-
-def _read_origin(directory: Path) -> dict[str, object] | None:
-    """Return what the checkpoint there was made from, or None where this module left none."""
-    try:
-        origin: dict[str, object] = json.loads((directory / _ORIGIN_FILE).read_text())
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return origin
 
 
 def _train_tokenizer(texts: list[str], *, vocab: int) -> PreTrainedTokenizerFast:
@@ -157,15 +175,13 @@ def _pretrain(
     *,
     seconds: float,
     on_progress: Progress | None,
-) -> tuple[LlamaForCausalLM, int]:
-    """The model, and how many steps it took."""
+) -> LlamaForCausalLM:
     with torch.random.fork_rng(devices=[]):  # the caller's random state is none of our business
         torch.manual_seed(recipe.seed)
         model = LlamaForCausalLM(_config(tokenizer))
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     started = time.monotonic()
-    taken = 0
     for step, input_ids in enumerate(_batches(tokens, recipe)):
         # Whichever is further along, the steps or the clock, brings the learning rate down. Cubed, the
         # clock stays behind unless time really runs short: otherwise the steps alone decide the weights.
@@ -179,11 +195,10 @@ def _pretrain(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        taken = step + 1
         if on_progress is not None:
-            on_progress(taken, recipe.steps, loss.item())
+            on_progress(step + 1, recipe.steps, loss.item())
     model.eval()
-    return model, taken
+    return model
 
 
 def _config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
 import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -25,8 +29,9 @@ def demo(
 ) -> None:
     """Fine-tune and generate on untrusted providers on this machine, and prove what that claims.
 
-    Starts an executor and a helper as separate processes, fine-tunes a LoRA adapter with every row masked and every
-    answer verified, and compares the result bit by bit with the same run without providers.
+    Starts an executor and a helper as separate processes, fine-tunes a LoRA
+    adapter with every row masked and every answer verified, and compares the
+    result bit by bit with the same run without providers.
     """
     from transformers.utils import logging
 
@@ -37,23 +42,35 @@ def demo(
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # peft reads a deprecated name
+    warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # peft finds out itself, for Conv1D
     console = Console()
-    with tempfile.TemporaryDirectory(prefix="symbiosis-priv-demo-") as folder, _bars(console) as bars:
+    with _termination(), tempfile.TemporaryDirectory(prefix="symbiosis-priv-demo-") as folder, _bars(console) as bars:
         figures = run(
             Path(folder),
-            base_model=default_cache() / "demo" / "base-model",
+            cache=default_cache() / "demo",
             model=model,
             text=text,
             steps=steps,
-            report=_Report(bars),
+            report=_Bars(bars) if console.is_terminal else _Lines(console),
         )
+    passed = show(console, figures)
     if json_file is not None:
         write_atomically(json_file, json.dumps(to_json(figures), indent=2).encode())
-    if not show(console, figures):
+    if not passed:
         raise typer.Exit(1)
 
 
-class _Report:
+@contextmanager
+def _termination() -> Iterator[None]:
+    """Let SIGTERM unwind as Ctrl-C does: keys, adapters and providers are gone afterwards."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class _Bars:
     """One bar per stage."""
 
     def __init__(self, bars: Progress) -> None:
@@ -67,11 +84,23 @@ class _Report:
             self._bars.update(self._tasks[stage], completed=done, total=total, remark=remark)
 
 
+class _Lines:
+    """One line per stage, for a pipe or a log file: it says what is going on, not how far it is."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def __call__(self, stage: str, done: int, total: int, remark: str) -> None:
+        if not done:
+            self._console.print(f"{stage} ...")
+
+
 def _bars(console: Console) -> Progress:
     return Progress(
         TextColumn("{task.description:<24}"),
-        BarColumn(bar_width=40),
+        BarColumn(bar_width=30),
         TimeElapsedColumn(),
         TextColumn("{task.fields[remark]}"),
         console=console,
+        disable=not console.is_terminal,
     )

@@ -20,8 +20,8 @@ from symbiosis_priv.checkpoint import resolve
 from symbiosis_priv.federation import load_federation
 from symbiosis_priv.local import LocalFederation
 from tenant.config import RemoteConfig
-from tenant.corpus import hold_out, read_documents, to_blocks
-from tenant.demo.base_model import make_base_model
+from tenant.corpus import hold_out, load_tokenizer, read_documents, to_blocks
+from tenant.demo.base_model import cached_base_model
 from tenant.demo.claims import Figures
 from tenant.demo.tamper import rejected
 from tenant.demo.text import PRIVATE_PROMPT, private_text
@@ -65,7 +65,7 @@ class _Stages:
 def run(
     work: Path,
     *,
-    base_model: Path,
+    cache: Path,
     model: str | Path | None,
     text: Path | None,
     steps: int,
@@ -75,18 +75,24 @@ def run(
 
     Args:
         work: an empty folder for keys, logs and adapters.
-        base_model: where the demo's own base model is kept between runs.
+        cache: where the demo's own base model is kept between runs.
         model: a user's checkpoint instead of it.
         text: a user's private text instead of the demo's.
         steps: optimizer steps.
         report: told about progress.
+
+    Raises:
+        ConfigError: there is nothing to learn in the text.
+        SymbiosisError: whatever loading, the providers and the session raise.
     """
     stages = _Stages(report)
-    with stages.stage("base model") as progress:
-        path = resolve(model) if model else make_base_model(base_model, on_progress=progress)
     if text is None:
         text = work / "private.txt"
         text.write_text("\n\n".join(private_text(seed=0, records=_PRIVATE_RECORDS)), encoding="utf-8")
+    documents = read_documents(text)  # what is wrong with the user's files is said before anything takes long
+    with stages.stage("base model") as progress:
+        path = resolve(model) if model else cached_base_model(cache, work, on_progress=progress)
+        to_blocks(documents, load_tokenizer(path), length=_sequence_length(path))
     options = FineTuning(
         steps=steps,
         learning_rate=_USUAL_RATE if model else _OWN_RATE,
@@ -98,10 +104,10 @@ def run(
     simulate = RemoteConfig(masking="simulate", cache=work / "cache")
     with stages.stage("reference run") as progress:
         reference = finetune(path, text, work / "reference", remote=simulate, options=options, on_progress=progress)
-    with stages.stage("providers"):
-        local = LocalFederation(path, work / "federation", provider_options={"executor": {"threads": 1}})
-        local.start()
+    local = LocalFederation(path, work / "federation", provider_options={"executor": {"threads": 1}})
     try:
+        with stages.stage("providers"):
+            local.start()
         remote = RemoteConfig(federation=local.federation, cache=work / "cache")
         with stages.stage("masked run") as progress:
             masked = finetune(path, text, work / "masked", remote=remote, options=options, on_progress=progress)
@@ -154,14 +160,15 @@ def _figures(
         simulated_losses=reference.losses,
         perplexity_before=math.exp(masked.loss_before),
         perplexity_after=math.exp(masked.loss_after),
+        held_out=masked.held_out,
         adapter_tensors=len(adapters[0]),
         adapter_tensors_equal=equal,
         tokens_before=before,
         tokens_after=after,
         tokens_simulated=simulated,
         prompt=prompt,
-        text_before=str(tokenizer.decode(list(before), skip_special_tokens=True)),
-        text_after=str(tokenizer.decode(list(after), skip_special_tokens=True)),
+        text_before=_decoded(before, tokenizer),
+        text_after=_decoded(after, tokenizer),
         quality=quality,
         ledger=masked.ledger,
         trained_tokens=masked.tokens,
@@ -194,12 +201,19 @@ def _prompt(text: Path, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _continue(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[tuple[int, ...], Ledger]:
+    """Greedy tokens, always as many: a text that ends at once would compare next to nothing."""
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     started = ledger_of(model) or Ledger()
     count = min(_NEW_TOKENS, _positions(model.config) - inputs["input_ids"].shape[1])
-    ids = model.generate(**inputs, max_new_tokens=count, do_sample=False, pad_token_id=tokenizer.eos_token_id)
+    ids = model.generate(**inputs, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
     new = ids[0, inputs["input_ids"].shape[1] :].tolist()
     return tuple(new), since(started, ledger_of(model) or Ledger())
+
+
+def _decoded(tokens: tuple[int, ...], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Up to the end of the text."""
+    end = tokens.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in tokens else len(tokens)
+    return str(tokenizer.decode(list(tokens[:end]), skip_special_tokens=True))
 
 
 def _sequence_length(path: Path) -> int:

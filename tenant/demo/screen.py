@@ -1,79 +1,124 @@
-"""The demo's last screen: a loss curve, a before and after, and the claims."""
+"""The demo's last screen: a loss curve, a before and after, the claims and what it cost, in 80 columns."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console, Group
-from rich.panel import Panel
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from tenant.demo.claims import Figures, claims, per_token
+from tenant.demo.claims import Claim, Figures, claims, per_token
 from tenant.ledger import size
 
-_BLOCKS = " ▁▂▃▄▅▆▇█"
+_WIDTH = 80
 _CURVE_WIDTH, _CURVE_HEIGHT = 64, 6
+_BLOCKS, _ASCII_BLOCKS = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
+_TEXT_LINES = 2
 
 
 def show(console: Console, f: Figures) -> bool:
     """Print everything; True if every claim holds."""
+    ascii_only = console.options.ascii_only
     judged = claims(f)
-    console.print(Panel(_curve(f.losses), title="training loss, masked, nats per token", title_align="left"))
-    console.print(_before_after(f))
-    table = Table(title="claims, each computed from this run", title_justify="left", expand=True)
-    table.add_column("")
-    table.add_column("claim", ratio=3)
-    table.add_column("figure", ratio=2)
-    for claim in judged:
-        table.add_row("[green]✓[/]" if claim.holds else "[red]✗[/]", claim.sentence, claim.figure)
-    console.print(table)
-    console.print(_cost(f))
+    width = min(console.width, _WIDTH)
+    parts: list[tuple[str, RenderableType]] = [
+        ("loss of masked training, nats per token", _curve(f.losses, _ASCII_BLOCKS if ascii_only else _BLOCKS)),
+        (_perplexity_title(f), _before_after(f, width)),
+        ("claims, each computed from this run", _claims(judged, "+-" if ascii_only else "✓✗")),
+        ("cost", _cost(f)),
+    ]
+    for title, part in parts:
+        console.print(Text(f"\n{title}", style="bold"), width=width)
+        console.print(Padding(part, (0, 1)), width=width)
     failed = sum(not claim.holds for claim in judged)
+    seconds = sum(f.seconds.values())
     if failed:
-        console.print(f"[bold red]{failed} of {len(judged)} claims failed[/]")
+        console.print(f"\n[bold red]{failed} of {len(judged)} claims failed[/] in {seconds:.0f} s")
     else:
-        console.print(f"[bold green]all {len(judged)} claims hold[/] in {sum(f.seconds.values()):.0f} s")
+        console.print(f"\n[bold green]all {len(judged)} claims hold[/] in {seconds:.0f} s")
     return not failed
 
 
-def _curve(values: Sequence[float]) -> Text:
-    """A bar chart in text: every column a step (or the mean of a few), labelled with first and last value."""
+def _curve(values: Sequence[float], blocks: str) -> Text:
+    """A bar chart in text: every column a step (or the mean of a few), labelled with its highest and lowest value."""
     per_column = -(-len(values) // _CURVE_WIDTH)
     groups = [values[i : i + per_column] for i in range(0, len(values), per_column)]
     means = [sum(group) / len(group) for group in groups]
+    wide = max(1, _CURVE_WIDTH // len(means))
     low, high = min(means), max(means)
-    units = _CURVE_HEIGHT * (len(_BLOCKS) - 1)
+    full = len(blocks) - 1
+    units = _CURVE_HEIGHT * full
     levels = [1 + round((mean - low) / (high - low or 1.0) * (units - 1)) for mean in means]
     rows = []
     for row in reversed(range(_CURVE_HEIGHT)):
-        fills = (min(max(level - row * (len(_BLOCKS) - 1), 0), len(_BLOCKS) - 1) for level in levels)
+        fills = (min(max(level - row * full, 0), full) for level in levels)
         label = f"{high:7.3f} " if row == _CURVE_HEIGHT - 1 else f"{low:7.3f} " if row == 0 else " " * 8
-        rows.append(label + "".join(_BLOCKS[fill] for fill in fills))
-    rows.append(" " * 8 + f"step 1 … {len(values)}")
-    return Text("\n".join(rows), style="cyan")
+        rows.append(label + "".join(blocks[fill] * wide for fill in fills))
+    last = str(len(values))
+    rows.append(" " * 8 + "step 1" + last.rjust(wide * len(means) - 6))
+    return Text("\n".join(rows), style="cyan", no_wrap=True, overflow="crop")
 
 
-def _before_after(f: Figures) -> Table:
-    table = Table(expand=True, title="on held-out private text", title_justify="left")
-    table.add_column("")
-    table.add_column("perplexity", justify="right")
-    table.add_column(Text(f"greedy continuation of {f.prompt!r}"), ratio=1)
-    table.add_row("before", f"{f.perplexity_before:.2f}", Text(" ".join(f.text_before.split())))
-    table.add_row("after", f"{f.perplexity_after:.2f}", Text(" ".join(f.text_after.split())))
+def _perplexity_title(f: Figures) -> str:
+    where = "held-out private text" if f.held_out else "the training text (too short to split)"
+    return f"perplexity {f.perplexity_before:.2f} before, {f.perplexity_after:.2f} after, on {where}"
+
+
+def _before_after(f: Figures, width: int) -> Table:
+    table = _grid()
+    table.add_column(style="dim")
+    table.add_column(ratio=1)
+    room = _TEXT_LINES * (width - 12)
+    table.add_row("prompt", Text(_shortened(f.prompt, room)))
+    table.add_row("before", Text(_shortened(f.text_before, room)))
+    table.add_row("after", Text(_shortened(f.text_after, room)))
+    return table
+
+
+def _shortened(text: str, room: int) -> str:
+    words = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return words if len(words) <= room else words[: room - 4] + " ..."
+
+
+def _claims(judged: Sequence[Claim], marks: str) -> Table:
+    table = _grid()
+    table.add_column()
+    table.add_column(ratio=1)
+    table.add_column(justify="right")
+    for claim in judged:
+        mark = Text(marks[0], style="bold green") if claim.holds else Text(marks[1], style="bold red")
+        table.add_row(mark, claim.sentence, claim.figure, style="" if claim.holds else "red")
     return table
 
 
 def _cost(f: Figures) -> Group:
     per = per_token(f)
-    lines = [
-        f"training, per token (forward and backward): {per['training_round_trips']:.3f} round trips, "
-        f"{size(per['training_bytes_up'])} up, {size(per['training_bytes_down'])} down, "
-        f"{size(per['training_effect_bytes'])} of effects",
-        f"generation, per token: {per['generation_round_trips']:.1f} round trips, "
-        f"{size(per['generation_bytes_up'])} up, {size(per['generation_bytes_down'])} down",
-        f"base model on the tenant: {size(f.tenant_bytes)} of {size(f.full_bytes)} "
-        f"({f.tenant_bytes / f.full_bytes:.1%})",
-        "not hidden from providers: row counts, timing, stage, when generation ends (docs/threat-model.md)",
-    ]
-    return Group(*lines)
+    table = Table(box=box.SIMPLE_HEAD, expand=True, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    table.add_column("per token", ratio=1)
+    for name in ("round trips", "to executor", "from executor", "effects"):
+        table.add_column(name, justify="right")
+    table.add_row(
+        "in training",
+        f"{per['training_round_trips']:.3f}",
+        size(per["training_bytes_up"]),
+        size(per["training_bytes_down"]),
+        size(per["training_effect_bytes"]),
+    )
+    table.add_row(
+        "in generation",
+        f"{per['generation_round_trips']:.1f}",
+        size(per["generation_bytes_up"]),
+        size(per["generation_bytes_down"]),
+        size(per["generation_effect_bytes"]),
+    )
+    share = f.tenant_bytes / f.full_bytes
+    memory = f"\nbase model in memory: {size(f.tenant_bytes)} on the tenant, of {size(f.full_bytes)} ({share:.1%})"
+    visible = "visible to providers: row counts, timing, stage, when generation ends"
+    return Group(table, Text(memory), Text(visible))
+
+
+def _grid() -> Table:
+    return Table(box=None, show_header=False, expand=True, padding=(0, 1, 0, 0), pad_edge=False)

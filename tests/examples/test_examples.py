@@ -72,9 +72,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             process.wait(30)
 
 
-def run(folder: Path, script: str, *arguments: str) -> str:
+def run(folder: Path, *arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / script), "--model", "model", *arguments],
+        [sys.executable, *arguments],
         cwd=folder,
         env=ENVIRONMENT,
         capture_output=True,
@@ -86,7 +86,7 @@ def run(folder: Path, script: str, *arguments: str) -> str:
 
 
 def test_examples_fine_tune_and_generate(folder: Path) -> None:
-    run(folder, "finetune.py", "--text", "notes.txt", "--steps", "2")
+    run(folder, str(EXAMPLES / "finetune.py"), "--model", "model", "--text", "notes.txt", "--steps", "2")
     adapter = folder / "my-adapter"
     base = AutoModelForCausalLM.from_pretrained(folder / "model")  # plain PEFT on the plain checkpoint
     plain = PeftModel.from_pretrained(base, str(adapter))
@@ -94,8 +94,21 @@ def test_examples_fine_tune_and_generate(folder: Path) -> None:
     assert trained
     assert all(bool(torch.any(p != 0)) for p in trained)
 
-    printed = run(folder, "generate.py", "--prompt", "The weather", "--max-new-tokens", "4")
-    assert "The weather" in printed
+    arguments = ["--model", "model", "--prompt", "The weather", "--max-new-tokens", "4"]
+    assert "The weather" in run(folder, str(EXAMPLES / "generate.py"), *arguments)
+
+
+def test_the_readmes_sample_runs_as_it_is_printed(folder: Path) -> None:
+    readme = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
+    (sample,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    given = """
+from transformers import AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained("model")
+ids = tokenizer("The weather in Halden was fine.")["input_ids"]
+dataset = [{"input_ids": ids, "labels": ids}] * 8
+"""
+    run(folder, "-c", given + sample.replace("path/to/checkpoint", "model").replace("my-adapter", "sample-adapter"))
+    assert (folder / "sample-adapter" / "adapter_config.json").is_file()
 
 
 @pytest.mark.parametrize("script", ["finetune.py", "generate.py"])

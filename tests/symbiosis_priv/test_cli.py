@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, EntryPoints, entry_points, version
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from symbiosis_priv import cli, errors
+from symbiosis_priv import cli, errors, wire
 
 OWN_COMMANDS = sorted(
     entry.name
@@ -136,6 +138,29 @@ def test_error_is_one_clean_line(
     assert err.startswith("error: ")
     assert err.endswith("\n")
     assert err[:-1].isprintable()
+
+
+def test_a_file_that_cannot_be_used_is_one_line(
+    plug: Plug, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "cache").touch()
+    plug("prepare", lambda: (tmp_path / "cache" / "weights").mkdir())
+    assert run("prepare") == 1
+    assert capsys.readouterr().err.startswith(f"error: cannot use {tmp_path / 'cache' / 'weights'}: Not a directory; ")
+
+
+def test_a_letter_that_the_terminal_lacks_is_replaced(plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="ascii", write_through=True))
+    plug("say", lambda: print("déjà vu"))
+    assert run("say") == 0
+    assert printed.getvalue() == b"d?j? vu\n"
+
+
+def test_every_answer_of_a_provider_comes_with_a_next_step() -> None:
+    for code in wire.ErrorCode:
+        error = errors.ProviderError(code=code, provider="p", detail="no\nforged line\x1b[2J")
+        assert str(error).startswith(f"provider 'p' answered {code}: no forged line [2J; ")
 
 
 def test_traceback_only_on_request(

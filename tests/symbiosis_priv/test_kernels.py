@@ -49,7 +49,7 @@ def test_kernels_are_exact(kernel: str, bits: int, transposed: bool) -> None:
     for shape in SHAPES:
         weight = uniform(shape, bits=bits)
         matrix = RingMatrix(weight, weight_bits=bits, kernel=kernel)
-        for count in (0, 1, 2, 17, 64):
+        for count in (0, 1, 2, 17, 64, 257):
             rows = uniform((max(count, 1), shape[0 if transposed else 1]), bits=32, seed=count)[:count]
             got = matrix.product(rows, transposed=transposed)
             assert got.is_contiguous()

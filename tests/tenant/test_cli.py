@@ -7,8 +7,9 @@ import re
 import shutil
 import socket
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from safetensors import safe_open
@@ -138,7 +139,7 @@ def changed(local: LocalFederation, path: Path, pattern: str, replacement: str) 
 def test_federation_check_passes(local: LocalFederation) -> None:
     result = checked(federation_check(local.federation))
     assert result.exit_code == 0
-    assert "every provider showed the pinned certificate" in result.output
+    assert "every provider showed its pinned certificate" in result.output
 
 
 def test_federation_check_names_the_provider_that_serves_another_model(local: LocalFederation, tmp_path: Path) -> None:
@@ -216,7 +217,7 @@ def test_rule_9_a_fixed_length_hides_the_end(model: Path) -> None:
     prompt = tokenizer("The weather", return_tensors="pt", return_token_type_ids=False)
     new = split.generate(**prompt, max_new_tokens=6, do_sample=False, eos_token_id=None)[0, -6:].tolist()
     end = new.index(new[2])  # where the text would end if its third token meant the end
-    tokenizer.eos_token_id = split.generation_config.eos_token_id = new[2]
+    split.generation_config.eos_token_id = [tokenizer.eos_token_id, new[2]]  # the tokenizer knows one of the two
     passes = 0
     short = generate(split, tokenizer, "The weather", decoding=Decoding(max_new_tokens=6))
     assert passes == end + 1
@@ -225,3 +226,10 @@ def test_rule_9_a_fixed_length_hides_the_end(model: Path) -> None:
     assert passes == 6
     assert fixed == tokenizer.decode(new[:end])
     assert short.startswith(fixed)
+
+
+def test_a_prompt_without_tokens_is_told_so(model: Path) -> None:
+    split, tokenizer = open_model(model, remote=RemoteConfig(masking="simulate"))
+    bare: Any = partial(cast(Any, tokenizer), add_special_tokens=False)  # as those of GPT-2
+    with pytest.raises(ConfigError, match="no tokens"):
+        generate(split, bare, "")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from symbiosis_priv.errors import ConfigError
-from tenant.demo.base_model import Pretraining, make_base_model
+from tenant.demo import base_model
+from tenant.demo.base_model import Pretraining, cached_base_model, make_base_model
 from tenant.demo.text import PRIVATE_PROMPT, PUBLIC_PROMPT, private_text, public_text
 
 TINY = Pretraining(steps=2, batch=2, window=16, sentences=300, vocab=320)
@@ -83,26 +85,53 @@ def test_tokenizer_gives_back_every_string(tokenizer: PreTrainedTokenizerFast, t
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
 
 
-def test_a_finished_model_is_used_again(checkpoint: Path) -> None:
+def test_a_finished_model_is_used_again(tmp_path: Path) -> None:
     steps: list[int] = []
-    before = (checkpoint / "model.safetensors").stat()
-    make_base_model(checkpoint, recipe=TINY, on_progress=lambda step, total, loss: steps.append(step))
-    assert steps == []
-    assert (checkpoint / "model.safetensors").stat() == before
 
-
-def test_another_recipe_makes_another_model_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    calls: list[tuple[int, int, float]] = []
-    for seed in (0, 1):
-        make_base_model(
-            tmp_path / "base",
-            recipe=Pretraining(steps=2, batch=2, window=16, sentences=300, vocab=320, seed=seed),
-            on_progress=lambda step, total, loss: calls.append((step, total, loss)),
+    def cached(scratch: str, recipe: Pretraining = TINY) -> Path:
+        return cached_base_model(
+            tmp_path / "cache",
+            tmp_path / scratch,
+            recipe=recipe,
+            on_progress=lambda step, total, loss: steps.append(step),
         )
-    assert [(step, total) for step, total, _ in calls] == [(1, 2), (2, 2)] * 2
-    assert all(0 < loss < 20 for _, _, loss in calls)
-    assert [path.name for path in tmp_path.iterdir()] == ["base"]
-    assert json.loads((tmp_path / "base" / "demo_pretraining.json").read_text())["seed"] == 1
+
+    made, again, other = cached("first"), cached("second"), cached("third", replace(TINY, seed=1))
+    assert steps == [1, 2, 1, 2]
+    assert made.is_relative_to(tmp_path / "first")
+    assert other.is_relative_to(tmp_path / "third")
+    assert again.parent == tmp_path / "cache"
+    assert (again / "model.safetensors").read_bytes() == (made / "model.safetensors").read_bytes()
+    assert (again / "model.safetensors").read_bytes() != (other / "model.safetensors").read_bytes()
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    made = cached_base_model(tmp_path / "file" / "cache", tmp_path / "scratch", recipe=TINY)
+    assert (made / "model.safetensors").is_file()
+
+
+def test_whoever_is_second_leaves_the_first_ones_model_alone(tmp_path: Path) -> None:
+    """Two demos that start together: the other one finishes while this one is training."""
+    cache = tmp_path / "cache"
+
+    def other(step: int, total: int, loss: float) -> None:
+        if step == 1:
+            cached_base_model(cache, tmp_path / "other", recipe=TINY)
+            (only,) = cache.iterdir()
+            (only / "first").touch()
+
+    assert cached_base_model(cache, tmp_path / "own", recipe=TINY, on_progress=other).is_dir()
+    (only,) = cache.iterdir()
+    assert (only / "first").exists()
+
+
+def test_a_model_that_time_cut_short_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base_model, "make_base_model", partial(make_base_model, seconds=0.2))
+    endless = replace(TINY, steps=10**9)
+    assert (cached_base_model(tmp_path / "cache", tmp_path / "scratch", recipe=endless) / "config.json").is_file()
+    assert not (tmp_path / "cache").exists()
 
 
 def test_training_ends_when_its_time_is_up(tmp_path: Path) -> None:
@@ -119,7 +148,7 @@ def test_training_ends_when_its_time_is_up(tmp_path: Path) -> None:
 
 def test_a_directory_with_other_content_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("the only copy")
-    with pytest.raises(ConfigError, match="not a base model of the demo"):
+    with pytest.raises(ConfigError, match="in use"):
         make_base_model(tmp_path, recipe=TINY)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 

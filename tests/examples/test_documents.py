@@ -1,0 +1,49 @@
+"""What the documents tell people to type exists: commands, their options, `make` targets and files."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from symbiosis_priv import cli
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+COMMAND = re.compile(r"(?<![\w.-])symbiosis-priv((?: +(?:\\\n *)?[^\s`#;]+)+)")
+TARGETS = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+
+
+def typed(text: str) -> list[list[str]]:
+    """The words of every `symbiosis-priv ...` in code, inline or in a block; "a|b" stands for its first choice."""
+    code = re.findall(r"```sh\n(.*?)```", text, re.DOTALL) + re.findall(r"(?<!`)`([^`]+)`(?!`)", text)
+    found = [match for part in code for match in COMMAND.findall(part)]
+    return [shlex.split(re.sub(r"\\\n|\|\w+", " ", words)) for words in found]
+
+
+def check(words: list[str]) -> None:
+    path = list(itertools.takewhile(lambda word: not word.startswith("--"), words))
+    shown = CliRunner().invoke(cli.app, [*path, "--help"], env={"COLUMNS": "200"})
+    assert shown.exit_code == 0, words
+    assert {word for word in words if word.startswith("--")} <= set(re.findall(r"--[\w-]+", shown.output)), words
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_commands_targets_and_links_exist(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    for words in typed(text):
+        check(words)
+    assert set(re.findall(r"(?:^|`)make (\w+)", text, re.MULTILINE)) <= TARGETS
+    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+        assert link.startswith("https://") or (document.parent / link).exists(), link
+
+
+def test_the_check_finds_what_does_not_exist() -> None:
+    assert ["provider", "serve", "--config", "provider.toml"] in typed((ROOT / "README.md").read_text(encoding="utf-8"))
+    for wrong in (["provider", "sevre"], ["provider", "serve", "--conf"], ["demos"]):
+        with pytest.raises(AssertionError):
+            check(wrong)

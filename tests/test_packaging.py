@@ -1,0 +1,70 @@
+"""What the distribution promises: curated names, types, one version, declared dependencies, and who imports whom."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import sys
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import symbiosis_priv
+from symbiosis_priv import errors
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PACKAGES = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+MAY_IMPORT = {
+    "symbiosis_priv": set(),
+    "provider": {"symbiosis_priv"},
+    "tenant": {"symbiosis_priv"},
+    "threat_model": {"symbiosis_priv", "provider", "tenant"},
+}
+EXPORTS = {"symbiosis_priv": set(), "provider": set(), "tenant": {"RemoteConfig", "backend_of"}, "threat_model": set()}
+
+
+def imported(package: str) -> set[str]:
+    """Top-level names of everything that a package imports, wherever in its code."""
+    names: set[str] = set()
+    for path in (ROOT / package).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names.update(alias.name.partition(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names.add(str(node.module).partition(".")[0])
+    return names
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_imports_only_what_it_may(package: str) -> None:
+    assert imported(package) & set(PACKAGES) - {package} <= MAY_IMPORT[package]
+
+
+def test_every_import_is_a_declared_dependency() -> None:
+    declared = {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in PROJECT["project"]["dependencies"]}
+    foreign = set().union(*map(imported, PACKAGES)) - set(PACKAGES) - sys.stdlib_module_names
+    assert {"pyzmq" if name == "zmq" else name for name in foreign} <= declared
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_public_names_are_these(package: str) -> None:
+    module = importlib.import_module(package)
+    submodules = {path.stem for path in (ROOT / package).iterdir()}
+    public = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])
+    assert set(public) - submodules == EXPORTS[package]
+    assert (ROOT / package / "py.typed").is_file()
+
+
+def test_the_version_has_one_source() -> None:
+    assert "version" in PROJECT["project"]["dynamic"]
+    assert version("symbiosis-priv") == symbiosis_priv.__version__
+
+
+def test_the_error_tree_is_whole() -> None:
+    defined = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    assert set(errors.__all__) == defined
+    assert all(issubclass(getattr(errors, name), errors.SymbiosisError) for name in defined)

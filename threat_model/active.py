@@ -88,7 +88,7 @@ class ActiveReport:
         return (
             all(d.caught == d.trials for d in self.detections)
             and not verified.information
-            and (skipped.information > 0.5)
+            and (skipped.information > 0.3)  # of 32 fair bits, less once in 10^7
         )
 
 

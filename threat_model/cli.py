@@ -21,6 +21,7 @@ def threat_model(
     """Attack every masking scheme on a real run and report what leaks. Status 1 if a verdict is not as promised."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # after the environment is set; and torch is not for --help
+    import torch
     from transformers.utils import logging as transformers_logging
 
     from threat_model.lab import Lab
@@ -40,10 +41,15 @@ def threat_model(
         def update(what: str, done: int, total: int) -> None:
             bar.update(task, description=what, completed=done, total=total)
 
-        with Lab(Path(folder)) as lab:
-            suite = run_suite(lab, quick=quick, on_progress=update)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # matrices are small here: threads would mostly wait for each other
+        try:
+            with Lab(Path(folder)) as lab:
+                suite = run_suite(lab, quick=quick, on_progress=update)
+        finally:
+            torch.set_num_threads(threads)
     console = Console()
-    show(suite, console if console.is_terminal else Console(width=170))
+    show(suite, console if console.is_terminal else Console(width=140))
     if json is not None:
         json.write_text(to_json(suite), encoding="utf-8")
     if html is not None:

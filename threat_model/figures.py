@@ -45,6 +45,7 @@ class Bar:
     low: float
     high: float
     chance: float
+    colour: str = _COLOURS[0]
 
 
 def lines(title: str, series: Mapping[str, Sequence[tuple[float, float]]], x: Axis, y: Axis) -> str:
@@ -76,12 +77,12 @@ def bars(title: str, values: Sequence[Bar], y: Axis) -> str:
         top, middle = _y(y, bar.value), left + width / 2
         body += [
             f'<rect x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" height="{_HEIGHT - _BOTTOM - top:.1f}" '
-            f'fill="{_COLOURS[0]}"/>',
+            f'fill="{bar.colour}"/>',
             _line((middle, _y(y, bar.low)), (middle, _y(y, bar.high)), 'stroke="#111"'),
             _line(
                 (left - 3, _y(y, bar.chance)),
                 (left + width + 3, _y(y, bar.chance)),
-                f'stroke="{_COLOURS[1]}" stroke-width="2" stroke-dasharray="4 2"',
+                'stroke="#111" stroke-width="2" stroke-dasharray="4 2"',
             ),
             f'<text x="{middle:.1f}" y="{_HEIGHT - _BOTTOM + 12}" text-anchor="end" font-size="9" '
             f'transform="rotate(-28 {middle:.1f} {_HEIGHT - _BOTTOM + 12})">{escape(bar.label)}</text>',

@@ -1,4 +1,4 @@
-"""A real run to look at: a base model, two providers behind TLS, and a tenant that fine-tunes and generates.
+"""A real run to look at: a base model, an executor and two helpers behind TLS, a tenant that fine-tunes and generates.
 
     with Lab(folder) as lab:
         recording = lab.record(schemes.PAD, WORKLOAD)
@@ -66,7 +66,7 @@ class Workload:
     batch: int = 4
     length: int = 24
     generations: int = 6
-    prompts: int = 40
+    prompts: int = 80
     prompt_length: int = 8
     new_tokens: int = 6
     game_rows: int = 4096
@@ -134,14 +134,17 @@ class Lab:
         authority = create_authority(keys)
         for name in ("alice", "mallory"):
             issue(keys, authority=authority, kind=Kind.TENANT, name=name)
-        lines = [f'[model]\ndigest = "{self.store.manifest().digest}"\n']
-        lines.append('[tenant]\ncertificate = "keys/alice.pem"\nkey = "keys/alice.key"\n')
-        roles: tuple[wire.Role, ...] = ("executor", "helper")
-        for role in roles:
-            identity = create_self_signed(keys, kind=Kind.PROVIDER, name=role)
+        text = (
+            f'[model]\ndigest = "{self.store.manifest().digest}"\n\n'
+            '[tenant]\ncertificate = "keys/alice.pem"\nkey = "keys/alice.key"\n'
+        )
+        self._federations: list[Path] = []  # by the number of helpers
+        roles: Mapping[str, wire.Role] = {"executor": "executor", "helper": "helper", "second-helper": "helper"}
+        for name, role in roles.items():
+            identity = create_self_signed(keys, kind=Kind.PROVIDER, name=name)
             provider = Provider(
                 ProviderConfig(
-                    name=role,
+                    name=name,
                     listen="localhost:0",
                     roles=(role,),
                     log_level="warning",
@@ -153,13 +156,13 @@ class Lab:
                 )
             )
             self._stack.enter_context(provider)
-            lines.append(
-                f'[[provider]]\nname = "{role}"\noperator = "operator of the {role}"\nrole = "{role}"\n'
-                f'address = "{provider.address}"\ncertificate = "keys/{role}.pem"\n'
+            text += (
+                f'\n[[provider]]\nname = "{name}"\noperator = "operator of the {name}"\nrole = "{role}"\n'
+                f'address = "{provider.address}"\ncertificate = "keys/{name}.pem"\n'
             )
-        self.federation_file = self.folder / "federation.toml"
-        self.federation_file.write_text("\n".join(lines))
-        self.federation = load_federation(self.federation_file)
+            self._federations.append(self.folder / f"federation-{len(self._federations)}.toml")
+            self._federations[-1].write_text(text)
+        self.federation = load_federation(self._federations[1])
 
     def private_windows(self, count: int, length: int, *, seed: int) -> Tensor:
         """Pieces of the tenant's text, int64 `[count, length]`."""
@@ -171,7 +174,10 @@ class Lab:
         started = time.monotonic()
         recorder, truth = Recorder(), Truth(steps=workload.steps)
         config = RemoteConfig(
-            federation=self.federation_file, cache=self.folder / "cache", wiretap=recorder, **scheme.options
+            federation=self._federations[scheme.helpers],
+            cache=self.folder / "cache",
+            wiretap=recorder,
+            **scheme.options,
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # paper-pool says what this report is about to show
@@ -255,12 +261,12 @@ class Lab:
         result: list[NeighbourView] = []
         thread = threading.Thread(target=self._watch, args=(peer, stop, ready, seen, own), name="neighbour")
         thread.start()
-        ready.wait(timeout=30)
+        ready.wait(timeout=120)
         try:
             yield result
         finally:
             stop.set()
-            thread.join(timeout=30)
+            thread.join(timeout=120)
             result.append(NeighbourView(tuple(seen), torch.cat(own) if own else torch.zeros((0, 1))))
 
     def _watch(
@@ -277,7 +283,7 @@ class Lab:
             certificate=keys / "mallory.pem",
             key=keys / "mallory.key",
             model_digest=self.federation.model_digest,
-            deadline_s=10,
+            deadline_s=60,
         )
         group, rows = 0, 4
         entry = self.public.manifest.groups[group]

@@ -7,15 +7,13 @@ adversary can run the whole base model, on any text, and look at any layer. It d
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from symbiosis_priv import wire
 from symbiosis_priv.quantise import QuantisedGroup
@@ -61,6 +59,10 @@ class Public:
         """Number of decoder blocks."""
         return int(self.model.config.num_hidden_layers)
 
+    def has(self, suffix: str) -> bool:
+        """Whether a member of some group is called that: a tied head is not offloaded."""
+        return any(member.endswith(suffix) for entry in self.manifest.groups for member in entry.members)
+
     def group_of(self, suffix: str, *, layer: int | None = None) -> int:
         """Index of the group with a member called `...layers.<layer>....<suffix>`."""
         for index, entry in enumerate(self.manifest.groups):
@@ -95,37 +97,58 @@ class Public:
             rows = rows.double() * self.quantised(group).channel_scale
         return quantise_rows(rows, self.bound(group, direction))
 
-    def inputs(self, ids: Tensor) -> list[Tensor]:
-        """Forward rows of every group for tokens `[b, t]`, from the bare base model: float32 `[b, t, d]` each."""
-        with self._recording() as seen, torch.no_grad():
-            self.model(input_ids=ids, use_cache=False)
-        return seen
+    def next_inputs(self, group: int, prefixes: Tensor) -> Tensor:
+        """What a group receives for every token of the vocabulary in the place after a prefix.
+
+        Args:
+            prefixes: int64 `[b, t]`.
+
+        Returns:
+            float32 `[b, v, d]`.
+        """
+        batch, length = prefixes.shape
+        tokens = torch.arange(self.vocabulary)
+        with torch.no_grad():
+            past = DynamicCache()
+            if length:
+                self._until(group, input_ids=prefixes, past_key_values=past)
+                past.batch_repeat_interleave(len(tokens))
+            seen = self._until(group, input_ids=tokens.repeat(batch)[:, None], past_key_values=past)
+        return seen.view(batch, len(tokens), -1)
+
+    def inputs_at(self, group: int, ids: Tensor) -> Tensor:
+        """What a group receives for tokens `[b, t]`: float32 `[b, t, d]`."""
+        with torch.no_grad():
+            return self._until(group, input_ids=ids, use_cache=False)
+
+    def _until(self, group: int, **inputs: Any) -> Tensor:
+        """Runs the base model as far as a group and no further; what arrives there."""
+        module = self.model.get_submodule(self.manifest.groups[group].members[0])
+
+        def stop(module: object, args: tuple[Tensor, ...]) -> None:
+            raise _Arrived(args[0])
+
+        handle = module.register_forward_pre_hook(stop)
+        try:
+            self.model(**inputs)
+        except _Arrived as arrived:
+            return arrived.rows
+        finally:
+            handle.remove()
+        raise AssertionError("every group is reached")
 
     @functools.cached_property
     def vocabulary_rows(self) -> Tensor:
         """What the first group receives for every token: float32 `[v, d]`. No position enters before attention does."""
-        return torch.cat([self.inputs(part[:, None])[0][:, 0] for part in torch.arange(self.vocabulary).split(512)])
+        return self.next_inputs(0, torch.empty((1, 0), dtype=torch.long))[0]
 
-    def _first_members(self) -> Iterator[Any]:
-        modules = dict(self.model.named_modules())
-        return (modules[entry.members[0]] for entry in self.manifest.groups)
 
-    @contextmanager
-    def _recording(self) -> Iterator[list[Tensor]]:
-        seen: list[Tensor] = [torch.empty(0)] * len(self.manifest.groups)
+class _Arrived(Exception):
+    """Ends a forward pass; `rows` is what a group was given."""
 
-        def keep(index: int) -> Any:
-            def hook(module: object, args: tuple[Tensor, ...]) -> None:
-                seen[index] = args[0].detach()
-
-            return hook
-
-        handles = [m.register_forward_pre_hook(keep(i)) for i, m in enumerate(self._first_members())]
-        try:
-            yield seen
-        finally:
-            for handle in handles:
-                handle.remove()
+    def __init__(self, rows: Tensor) -> None:
+        super().__init__()
+        self.rows = rows
 
 
 def alone(count: int) -> tuple[tuple[int, ...], ...]:

@@ -17,8 +17,9 @@ from threat_model import figures
 from threat_model.figures import Axis, Bar
 from threat_model.schemes import Scheme
 from threat_model.security_table import NOT_HIDDEN, security_table
-from threat_model.statistics import CONFIDENCE, gaussian_channel_bits
+from threat_model.statistics import CONFIDENCE, FALSE_ALARM, gaussian_channel_bits
 from threat_model.suite import Cell, PlantedCell, Suite, Verdict
+from threat_model.views import PARTIES
 
 _STYLE = {
     Verdict.HIDDEN: ("green", "✓"),
@@ -27,27 +28,33 @@ _STYLE = {
     Verdict.BY_DESIGN: ("cyan", "○"),
     Verdict.ABSENT: ("dim", "–"),
 }
-_COLUMNS = 6  # schemes side by side in a terminal
+_COLOUR = {
+    Verdict.HIDDEN: "#15803d",
+    Verdict.BROKEN: "#b91c1c",
+    Verdict.RESISTED: "#a16207",
+    Verdict.BY_DESIGN: "#0e7490",
+    Verdict.ABSENT: "#777",
+}
+_FULL, _SHORT = 17, 10  # columns that a scheme takes, with chance beside success and without
 _RATE = Axis("success", 0.0, 1.0)
 
 
 # Terminal
 
 
-def render(suite: Suite) -> RenderableType:
-    """Tables for a terminal."""
+def render(suite: Suite, *, width: int) -> RenderableType:
+    """Tables for a terminal of so many columns; chance is left out of the large one where it is narrow."""
+    room = width - 4 - max(len(c.attack.name) for c in suite.cells)
+    full = room // _FULL >= min(6, len(suite.schemes))
+    beside = max(1, room // (_FULL if full else _SHORT))
     parts: list[RenderableType] = []
-    for start in range(0, len(suite.schemes), _COLUMNS):
-        parts.append(_attack_table(suite, suite.schemes[start : start + _COLUMNS]))
+    for start in range(0, len(suite.schemes), beside):
+        parts.append(_attack_table(suite, suite.schemes[start : start + beside], full=full))
     legend = ", ".join(f"{mark} {verdict}" for verdict, (_, mark) in _STYLE.items())
-    outside, promised = suite.outside
     parts += [
-        Text(f"success | chance, in %. {legend}; ! not as promised", style="dim"),
-        Text(
-            f"{promised} cells are promised to be hidden; in {outside} of them chance lies outside the cell's own "
-            f"{CONFIDENCE:.0%} interval ({promised / 100:.1f} expected).",
-            style="dim",
-        ),
+        Text(f"{'success | chance' if full else 'success'}, in %. {legend}; ! not as promised", style="dim"),
+        _summary_table(suite),
+        Text(_interval_note(suite), style="dim"),
         _cost_table(suite),
         _planted_table(suite),
         _active_table(suite),
@@ -56,26 +63,72 @@ def render(suite: Suite) -> RenderableType:
     return Group(*parts)
 
 
-def _attack_table(suite: Suite, schemes: Sequence[Scheme]) -> Table:
-    table = Table(title="Attacks against masking schemes", title_justify="left")
-    table.add_column("attack", no_wrap=True)
-    table.add_column("by", no_wrap=True)
-    for scheme in schemes:
-        table.add_column(scheme.name, justify="right", no_wrap=True)
-    attacks = list(dict.fromkeys(c.attack for c in suite.cells))
-    for attack in attacks:
-        cells = [_cell_text(suite.cell(attack.name, scheme.name)) for scheme in schemes]
-        table.add_row(attack.name, attack.party, *cells)
+def _interval_note(suite: Suite) -> str:
+    outside, promised = suite.outside
+    return (
+        f"{promised} cells are promised to be hidden. In {outside} of them chance lies outside the cell's own "
+        f"{CONFIDENCE:.0%} interval; {promised * (1 - CONFIDENCE):.1f} are expected to, by chance. A cell counts as "
+        f"broken only if chance alone does as well less than once in {1 / FALSE_ALARM:,.0f} times."
+    )
+
+
+_SUMMARY = ("scheme", "hides rows from", "their attacks that fail", "attacks of others that succeed", "as promised")
+
+
+def _summary_rows(suite: Suite) -> list[tuple[str, ...]]:
+    """A line per scheme."""
+    rows: list[tuple[str, ...]] = []
+    needs = {"helper": 1, "executor+helper": 1, "all but a helper": 2}
+    for scheme in suite.schemes:
+        cells = [c for c in suite.cells if c.scheme is scheme]
+        held = [c for c in cells if c.promised and c.verdict is not Verdict.ABSENT]
+        fell = [c for c in cells if not c.promised and not c.attack.by_design and c.outcome and c.outcome.broken]
+        by: dict[str, int] = {}
+        for cell in fell:
+            by[cell.attack.party] = by.get(cell.attack.party, 0) + 1
+        rows.append(
+            (
+                scheme.name,
+                ", ".join(p for p in PARTIES if p in scheme.hides_from and scheme.helpers >= needs.get(p, 0)),
+                f"{sum(c.verdict is Verdict.HIDDEN for c in held)} of {len(held)}",
+                ", ".join(f"{count} by {party}" for party, count in by.items()) or "none",
+                "yes" if all(c.expected for c in cells) else "NO",
+            )
+        )
+    return rows
+
+
+def _summary_table(suite: Suite) -> Table:
+    table = Table(title="What that means", title_justify="left")
+    for name in _SUMMARY:
+        table.add_column(name)
+    for row in _summary_rows(suite):
+        table.add_row(*row, style=None if row[-1] == "yes" else "bold red")
     return table
 
 
-def _cell_text(cell: Cell) -> Text:
+def _attack_table(suite: Suite, schemes: Sequence[Scheme], *, full: bool) -> Table:
+    table = Table(title="Attacks against masking schemes", title_justify="left", pad_edge=False)
+    table.add_column("attack", no_wrap=True)
+    for scheme in schemes:
+        table.add_column(scheme.name.replace(" × ", "\n× "), justify="right", no_wrap=True)
+    attacks = list(dict.fromkeys(c.attack for c in suite.cells))
+    for party in dict.fromkeys(a.party for a in attacks):
+        table.add_section()
+        table.add_row(Text(f"by {party}", style="bold"))
+        for attack in (a for a in attacks if a.party == party):
+            cells = [_cell_text(suite.cell(attack.name, scheme.name), full=full) for scheme in schemes]
+            table.add_row(attack.name, *cells)
+    return table
+
+
+def _cell_text(cell: Cell, *, full: bool) -> Text:
     style, mark = _STYLE[cell.verdict]
     alarm = "" if cell.expected else " !"
     if cell.outcome is None:
         return Text(mark + alarm, style=style)
     success, chance = (f"{100 * rate:.1f}" for rate in (cell.outcome.success, cell.outcome.chance))
-    return Text.assemble((success, style), (f" | {chance} ", "dim"), (mark + alarm, style))
+    return Text.assemble((success, style), (f" | {chance} " if full else " ", "dim"), (mark + alarm, style))
 
 
 def _cost_table(suite: Suite) -> Table:
@@ -195,41 +248,46 @@ def _cell_json(cell: Cell) -> dict[str, Any]:
 
 _CSS = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:1100px;margin:2rem auto;padding:0 1rem;color:#1a1a1a;background:#fff}
+h2{margin-top:2.5rem;border-bottom:1px solid #ddd;padding-bottom:.2rem}
 table{border-collapse:collapse;margin:1rem 0;font-size:13px}td,th{border:1px solid #ddd;padding:3px 8px;text-align:left}
+th{background:#f4f4f5}.party{background:#f4f4f5;font-weight:600}.cells td+td{white-space:nowrap;text-align:right}
 .hidden{background:#dcfce7}.broken{background:#fee2e2}.resisted{background:#fef9c3}.by-design{background:#cffafe}
 .nothing-to-see{color:#777}.alarm{outline:3px solid #b91c1c}.wide{overflow-x:auto}
-figure{display:inline-block;margin:.5rem}
+.legend span{padding:2px 8px;margin-right:.5rem;font-size:13px}.state{padding:.6rem 1rem;border-radius:6px}
+.pictures{display:grid;grid-template-columns:repeat(auto-fill,minmax(460px,1fr))}figure{margin:.5rem 0}
 svg{max-width:100%;height:auto}small{color:#555}
 """
 
 
 def to_html(suite: Suite) -> str:
     """One page that needs nothing else: pictures are inline SVG."""
-    outside, promised = suite.outside
     state = "Every verdict is the promised one." if suite.as_expected else "Some verdicts are NOT as promised."
+    kind = "hidden" if suite.as_expected else "broken"
     sections = [
         "<h1>Threat model: what each party learns</h1>",
-        f"<p><strong>{state}</strong> {promised} cells are promised to be hidden; in {outside} of them "
-        f"chance lies outside the cell's own 99 % interval, where {promised / 100:.1f} are expected by chance.</p>",
+        f'<p class="state {kind}"><strong>{state}</strong></p>',
+        _html_table(_SUMMARY, _summary_rows(suite)),
+        f"<p><small>{escape(_interval_note(suite))}</small></p>",
+        "<h2>Attacks against masking schemes</h2>",
         _html_cells(suite),
         "<h2>Noise removal against pool size</h2>",
         "<p><small>The paper counts combinations over layers; the work is a sum over layers.</small></p>",
-        *(_figure(chart) for chart in _pool_charts(suite)),
+        _pictures(_pool_charts(suite)),
         "<h2>How much a Gaussian mask hides</h2>",
         _html_leakage(suite),
         "<h2>Stolen adapters</h2>",
-        *(_figure(chart) for chart in _adapter_charts(suite)),
+        _pictures(_adapter_charts(suite)),
         "<h2>Telling two rows apart</h2>",
-        *(_figure(chart) for chart in _roc_charts(suite)),
+        _pictures(_roc_charts(suite)),
         "<h2>Every attack</h2><p><small>Whiskers: 99 % interval; dashes: chance.</small></p>",
-        *(_figure(chart) for chart in _attack_charts(suite)),
+        _pictures(_attack_charts(suite)),
         "<h2>Planted faults</h2>",
         _html_table(
             ("fault", "breaks", "attack", "success", "chance", "found"),
             [_planted_row(p) for p in suite.planted],
         ),
         "<h2>Active adversaries</h2>",
-        _figure(_forgery_chart(suite)),
+        _pictures([_forgery_chart(suite)]),
         _html_table(("lie", "caught", "of"), [(d.name, str(d.caught), str(d.trials)) for d in suite.active.detections]),
         _html_table(
             ("selective abort", "aborted", "of", "bits told of one secret bit"),
@@ -252,8 +310,8 @@ def to_html(suite: Suite) -> str:
     )
 
 
-def _figure(chart: str) -> str:
-    return f"<figure>{chart}</figure>"
+def _pictures(charts: Sequence[str]) -> str:
+    return f'<div class="pictures">{"".join(f"<figure>{chart}</figure>" for chart in charts)}</div>'
 
 
 def _html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -264,16 +322,26 @@ def _html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _html_cells(suite: Suite) -> str:
     head = "".join(f"<th>{escape(s.name)}</th>" for s in suite.schemes)
     rows = []
-    for attack in dict.fromkeys(c.attack for c in suite.cells):
-        cells = []
-        for scheme in suite.schemes:
-            cell = suite.cell(attack.name, scheme.name)
-            kind = cell.verdict.replace(" ", "-") + ("" if cell.expected else " alarm")
-            o = cell.outcome
-            text = "–" if o is None else f"{o.success:.1%}<br><small>chance {o.chance:.1%}</small>"
-            cells.append(f'<td class="{kind}" title="{cell.verdict}">{text}<br><small>{cell.verdict}</small></td>')
-        rows.append(f"<tr><td>{escape(attack.name)}</td><td>{attack.party}</td>{''.join(cells)}</tr>")
-    return f'<div class="wide"><table><tr><th>attack</th><th>by</th>{head}</tr>{"".join(rows)}</table></div>'
+    attacks = list(dict.fromkeys(c.attack for c in suite.cells))
+    for party in dict.fromkeys(a.party for a in attacks):
+        rows.append(f'<tr><td class="party" colspan="{len(suite.schemes) + 1}">by {party}</td></tr>')
+        for attack in (a for a in attacks if a.party == party):
+            cells = "".join(_html_cell(suite.cell(attack.name, scheme.name)) for scheme in suite.schemes)
+            rows.append(f"<tr><td>{escape(attack.name)}</td>{cells}</tr>")
+    legend = "".join(
+        f'<span class="{verdict.replace(" ", "-")}">{mark} {verdict}</span>' for verdict, (_, mark) in _STYLE.items()
+    )
+    return (
+        f'<p class="legend">{legend}<small>success, and what chance would score</small></p>'
+        f'<div class="wide"><table class="cells"><tr><th>attack</th>{head}</tr>{"".join(rows)}</table></div>'
+    )
+
+
+def _html_cell(cell: Cell) -> str:
+    kind = cell.verdict.replace(" ", "-") + ("" if cell.expected else " alarm")
+    o, mark = cell.outcome, _STYLE[cell.verdict][1]
+    text = mark if o is None else f"{o.success:.1%} {mark}<br><small>chance {o.chance:.1%}</small>"
+    return f'<td class="{kind}" title="{cell.verdict}">{text}</td>'
 
 
 def _pool_cells(suite: Suite, attack: str) -> list[Cell]:
@@ -340,7 +408,14 @@ def _attack_charts(suite: Suite) -> list[str]:
     charts = []
     for attack in dict.fromkeys(c.attack for c in suite.cells):
         values = [
-            Bar(c.scheme.name, c.outcome.success, c.outcome.interval.low, c.outcome.interval.high, c.outcome.chance)
+            Bar(
+                c.scheme.name,
+                c.outcome.success,
+                c.outcome.interval.low,
+                c.outcome.interval.high,
+                c.outcome.chance,
+                _COLOUR[c.verdict],
+            )
             for c in suite.cells
             if c.attack is attack and c.outcome
         ]
@@ -387,7 +462,7 @@ def _html_leakage(suite: Suite) -> str:
 
 def show(suite: Suite, console: Console) -> None:
     """Print the tables."""
-    console.print(render(suite))
+    console.print(render(suite, width=console.width))
 
 
 __all__ = ["render", "security_table", "show", "to_html", "to_json"]

@@ -9,8 +9,8 @@ from typing import Any
 from threat_model.views import Party
 
 NOBODY: frozenset[Party] = frozenset()
-SINGLE: frozenset[Party] = frozenset({"executor", "helper", "network", "neighbour"})
-EVERYBODY: frozenset[Party] = SINGLE | {"executor+helper"}
+NOT_ALL: frozenset[Party] = frozenset({"executor", "helper", "all but a helper", "network", "neighbour"})
+EVERYBODY: frozenset[Party] = NOT_ALL | {"executor+helper"}
 OUTSIDERS: frozenset[Party] = frozenset({"network", "neighbour"})
 
 FALLS_OPEN = frozenset(
@@ -40,7 +40,7 @@ class Scheme:
         falls_to: attacks that must succeed.
         assumption: what the promise rests on.
         exact: whether results are bit-identical to the reference.
-        has_helper: whether any helper takes part.
+        helpers: how many take part.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Scheme:
     falls_to: frozenset[str] = field(default_factory=frozenset)
     assumption: str
     exact: str
-    has_helper: bool = False
+    helpers: int = 0
 
 
 def paper_pool(size: int, noise: float) -> Scheme:
@@ -75,16 +75,23 @@ NONE = Scheme(
     assumption="you trust the executor",
     exact="bit-exact",
 )
-PAD = Scheme(
-    name="pad",
-    family="pad",
-    options={"masking": "pad"},
-    hides_from=SINGLE,
-    falls_to=frozenset({"collusion, forward", "collusion, backward"}),
-    assumption="executor and helpers do not all collude",
-    exact="bit-exact",
-    has_helper=True,
-)
+
+
+def pad(helpers: int) -> Scheme:
+    """One-time pads whose effects so many helpers compute shares of."""
+    return Scheme(
+        name="pad" if helpers == 1 else f"pad × {helpers}",
+        family="pad",
+        options={"masking": "pad"},
+        hides_from=NOT_ALL,
+        falls_to=frozenset({"collusion, forward", "collusion, backward"}),
+        assumption="executor and helpers do not all collude",
+        exact="bit-exact",
+        helpers=helpers,
+    )
+
+
+PAD, PADS = pad(1), pad(2)
 LOCAL = Scheme(
     name="local",
     family="local",
@@ -97,5 +104,5 @@ LOCAL = Scheme(
 POOL_SIZES = (2, 4, 16)
 NOISE_SCALES = (1.0, 16.0, 256.0)
 
-SCHEMES = (NONE, *(paper_pool(size, scale) for scale in NOISE_SCALES for size in POOL_SIZES), PAD, LOCAL)
-QUICK_SCHEMES = (NONE, paper_pool(2, 1.0), paper_pool(16, 16.0), PAD, LOCAL)
+SCHEMES = (NONE, *(paper_pool(size, scale) for scale in NOISE_SCALES for size in POOL_SIZES), PAD, PADS, LOCAL)
+QUICK_SCHEMES = (NONE, paper_pool(2, 1.0), paper_pool(16, 16.0), PAD, PADS, LOCAL)

@@ -19,10 +19,7 @@ NOT_HIDDEN: tuple[tuple[str, str], ...] = (
     ("Which layer, which direction: training is told from generation, and its steps are counted", "shapes, executor"),
     ("When generation ends: the number of generated tokens", "shapes, executor"),
     ("The same to an observer of the line, from frame sizes and times alone", "sizes, network"),
-    (
-        "That somebody uses a provider, and how much: its health report counts all tenants' requests",
-        "health counter, neighbour",
-    ),
+    ("That a provider is busy with others: it answers later (its health report counts nobody else's)", "timing"),
     ("Who the tenant is (its certificate), which base model, which providers", "by protocol: mutual TLS, Hello"),
     ("Everything, at once and in retrospect, if executor and all helpers pool their logs (`pad`)", "collusion"),
     (
@@ -60,6 +57,6 @@ def _reach(scheme: Scheme) -> int:
 
 
 def _cell(scheme: Scheme, party: Party) -> str:
-    if "helper" in party and not scheme.has_helper:
+    if "helper" in party and not scheme.helpers:
         return "no helper"
     return "hidden" if party in scheme.hides_from else "**reads rows**"

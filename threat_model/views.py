@@ -5,10 +5,11 @@ cut from it, one per party, and an attack is given a view and the public model (
 knows beside that stands in `truth.Truth`, which only the scorer sees.
 
     executor           every request and answer of the executor role
-    helper             every seed, row range and effect of the helper role
-    executor+helper    both, when they break the one assumption of `pad`
+    helper             every seed, row range and effect of one helper
+    executor+helper    the executor and every helper, when they break the one assumption of `pad`
+    all but a helper   the executor and every helper except one: what several helpers are for
     network            times, endpoints and sizes of frames (TLS adds a constant to each record)
-    neighbour          another tenant of the same executor: its own rows and answers, and public health reports
+    neighbour          another tenant of the same executor: its own rows and answers, and the health reports it gets
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 from torch import Tensor
@@ -26,7 +27,8 @@ from symbiosis_priv import wire
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.ring import Direction
 
-Party = Literal["executor", "helper", "executor+helper", "network", "neighbour"]
+Party = Literal["executor", "helper", "executor+helper", "all but a helper", "network", "neighbour"]
+PARTIES: tuple[Party, ...] = get_args(Party)
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +59,7 @@ class EffectExchange:
 
     order: int
     time_s: float
+    helper: str
     group: int
     direction: Direction
     rows: int
@@ -103,17 +106,17 @@ class ExecutorView:
 
 @dataclass(frozen=True, eq=False)
 class HelperView:
-    """Everything that a helper receives and computes."""
+    """Everything that one helper receives and computes."""
 
     effects: tuple[EffectExchange, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class CollusionView:
-    """Executor and helper put their logs together."""
+    """The executor and some helpers put their logs together."""
 
     executor: ExecutorView
-    helper: HelperView
+    helpers: tuple[HelperView, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,10 +128,10 @@ class NetworkView:
 
 @dataclass(frozen=True, eq=False)
 class NeighbourView:
-    """A second tenant: (time, requests ever answered) as health reports tell, and its own exchanges with true products.
+    """A second tenant: what its health reports tell of others' requests, and its own exchanges with true products.
 
     Args:
-        requests: float seconds and the provider's public request counter.
+        requests: float seconds, and the reports' request counter less what this tenant has asked.
         own: float64 `[n, o]`, its own answers minus the products they should be.
     """
 
@@ -141,7 +144,7 @@ class Views:
     """One run, cut by party."""
 
     executor: ExecutorView
-    helper: HelperView
+    helpers: tuple[HelperView, ...]
     network: NetworkView
     neighbour: NeighbourView
 
@@ -151,9 +154,11 @@ class Views:
             case "executor":
                 return self.executor
             case "helper":
-                return self.helper
+                return self.helpers[0] if self.helpers else HelperView(())
             case "executor+helper":
-                return CollusionView(self.executor, self.helper)
+                return CollusionView(self.executor, self.helpers)
+            case "all but a helper":
+                return CollusionView(self.executor, self.helpers[1:])
             case "network":
                 return self.network
             case "neighbour":
@@ -207,6 +212,7 @@ class Recorder:
                     EffectExchange(
                         order,
                         sent,
+                        peer.name,
                         request.group,
                         request.direction,
                         request.rows,
@@ -224,9 +230,11 @@ class Recorder:
     def views(self, neighbour: NeighbourView) -> Views:
         """Cut the recording into views."""
         with self._lock:
+            effects = sorted(self._effects, key=lambda e: e.order)
+            names = sorted({e.helper for e in effects})
             return Views(
                 ExecutorView(tuple(sorted(self._exchanges, key=lambda e: e.order))),
-                HelperView(tuple(sorted(self._effects, key=lambda e: e.order))),
+                tuple(HelperView(tuple(e for e in effects if e.helper == name)) for name in names),
                 NetworkView(tuple(self._packets)),
                 neighbour,
             )

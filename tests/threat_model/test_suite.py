@@ -13,8 +13,9 @@ import pytest
 from threat_model.attacks import ATTACKS, Outcome
 from threat_model.attacks.candidates import CandidateSubtraction
 from threat_model.attacks.gradients import BlockLabels, HeadLabels
+from threat_model.conformance import PROPERTIES
 from threat_model.lab import Lab, Workload
-from threat_model.schemes import LOCAL, NONE, PAD, QUICK_SCHEMES, SCHEMES, Scheme, paper_pool
+from threat_model.schemes import LOCAL, NONE, PAD, PADS, QUICK_SCHEMES, SCHEMES, Scheme, paper_pool
 from threat_model.security_table import BEGIN, END, security_table
 from threat_model.statistics import FALSE_ALARM
 from threat_model.suite import Suite, Verdict, examine
@@ -47,7 +48,7 @@ def test_rows_text_and_adapter_are_read_where_nothing_hides_them(quick: Suite, s
     assert adapter.figures["loss, true"] < adapter.figures["loss, base model"] - 0.01
 
 
-@pytest.mark.parametrize("scheme", [PAD, LOCAL], ids=lambda s: s.name)
+@pytest.mark.parametrize("scheme", [PAD, PADS, LOCAL], ids=lambda s: s.name)
 def test_every_attack_by_one_party_is_at_chance(quick: Suite, scheme: Scheme) -> None:
     # Each interval is at 99 %; a hundred of them miss by chance. What fails here happens once in 10^8.
     for cell in quick.cells:
@@ -60,7 +61,7 @@ def test_every_attack_by_one_party_is_at_chance(quick: Suite, scheme: Scheme) ->
 def test_hidden_cells_miss_their_interval_no_more_often_than_intervals_do(quick: Suite) -> None:
     outside, promised = quick.outside
     assert promised >= 30
-    assert outside <= 9  # about 0.4 expected: P < 1e-9
+    assert outside <= 9  # about 0.7 expected: P < 1e-8
 
 
 def test_what_no_scheme_hides_is_found_on_every_scheme(quick: Suite) -> None:
@@ -69,12 +70,24 @@ def test_what_no_scheme_hides_is_found_on_every_scheme(quick: Suite) -> None:
             assert cell.verdict is Verdict.BY_DESIGN, (cell.attack.name, cell.scheme.name)
 
 
-def test_executor_and_helper_together_read_pads_and_find_nothing_to_pool_on_local(quick: Suite) -> None:
-    for direction in ("forward", "backward"):
-        cell = quick.cell(f"collusion, {direction}", "pad")
-        assert outcome_of(quick, f"collusion, {direction}", "pad").success == 1.0
-        assert cell.verdict is Verdict.BY_DESIGN
-        assert quick.cell(f"collusion, {direction}", "local").verdict is Verdict.ABSENT
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_executor_and_all_helpers_together_read_pads_and_find_nothing_to_pool_on_local(
+    quick: Suite, direction: str
+) -> None:
+    for scheme in (PAD, PADS):
+        assert outcome_of(quick, f"collusion, {direction}", scheme.name).success == 1.0
+        assert quick.cell(f"collusion, {direction}", scheme.name).verdict is Verdict.BY_DESIGN
+    assert quick.cell(f"collusion, {direction}", "local").verdict is Verdict.ABSENT
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_one_honest_helper_is_enough(quick: Suite, direction: str) -> None:
+    cell = quick.cell(f"one helper is honest, {direction}", PADS.name)
+    assert cell.promised
+    assert cell.verdict is Verdict.HIDDEN
+    assert cell.outcome is not None
+    assert cell.outcome.trials > 1000
+    assert cell.outcome.hits == 0
 
 
 @pytest.mark.parametrize("noise", [1.0, 256.0])
@@ -139,3 +152,30 @@ def test_schemes_are_a_table_and_no_attack_asks_for_a_name() -> None:
         text = module.read_text(encoding="utf-8")
         assert "threat_model.schemes" not in text, module
         assert not [n for n in names if f'"{n}"' in text], module
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_whatever_the_threat_model_names_exists() -> None:
+    page = (ROOT / "docs" / "threat-model.md").read_text(encoding="utf-8")
+    tests = {
+        path: set(re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE))
+        for path in (ROOT / "tests").rglob("test_*.py")
+    }
+    everywhere = set().union(*tests.values())
+    for path, name in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page):
+        assert (ROOT / path).is_file(), path
+        assert not name or name in tests[ROOT / path], f"{path}::{name}"
+    for name in re.findall(r"`(test_\w+)`", page):
+        assert name in everywhere, name
+    for path in re.findall(r"`((?:threat_model|symbiosis_priv|tenant|provider|tests)/[\w/.]*)`", page):
+        assert (ROOT / path).exists(), path
+    # what stands in italics, and is not prose, is an attack or a property
+    known = {a.name for a in ATTACKS} | {a.name.rpartition(",")[0] for a in ATTACKS} | {p.name for p in PROPERTIES}
+    prose = {"Leaks.", "Measured.", "Measured:", "Not covered.", "Proved.", "Proved:", "name", "which"}
+    prose |= {"whatever the true value is"}
+    italics = {" ".join(text.split()) for text in re.findall(r"(?<![*\w])\*(?!\s)([^*|`]+)(?<!\s)\*(?![*\w])", page)}
+    assert italics <= known | prose, italics - known - prose
+    for attack in ATTACKS:
+        assert {attack.name, attack.name.rpartition(",")[0]} & italics, f"{attack.name} is missing from the page"

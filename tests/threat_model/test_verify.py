@@ -43,12 +43,13 @@ from threat_model.conformance import (
     Outcome,
     PreparedOracle,
     Subject,
+    trials,
     verify,
 )
 from threat_model.verify_cli import verify as verify_command
 
 EXAMPLES = 20
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 def make_checkpoint(path: Path, *, seed: int) -> Path:
@@ -117,6 +118,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 @pytest.fixture(scope="module")
 def oracle(place: Place) -> CheckpointOracle:
     return CheckpointOracle(place.store, seed=0)
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine must not make a counterexample larger."""
+    monkeypatch.setattr(trials, "_SHRINKING_S", 300.0)
 
 
 Judge = Callable[..., dict[str, Outcome]]
@@ -404,7 +411,7 @@ def test_a_connection_that_ends_at_a_bad_request(judge: Judge, monkeypatch: pyte
     def hang_up(self: connection.Connection, refusal: Any) -> None:
         raise ConnectionResetError
 
-    monkeypatch.setattr(connection.Connection, "refuse", hang_up)
+    monkeypatch.setattr(connection.Connection, "_refuse", hang_up)
     found = broken(judge("ring-exact", "refusals", "binding"))
     assert found == {"refusals"}
 
@@ -467,6 +474,33 @@ def test_effect_agreement_names_who_is_wrong(
             (outcome,) = verify([helper], chosen, examples=EXAMPLES, seed=0)
             executor.close()
     assert (outcome.verdict, outcome.provider, outcome.culprit) == ("broken", "helper", "executor")
+
+
+def test_one_group_backward_only(judge: Judge, tamper: Callable[..., None]) -> None:
+    def mixed_up(honest: Product, rows: Tensor, *, group: int, direction: str, **which: Any) -> Tensor:
+        y = honest(rows)
+        return y.flip(1) if (group, direction) == (2, "backward") else y
+
+    tamper(mixed_up)
+    outcomes = judge("every-layer", "batching", "linear", "independent-rows")
+    assert broken(outcomes) == {"every-layer"}  # always wrong, but no other property's fault
+    violation = outcomes["every-layer"].violation
+    assert violation is not None
+    assert violation.case is not None
+    assert (violation.case.index, violation.case.direction) == (2, "backward")
+
+
+def test_wrong_only_where_there_are_many_rows(judge: Judge, tamper: Callable[..., None]) -> None:
+    def many(honest: Product, rows: Tensor, *, path: str, **which: Any) -> Tensor:
+        return honest(rows) + (path == "ring" and len(rows) > 500)
+
+    tamper(many)
+    outcomes = judge("every-layer", "ring-exact", "row-counts")
+    assert broken(outcomes) == {"row-counts"}
+    violation = outcomes["row-counts"].violation
+    assert violation is not None
+    assert violation.case is not None
+    assert len(violation.case.rows) == 501  # the least
 
 
 def test_a_provider_that_refuses_empty_requests(judge: Judge, tamper: Callable[..., None]) -> None:

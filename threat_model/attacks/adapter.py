@@ -1,117 +1,191 @@
 """Stealing the adapter: LoRA is linear, and the executor sees rows on both sides of it (the paper's Figure 8).
 
-At position 0 attention can only look at itself, so the input of `o_proj` there is `v = (W_v + BA) x`, repeated over
-the heads of a key/value group. x is the input of `v_proj`. Both are rows that the executor is sent. The tenant's row
-scales are unknown, so v is known up to a factor c_i per row:
+Three kinds of linears have an input that the executor is sent, and an output that shows in what it is sent next:
 
-    c_i v_i = (W_v + D) x_i
+    v_proj      at position 0 attention can only look at itself: the input of `o_proj` there is v, repeated over the
+                heads of a key/value group
+    o_proj      h' = h + W a: rows of q/k/v and of gate/up are h and h' behind a public norm, so their directions
+    down_proj   the same between gate/up and the next block (or the head)
 
-Eliminating M = W_v + D by least squares leaves `c^T (P o V V^T) c = min` with P the projector away from the rows of
-x: c is the last eigenvector of a Hadamard product. One overall factor lambda remains. D has low rank, so nearly
-every eigenvalue of `W_v M^+` is lambda: take their median. D = BA comes out up to the invertible factor between B
-and A.
+Each says `M x_i = sum_k z_ik y_ik` with M = W + BA, rows x_i and y_ik seen, and factors z unknown: lengths that a norm
+took away, and the tenant's row scales. Eliminating M by least squares leaves `z^T (P o Y Y^T) z = min` with P the
+projector away from the rows of x: z is the last eigenvector of a Hadamard product. One overall factor lambda remains.
+BA has low rank, so nearly every eigenvalue of `W M^+` is lambda: take their median. What is left beside W has a
+few large singular values and noise; the noise is cut off. BA comes out up to the invertible factor between B and A.
+
+(q_proj and k_proj show only through the softmax, gate_proj and up_proj only through a product of the two: no linear
+algebra here reads them. That says something about this attack, and nothing about any scheme.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from threat_model.attacks.base import RECOVERED, Attack, Outcome
-from threat_model.attacks.reading import prefills, subtract_candidates
+from threat_model.attacks.reading import Subtraction, generation, prefills, subtract_candidates
 from threat_model.public import Public
 from threat_model.statistics import binomial_tail
 from threat_model.truth import Truth
-from threat_model.views import ExecutorView
+from threat_model.views import Exchange, ExecutorView
 
 _DECOYS = 9999
+_ROWS = 320
 
 
 @dataclass(frozen=True, eq=False)
-class StolenAdapter:
-    """`B @ A` by module name, and the public weights that went into it."""
+class Stolen:
+    """What was made of one linear.
 
-    updates: Mapping[str, Tensor]
-    weights: Mapping[str, Tensor]
+    Args:
+        update: `B @ A`, float64 `[o, d]`.
+        matrix: what `W + B @ A` is proportional to, before anything public was used, `[o, d]`.
+        weight: the public W, `[o, d]`.
+    """
+
+    update: Tensor
+    matrix: Tensor
+    weight: Tensor
 
 
-class AdapterExtraction(Attack[ExecutorView, StolenAdapter]):
-    """Least squares between the input of `v_proj` and the input of `o_proj`, at the first position of every prompt."""
+class AdapterExtraction(Attack[ExecutorView, Mapping[str, Stolen]]):
+    """Least squares between what goes into a linear and where its output shows, over the tenant's generations."""
 
     name = "adapter by least squares"
     family = "adapter"
     party = "executor"
-    sees = "rows into q/k/v and into o_proj, same prompts"
+    sees = "forward rows of generations"
     source = "Symbiosis Figure 8; DESIGN §6"
-    metric = "layers with BA within 1 %"
-    chance = "0; the verdict uses 9,999 decoys per layer"
+    metric = "v, o and down projections with BA within 1 %"
+    chance = "0; the verdict uses 9,999 decoys per projection"
 
-    def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> StolenAdapter | None:
-        rows = subtract_candidates(view).rows
-        updates, weights = {}, {}
-        for layer in range(public.layers):
-            qkv, out = (public.group_of(name, layer=layer) for name in ("v_proj", "o_proj"))
-            pairs = list(zip(prefills(view, qkv), prefills(view, out), strict=False))
-            if not pairs:
-                return None
-            x = torch.cat([rows[a.order][::length] for (a, _, length), _ in pairs])
-            o = torch.cat([rows[b.order][::length] for _, (b, _, length) in pairs])
-            weight = public.served_weight(qkv, "v_proj", path=pairs[0][0][0].path)
-            heads = int(public.model.config.num_key_value_heads)
-            v = o.view(len(o), heads, -1, weight.shape[0] // heads).mean(dim=2).reshape(len(o), -1)
-            name = f"model.layers.{layer}.self_attn.v_proj"
-            updates[name], weights[name] = _solve(x, v, weight), weight
-        return StolenAdapter(updates, weights)
+    def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Mapping[str, Stolen] | None:
+        rows = subtract_candidates(view)
+        if not prefills(view, 0):
+            return None
+        path = view.exchanges[0].path
+        stolen = {}
+        for name, x, y in _sightings(view, rows, public):
+            pick = torch.randperm(len(x), generator=rng)[:_ROWS]
+            group = public.group_of(name)
+            stolen[name] = _solve(x[pick], y[pick], public.served_weight(group, name, path=path))
+        return stolen
 
-    def score(self, guess: StolenAdapter, truth: Truth) -> Outcome:
+    def score(self, guess: Mapping[str, Stolen], truth: Truth) -> Outcome:
         rng = torch.Generator().manual_seed(2)
         errors, first = [], 0
-        for name, said in guess.updates.items():
+        for name, stolen in guess.items():
             real = truth.updates[name].double()
-            errors.append(float((said - real).norm() / real.norm()))
-            first += _first_in_line_up(said, real, guess.weights[name], rng)
-        layers = len(errors)
+            errors.append(float((stolen.update - real).norm() / real.norm()))
+            first += _first_in_line_up(stolen, real, rng)
+        count = len(errors)
         outcome = Outcome(
             sum(error <= RECOVERED for error in errors),
-            layers,
+            count,
             0.0,
-            binomial_tail(first, layers, 1 / (_DECOYS + 1)),
+            binomial_tail(first, count, 1 / (_DECOYS + 1)),
             {"worst relative error": max(errors), "best relative error": min(errors)},
         )
-        names = set(guess.updates)
-        real_part = {n: u for n, u in truth.updates.items() if n in names}
-        stolen = {n: u.float() for n, u in guess.updates.items()} if outcome.broken else {}
+        real_part = {name: truth.updates[name] for name in guess}
+        taken = {name: stolen.update.float() for name, stolen in guess.items()} if outcome.broken else {}
         losses = {
             "loss, base model": truth.loss({}),
-            "loss, stolen": truth.loss(stolen),
+            "loss, stolen": truth.loss(taken),
             "loss, true": truth.loss(real_part),
         }
         return replace(outcome, figures={**outcome.figures, **losses})
 
 
-def _solve(x: Tensor, v: Tensor, weight: Tensor) -> Tensor:
-    """D from rows x `[n, d]` and v `[n, o]` with `c_i v_i = (W + D) x_i`, c unknown."""
-    x = x / x.norm(dim=1, keepdim=True)  # scales of x go into c as well
-    v = v / v.norm(dim=1, keepdim=True)
+def _sightings(view: ExecutorView, rows: Subtraction, public: Public) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """(module, inputs `[n, d]`, what its outputs are made of `[n, k, o]`) for every linear that can be seen twice."""
+    for layer in range(public.layers):
+        block = f"model.layers.{layer}."
+        qkv, out, gate, down = (
+            _requests(view, public.group_of(block + name))
+            for name in ("self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
+        )
+        yield block + "self_attn.v_proj", *_at_first_positions(view, rows, public, layer)
+        before = _directions(public, rows, qkv, block + "input_layernorm")
+        between = _directions(public, rows, gate, block + "post_attention_layernorm")
+        yield block + "self_attn.o_proj", rows.of(out), torch.stack([before, between], dim=1)
+        if layer + 1 < public.layers:
+            following, norm = public.group_of("v_proj", layer=layer + 1), f"model.layers.{layer + 1}.input_layernorm"
+        elif public.has("lm_head"):
+            following, norm = public.group_of("lm_head"), "model.norm"
+        else:
+            continue  # a tied head is not offloaded
+        after = _requests(view, following)
+        kept = _last_positions(down, after)
+        parts = [between[kept], _directions(public, rows, after, norm)]
+        yield block + "mlp.down_proj", rows.of(down)[kept], torch.stack(parts, dim=1)
+
+
+def _requests(view: ExecutorView, group: int) -> list[Exchange]:
+    return [e for e in generation(view) if e.group == group]
+
+
+def _directions(public: Public, rows: Subtraction, requests: list[Exchange], norm: str) -> Tensor:
+    """Unit vectors along what went into an RMS norm whose output was sent; float64 `[n, d]`."""
+    scale: Tensor = public.model.get_submodule(norm).weight.double()  # type: ignore[assignment]
+    return normalize(rows.of(requests) / scale, dim=1)
+
+
+def _last_positions(requests: list[Exchange], heads: list[Exchange]) -> Tensor:
+    """Indices of the rows that go on to the next group: all of them, or the last of each sequence at the head."""
+    kept, start = [], 0
+    for all_rows, some in zip(requests, heads, strict=True):
+        length = len(all_rows.rows) // len(some.rows)
+        kept.append(torch.arange(start + length - 1, start + len(all_rows.rows), length))
+        start += len(all_rows.rows)
+    return torch.cat(kept)
+
+
+def _at_first_positions(view: ExecutorView, rows: Subtraction, public: Public, layer: int) -> tuple[Tensor, Tensor]:
+    qkv, out = (public.group_of(name, layer=layer) for name in ("v_proj", "o_proj"))
+    x = torch.cat([rows.rows[e.order][::length] for e, _, length in prefills(view, qkv)])
+    o = torch.cat([rows.rows[e.order][::length] for e, _, length in prefills(view, out)])
+    config = public.model.config
+    heads, groups = int(config.num_attention_heads), int(config.num_key_value_heads)
+    v = o.view(len(o), groups, heads // groups, -1).mean(dim=2).flatten(1)
+    return x, v[:, None]
+
+
+def _solve(x: Tensor, y: Tensor, weight: Tensor) -> Stolen:
+    """From rows x `[n, d]` and y `[n, k, o]` with `M x_i = sum_k z_ik y_ik`, z unknown."""
+    n, k, _ = y.shape
+    x, y = normalize(x, dim=1), normalize(y, dim=2)  # the lengths go into z as well
     inverse = torch.linalg.pinv(x, rtol=1e-7)
-    residual = torch.eye(len(x), dtype=x.dtype) - x @ inverse
-    c = torch.linalg.eigh(residual * (v @ v.t())).eigenvectors[:, 0]
-    matrix = (inverse @ (c[:, None] * v)).t()
+    away = torch.eye(n, dtype=x.dtype) - x @ inverse
+    flat = y.flatten(0, 1)
+    form = (flat @ flat.t()).view(n, k, n, k) * away[:, None, :, None]
+    z = torch.linalg.eigh(form.view(n * k, n * k)).eigenvectors[:, 0].view(n, k, 1)
+    matrix = (inverse @ (z * y).sum(dim=1)).t()
     factor = torch.linalg.eigvals(weight @ torch.linalg.pinv(matrix, rtol=1e-9)).real.median()
-    update: Tensor = factor * matrix - weight
-    return update
+    return Stolen(_low_rank(factor * matrix - weight), matrix, weight)
 
 
-def _first_in_line_up(said: Tensor, real: Tensor, weight: Tensor, rng: torch.Generator) -> bool:
-    """Whether the guess fits the true matrix better than each decoy: the same matrix with columns flipped at random.
+def _low_rank(update: Tensor) -> Tensor:
+    """Without what lies behind the steepest fall of the spectrum, which is noise."""
+    u, s, v = torch.linalg.svd(update, full_matrices=False)
+    half = len(s) // 2
+    rank = 1 + int((s[:half] / s[1 : half + 1].clamp(min=1e-300)).argmax())
+    kept: Tensor = (u[:, :rank] * s[:rank]) @ v[:rank]
+    return kept
 
-    What points along the public weight is taken out of the guess first: training may well move along it, and a guess
-    that is nothing but the public weight must not get credit for that.
+
+def _first_in_line_up(stolen: Stolen, real: Tensor, rng: torch.Generator) -> bool:
+    """Whether the guess fits the true update better than each decoy: the same update with columns flipped at random.
+
+    The line-up looks at `matrix`, and takes what points along the public weight out of each column first: training may
+    well move along it, and a guess that is nothing but public must not get credit for that.
     """
+    said, weight = stolen.matrix, stolen.weight
     said = said - weight * ((said * weight).sum(dim=0) / weight.square().sum(dim=0))
-    per_column = (said * real).sum(dim=0)
+    # M is known up to a factor, whose sign decides: W + BA has W's
+    per_column = (said * real).sum(dim=0) * (stolen.matrix * weight).sum().sign()
     signs = torch.randint(0, 2, (_DECOYS, len(per_column)), generator=rng).double() * 2 - 1
     return bool(per_column.sum() > (signs @ per_column).max())

@@ -15,7 +15,7 @@ from torch.nn.functional import normalize
 
 from symbiosis_priv.ring import FORWARD
 from threat_model.attacks.base import Attack, Labels, Outcome, score_labels
-from threat_model.attacks.reading import first_rows, noises
+from threat_model.attacks.reading import deal, first_rows, noises, stack
 from threat_model.attacks.tokens import FIRST, first_layer_tokens
 from threat_model.public import Public
 from threat_model.truth import Truth
@@ -38,7 +38,7 @@ class BlindClustering(Attack[ExecutorView, Labels]):
     def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Labels:
         _, online = noises(view, FIRST, FORWARD)
         online = first_rows(online, _MAX_ROWS)
-        x = torch.cat([e.rows.double() for e in online])
+        x = stack(online)
         table = public.vocabulary_rows.double()
         if online[0].path == "ring":  # rows have an unknown scale each: bring them to the table's length
             x = normalize(x, dim=1) * table.norm(dim=1).mean()
@@ -50,7 +50,7 @@ class BlindClustering(Attack[ExecutorView, Labels]):
             if best is None or cost < best[0]:
                 best = cost, said
         assert best is not None
-        return {e.order: part for e, part in zip(online, best[1].split([len(e.rows) for e in online]), strict=True)}
+        return deal(best[1], online)
 
     def score(self, guess: Labels, truth: Truth) -> Outcome:
         return score_labels(guess, {o: t for o, t in first_layer_tokens(truth).items() if o in guess})
@@ -72,13 +72,14 @@ def _k_means(x: Tensor, count: int, rng: torch.Generator) -> Tensor:
 
 def _fit(x: Tensor, noise: Tensor, table: Tensor) -> tuple[Tensor, float]:
     """Tokens `[n]` and the mean squared distance that remains."""
-    pick = torch.cdist(x, noise).argmin(dim=1)
-    said, cost = torch.zeros(len(x), dtype=torch.long), float("inf")
+    said, cost = torch.full((len(x),), -1), float("inf")
     for _ in range(_EM_ROUNDS):
-        distances = torch.stack([torch.cdist(x - n, table).amin(dim=1) for n in noise])
-        pick = distances.argmin(dim=0)
-        said = torch.cdist(x - noise[pick], table).argmin(dim=1)
-        cost = float(distances.amin(dim=0).square().mean())
+        near = [torch.cdist(x - n, table).min(dim=1) for n in noise]
+        left, pick = torch.stack([n.values for n in near]).min(dim=0)
+        before, said = said, torch.stack([n.indices for n in near]).gather(0, pick[None])[0]
+        cost = float(left.square().mean())
+        if torch.equal(before, said):
+            break
         for k in range(len(noise)):
             if bool((pick == k).any()):
                 noise[k] = (x - table[said])[pick == k].mean(dim=0)

@@ -1,10 +1,12 @@
-"""Executor and helper together: expand the seed, take the pad off. This must succeed: `pad` rests on their not doing
-it.
+"""Executor and helpers together: expand the seeds, take the pads off. With all helpers this must succeed: `pad` rests
+on their not doing it. With all but one it must fail: a sum of pads hides as long as one of them is unknown.
 
 Which pad row lies under which masked row is not even a question: the right one leaves small integers.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,27 +18,23 @@ from threat_model.public import Public
 from threat_model.truth import Truth
 from threat_model.views import CollusionView, HelperView
 
-_SMALL, _COLUMNS = 1 << 27, 4
+_SMALL, _COLUMNS, _RING = 1 << 23, 4, 1 << 32
 
 
-class Collusion(Attack[CollusionView, Rows]):
+class _Collusion(Attack[CollusionView, Rows]):
     """Every pad row that any seed and request implies, tried on every masked row."""
 
     family = "collusion"
-    party = "executor+helper"
-    sees = "masked rows, seeds and row ranges"
-    source = "DESIGN §3, rule 8"
     metric = "rows within 1 %"
     chance = "0; the verdict uses a line-up with chance 1/2"
 
     def __init__(self, direction: Direction) -> None:
         self.direction = direction
-        self.name = f"collusion, {direction}"
 
     def run(self, view: CollusionView, public: Public, rng: torch.Generator) -> Rows | None:
         rows: dict[int, Tensor] = {}
         for group in sorted({e.group for e in view.executor.of(direction=self.direction)}):
-            pads = pad_rows(view.helper, public, group, self.direction)
+            pads = pad_rows(view.helpers, public, group, self.direction)
             if not len(pads):
                 continue
             for exchange in view.executor.of(group=group, direction=self.direction):
@@ -48,21 +46,54 @@ class Collusion(Attack[CollusionView, Rows]):
         return score_rows(guess, calls, torch.Generator().manual_seed(1))
 
 
-def pad_rows(view: HelperView, public: Public, group: int, direction: Direction) -> Tensor:
-    """Every pad row that the helper was asked about, int32 `[n, d]`."""
+class Collusion(_Collusion):
+    """The executor and every helper."""
+
+    party = "executor+helper"
+    sees = "masked rows, every seed and row range"
+    source = "DESIGN §3, rule 8"
+
+    def __init__(self, direction: Direction) -> None:
+        super().__init__(direction)
+        self.name = f"collusion, {direction}"
+
+
+class PartialCollusion(_Collusion):
+    """The same, while one helper keeps to itself. Its seed is the one that matters."""
+
+    party = "all but a helper"
+    sees = "masked rows, seeds and row ranges of all helpers but one"
+    source = "DESIGN §3"
+
+    def __init__(self, direction: Direction) -> None:
+        super().__init__(direction)
+        self.name = f"one helper is honest, {direction}"
+
+
+def pad_rows(helpers: Sequence[HelperView], public: Public, group: int, direction: Direction) -> Tensor:
+    """Every pad row that helpers were asked about, summed over them; int32 `[n, d]`."""
     entry = public.manifest.groups[group]
     width = entry.inputs if direction == FORWARD else entry.width
-    parts = [
-        expand(mask_key(e.seed, group=entry.name, direction=direction), first_row=e.first_row, rows=e.rows, width=width)
-        for e in view.effects
-        if (e.group, e.direction) == (group, direction)
-    ]
-    return torch.cat(parts) if parts else torch.empty((0, width), dtype=torch.int32)
+    pads: dict[tuple[int, int], Tensor] = {}  # all helpers are asked about the same rows
+    for e in (e for helper in helpers for e in helper.effects):
+        if (e.group, e.direction) == (group, direction):
+            key = mask_key(e.seed, group=entry.name, direction=direction)
+            share = expand(key, first_row=e.first_row, rows=e.rows, width=width)
+            at = e.first_row, e.rows
+            pads[at] = pads[at] + share if at in pads else share
+    return torch.cat(list(pads.values())) if pads else torch.empty((0, width), dtype=torch.int32)
 
 
 def _taken_off(rows: Tensor, pads: Tensor) -> Tensor:
-    """Rows minus their pads, float64; a few columns decide which pad fits."""
-    left = torch.stack([(rows[:, None, c] - pads[None, :, c]).abs().long() for c in range(_COLUMNS)]).amax(dim=0)
-    # -2^31 has no positive twin: abs leaves it negative, and it must not win
-    best = torch.where(left < 0, 1 << 40, left).argmin(dim=1)
+    """Rows minus their pads, float64. The right pad leaves small integers: it is one of the few that are near in a
+    column, and a few more columns decide which.
+    """
+    near = rows[:, 0].long()
+    keys, which = torch.cat([pads[:, 0].long() + turn for turn in (-_RING, 0, _RING)]).sort()
+    first, last = (torch.searchsorted(keys, near + step) for step in (-_SMALL, _SMALL))
+    best, least = torch.zeros_like(near), torch.full_like(near, _RING)
+    for step in range(int((last - first).max()) + 1):
+        tried = which[(first + step).clamp(max=len(keys) - 1)] % len(pads)
+        left = (rows[:, :_COLUMNS] - pads[tried, :_COLUMNS]).long().abs().amax(dim=1)
+        best, least = torch.where(left < least, tried, best), torch.minimum(left, least)
     return (rows - pads[best]).double()

@@ -29,10 +29,9 @@ class HeadLabels(Attack[ExecutorView, Labels]):
     chance = "guesses dealt to random rows"
 
     def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Labels | None:
-        try:
-            head = public.group_of("lm_head")
-        except KeyError:
+        if not public.has("lm_head"):
             return None  # tied: it never leaves the tenant
+        head = public.group_of("lm_head")
         rows = subtract_candidates(view).rows
         online = [e for e in view.of(group=head, direction=BACKWARD) if e.order in rows]
         return {e.order: unfold(public, e, rows[e.order]).argmin(dim=1) for e in online} or None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +46,17 @@ def first_rows(exchanges: tuple[Exchange, ...], rows: int) -> tuple[Exchange, ..
     return tuple(kept)
 
 
+def stack(exchanges: Sequence[Exchange]) -> Tensor:
+    """Their rows as one float64 matrix `[n, d]`."""
+    return torch.cat([e.rows for e in exchanges]).double()
+
+
+def deal(values: Tensor, exchanges: Sequence[Exchange]) -> dict[int, Tensor]:
+    """The inverse: one value or row of values `[n, ...]` per stacked row, by order of the request."""
+    parts = values.split([len(e.rows) for e in exchanges])
+    return {e.order: part for e, part in zip(exchanges, parts, strict=True)}
+
+
 @dataclass(frozen=True, eq=False)
 class Subtraction:
     """Rows with the best candidate taken off, by order, and how many candidates were tried."""
@@ -53,6 +64,10 @@ class Subtraction:
     rows: Mapping[int, Tensor]
     trials: int
     pools: tuple[int, ...]
+
+    def of(self, exchanges: Sequence[Exchange]) -> Tensor:
+        """Their rows as one matrix `[n, d]`."""
+        return torch.cat([self.rows[e.order] for e in exchanges])
 
 
 @functools.lru_cache(maxsize=4)
@@ -71,13 +86,12 @@ def subtract_candidates(view: ExecutorView) -> Subtraction:
             candidates, online = noises(view, group, direction)
             if not online:
                 continue
-            x = torch.cat([e.rows.double() for e in online])
+            x = stack(online)
             if candidates is not None:
                 x = _best(x, candidates)
                 trials += len(x) * len(candidates)
                 pools.append(len(candidates))
-            for exchange, part in zip(online, x.split([len(e.rows) for e in online]), strict=True):
-                rows[exchange.order] = part
+            rows |= deal(x, online)
     return Subtraction(rows, trials, tuple(pools))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from symbiosis_priv.ring import FORWARD, Direction
 from threat_model.attacks.base import Attack, Outcome, Rows, score_rows
-from threat_model.attacks.reading import noises
+from threat_model.attacks.reading import deal, noises, stack
 from threat_model.public import Public
 from threat_model.truth import Truth
 from threat_model.views import Exchange, ExecutorView
@@ -42,8 +42,7 @@ class RepeatedRows(Attack[ExecutorView, Rows]):
             known = torch.zeros(online[0].rows.shape[1], dtype=torch.float64)
             if self.direction == FORWARD:
                 known = _as_sent(public, online[0], public.vocabulary_rows[public.pad_token])
-            for order, part in _without_repeats(online, known).items():
-                rows[order] = part
+            rows |= deal(_without_repeats(stack(online), known), online)
         return rows
 
     def score(self, guess: Rows, truth: Truth) -> Outcome:
@@ -57,13 +56,12 @@ def _as_sent(public: Public, exchange: Exchange, row: Tensor) -> Tensor:
     return public.in_ring(exchange.group, exchange.direction, row[None])[0][0].double()
 
 
-def _without_repeats(online: tuple[Exchange, ...], known: Tensor) -> dict[int, Tensor]:
-    x = torch.cat([e.rows for e in online]).double()
+def _without_repeats(x: Tensor, known: Tensor) -> Tensor:
     repeated = _repeated(x[:_MAX_ROWS])
-    if len(repeated):
-        noise = repeated - known
-        x = x - noise[torch.cdist(x, noise).argmin(dim=1)]
-    return {e.order: part for e, part in zip(online, x.split([len(e.rows) for e in online]), strict=True)}
+    if not len(repeated):
+        return x
+    noise = repeated - known
+    return x - noise[torch.cdist(x, noise).argmin(dim=1)]
 
 
 def _repeated(x: Tensor) -> Tensor:

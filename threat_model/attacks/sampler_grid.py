@@ -16,14 +16,14 @@ from torch import Tensor
 
 from symbiosis_priv.ring import FORWARD
 from threat_model.attacks.base import Attack, Labels, Outcome, score_labels
-from threat_model.attacks.reading import first_rows, noises
+from threat_model.attacks.reading import deal, first_rows, noises, stack
 from threat_model.attacks.tokens import FIRST, first_layer_tokens
 from threat_model.public import Public
 from threat_model.truth import Truth
 from threat_model.views import ExecutorView
 
 _SCALES = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0)
-_MAX_ROWS = 300
+_MAX_ROWS, _SCALE_ROWS = 300, 32
 _GRID, _TURN = float(1 << 24), 2 * math.pi
 
 
@@ -41,15 +41,19 @@ class SamplerGrid(Attack[ExecutorView, Labels]):
     def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Labels:
         _, online = noises(view, FIRST, FORWARD)
         kept = first_rows(online, _MAX_ROWS)
-        x = torch.cat([e.rows.double() for e in kept])
+        x = stack(kept)
         table = public.vocabulary_rows.double()
-        fits = [torch.stack([_on_grid((row - table) / scale) for row in x]) for scale in _SCALES]
-        best = max(fits, key=lambda fit: float(fit.amax(dim=1).mean()))
-        said = best.argmax(dim=1)
-        return {e.order: part for e, part in zip(kept, said.split([len(e.rows) for e in kept]), strict=True)}
+        # a few rows tell how loud the noise is
+        scale = max(_SCALES, key=lambda scale: float(_fits(x[:_SCALE_ROWS], table, scale).amax(dim=1).mean()))
+        return deal(_fits(x, table, scale).argmax(dim=1), kept)
 
     def score(self, guess: Labels, truth: Truth) -> Outcome:
         return score_labels(guess, {o: t for o, t in first_layer_tokens(truth).items() if o in guess})
+
+
+def _fits(x: Tensor, table: Tensor, scale: float) -> Tensor:
+    """How well every token `[v]` explains every row; `[n, v]`."""
+    return torch.stack([_on_grid((row - table) / scale) for row in x])
 
 
 def _on_grid(noise: Tensor) -> Tensor:

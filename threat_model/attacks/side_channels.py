@@ -1,4 +1,5 @@
 """What no scheme here hides: how many rows, which stage, when. These succeed everywhere and are listed as "not hidden".
+The exception is the last: a neighbour's health reports once counted everybody, and must not again.
 
 Rows are masked, their number is not. One request per layer group and step tells batch x tokens; a backward request
 tells training; one row per sequence and token tells generation, and its end tells the length of the answer.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 
@@ -39,7 +41,7 @@ class _SideChannel:
     family = "side channel"
     metric = "facts right"
     chance = "0"
-    by_design = True
+    by_design: ClassVar[bool] = True
 
     def score(self, guess: Facts, truth: Truth) -> Outcome:
         """Facts that were claimed and are true."""
@@ -115,12 +117,13 @@ def _row_counts(stream: list[Packet], inputs: int, outputs: int) -> Counter[int]
 
 
 class NeighbourCounts(_SideChannel, Attack[NeighbourView, Facts]):
-    """The health report counts everybody's requests: one more tenant can subtract its own."""
+    """Were the health report to count everybody's requests, one more tenant could subtract its own."""
 
     name = "health counter, neighbour"
     party = "neighbour"
-    sees = "public health reports of the executor"
+    sees = "its own health reports of the executor"
     source = "found here"
+    by_design = False
 
     def run(self, view: NeighbourView, public: Public, rng: torch.Generator) -> Facts | None:
         if len(view.requests) < 2:

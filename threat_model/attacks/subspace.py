@@ -11,7 +11,7 @@ from torch.nn.functional import normalize
 
 from symbiosis_priv.ring import FORWARD
 from threat_model.attacks.base import Attack, Labels, Outcome, score_labels
-from threat_model.attacks.reading import noises
+from threat_model.attacks.reading import deal, noises, stack
 from threat_model.attacks.tokens import FIRST, first_layer_tokens
 from threat_model.public import Public
 from threat_model.truth import Truth
@@ -31,7 +31,7 @@ class SubspaceProjection(Attack[ExecutorView, Labels]):
 
     def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Labels:
         _, online = noises(view, FIRST, FORWARD)
-        x = torch.cat([e.rows.double() for e in online])
+        x = stack(online)
         axes = torch.linalg.eigh(x.t() @ x / len(x))
         values, vectors = axes.eigenvalues.flip(0).clamp(min=1e-300), axes.eigenvectors.flip(1)
         most = 3 * x.shape[1] // 4
@@ -45,8 +45,7 @@ class SubspaceProjection(Attack[ExecutorView, Labels]):
             if best is None or sure > best[0]:
                 best = sure, fit.argmax(dim=1)
         assert best is not None
-        parts = best[1].split([len(e.rows) for e in online])
-        return {e.order: part for e, part in zip(online, parts, strict=True)}
+        return deal(best[1], online)
 
     def score(self, guess: Labels, truth: Truth) -> Outcome:
         return score_labels(guess, first_layer_tokens(truth))

@@ -16,6 +16,8 @@ from threat_model.truth import Truth
 from threat_model.views import ExecutorView
 
 FIRST = 0
+_AT_ONCE = 16
+_RIDGE, _SHRINKAGE = 0.01, 0.05
 
 
 def first_layer_tokens(truth: Truth) -> dict[int, Tensor]:
@@ -52,8 +54,9 @@ class DeepLayerTokens(Attack[ExecutorView, Labels]):
     """Without the first layer: run the public model on every next token, keep the one whose activation fits.
 
     Greedy along the sequence: position t is decided with positions before it fixed, so the cost is vocabulary x length
-    forward passes and not vocabulary ^ length. The tenant's adapters are unknown; the nearest activation is still
-    the right one.
+    and not vocabulary ^ length. The tenant's adapters are unknown and move its activations, but in much the same way
+    for all tokens: a linear map from the public model's activations to what arrives is fitted to the first reading, and
+    every prompt is read once more with it.
     """
 
     name = "tokens, deep layer"
@@ -64,30 +67,47 @@ class DeepLayerTokens(Attack[ExecutorView, Labels]):
     metric = "tokens"
     chance = "guesses dealt to random rows"
 
-    def __init__(self, *, sequences: int = 12) -> None:
-        self._sequences = sequences
-
     def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Labels | None:
         group = public.group_of("q_proj", layer=1)
-        rows = subtract_candidates(view).rows
         found = prefills(view, group)
         if not found:
             return None
         exchange, batch, length = found[0]
-        seen = normalize(rows[exchange.order], dim=1).view(batch, length, -1)[: self._sequences]
-        said = torch.empty((len(seen), 0), dtype=torch.long)
-        every = torch.arange(public.vocabulary)
-        for t in range(length):
-            tries = torch.cat([said.repeat_interleave(len(every), dim=0), every.repeat(len(seen))[:, None]], dim=1)
-            got = torch.cat([public.inputs(part)[group][:, -1] for part in tries.split(2048)])
-            fit = (normalize(got.double(), dim=1).view(len(seen), len(every), -1) * seen[:, t, None]).sum(dim=-1)
-            said = torch.cat([said, fit.argmax(dim=1, keepdim=True)], dim=1)
-        return {exchange.order: said.flatten()}
+        rows = normalize(subtract_candidates(view).rows[exchange.order], dim=1)
+        prompts = rows.view(batch, length, -1)
+        none = torch.eye(rows.shape[1], dtype=rows.dtype)
+        said = _read(prompts, public, group, drift=none, metric=none)
+        drift, metric = _drift(normalize(public.inputs_at(group, said).double(), dim=-1).flatten(0, 1), rows)
+        return {exchange.order: _read(prompts, public, group, drift=drift, metric=metric).flatten()}
 
     def score(self, guess: Labels, truth: Truth) -> Outcome:
         real = {}
-        for order, said in guess.items():
+        for order in guess:
             tokens = truth.calls[order].tokens
             assert tokens is not None  # a prompt has one row per token
-            real[order] = tokens[: len(said)]
+            real[order] = tokens
         return score_labels(guess, real)
+
+
+def _read(rows: Tensor, public: Public, group: int, *, drift: Tensor, metric: Tensor) -> Tensor:
+    """Tokens `[b, t]` whose activations, moved by the drift, are nearest to rows `[b, t, d]`."""
+    read = []
+    for seen in rows.split(_AT_ONCE):
+        said = torch.empty((len(seen), 0), dtype=torch.long)
+        for t in range(rows.shape[1]):
+            tries = normalize(public.next_inputs(group, said).double(), dim=-1)
+            distance = torch.cdist(tries @ (drift @ metric), seen[:, t, None] @ metric)[..., 0]
+            said = torch.cat([said, distance.argmin(dim=1, keepdim=True)], dim=1)
+        read.append(said)
+    return torch.cat(read)
+
+
+def _drift(public: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """(ridge regression from public activations `[n, d]` to seen ones, root of the inverse covariance of the rest)."""
+    n, width = public.shape
+    one = torch.eye(width, dtype=public.dtype)
+    drift = one + torch.linalg.solve(public.t() @ public + _RIDGE * n / width * one, public.t() @ (seen - public))
+    rest = seen - public @ drift
+    covariance = rest.t() @ rest / n
+    covariance += _SHRINKAGE * covariance.diagonal().mean() * one
+    return drift, torch.linalg.cholesky(torch.linalg.inv(covariance))

@@ -11,13 +11,14 @@ from symbiosis_priv import wire
 from symbiosis_priv.errors import ProtocolError
 from symbiosis_priv.keystream import SEED_BYTES
 from symbiosis_priv.ring import DIRECTIONS
-from threat_model.conformance.oracle import first_difference
+from threat_model.conformance.oracle import Array, CheckpointOracle, first_difference
 from threat_model.conformance.probe import Probe
 from threat_model.conformance.strategies import batches
 from threat_model.conformance.subject import Case, NotTested, Subject, effect_case
 from threat_model.conformance.trials import Run
 
 _CONNECTIONS = 4
+_BURSTS = 3  # of each example: whether requests meet in the provider's queue is up to the machine
 _PLUG_WORK = 20_000_000  # multiplications that keep an executor busy while the other requests arrive
 _PLUG_ROWS = 4096
 
@@ -27,7 +28,8 @@ def check_batching(subject: Subject, run: Run) -> None:
 
     A provider serves every connection on its own, so it is enough to send to all before reading from any: while the
     long request is computed the others queue up, and a provider that batches takes them together. Ring answers
-    must have the same bits as alone; float sums may be taken in another order, but stay within their bound.
+    must have the same bits as alone; float sums may be taken in another order, which moves them by twice their bound at
+    most. Whether they are right, alone or together, is for other properties to say.
     """
 
     def check(cases: list[Case]) -> None:
@@ -36,16 +38,26 @@ def check_batching(subject: Subject, run: Run) -> None:
                 raise NotTested(f"it grants this tenant {1 + len(others)} connections; 3 are needed")
             cases = cases[: len(others)]
             alone = [subject.answer(case) for case in cases]
-            together = _at_once(subject, [plugged, *others], [_plug(subject, cases[0]), *cases])[1:]
-        for case, before, answer in zip(cases, alone, together, strict=True):
-            ring = case.path == "ring"
-            difference = first_difference(answer, before) if ring else subject.judge(case, answer)
+            plug = _plug(subject, cases[0])
+            bursts = [_at_once(subject, [plugged, *others], [plug, *cases])[1:] for _ in range(_BURSTS)]
+        for case, before, *answers in zip(cases, alone, *bursts, strict=True):
+            bound = _reordering(subject, case)
+            difference = next(filter(None, (first_difference(a, before, bound=bound) for a in answers)), None)
             if difference is not None:
                 counts = ", ".join(str(len(c.rows)) for c in cases)
                 what = f"asked by {len(cases)} connections at once ({counts} rows), it answers otherwise than alone"
                 raise subject.violation(what, case, difference=difference)
 
     run.for_all(batches(subject, size=_CONNECTIONS), check, examples=max(4, run.examples // 3))
+
+
+def _reordering(subject: Subject, case: Case) -> Array | None:
+    """How far two float answers to one request may be apart; None for ring answers, which must be equal."""
+    if case.path == "ring":
+        return None
+    assert isinstance(subject.oracle, CheckpointOracle)  # nothing else is asked for float answers
+    _, bound = subject.oracle.float_product(case.index, case.direction, case.rows, path=case.path)
+    return 2 * bound
 
 
 def _plug(subject: Subject, case: Case) -> Case:

@@ -223,6 +223,8 @@ class _Group:
 def first_difference(got: Tensor | Array, expected: Tensor | Array, *, bound: Array | None = None) -> Difference | None:
     """The first entry in which two matrices of one shape differ (by more than `bound`)."""
     got, expected = np.asarray(got), np.asarray(expected)
+    if bound is not None:
+        got, expected = got.astype(np.float64), expected.astype(np.float64)
     # `not <=` and not `>`: a nan is outside every bound
     wrong = got != expected if bound is None else ~(np.abs(got - expected) <= bound)
     where = np.argwhere(wrong)

@@ -18,7 +18,7 @@ from threat_model.conformance.oracle import CheckpointOracle, first_difference
 from threat_model.conformance.refusals import check_refusals
 from threat_model.conformance.strategies import effects, products, requests
 from threat_model.conformance.subject import Case, NotTested, Subject, Violation, describe, effect_case, hello
-from threat_model.conformance.sweep import check_every_layer, split
+from threat_model.conformance.sweep import bisect, check_every_layer, split
 from threat_model.conformance.trials import Property, Run
 
 _LARGEST_PAYLOAD = 64 << 20
@@ -124,26 +124,40 @@ def _check_resend(subject: Subject, run: Run) -> None:
 
 
 def _check_row_counts(subject: Subject, run: Run) -> None:
-    """The cheapest layer group, up to the most rows of one request (64 MiB at most); of many, a sample is judged."""
+    """The cheapest layer group, up to the most rows of one request (64 MiB at most); of many, a sample is judged.
+
+    A count that fails is bisected to the least.
+    """
     oracle = subject.oracle
     index = min(oracle.sampled, key=lambda i: oracle.entry(i).inputs * oracle.entry(i).width)
     width, other = oracle.widths(index, FORWARD)
     most = max(1, min(subject.row_limit(index), _LARGEST_PAYLOAD // (wire.ITEM_BYTES * max(width, other))))
     generator = np.random.default_rng(run.seed)
-    for count in sorted({min(n, most) for n in (*testing.ROW_COUNTS, most)}):
-        run.one()
+    seed = generator.bytes(SEED_BYTES)
+    rows = torch.from_numpy(generator.integers(-(2**31), 2**31, (most, width), dtype=np.int32))
+    found: Violation | None = None
+
+    def fails(count: int) -> bool:
+        nonlocal found
+        case = Case(index, FORWARD, "ring", rows[:count])
         if subject.role == "helper":
-            case = effect_case(oracle, index, FORWARD, seed=generator.bytes(SEED_BYTES), first_row=0, rows=count)
-        else:
-            rows = generator.integers(-(2**31), 2**31, (count, width), dtype=np.int32)
-            case = Case(index, FORWARD, "ring", torch.from_numpy(rows))
+            case = effect_case(oracle, index, FORWARD, seed=seed, first_row=0, rows=count)
         answer = subject.answer(case)
         judged = min(count, max(16, _JUDGED_WORK // (width * other)))
         picks = torch.from_numpy(np.linspace(0, count - 1, judged).astype(np.int64))
         difference = subject.judge(replace(case, rows=case.rows[picks]), answer[picks])
         if difference is not None:
             difference = replace(difference, row=int(picks[difference.row]))
-            raise subject.violation(f"gives a wrong answer to {count} rows", case, difference=difference)
+            what = f"gives a wrong answer to {count} row{'s' * (count != 1)}"
+            found = subject.violation(what, case, difference=difference)
+        return difference is not None
+
+    for count in sorted({min(n, most) for n in (*testing.ROW_COUNTS, most)}):
+        run.one()
+        if fails(count):
+            bisect(fails, count)
+            assert found is not None  # the last failing count is the least
+            raise found
 
 
 def _check_binding(subject: Subject, run: Run) -> None:

@@ -90,13 +90,13 @@ def _isolated(subject: Subject, case: Case, difference: Difference) -> Violation
 
         width = row.shape[1]
         if fails(0, width - 1):
-            last = _bisect(lambda n: fails(0, n), width - 1)
-            first = last - _bisect(lambda n: fails(last - n, last), last)
+            last = bisect(lambda n: fails(0, n), width - 1)
+            first = last - bisect(lambda n: fails(last - n, last), last)
             fails(first, last, torch.ones_like(row))
     return subject.violation("does not multiply by the checkpoint's weights", smallest, difference=wrong)
 
 
-def _bisect(fails: Callable[[int], bool], high: int) -> int:
+def bisect(fails: Callable[[int], bool], high: int) -> int:
     """The smallest n in 0..high with `fails(n)`, where that is monotone and `fails(high)`."""
     low = 0
     while low < high:

@@ -10,6 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from symbiosis_priv.errors import one_line
 from tenant.demo.claims import Claim, Figures, claims, per_token
 from tenant.ledger import size
 
@@ -79,7 +80,7 @@ def _before_after(f: Figures, width: int) -> Table:
 
 
 def _shortened(text: str, room: int) -> str:
-    words = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    words = one_line(text)
     return words if len(words) <= room else words[: room - 4] + " ..."
 
 

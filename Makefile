@@ -35,6 +35,7 @@ test: check
 check: venv
 	@echo "==> ruff"
 	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check --quiet
 	@echo "==> mypy"
 	@$(BIN)/mypy
 

@@ -7,10 +7,9 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from provider.config import MIB, Limits
 from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.wire import ErrorCode, Role
-
-from .config import MIB, Limits
 
 
 class Refusal(SymbiosisError):

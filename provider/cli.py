@@ -13,12 +13,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from provider import config as configuration
 from symbiosis_priv import weights
 from symbiosis_priv.checkpoint import resolve
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.quantise import DEFAULT_WEIGHT_BITS
-
-from . import config as configuration
 
 app = typer.Typer(no_args_is_help=True, help="Serve the frozen layers of a public model.")
 
@@ -36,7 +35,7 @@ def serve(
     lifeline: Annotated[bool, typer.Option("--lifeline", help="Also stop when stdin closes.")] = False,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C. One line of JSON on stdout says that it is ready; logs go to stderr."""
-    from . import server  # torch: not for --help
+    from provider import server  # torch: not for --help
 
     settings = configuration.load(config)
     with _quantising() as progress:
@@ -51,7 +50,7 @@ def manifest(
     weight_bits: Annotated[int, typer.Option(help="With MODEL: bits of a quantised weight.")] = DEFAULT_WEIGHT_BITS,
 ) -> None:
     """Print the digest to pin in federation.toml; the layer groups behind it go to stderr."""
-    from .model import open_store
+    from provider.model import open_store
 
     if (model is None) == (config is None):
         raise ConfigError("name the model: a checkpoint folder, or --config provider.toml")
@@ -79,7 +78,7 @@ def health(
     timeout: Annotated[float, typer.Option(help="Seconds to wait.")] = 10.0,
 ) -> None:
     """Print a running provider's report as JSON; status 1 if there is none."""
-    from .health import ask_health
+    from provider.health import ask_health
 
     if config is not None:
         settings = configuration.load(config)

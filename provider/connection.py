@@ -18,16 +18,14 @@ from typing import NoReturn
 import msgspec
 import numpy as np
 
+from provider import logs
+from provider.admission import ByteBudget, Refusal, Register
+from provider.config import MIB, ProviderConfig
+from provider.link import Link
+from provider.supervisor import ExecutorClient
 from symbiosis_priv import wire
 from symbiosis_priv.errors import FrameTooLargeError, ProtocolError
 from symbiosis_priv.weights import Manifest
-
-from . import logs
-from .admission import ByteBudget, Refusal, Register
-from .config import MIB, ProviderConfig
-from .link import Link
-from .model import widths
-from .supervisor import ExecutorClient
 
 log = logs.EventLog(__name__)
 
@@ -170,14 +168,13 @@ class Connection:
             _bad(f"group {request.group} is not one of {len(groups)}")
         if request.rows > self._limits.max_rows:
             raise Refusal(wire.ErrorCode.TOO_LARGE, f"{request.rows} rows; at most {self._limits.max_rows}")
-        inputs, outputs = (
-            request.rows * width * wire.ITEM_BYTES for width in widths(groups[request.group], request.direction)
-        )
+        columns = groups[request.group].columns(request.direction)
+        inputs, outputs = (request.rows * count * wire.ITEM_BYTES for count in columns)
         if max(inputs, outputs) > self._max_payload:
             largest = max(inputs, outputs)
             raise Refusal(wire.ErrorCode.TOO_LARGE, f"a matrix of {largest} bytes; at most {self._max_payload}")
         if isinstance(request, wire.Effect):
-            if request.path != "ring":
+            if request.arithmetic != "ring":
                 _bad("effects exist in the ring only")
             self._expect_payload(0)
         else:

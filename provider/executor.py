@@ -1,7 +1,7 @@
 """The executor: takes requests from the gateway's threads, batches them per layer group, computes, replies.
 
 Theory of operation. One thread owns the model and a ROUTER socket. It drains what has arrived, takes the oldest
-request, and adds every queued one for the same (group, direction, path): their rows are flattened to one matrix
+request, and adds every queued one for the same (group, direction, arithmetic): their rows are flattened to one matrix
 without padding, multiplied once, and the product's row slices are sent back as they lie in memory. A helper's
 effect is the product of keystream rows, so it joins the ring batch of its group. Ring results do not depend on
 what else is in the batch; float results may, within rounding. With nothing to do it loads what nobody has asked for
@@ -27,18 +27,17 @@ import torch
 import zmq
 from torch import Tensor
 
+from provider import logs
+from provider.config import INPROC, ProviderConfig, from_json
+from provider.model import ServedModel, open_store
 from symbiosis_priv import wire
 from symbiosis_priv.errors import CheckpointError, ConfigError, ProtocolError, SymbiosisError
 from symbiosis_priv.ring import Direction
 
-from . import logs
-from .config import INPROC, ProviderConfig, from_json
-from .model import ServedModel, open_store, widths
-
 log = logs.EventLog(__name__)
 
 Context = zmq.Context[zmq.Socket[bytes]]
-Key = tuple[int, Direction, wire.Path]
+Key = tuple[int, Direction, wire.Arithmetic]
 
 _STOP = b""  # an empty header: no tenant's header is, and the gateway forwards nothing else
 
@@ -54,7 +53,7 @@ class _Job:
 
     @property
     def key(self) -> Key:
-        return self.request.group, self.request.direction, self.request.path
+        return self.request.group, self.request.direction, self.request.arithmetic
 
 
 @dataclass
@@ -177,10 +176,10 @@ class Executor:
 
     def _run_batch(self, batch: list[_Job]) -> None:
         try:
-            group, direction, path = batch[0].key
+            group, direction, arithmetic = batch[0].key
             rows = [self._rows(job) for job in batch]
             flat = rows[0] if len(rows) == 1 else torch.cat(rows)
-            product = self._model.product(flat, group=group, direction=direction, path=path)
+            product = self._model.product(flat, group=group, direction=direction, arithmetic=arithmetic)
         except Exception as error:  # one batch's trouble (memory, a device) is not the next one's
             log.failure("batch_failed", error, group=batch[0].request.group, requests=len(batch))
             failure = wire.Failure(code=wire.ErrorCode.INTERNAL, detail="the executor failed; its operator has a log")
@@ -196,20 +195,12 @@ class Executor:
         request = job.request
         if isinstance(request, wire.Effect):
             return self._model.mask_rows(request)
-        width, _ = widths(self._model.manifest.groups[request.group], request.direction)
-        rows = wire.as_matrix(job.payload.buffer, rows=request.rows, path=request.path)
-        return rows.reshape(request.rows, width)
+        inputs, _ = self._model.manifest.groups[request.group].columns(request.direction)
+        rows = wire.as_matrix(job.payload.buffer, rows=request.rows, arithmetic=request.arithmetic)
+        return rows.reshape(request.rows, inputs)
 
     def _send_result(self, job: _Job, product: Tensor) -> None:
-        request = job.request
-        result = wire.Result(
-            nonce=request.nonce,
-            group=request.group,
-            direction=request.direction,
-            path=request.path,
-            rows=request.rows,
-        )
-        self._send(job.sender, result, wire.as_bytes(product))
+        self._send(job.sender, wire.Result.answering(job.request), wire.as_bytes(product))
 
     def _send(self, sender: bytes, reply: wire.Message, payload: memoryview | bytes = b"") -> None:
         head = wire.encode(reply, payload_bytes=len(payload))

@@ -19,17 +19,16 @@ import threading
 import time
 from collections import Counter
 
+from provider import logs
+from provider.admission import ByteBudget, Refusal, Register
+from provider.config import ProviderConfig
+from provider.connection import Connection, Service, refuse
+from provider.link import Link, hang_up
+from provider.supervisor import ExecutorClient, ExecutorHandle
 from symbiosis_priv.errors import CertificateError, ConfigError, ProtocolError, TransportError
 from symbiosis_priv.federation import parse_address
 from symbiosis_priv.tls import tenant_identity
 from symbiosis_priv.weights import Manifest
-
-from . import logs
-from .admission import ByteBudget, Refusal, Register
-from .config import ProviderConfig
-from .connection import Connection, Service, refuse
-from .link import Link, hang_up
-from .supervisor import ExecutorClient, ExecutorHandle
 
 log = logs.EventLog(__name__)
 

@@ -6,12 +6,11 @@ import socket
 import time
 from pathlib import Path
 
+from provider.link import Link
 from symbiosis_priv import wire
 from symbiosis_priv.errors import ConnectionLostError, DeadlineExceededError, ProtocolError
 from symbiosis_priv.federation import parse_address
 from symbiosis_priv.tls import check_pin, client_context, handshake_error
-
-from .link import Link
 
 DEFAULT_TIMEOUT_S = 10.0
 

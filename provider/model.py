@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from provider.config import ProviderConfig
 from symbiosis_priv.checkpoint import resolve
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.kernels import RingMatrix
 from symbiosis_priv.keystream import expand, mask_key
 from symbiosis_priv.ring import FORWARD, Direction
-from symbiosis_priv.weights import GroupEntry, Manifest, WeightStore
-from symbiosis_priv.wire import Effect, Path
-
-from .config import ProviderConfig
+from symbiosis_priv.weights import Manifest, WeightStore
+from symbiosis_priv.wire import Arithmetic, Effect
 
 _FEW_AND_MANY = (1, 64)  # row counts of the two classes for which kernels are chosen
 
@@ -37,11 +36,6 @@ def _usable(device: str) -> torch.device:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"device = {device!r} cannot be used here ({reason}); use cpu, or cuda with a GPU") from error
     return torch.device(device)
-
-
-def widths(entry: GroupEntry, direction: Direction) -> tuple[int, int]:
-    """(columns of a request's rows, columns of its reply's)."""
-    return (entry.inputs, entry.width) if direction == FORWARD else (entry.width, entry.inputs)
 
 
 @dataclass(frozen=True)
@@ -78,31 +72,31 @@ class ServedModel:
         """Layer groups in memory."""
         return len(self._ring.keys() | self._float.keys())
 
-    def product(self, rows: Tensor, *, group: int, direction: Direction, path: Path) -> Tensor:
+    def product(self, rows: Tensor, *, group: int, direction: Direction, arithmetic: Arithmetic) -> Tensor:
         """`rows @ W.T` forward, `rows @ W` backward.
 
         Args:
-            rows: `[r, width]` on the CPU; int32 for the ring, float32 otherwise.
+            rows: `[r, inputs]` on the CPU; int32 for the ring, float32 otherwise.
             group: index into the manifest.
-            path: `float` adds the bias forward; the other paths and the backward product have none.
+            arithmetic: `float` adds the bias forward; the others and the backward product have none.
 
         Returns:
-            `[r, width]`, contiguous, on the CPU, of the dtype of `rows`.
+            `[r, outputs]`, contiguous, on the CPU, of the dtype of `rows`.
         """
-        if path == "ring":
+        if arithmetic == "ring":
             return self._ring_group(group).product(rows, transposed=direction != FORWARD).cpu()
         operand = self._float_group(group)
         rows = rows.to(self._device)
         if direction != FORWARD:
             return (rows @ operand.weight).cpu()
-        return linear(rows, operand.weight, operand.bias if path == "float" else None).cpu()
+        return linear(rows, operand.weight, operand.bias if arithmetic == "float" else None).cpu()
 
     def mask_rows(self, request: Effect) -> Tensor:
-        """The keystream rows whose product is the effect that a tenant asked for; int32 `[rows, width]`."""
+        """The keystream rows whose product is the effect that a tenant asked for; int32 `[rows, inputs]`."""
         entry = self.manifest.groups[request.group]
-        key = mask_key(request.seed, group=entry.name, direction=request.direction)
-        width, _ = widths(entry, request.direction)
-        return expand(key, first_row=request.first_row, rows=request.rows, width=width)
+        key = mask_key(request.seed, group_name=entry.name, direction=request.direction)
+        inputs, _ = entry.columns(request.direction)
+        return expand(key, first_row=request.first_row, rows=request.rows, width=inputs)
 
     def warm_up(self) -> Iterator[None]:
         """Load every group for the ring and choose its kernels, one small step per `next`."""

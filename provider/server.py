@@ -11,15 +11,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from provider import logs, supervisor
+from provider.config import ProviderConfig
+from provider.executor import wait_for_eof
+from provider.gateway import Gateway
+from provider.model import open_store
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.tls import server_context
 from symbiosis_priv.weights import Progress, write_atomically
-
-from . import logs, supervisor
-from .config import ProviderConfig
-from .executor import wait_for_eof
-from .gateway import Gateway
-from .model import open_store
 
 log = logs.EventLog(__name__)
 

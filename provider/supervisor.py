@@ -18,13 +18,12 @@ from pathlib import Path
 import torch
 import zmq
 
+from provider import logs
+from provider.admission import Refusal
+from provider.config import INPROC, ProviderConfig, to_json
+from provider.executor import Context, build
 from symbiosis_priv import wire
 from symbiosis_priv.errors import ConfigError
-
-from . import logs
-from .admission import Refusal
-from .config import INPROC, ProviderConfig, to_json
-from .executor import Context, build
 
 log = logs.EventLog(__name__)
 

@@ -86,8 +86,7 @@ class Identity:
             return serialization.load_pem_private_key(_read(self.key), password=None)
         except (ValueError, TypeError, UnsupportedAlgorithm) as error:
             raise CertificateError(
-                f"{self.key} is not an unencrypted PEM private key: restore it, or run "
-                f"`symbiosis-priv keys rotate`"
+                f"{self.key} is not an unencrypted PEM private key: restore it, or run `symbiosis-priv keys rotate`"
             ) from error
 
 
@@ -342,9 +341,7 @@ def _sign(
         .not_valid_after(not_after)
         # The key identifiers tell an old and a new certificate with one subject apart (rotation).
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(signing_key.public_key()), critical=False
-        )
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signing_key.public_key()), critical=False)
     )
     for extension in extensions:
         critical = isinstance(extension, x509.BasicConstraints | x509.KeyUsage)
@@ -416,9 +413,7 @@ def _require_usable(identity: Identity, certificate: x509.Certificate, *, fix: s
         )
     key = identity.private_key()
     if key.public_key() != certificate.public_key():
-        raise CertificateError(
-            f"{identity.key} is not the key of {identity.certificate}: restore it, or {fix}"
-        )
+        raise CertificateError(f"{identity.key} is not the key of {identity.certificate}: restore it, or {fix}")
     return key
 
 
@@ -468,9 +463,7 @@ def _write_pair(
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise CertificateError(
-            f"cannot create {directory}: {error.strerror}; choose another directory"
-        ) from error
+        raise CertificateError(f"cannot create {directory}: {error.strerror}; choose another directory") from error
     _create_file(identity.key, _key_pem(key), mode=0o600)
     try:
         _create_file(identity.certificate, _certificate_pem(certificate), mode=0o644)

@@ -122,13 +122,13 @@ class VerificationError(SymbiosisError):
     The provider is named so that its owner can be asked; nothing about the failure is sent to it.
     """
 
-    def __init__(self, *, provider: str, group: str, direction: str, what: str) -> None:
+    def __init__(self, *, provider: str, group_name: str, direction: str, what: str) -> None:
         super().__init__(
-            f"{what} of provider {provider!r} for {group} ({direction}) is not the product of the pinned weights; "
+            f"{what} of provider {provider!r} for {group_name} ({direction}) is not the product of the pinned weights; "
             f"the provider is quarantined for this session. Remove it from the federation file or ask its operator."
         )
         self.provider = provider
-        self.group = group
+        self.group_name = group_name
         self.direction = direction
 
 

@@ -1,19 +1,19 @@
 """`federation.toml`: which providers a tenant uses, in which roles, and which model they must serve.
 
-    [model]
-    digest = "sha256:..."            # from `symbiosis-priv provider manifest`; checked against the tenant's own copy
-    weight_bits = 10
+[model]
+digest = "sha256:..."            # from `symbiosis-priv provider manifest`; checked against the tenant's own copy
+weight_bits = 10
 
-    [tenant]
-    certificate = "keys/alice.pem"   # paths are relative to this file
-    key = "keys/alice.key"
+[tenant]
+certificate = "keys/alice.pem"   # paths are relative to this file
+key = "keys/alice.key"
 
-    [[provider]]
-    name = "alpha"
-    operator = "Alpha GmbH"          # who runs it: executor and helper must never be the same operator (rule 8)
-    role = "executor"
-    address = "alpha.example:7401"
-    certificate = "keys/alpha.pem"   # pinned: nothing else is accepted
+[[provider]]
+name = "alpha"
+operator = "Alpha GmbH"          # who runs it: executor and helper must never be the same operator (rule 8)
+role = "executor"
+address = "alpha.example:7401"
+certificate = "keys/alpha.pem"   # pinned: nothing else is accepted
 """
 
 from __future__ import annotations

@@ -57,9 +57,7 @@ def provider(
     """Create a provider's certificate."""
     hosts = host or ()
     if self_signed:
-        identity = certificates.create_self_signed(
-            directory, kind=Kind.PROVIDER, name=name, hosts=hosts, days=days
-        )
+        identity = certificates.create_self_signed(directory, kind=Kind.PROVIDER, name=name, hosts=hosts, days=days)
     else:
         signer = _identity(directory, authority)
         identity = certificates.issue(
@@ -74,9 +72,7 @@ def provider(
 
 
 @app.command()
-def tenant(
-    *, name: Name, authority: Authority = "authority", directory: Directory = KEYS, days: Days = 365
-) -> None:
+def tenant(*, name: Name, authority: Authority = "authority", directory: Directory = KEYS, days: Days = 365) -> None:
     """Issue a tenant's certificate."""
     signer = _identity(directory, authority)
     identity = certificates.issue(directory, authority=signer, kind=Kind.TENANT, name=name, days=days)
@@ -88,9 +84,7 @@ def tenant(
 
 
 @app.command()
-def rotate(
-    *, name: Name, authority: Authority = "authority", directory: Directory = KEYS, days: Days = 365
-) -> None:
+def rotate(*, name: Name, authority: Authority = "authority", directory: Directory = KEYS, days: Days = 365) -> None:
     """Replace a certificate and its key; the old pair is kept as NAME.previous."""
     path = _identity(directory, name).certificate
     old = certificates.load_certificates(path)[0]

@@ -3,7 +3,7 @@
 Theory of operation. A session draws one 256-bit secret. Everything else is derived with HKDF-SHA256 (RFC 5869):
 
     session secret --"helper", fingerprint--> helper seed      (all that a helper ever receives)
-    helper seed    --"mask", group, direction--> AES-256 key   (one keystream per layer group and direction)
+    helper seed    --"mask", group_name, direction--> AES-256 key   (one keystream per layer group and direction)
 
 Row r of a keystream occupies its own whole AES blocks, starting at block `r * ceil(4 d / 16)`: any row can be made
 without the ones before it, by the tenant and the helper alike, and rows never overlap. Info strings
@@ -86,14 +86,14 @@ class SessionSecret:
         self._check_alive()
         return derive(self._secret, "helper", holder)
 
-    def burn(self, *, group: str, direction: str, rows: int) -> int:
+    def burn(self, *, group_name: str, direction: str, rows: int) -> int:
         """Take `rows` fresh row indices of a (group, direction) and return the first. They are never returned again."""
         self._check_alive()
         if rows < 0:
             raise BurntRowError(f"a counter never goes back: cannot burn {rows} rows")
         with self._lock:
-            first = self._next_row[group, direction]
-            self._next_row[group, direction] = first + rows
+            first = self._next_row[group_name, direction]
+            self._next_row[group_name, direction] = first + rows
         return first
 
     @property
@@ -112,6 +112,6 @@ class SessionSecret:
         return "SessionSecret(...)"
 
 
-def mask_key(seed: bytes, *, group: str, direction: str) -> bytes:
+def mask_key(seed: bytes, *, group_name: str, direction: str) -> bytes:
     """The AES key of one (group, direction) keystream under a helper's seed."""
-    return derive(seed, "mask", group, direction)
+    return derive(seed, "mask", group_name, direction)

@@ -64,11 +64,11 @@ class QuantisedGroup:
         forward = direction == FORWARD
         width = self.weight.shape[1 if forward else 0]
         if not self.weight.numel():
-            return Bound(width=width, weight_absmax=0, weight_norm=0.0)
+            return Bound(inputs=width, weight_absmax=0, weight_norm=0.0)
         low, high = self.weight.aminmax()
         squares = [block.to(torch.float64).square_().sum(dim=1 if forward else 0) for block in _blocks(self.weight)]
         longest = (torch.cat(squares) if forward else torch.stack(squares).sum(dim=0)).amax()  # integers: exact
-        return Bound(width=width, weight_absmax=max(-int(low), int(high)), weight_norm=float(longest.sqrt()))
+        return Bound(inputs=width, weight_absmax=max(-int(low), int(high)), weight_norm=float(longest.sqrt()))
 
 
 def quantise(layers: Sequence[Layer], *, weight_bits: int = DEFAULT_WEIGHT_BITS) -> QuantisedGroup:

@@ -55,32 +55,32 @@ class Bound:
     """What a product's input rows may be, for one layer group and direction. Public facts of the weights.
 
     Args:
-        width: input features d of the product.
+        inputs: input features d of the product.
         weight_absmax: max |Wq| over the whole matrix.
         weight_norm: max over output channels of the channel's 2-norm.
     """
 
-    width: int
+    inputs: int
     weight_absmax: int
     weight_norm: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.width <= _MAX_WIDTH:
+        if not 0 < self.inputs <= _MAX_WIDTH:
             raise RangeError(
-                f"a product of width {self.width} is outside 1..{_MAX_WIDTH}; keep this layer on the tenant"
+                f"a product of {self.inputs} inputs is outside 1..{_MAX_WIDTH}; keep this layer on the tenant"
             )
         if self.l1 <= 0 or self.l2 <= 0:
-            raise RangeError(f"rounding alone may leave the range at width {self.width}; use fewer weight bits")
+            raise RangeError(f"rounding alone may leave the range at {self.inputs}; use fewer weight bits")
 
     @property
     def l1(self) -> float:
         """Largest allowed 1-norm of the scaled row before rounding."""
-        return (RANGE - 1) / max(self.weight_absmax, 1) - self.width / 2
+        return (RANGE - 1) / max(self.weight_absmax, 1) - self.inputs / 2
 
     @property
     def l2(self) -> float:
         """Largest allowed 2-norm of the scaled row before rounding."""
-        return (RANGE - 1) / max(self.weight_norm, 1.0) - math.sqrt(self.width) / 2
+        return (RANGE - 1) / max(self.weight_norm, 1.0) - math.sqrt(self.inputs) / 2
 
 
 def quantise_rows(rows: Tensor, bound: Bound) -> tuple[Tensor, Tensor]:
@@ -88,7 +88,7 @@ def quantise_rows(rows: Tensor, bound: Bound) -> tuple[Tensor, Tensor]:
 
     Args:
         rows: `[r, d]`, any floating dtype.
-        bound: the layer's public bound; `bound.width == d`.
+        bound: the layer's public bound; `bound.inputs == d`.
 
     Returns:
         `(xq, scale)`: int32 `[r, d]` and float64 `[r, 1]` with `rows ~= xq * scale`. The scale is secret (rule 5).
@@ -97,12 +97,12 @@ def quantise_rows(rows: Tensor, bound: Bound) -> tuple[Tensor, Tensor]:
         NonFiniteError: a row holds inf or nan.
         RangeError: wrong shape or dtype.
     """
-    if rows.dim() != 2 or rows.shape[1] != bound.width or not rows.is_floating_point():
-        raise RangeError(f"expected float rows of shape [r, {bound.width}], got {rows.dtype} {list(rows.shape)}")
+    if rows.dim() != 2 or rows.shape[1] != bound.inputs or not rows.is_floating_point():
+        raise RangeError(f"expected float rows of shape [r, {bound.inputs}], got {rows.dtype} {list(rows.shape)}")
     rows, block = rows.detach(), len(rows)
     if rows.device.type == "cpu":  # big tensors made anew would cost more than the arithmetic
-        block = min(block, max(1, torch.get_num_threads() * _BLOCK // bound.width))
-    v = torch.empty((block, bound.width), dtype=torch.float64, device=rows.device)
+        block = min(block, max(1, torch.get_num_threads() * _BLOCK // bound.inputs))
+    v = torch.empty((block, bound.inputs), dtype=torch.float64, device=rows.device)
     u = torch.empty_like(v)
     if block == len(rows):
         return _quantise(rows, bound, v, u)

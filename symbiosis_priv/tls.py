@@ -66,8 +66,7 @@ def server_context(*, certificate: Path, key: Path, tenant_authority: Path) -> s
     trusted = [c for c in load_certificates(tenant_authority) if is_authority(c) or kind_of(c) is Kind.TENANT]
     if not any(map(is_current, trusted)):
         raise CertificateError(
-            f"{tenant_authority} holds no current tenant authority: create one with "
-            f"`symbiosis-priv keys authority`"
+            f"{tenant_authority} holds no current tenant authority: create one with `symbiosis-priv keys authority`"
         )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.verify_mode = ssl.CERT_REQUIRED
@@ -151,8 +150,7 @@ def handshake_error(error: OSError, *, peer: str) -> CertificateError | Connecti
             f"certificate is current and issued by the provider's tenant authority"
         )
     return ConnectionLostError(
-        f"no TLS 1.3 connection with {peer} ({reason}): check the address, and that both sides run "
-        f"symbiosis-priv"
+        f"no TLS 1.3 connection with {peer} ({reason}): check the address, and that both sides run symbiosis-priv"
     )
 
 

@@ -24,6 +24,7 @@ from symbiosis_priv.checkpoint import Checkpoint
 from symbiosis_priv.discovery import GroupSpec, Skeleton, discover
 from symbiosis_priv.errors import CheckpointError
 from symbiosis_priv.quantise import DEFAULT_WEIGHT_BITS, Layer, QuantisedGroup, quantise
+from symbiosis_priv.ring import FORWARD, Direction
 
 log = logging.getLogger(__name__)
 
@@ -46,9 +47,14 @@ class GroupEntry(msgspec.Struct, frozen=True, kw_only=True):
         return GroupSpec(self.members, self.inputs, self.outputs).name
 
     @property
-    def width(self) -> int:
+    def stacked_outputs(self) -> int:
         """Output features of all members together."""
         return sum(self.outputs)
+
+    def columns(self, direction: Direction) -> tuple[int, int]:
+        """(columns of a request's rows, columns of its answer's)."""
+        inputs, outputs = self.inputs, self.stacked_outputs
+        return (inputs, outputs) if direction == FORWARD else (outputs, inputs)
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):

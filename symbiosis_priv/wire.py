@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import struct
 from enum import StrEnum
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -26,7 +26,7 @@ from torch import Tensor
 from symbiosis_priv.errors import FrameTooLargeError, ProtocolError
 from symbiosis_priv.ring import Direction
 
-VERSION = 1
+VERSION = 2
 MAGIC = b"SYM1"
 PREFIX = struct.Struct("<4sII")
 MAX_HEADER = 4096
@@ -35,8 +35,8 @@ MAX_ROWS = 1 << 24
 ITEM_BYTES = 4
 NONCE_BYTES = 16
 
-Path = Literal["ring", "float", "float_bias_free"]
-"""Which arithmetic: exact ring; float with bias (`forward`); float without (`forward_bias_free`, or backward)."""
+Arithmetic = Literal["ring", "float", "float_bias_free"]
+"""How a product is computed: exact ring; float with bias (forward); float without (`float_bias_free`, or backward)."""
 
 Role = Literal["executor", "helper"]
 Text = Annotated[str, msgspec.Meta(max_length=512)]
@@ -88,8 +88,12 @@ class Binding(Message, frozen=True):
     nonce: Nonce
     group: Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
     direction: Direction
-    path: Path
+    arithmetic: Arithmetic
     rows: Rows
+
+    def answers(self, request: Binding) -> bool:
+        """Whether every field repeats the request's: the reply belongs to it and to no other (rule 7)."""
+        return all(getattr(self, name) == getattr(request, name) for name in Binding.__struct_fields__)
 
 
 class Execute(Binding, frozen=True, tag="execute"):
@@ -105,6 +109,17 @@ class Effect(Binding, frozen=True, tag="effect"):
 
 class Result(Binding, frozen=True, tag="result"):
     """The product. Payload: `[rows, outputs]` (`[rows, inputs]` backward)."""
+
+    @classmethod
+    def answering(cls, request: Binding) -> Self:
+        """The header of the answer to `request`."""
+        return cls(
+            nonce=request.nonce,
+            group=request.group,
+            direction=request.direction,
+            arithmetic=request.arithmetic,
+            rows=request.rows,
+        )
 
 
 class Health(Message, frozen=True, tag="health"):
@@ -186,9 +201,9 @@ def _decode(decoder: msgspec.msgpack.Decoder[_M], header: Buffer) -> _M:
         raise ProtocolError(f"bad header: {error}") from error
 
 
-def payload_dtype(path: Path) -> torch.dtype:
+def payload_dtype(arithmetic: Arithmetic) -> torch.dtype:
     """int32 for the ring, float32 for the float paths."""
-    return torch.int32 if path == "ring" else torch.float32
+    return torch.int32 if arithmetic == "ring" else torch.float32
 
 
 def as_bytes(matrix: Tensor) -> memoryview:
@@ -199,9 +214,9 @@ def as_bytes(matrix: Tensor) -> memoryview:
     return np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")).data.cast("B")
 
 
-def as_matrix(buffer: bytearray | memoryview | np.ndarray, *, rows: int, path: Path) -> Tensor:
+def as_matrix(buffer: bytearray | memoryview | np.ndarray, *, rows: int, arithmetic: Arithmetic) -> Tensor:
     """A `[rows, width]` matrix over a writable buffer, without a copy on little-endian machines."""
-    kind = "<i4" if path == "ring" else "<f4"
+    kind = "<i4" if arithmetic == "ring" else "<f4"
     array = np.frombuffer(buffer, dtype=kind)
     array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
     return torch.from_numpy(array).view(rows, -1 if rows else 0)

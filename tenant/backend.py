@@ -1,9 +1,9 @@
 """How an offloaded layer group gets its product. `Backend.linear` is the one seam that `RemoteLinear` calls.
 
-    RingBackend       quantise -> exact integer product -> dequantise. The product comes from
-                        simulate.Simulation   the tenant's own copy, no network: the reference
-                        session.Session       providers, masked and verified
-    PaperPoolBackend  floats with reused Gaussian noise, as in the paper; weak, kept for comparison (paper_pool)
+RingBackend       quantise -> exact integer product -> dequantise. The product comes from
+                    simulate.Simulation   the tenant's own copy, no network: the reference
+                    session.Session       providers, masked and verified
+PaperPoolBackend  floats with reused Gaussian noise, as in the paper; weak, kept for comparison (paper_pool)
 """
 
 from __future__ import annotations

@@ -139,9 +139,7 @@ class _Bench:
         self._facts = preparation.facts
         self._keys = preparation.keys
         self._width = width
-        self._index = next(
-            i for i, facts in enumerate(preparation.facts) if facts.entry.members[0].endswith("o_proj")
-        )
+        self._index = next(i for i, facts in enumerate(preparation.facts) if facts.entry.members[0].endswith("o_proj"))
         self._group = self._facts[self._index]
         self._matrix = RingMatrix(store.group(self._index).weight, weight_bits=store.weight_bits)
         self._session = Session(federation, preparation, options=SessionOptions())
@@ -162,7 +160,7 @@ class _Bench:
         """Measure everything for one row count."""
         x = torch.randn(rows, self._width)
         secret = SessionSecret()
-        key = mask_key(secret.seed_for("bench"), group=self._group.entry.name, direction=FORWARD)
+        key = mask_key(secret.seed_for("bench"), group_name=self._group.entry.name, direction=FORWARD)
         times: dict[str, list[float]] = {name: [] for name in ("echo", "kernel", "masked", *PARTS)}
         up, down = self._frame_bytes(x, key)
         peer = self._federation.executors[0]
@@ -199,9 +197,9 @@ class _Bench:
         masked = xq + mask
         clock.lap("mask")
         request = wire.Execute(
-            nonce=fresh_nonce(), group=self._index, direction=FORWARD, path="ring", rows=len(masked)
+            nonce=fresh_nonce(), group=self._index, direction=FORWARD, arithmetic="ring", rows=len(masked)
         )
-        answer = self._channel.request(request, masked, width=self._width)
+        answer = self._channel.request(request, masked, outputs=self._width)
         clock.lap("network + product")
         accepted = self._keys.accepts(self._index, FORWARD, rows=masked, answer=answer)
         clock.lap("verify")

@@ -98,16 +98,16 @@ class Channel:
         with self._lock:
             return self._persist(self._connect)
 
-    def request(self, message: wire.Execute | wire.Effect, payload: Tensor | None, *, width: int) -> Tensor:
+    def request(self, message: wire.Execute | wire.Effect, payload: Tensor | None, *, outputs: int) -> Tensor:
         """Send a request and wait for its answer.
 
         Args:
             message: the header; `message.nonce` must be fresh.
             payload: CPU matrix `[rows, ...]` for `Execute`, None for `Effect`. Must not change during the call.
-            width: columns of the answer.
+            outputs: columns of the answer.
 
         Returns:
-            CPU matrix `[rows, width]`, int32 or float32 after the message's path. Unverified.
+            CPU matrix `[rows, outputs]`, int32 or float32 after the message's arithmetic. Unverified.
 
         Raises:
             DeadlineExceededError: no answer in time.
@@ -115,7 +115,7 @@ class Channel:
             ProtocolError: the answer is malformed or answers another request.
         """
         with self._lock:
-            return self._persist(lambda deadline: self._round_trip(message, payload, width, deadline))
+            return self._persist(lambda deadline: self._round_trip(message, payload, outputs, deadline))
 
     def close(self) -> None:
         """Close for good, without waiting: a request in flight in another thread fails."""
@@ -149,21 +149,23 @@ class Channel:
                 raise
 
     def _round_trip(
-        self, message: wire.Execute | wire.Effect, payload: Tensor | None, width: int, deadline: float
+        self, message: wire.Execute | wire.Effect, payload: Tensor | None, outputs: int, deadline: float
     ) -> Tensor:
         self._connect(deadline)
         if self._wiretap:
             self._wiretap.sent(self.peer, message, payload)
         self._send(message, payload, deadline)
         reply, answer = self._receive(
-            deadline, expect=(message.rows, width, message.path), max_payload=message.rows * width * wire.ITEM_BYTES
+            deadline,
+            expect=(message.rows, outputs, message.arithmetic),
+            max_payload=message.rows * outputs * wire.ITEM_BYTES,
         )
         if self._wiretap:
             self._wiretap.received(self.peer, reply, answer)
         self.traffic.round_trips += 1
         if isinstance(reply, wire.Failure):
             raise self._failure(reply)
-        if not isinstance(reply, wire.Result) or answer is None or not _answers(reply, message):
+        if not isinstance(reply, wire.Result) or answer is None or not reply.answers(message):
             raise ProtocolError(f"{self._name} answered another request than the one it was asked")
         return answer
 
@@ -206,7 +208,7 @@ class Channel:
         self.traffic.bytes_sent += len(head) + len(body)
 
     def _receive(
-        self, deadline: float, *, expect: tuple[int, int, wire.Path] | None, max_payload: int
+        self, deadline: float, *, expect: tuple[int, int, wire.Arithmetic] | None, max_payload: int
     ) -> tuple[wire.Reply, Tensor | None]:
         prefix = bytearray(wire.PREFIX.size)
         self._read(prefix, deadline)
@@ -219,10 +221,10 @@ class Channel:
             if payload_size:
                 raise ProtocolError(f"{self._name} sent a payload where none belongs")
             return reply, None
-        rows, width, path = expect
+        rows, outputs, arithmetic = expect
         if payload_size != max_payload:
-            raise ProtocolError(f"{self._name} sent {payload_size} bytes where {rows} rows of {width} belong")
-        answer = torch.empty((rows, width), dtype=wire.payload_dtype(path))
+            raise ProtocolError(f"{self._name} sent {payload_size} bytes where {rows} rows of {outputs} belong")
+        answer = torch.empty((rows, outputs), dtype=wire.payload_dtype(arithmetic))
         self._read(wire.as_bytes(answer), deadline)
         return reply, answer
 
@@ -264,11 +266,6 @@ class Channel:
 def fresh_nonce() -> bytes:
     """16 random bytes that bind an answer to its request."""
     return secrets.token_bytes(wire.NONCE_BYTES)
-
-
-def _answers(reply: wire.Result, message: wire.Binding) -> bool:
-    fields = ("nonce", "group", "direction", "path", "rows")
-    return all(getattr(reply, name) == getattr(message, name) for name in fields)
 
 
 def _left(deadline: float) -> float:

@@ -48,13 +48,13 @@ class GroupFacts:
         bias = None if group.bias is None else group.bias.to(torch.float64)
         return cls(entry, group.channel_scale, bias, {d: group.bound(d) for d in DIRECTIONS})
 
-    def width(self, direction: Direction) -> int:
+    def inputs(self, direction: Direction) -> int:
         """Columns of an input row."""
-        return self.entry.inputs if direction == FORWARD else self.entry.width
+        return self.entry.columns(direction)[0]
 
     def outputs(self, direction: Direction) -> int:
         """Columns of an answer row."""
-        return self.entry.width if direction == FORWARD else self.entry.inputs
+        return self.entry.columns(direction)[1]
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ def _load(folder: Path, *, digest: str, columns: int) -> Preparation:
     for i, entry in enumerate(manifest.groups):
         norms = tensors[f"{i}.norms"].tolist()
         bounds: dict[Direction, Bound] = {
-            FORWARD: Bound(width=entry.inputs, weight_absmax=int(norms[0]), weight_norm=norms[1]),
-            BACKWARD: Bound(width=entry.width, weight_absmax=int(norms[0]), weight_norm=norms[2]),
+            FORWARD: Bound(inputs=entry.inputs, weight_absmax=int(norms[0]), weight_norm=norms[1]),
+            BACKWARD: Bound(inputs=entry.stacked_outputs, weight_absmax=int(norms[0]), weight_norm=norms[2]),
         }
         facts.append(GroupFacts(entry, tensors[f"{i}.channel_scale"], tensors.get(f"{i}.bias"), bounds))
     keys = VerificationKeys.from_tensors(load_file(folder / "keys.safetensors"), columns=columns)

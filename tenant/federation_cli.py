@@ -79,16 +79,16 @@ def _probe(peer: Peer, federation: Federation, *, timeout: float) -> float:
 
 
 def _empty_execute(channel: Channel) -> None:
-    request = wire.Execute(nonce=fresh_nonce(), group=0, direction=FORWARD, path="ring", rows=0)
-    channel.request(request, torch.empty((0, 1), dtype=torch.int32), width=1)
+    request = wire.Execute(nonce=fresh_nonce(), group=0, direction=FORWARD, arithmetic="ring", rows=0)
+    channel.request(request, torch.empty((0, 1), dtype=torch.int32), outputs=1)
 
 
 def _empty_effect(channel: Channel) -> None:
     seed = secrets.token_bytes(SEED_BYTES)
     request = wire.Effect(
-        nonce=fresh_nonce(), group=0, direction=FORWARD, path="ring", rows=0, seed=seed, first_row=0
+        nonce=fresh_nonce(), group=0, direction=FORWARD, arithmetic="ring", rows=0, seed=seed, first_row=0
     )
-    channel.request(request, None, width=1)
+    channel.request(request, None, outputs=1)
 
 
 def _seconds(ask: Callable[[Channel], None], channel: Channel) -> float:

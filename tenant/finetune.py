@@ -33,6 +33,7 @@ from tenant.session import Ledger
 Progress = Callable[[int, int, float], None]
 """Called after every step with (steps done, steps in all, loss in nats per token)."""
 
+
 @dataclass(frozen=True, kw_only=True)
 class FineTuning:
     """How to fine-tune.

@@ -69,7 +69,7 @@ class EffectSource(ABC):
 
     def _burn(self, index: int, direction: Direction, rows: int) -> tuple[str, int]:
         group = self._facts[index].entry.name
-        return group, self._secret.burn(group=group, direction=direction, rows=rows)
+        return group, self._secret.burn(group_name=group, direction=direction, rows=rows)
 
 
 class LocalSource(EffectSource):
@@ -83,8 +83,8 @@ class LocalSource(EffectSource):
 
     def draw(self, index: int, direction: Direction, rows: int, *, ahead: bool) -> Pad:
         group, first = self._burn(index, direction, rows)
-        key = mask_key(self._seed, group=group, direction=direction)
-        mask = expand(key, first_row=first, rows=rows, width=self._facts[index].width(direction))
+        key = mask_key(self._seed, group_name=group, direction=direction)
+        mask = expand(key, first_row=first, rows=rows, width=self._facts[index].inputs(direction))
         return Pad(mask, self._worker.submit(self._products.product, index, direction, mask))
 
     def close(self) -> None:
@@ -101,9 +101,9 @@ class Helper:
         self.channels = (online, ahead)
         self._workers = [ThreadPoolExecutor(1, thread_name_prefix=f"effects-{self.peer.name}") for _ in self.channels]
 
-    def submit(self, request: wire.Effect, *, width: int, ahead: bool) -> Future[Tensor]:
+    def submit(self, request: wire.Effect, *, outputs: int, ahead: bool) -> Future[Tensor]:
         """Ask for an effect; unverified."""
-        return self._workers[ahead].submit(self.channels[ahead].request, request, None, width=width)
+        return self._workers[ahead].submit(self.channels[ahead].request, request, None, outputs=outputs)
 
     def drop_orders(self) -> None:
         """Send nothing more of what was ordered ahead."""
@@ -141,23 +141,21 @@ class PadSource(EffectSource):
                 nonce=fresh_nonce(),
                 group=index,
                 direction=direction,
-                path="ring",
+                arithmetic="ring",
                 rows=rows,
                 seed=helper.seed,
                 first_row=first,
             )
-            effect = helper.submit(request, width=facts.outputs(direction), ahead=ahead)
-            key = mask_key(helper.seed, group=group, direction=direction)  # while the helper does the same
-            share = expand(key, first_row=first, rows=rows, width=facts.width(direction))
+            effect = helper.submit(request, outputs=facts.outputs(direction), ahead=ahead)
+            key = mask_key(helper.seed, group_name=group, direction=direction)  # while the helper does the same
+            share = expand(key, first_row=first, rows=rows, width=facts.inputs(direction))
             shares.append((helper, share, effect))
         mask = shares[0][1]
         for _, share, _ in shares[1:]:
             mask = mask + share
         return Pad(mask, self._joiners[ahead].submit(self._join, index, direction, shares))
 
-    def _join(
-        self, index: int, direction: Direction, shares: list[tuple[Helper, Tensor, Future[Tensor]]]
-    ) -> Tensor:
+    def _join(self, index: int, direction: Direction, shares: list[tuple[Helper, Tensor, Future[Tensor]]]) -> Tensor:
         total: Tensor | None = None
         for helper, share, answer in shares:
             try:
@@ -174,7 +172,7 @@ class PadSource(EffectSource):
 
     def _lie(self, helper: Helper, index: int, direction: Direction) -> VerificationError:
         group = self._facts[index].entry.name
-        return VerificationError(provider=helper.peer.name, group=group, direction=direction, what="an effect")
+        return VerificationError(provider=helper.peer.name, group_name=group, direction=direction, what="an effect")
 
     def close(self) -> None:
         for helper in self._helpers:

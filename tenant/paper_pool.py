@@ -95,19 +95,21 @@ class PaperPoolBackend(Backend):
 
     def _words(self, index: int, direction: Direction, purpose: str, *, rows: int, width: int) -> Tensor:
         stream = f"{purpose} {self.facts[index].entry.name}"
-        first = self._secret.burn(group=stream, direction=direction, rows=rows)
-        return expand(mask_key(self._seed, group=stream, direction=direction), first_row=first, rows=rows, width=width)
+        first = self._secret.burn(group_name=stream, direction=direction, rows=rows)
+        return expand(
+            mask_key(self._seed, group_name=stream, direction=direction), first_row=first, rows=rows, width=width
+        )
 
-    def _ask(self, index: int, direction: Direction, rows: Tensor, path: wire.Path) -> Tensor:
+    def _ask(self, index: int, direction: Direction, rows: Tensor, arithmetic: wire.Arithmetic) -> Tensor:
         welcome = self._channel.welcome()
         facts = self.facts[index]
-        widest = wire.ITEM_BYTES * max(facts.entry.inputs, facts.entry.width)
+        widest = wire.ITEM_BYTES * max(facts.entry.inputs, facts.entry.stacked_outputs)
         parts = []
         for part in rows.split(max(1, min(welcome.max_rows, welcome.max_payload // widest))):
             request = wire.Execute(
-                nonce=fresh_nonce(), group=index, direction=direction, path=path, rows=len(part)
+                nonce=fresh_nonce(), group=index, direction=direction, arithmetic=arithmetic, rows=len(part)
             )
-            parts.append(self._channel.request(request, part, width=facts.outputs(direction)))
+            parts.append(self._channel.request(request, part, outputs=facts.outputs(direction)))
         return torch.cat(parts)
 
 

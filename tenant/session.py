@@ -173,8 +173,10 @@ class Session:
         facts = self._preparation.facts[index]
         parts = []
         for part in masked.split(row_limit(facts, [channel.welcome()])):
-            request = wire.Execute(nonce=fresh_nonce(), group=index, direction=direction, path="ring", rows=len(part))
-            parts.append(channel.request(request, part, width=facts.outputs(direction)))
+            request = wire.Execute(
+                nonce=fresh_nonce(), group=index, direction=direction, arithmetic="ring", rows=len(part)
+            )
+            parts.append(channel.request(request, part, outputs=facts.outputs(direction)))
         answer = joined(parts)
         if not self._preparation.keys.accepts(index, direction, rows=masked, answer=answer):
             raise self._lie(channel.peer, index=index, direction=direction)
@@ -210,7 +212,7 @@ class Session:
     def _lie(self, *peers: Peer, index: int, direction: Direction) -> VerificationError:
         return VerificationError(
             provider=" or ".join(peer.name for peer in peers),
-            group=self._preparation.facts[index].entry.name,
+            group_name=self._preparation.facts[index].entry.name,
             direction=direction,
             what="an answer",
         )
@@ -309,7 +311,7 @@ class _Runtime:
                 direction=direction,
                 refill=self._refill,
                 memory=self._memory,
-                row_bytes=wire.ITEM_BYTES * (facts.entry.inputs + facts.entry.width),
+                row_bytes=wire.ITEM_BYTES * (facts.entry.inputs + facts.entry.stacked_outputs),
                 max_rows=self.row_limit(facts),
             )
         return pool.take(rows)
@@ -333,5 +335,5 @@ class _Runtime:
 
 def row_limit(facts: GroupFacts, welcomes: Sequence[wire.Welcome]) -> int:
     """Rows of one request that fit every one of these limits, both ways."""
-    widest = wire.ITEM_BYTES * max(facts.entry.inputs, facts.entry.width)
+    widest = wire.ITEM_BYTES * max(facts.entry.inputs, facts.entry.stacked_outputs)
     return max(1, min(min(w.max_rows, w.max_payload // widest) for w in welcomes))

@@ -189,8 +189,8 @@ def _lies(lab: Lab, rng: torch.Generator) -> list[tuple[str, wire.Role, Sequence
 
 def _same_shape(lab: Lab, group: int) -> int:
     groups = lab.public.manifest.groups
-    shape = (groups[group].inputs, groups[group].width)
-    return next(i for i, g in enumerate(groups) if i != group and (g.inputs, g.width) == shape)
+    shape = (groups[group].inputs, groups[group].stacked_outputs)
+    return next(i for i, g in enumerate(groups) if i != group and (g.inputs, g.stacked_outputs) == shape)
 
 
 def _detect(
@@ -215,7 +215,7 @@ def _session(
     """One fresh session and one request; (aborted, the true product int64 `[r, o]`)."""
     group = 0
     facts = preparation.facts[group]
-    x = torch.randint(-1000, 1000, (_ROWS, facts.width(direction)), generator=rng, dtype=torch.int64)
+    x = torch.randint(-1000, 1000, (_ROWS, facts.inputs(direction)), generator=rng, dtype=torch.int64)
     weight = lab.public.quantised(group).weight.long()
     truth = x @ (weight.t() if direction == FORWARD else weight)
     options = SessionOptions(masking="pad", deadline_s=20, pool_memory=0, wiretap=liar)

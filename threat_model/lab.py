@@ -241,7 +241,7 @@ class Lab:
         group = 0
         pair = self.public.vocabulary_rows[:2]
         if direction == BACKWARD:
-            width = self.public.manifest.groups[group].width
+            width = self.public.manifest.groups[group].stacked_outputs
             pair = torch.randn((2, width), generator=torch.Generator().manual_seed(0))
         word = expand(secrets.token_bytes(SEED_BYTES), first_row=0, rows=workload.game_rows, width=1)[:, 0]
         coins = word < 0
@@ -292,8 +292,8 @@ class Lab:
         while True:
             last = stop.is_set()
             mine = expand(secrets.token_bytes(SEED_BYTES), first_row=0, rows=rows, width=entry.inputs)
-            request = wire.Execute(nonce=fresh_nonce(), group=group, direction=FORWARD, path="ring", rows=rows)
-            answer = channel.request(request, mine, width=entry.width)
+            request = wire.Execute(nonce=fresh_nonce(), group=group, direction=FORWARD, arithmetic="ring", rows=rows)
+            answer = channel.request(request, mine, outputs=entry.stacked_outputs)
             own.append((answer - mine @ weight.t()).double())
             report = ask_health(
                 f"{peer.host}:{peer.port}",

@@ -112,12 +112,12 @@ def _remasked(recording: Recording, mask: Callable[[Tensor], Tensor], *, group: 
     view = recording.views.executor
     plain = {order: call.rows for order, call in recording.truth.calls.items()}
     kept = [e for e in view.exchanges if e.order in plain and group in (None, e.group)]
-    return ExecutorView(tuple(replace(e, rows=mask(plain[e.order]), path=_path(e)) for e in kept))
+    return ExecutorView(tuple(replace(e, rows=mask(plain[e.order]), arithmetic=_arithmetic(e)) for e in kept))
 
 
-def _path(exchange: Exchange) -> wire.Path:
+def _arithmetic(exchange: Exchange) -> wire.Arithmetic:
     """One-time noise: no request is the one for effects."""
-    return "ring" if exchange.path == "ring" else "float"
+    return "ring" if exchange.arithmetic == "ring" else "float"
 
 
 def _unfused(recording: Recording, public: Public) -> tuple[Public, ExecutorView]:

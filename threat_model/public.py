@@ -81,9 +81,9 @@ class Public:
         """The public bound on a group's rows."""
         return self.quantised(group).bound(direction)
 
-    def served_weight(self, group: int, member: str, *, path: wire.Path) -> Tensor:
-        """Float64 `[o, d]` that products of this path use, of the member whose name ends in `member`."""
-        if path != "ring":
+    def served_weight(self, group: int, member: str, *, arithmetic: wire.Arithmetic) -> Tensor:
+        """Float64 `[o, d]` that products in this arithmetic use, of the member whose name ends in `member`."""
+        if arithmetic != "ring":
             return next(m.weight.double() for m in self.store.layers(group) if m.name.endswith(member))
         entry, quantised = self.manifest.groups[group], self.quantised(group)
         place = next(i for i, name in enumerate(entry.members) if name.endswith(member))

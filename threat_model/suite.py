@@ -112,7 +112,7 @@ def run_suite(
     for scheme in schemes:
         step(f"{scheme.name}: fine-tuning and generating")
         recording = lab.record(scheme, workload)
-        on_ring = recording.views.executor.exchanges[0].path == "ring"
+        on_ring = recording.views.executor.exchanges[0].arithmetic == "ring"
         if scheme is NONE or not on_ring:
             kept.setdefault(on_ring, recording)
         for attack in attacks:

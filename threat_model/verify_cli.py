@@ -33,9 +33,7 @@ def verify(
     ] = None,
     tenant_key: Annotated[Path | None, typer.Option(help="With --address: its private key.")] = None,
     role: Annotated[str, typer.Option(help="With --address: executor or helper.")] = "executor",
-    weight_bits: Annotated[
-        int, typer.Option(help="With --address: bits of a quantised weight.")
-    ] = DEFAULT_WEIGHT_BITS,
+    weight_bits: Annotated[int, typer.Option(help="With --address: bits of a quantised weight.")] = DEFAULT_WEIGHT_BITS,
     model: Annotated[
         str | None,
         typer.Option(
@@ -273,7 +271,7 @@ def _counterexample(violation: Violation) -> dict[str, Any]:
         where = case.rows.nonzero()[:_VALUES].tolist()
         out |= {
             "direction": case.direction,
-            "path": case.path,
+            "arithmetic": case.arithmetic,
             "rows": len(case.rows),
             "width": case.rows.shape[1],
             "nonzero": [[row, column, case.rows[row, column].item()] for row, column in where],

@@ -47,7 +47,7 @@ class Exchange:
     time_s: float
     group: int
     direction: Direction
-    path: wire.Path
+    arithmetic: wire.Arithmetic
     rows: Tensor
     answer: Tensor
     fields: Mapping[str, object] = field(default_factory=dict)
@@ -205,7 +205,9 @@ class Recorder:
             if isinstance(request, wire.Execute) and rows is not None:
                 header = msgspec.structs.asdict(request)
                 self._exchanges.append(
-                    Exchange(order, sent, request.group, request.direction, request.path, rows, payload.clone(), header)
+                    Exchange(
+                        order, sent, request.group, request.direction, request.arithmetic, rows, payload.clone(), header
+                    )
                 )
             elif isinstance(request, wire.Effect):
                 self._effects.append(

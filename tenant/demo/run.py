@@ -122,9 +122,7 @@ def run(
 def _tamper(path: Path, local: LocalFederation, work: Path) -> int:
     federation = load_federation(local.federation)
     config = RemoteConfig(federation=local.federation, cache=work / "cache")
-    preparation = prepare(
-        None, digest=federation.model_digest, columns=config.verify_columns, cache=work / "cache"
-    )
+    preparation = prepare(None, digest=federation.model_digest, columns=config.verify_columns, cache=work / "cache")
     return rejected(federation, preparation, trials=_TAMPERED)
 
 
@@ -183,9 +181,7 @@ def _figures(
 
 
 @contextmanager
-def _opened(
-    path: Path, remote: RemoteConfig, adapter: Path | None
-) -> Iterator[tuple[Any, PreTrainedTokenizerBase]]:
+def _opened(path: Path, remote: RemoteConfig, adapter: Path | None) -> Iterator[tuple[Any, PreTrainedTokenizerBase]]:
     model, tokenizer = open_model(path, remote=remote, adapter=adapter, dtype="float32")
     try:
         yield model, tokenizer

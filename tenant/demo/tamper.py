@@ -87,7 +87,7 @@ def rejected(federation: Federation, preparation: Preparation, *, trials: int) -
         options = SessionOptions(masking="pad", pool_memory=0, wiretap=tamper)
         session = Session(federation, session_preparation, options=options)
         index, direction = rng.randrange(len(preparation.facts)), rng.choice(DIRECTIONS)
-        width = preparation.facts[index].width(direction)
+        width = preparation.facts[index].inputs(direction)
         rows = torch.tensor([[rng.randrange(-_INPUT_RANGE, _INPUT_RANGE) for _ in range(width)] for _ in range(_ROWS)])
         try:
             session.product(index, direction, rows.to(torch.int32))

@@ -30,7 +30,9 @@ def offloaded_sizes(path: Path) -> tuple[set[int], int]:
     No tensor of the tenant's own has as many, but for the embedding, which is as large as the head.
     """
     *blocks, head = WeightStore(path).manifest().groups
-    return {entry.inputs * n for entry in blocks for n in (*entry.outputs, entry.width)}, head.inputs * head.width
+    return {
+        entry.inputs * n for entry in blocks for n in (*entry.outputs, entry.stacked_outputs)
+    }, head.inputs * head.stacked_outputs
 
 
 def alive(*sizes: int) -> list[Tensor]:

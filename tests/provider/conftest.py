@@ -60,9 +60,9 @@ class Client:
         self.send(request, b"" if rows is None else wire.as_bytes(rows))
         reply, payload = self.receive()
         assert isinstance(reply, wire.Result), reply
-        bound = ("nonce", "group", "direction", "path", "rows")
+        bound = ("nonce", "group", "direction", "arithmetic", "rows")
         assert all(getattr(reply, name) == getattr(request, name) for name in bound)
-        return wire.as_matrix(payload, rows=request.rows, path=request.path)
+        return wire.as_matrix(payload, rows=request.rows, arithmetic=request.arithmetic)
 
     def at_end(self) -> bool:
         """Wait for the provider to close the connection; False if it sent something first."""
@@ -85,9 +85,11 @@ class Client:
         return data
 
 
-def execute(group: int, rows: int, *, direction: Direction = "forward", path: wire.Path = "ring") -> wire.Execute:
+def execute(
+    group: int, rows: int, *, direction: Direction = "forward", arithmetic: wire.Arithmetic = "ring"
+) -> wire.Execute:
     return wire.Execute(
-        nonce=secrets.token_bytes(wire.NONCE_BYTES), group=group, direction=direction, path=path, rows=rows
+        nonce=secrets.token_bytes(wire.NONCE_BYTES), group=group, direction=direction, arithmetic=arithmetic, rows=rows
     )
 
 
@@ -96,7 +98,7 @@ def effect(group: int, rows: int, *, seed: bytes, first_row: int = 0, direction:
         nonce=secrets.token_bytes(wire.NONCE_BYTES),
         group=group,
         direction=direction,
-        path="ring",
+        arithmetic="ring",
         rows=rows,
         seed=seed,
         first_row=first_row,

@@ -155,7 +155,7 @@ def test_refused_requests_leave_the_connection_usable(connect: Connect, provider
     assert failure(helper.ask(execute(0, 1), b"\0" * 4 * WIDTH)) == code.ROLE_REFUSED
     assert failure(helper.ask(effect(0, 1, seed=seed), b"\0" * 4)) == code.BAD_REQUEST
     float_effect = wire.Effect(
-        nonce=bytes(16), group=0, direction="forward", path="float", rows=1, seed=seed, first_row=0
+        nonce=bytes(16), group=0, direction="forward", arithmetic="float", rows=1, seed=seed, first_row=0
     )
     assert failure(helper.ask(float_effect)) == code.BAD_REQUEST
     assert failure(connect(role=None).ask(execute(0, 0))) == code.BAD_REQUEST  # no hello

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from provider.config import INPROC
 from provider.executor import Context, Executor
-from provider.model import ServedModel, widths
+from provider.model import ServedModel
 from provider.server import Provider
 from symbiosis_priv import wire
 from symbiosis_priv.keystream import expand, mask_key
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tests.provider.conftest import Client, Configure, Connect, Requests
 
 ROWS = (0, 1, 7, 33)
-PATHS: tuple[wire.Path, ...] = ("float", "float_bias_free")
+ARITHMETICS: tuple[wire.Arithmetic, ...] = ("float", "float_bias_free")
 
 
 def ring_rows(rows: int, width: int, *, seed: int = 0) -> Tensor:
@@ -44,7 +44,7 @@ def check_ring(client: Client, store: WeightStore, requests: Requests) -> None:
     for group, entry in enumerate(store.manifest().groups):
         for direction in DIRECTIONS:
             for rows in ROWS:
-                x = ring_rows(rows, widths(entry, direction)[0], seed=rows)
+                x = ring_rows(rows, entry.columns(direction)[0], seed=rows)
                 got = client.product(execute(group, rows, direction=direction), x)
                 assert torch.equal(
                     got.reshape(rows, -1 if rows else 0), oracle(store, group, direction, x)[:, : got.shape[1]]
@@ -60,19 +60,19 @@ def check_float(client: Client, store: WeightStore, requests: Requests) -> None:
         bias = torch.cat([torch.zeros(len(m.weight)) if m.bias is None else m.bias for m in layers]).double()
         for direction in DIRECTIONS:
             matrix = w.t() if direction == "forward" else w
-            for path in PATHS:
-                add = bias if (direction, path) == ("forward", "float") else torch.zeros(matrix.shape[1])
+            for arithmetic in ARITHMETICS:
+                add = bias if (direction, arithmetic) == ("forward", "float") else torch.zeros(matrix.shape[1])
                 for rows in ROWS:
                     generator = torch.Generator().manual_seed(rows)
                     x = torch.randn(rows, matrix.shape[0], generator=generator)
-                    got = client.product(execute(group, rows, direction=direction, path=path), x)
+                    got = client.product(execute(group, rows, direction=direction, arithmetic=arithmetic), x)
                     n = matrix.shape[0] + 2  # the products, the bias, and the oracle's own rounding
                     gamma = n * 2.0**-24 / (1 - n * 2.0**-24)
                     bound = gamma * (x.double().abs() @ matrix.abs() + add.abs())
                     error = (
                         got.double().reshape(rows, -1 if rows else matrix.shape[1]) - (x.double() @ matrix + add)
                     ).abs()
-                    assert bool((error <= bound).all()), (entry.name, direction, path, rows)
+                    assert bool((error <= bound).all()), (entry.name, direction, arithmetic, rows)
 
 
 def test_ring_products_are_exact(connect: Connect, store: WeightStore, requests: Requests) -> None:
@@ -99,8 +99,8 @@ def test_effects_are_products_of_the_keystream(connect: Connect, store: WeightSt
     seed = secrets.token_bytes(32)
     for group, entry in enumerate(store.manifest().groups):
         for direction in DIRECTIONS:
-            width, _ = widths(entry, direction)
-            key = mask_key(seed, group=entry.name, direction=direction)
+            width, _ = entry.columns(direction)
+            key = mask_key(seed, group_name=entry.name, direction=direction)
             for rows, first_row in ((0, 0), (1, 0), (5, 3), (16, 1 << 40)):
                 masks = expand(key, first_row=first_row, rows=rows, width=width)
                 request = effect(group, rows, seed=seed, first_row=first_row, direction=direction)
@@ -112,7 +112,7 @@ def test_tenants_at_once_get_what_they_get_alone(connect: Connect, store: Weight
     execute, effect = requests
     seed = secrets.token_bytes(32)
     entry = store.manifest().groups[0]
-    masks = expand(mask_key(seed, group=entry.name, direction="forward"), first_row=0, rows=9, width=entry.inputs)
+    masks = expand(mask_key(seed, group_name=entry.name, direction="forward"), first_row=0, rows=9, width=entry.inputs)
 
     def executor(number: int) -> None:
         client = connect(("alice", "bob")[number % 2])
@@ -138,9 +138,9 @@ class CountingModel(ServedModel):
         super().__init__(store)
         self.calls: list[tuple[int, int]] = []
 
-    def product(self, rows: Tensor, *, group: int, direction: Direction, path: wire.Path) -> Tensor:
+    def product(self, rows: Tensor, *, group: int, direction: Direction, arithmetic: wire.Arithmetic) -> Tensor:
         self.calls.append((group, len(rows)))
-        return super().product(rows, group=group, direction=direction, path=path)
+        return super().product(rows, group=group, direction=direction, arithmetic=arithmetic)
 
 
 @pytest.mark.parametrize(("max_batch_rows", "batches"), [(100, [12]), (5, [3, 5, 4]), (1, [1, 2, 5, 4])])
@@ -155,7 +155,7 @@ def test_waiting_requests_share_a_product(
     width = store.manifest().groups[0].inputs
     other = store.manifest().groups[1].inputs
     seed = secrets.token_bytes(32)
-    key = mask_key(seed, group=store.manifest().groups[0].name, direction="forward")
+    key = mask_key(seed, group_name=store.manifest().groups[0].name, direction="forward")
     asked = [
         (execute(0, 1), ring_rows(1, width)),
         (execute(1, 2), ring_rows(2, other)),
@@ -181,7 +181,7 @@ def test_waiting_requests_share_a_product(
         reply = wire.decode_reply(head[wire.PREFIX.size :])
         assert isinstance(reply, wire.Result)
         assert reply.nonce == request.nonce
-        got = wire.as_matrix(bytearray(payload), rows=len(rows), path="ring")
+        got = wire.as_matrix(bytearray(payload), rows=len(rows), arithmetic="ring")
         assert torch.equal(got, oracle(store, request.group, "forward", rows))
         socket.close()
     context.term()

@@ -115,7 +115,7 @@ def test_executor_in_its_own_process_comes_back(
         assert isinstance(reply, wire.Failure)
         assert reply.code in wire.RETRYABLE
         after = until_served(client, execute(0, 4), wire.as_bytes(x))
-        assert torch.equal(before, wire.as_matrix(after, rows=4, path="ring"))
+        assert torch.equal(before, wire.as_matrix(after, rows=4, arithmetic="ring"))
         assert provider.executor.pid != first
         child = provider.executor.pid
     with pytest.raises(ProcessLookupError):

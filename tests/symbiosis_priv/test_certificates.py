@@ -307,9 +307,7 @@ def test_fingerprint_is_that_of_the_der(tmp_path: Path, authority: Identity) -> 
     assert certificates.describe(authority.certificate).fingerprint == expected
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"no pem", b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"]
-)
+@pytest.mark.parametrize("content", [b"", b"no pem", b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"])
 def test_unreadable_certificates(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "broken.pem"
     path.write_bytes(content)
@@ -326,9 +324,9 @@ def test_strangers_have_no_kind(tmp_path: Path) -> None:
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     name = x509.Name([])
     now = datetime.now(UTC)
-    stranger = x509.CertificateBuilder(
-        name, name, key.public_key(), x509.random_serial_number(), now, now
-    ).sign(key, hashes.SHA256())
+    stranger = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number(), now, now).sign(
+        key, hashes.SHA256()
+    )
     path = tmp_path / "stranger.pem"
     path.write_bytes(stranger.public_bytes(serialization.Encoding.PEM))
     assert certificates.kind_of(stranger) is None

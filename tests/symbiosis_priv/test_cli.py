@@ -18,9 +18,7 @@ from typer.testing import CliRunner
 from symbiosis_priv import cli, errors, wire
 
 OWN_COMMANDS = sorted(
-    entry.name
-    for entry in entry_points(group=cli.COMMAND_GROUP)
-    if entry.dist and entry.dist.name == "symbiosis-priv"
+    entry.name for entry in entry_points(group=cli.COMMAND_GROUP) if entry.dist and entry.dist.name == "symbiosis-priv"
 )
 
 Plug = Callable[[str, Any], None]
@@ -119,15 +117,13 @@ def test_unknown_plug_in_is_listed(plug: Plug, capsys: pytest.CaptureFixture[str
 EXAMPLES = [
     errors.ConfigError("port: not a number; write 1 to 65535"),
     errors.ProviderError(code="busy", provider="p", detail="\x1b[2J\nforged line\r\u202e"),
-    errors.VerificationError(provider="p", group="g", direction="forward", what="the answer"),
+    errors.VerificationError(provider="p", group_name="g", direction="forward", what="the answer"),
     errors.DeadlineExceededError("no answer in 5 s; raise `deadline`"),
 ]
 
 
 @pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
-def test_error_is_one_clean_line(
-    error: errors.SymbiosisError, plug: Plug, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_error_is_one_clean_line(error: errors.SymbiosisError, plug: Plug, capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> None:
         raise error
 
@@ -140,9 +136,7 @@ def test_error_is_one_clean_line(
     assert err[:-1].isprintable()
 
 
-def test_a_file_that_cannot_be_used_is_one_line(
-    plug: Plug, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_file_that_cannot_be_used_is_one_line(plug: Plug, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "cache").touch()
     plug("prepare", lambda: (tmp_path / "cache" / "weights").mkdir())
     assert run("prepare") == 1

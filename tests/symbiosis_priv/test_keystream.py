@@ -70,7 +70,7 @@ def test_labels_never_collide(paths: list[tuple[str, ...]]) -> None:
 
 def test_moving_a_boundary_changes_the_key() -> None:
     assert derive(KEY, "ab", "c") != derive(KEY, "a", "bc")
-    assert mask_key(KEY, group="a", direction="bforward") != mask_key(KEY, group="ab", direction="forward")
+    assert mask_key(KEY, group_name="a", direction="bforward") != mask_key(KEY, group_name="ab", direction="forward")
 
 
 @given(key=keys, first_row=first_rows, rows=st.integers(0, 4), width=testing.widths())
@@ -105,7 +105,7 @@ def test_no_block_is_ever_reused() -> None:
         for helper in ("sha256:aa", "sha256:ab"):
             for group in ("model.layers.0.mlp", "model.layers.1.mlp", "model.layers.10.mlp"):
                 for direction in DIRECTIONS:
-                    key = mask_key(secret.seed_for(helper), group=group, direction=direction)
+                    key = mask_key(secret.seed_for(helper), group_name=group, direction=direction)
                     seen += blocks(expand(key, first_row=0, rows=64, width=16))
     assert len(seen) == 2 * 2 * 3 * 2 * 64 * 4
     assert len(set(seen)) == len(seen)
@@ -139,7 +139,7 @@ def test_burnt_rows_are_never_handed_out_again(requests: list[tuple[str, str, in
     secret = SessionSecret()
     burnt: dict[tuple[str, str], set[int]] = {}
     for group, direction, rows in requests:
-        first = secret.burn(group=group, direction=direction, rows=rows)
+        first = secret.burn(group_name=group, direction=direction, rows=rows)
         taken = set(range(first, first + rows))
         before = burnt.setdefault((group, direction), set())
         assert not before & taken
@@ -158,18 +158,18 @@ def test_burnt_ranges_never_overlap_under_threads() -> None:
     secret = SessionSecret()
     sizes = [SlowCount(1 + i % 5) for i in range(1000)]
     with ThreadPoolExecutor(8) as pool:
-        firsts = list(pool.map(lambda rows: secret.burn(group="g", direction="forward", rows=rows), sizes))
+        firsts = list(pool.map(lambda rows: secret.burn(group_name="g", direction="forward", rows=rows), sizes))
     ranges = sorted(zip(firsts, sizes, strict=True))
     assert all(a + int(rows) == b for (a, rows), (b, _) in pairwise(ranges))
-    assert secret.burn(group="g", direction="forward", rows=0) == sum(map(int, sizes))
+    assert secret.burn(group_name="g", direction="forward", rows=0) == sum(map(int, sizes))
 
 
 def test_a_counter_never_goes_back() -> None:
     secret = SessionSecret()
-    secret.burn(group="g", direction="forward", rows=7)
+    secret.burn(group_name="g", direction="forward", rows=7)
     with pytest.raises(BurntRowError):
-        secret.burn(group="g", direction="forward", rows=-7)
-    assert secret.burn(group="g", direction="forward", rows=1) == 7
+        secret.burn(group_name="g", direction="forward", rows=-7)
+    assert secret.burn(group_name="g", direction="forward", rows=1) == 7
 
 
 @pytest.mark.parametrize("carry", [copy.copy, copy.deepcopy, pickle.dumps, lambda s: pickle.dumps({"state": [s]}, 2)])
@@ -192,11 +192,11 @@ from symbiosis_priv.errors import BurntRowError
 from symbiosis_priv.keystream import SessionSecret
 
 secret = SessionSecret()
-secret.burn(group="g", direction="forward", rows=3)
+secret.burn(group_name="g", direction="forward", rows=3)
 child = os.fork()
 if child == 0:
     refused = 0
-    for use in (lambda: secret.seed_for("h"), lambda: secret.burn(group="g", direction="forward", rows=1)):
+    for use in (lambda: secret.seed_for("h"), lambda: secret.burn(group_name="g", direction="forward", rows=1)):
         try:
             use()
         except BurntRowError:
@@ -205,7 +205,7 @@ if child == 0:
     os._exit(0 if refused == 2 and not secret.alive and fresh.alive and fresh.seed_for("h") else 1)
 _, status = os.waitpid(child, 0)
 assert os.waitstatus_to_exitcode(status) == 0, "the child could use its parent's secret"
-assert secret.alive and secret.burn(group="g", direction="forward", rows=1) == 3
+assert secret.alive and secret.burn(group_name="g", direction="forward", rows=1) == 3
 """
 
 

@@ -57,7 +57,7 @@ def test_the_bound_holds_the_true_norms(members: list[Layer], bits: int, directi
     group = quantise(members, weight_bits=bits)
     bound = group.bound(direction)
     rows = group.weight.tolist() if direction == "forward" else group.weight.t().tolist()
-    assert bound.width == len(rows[0])
+    assert bound.inputs == len(rows[0])
     assert bound.weight_absmax == max(abs(w) for row in rows for w in row)
     squared = max(sum(w * w for w in row) for row in rows)
     assert math.isclose(bound.weight_norm, math.sqrt(squared), rel_tol=1e-15)

@@ -86,7 +86,7 @@ def test_no_precision_is_given_away(data: DataObject, bits: int, seed: int, dens
 
 @given(rows=testing.float_rows(width=testing.widths(), count=st.integers(1, 6)), data=st.data())
 def test_rounding_error_is_half_a_step(rows: Tensor, data: DataObject) -> None:
-    bound = Bound(width=rows.shape[1], weight_absmax=511, weight_norm=511 * math.sqrt(rows.shape[1]))
+    bound = Bound(inputs=rows.shape[1], weight_absmax=511, weight_norm=511 * math.sqrt(rows.shape[1]))
     xq, scale = quantise_rows(rows, bound)
     i = data.draw(st.integers(0, rows.shape[0] - 1))
     step = Fraction(float(scale[i, 0]))
@@ -100,7 +100,7 @@ def test_rounding_error_is_half_a_step(rows: Tensor, data: DataObject) -> None:
 
 @given(data=st.data(), rows=testing.float_rows(width=testing.widths(), count=st.integers(1, 9)))
 def test_a_row_does_not_depend_on_its_batch(data: DataObject, rows: Tensor) -> None:
-    bound = Bound(width=rows.shape[1], weight_absmax=511, weight_norm=2000.0)
+    bound = Bound(inputs=rows.shape[1], weight_absmax=511, weight_norm=2000.0)
     together = quantise_rows(rows, bound)
     order = torch.tensor(data.draw(st.permutations(range(len(rows)))))
     permuted = quantise_rows(rows[order], bound)
@@ -113,7 +113,7 @@ def test_a_row_does_not_depend_on_its_batch(data: DataObject, rows: Tensor) -> N
 def test_a_row_does_not_depend_on_threads_or_layout(set_threads: Callable[[int], None]) -> None:
     generator = np.random.default_rng(0)
     rows = torch.from_numpy(generator.standard_normal((7, 40_001)) * 10.0 ** generator.uniform(-30, 30, (7, 1)))
-    bound = Bound(width=rows.shape[1], weight_absmax=511, weight_norm=60_000.0)
+    bound = Bound(inputs=rows.shape[1], weight_absmax=511, weight_norm=60_000.0)
     outcomes = []
     for threads in (1, 2, 3, 5):
         set_threads(threads)
@@ -132,14 +132,14 @@ def test_non_finite_rows_are_refused(rows: Tensor, bad: float, data: DataObject)
     i, j = data.draw(st.integers(0, rows.shape[0] - 1)), data.draw(st.integers(0, rows.shape[1] - 1))
     rows[i, j] = bad
     with pytest.raises(NonFiniteError):
-        quantise_rows(rows, Bound(width=rows.shape[1], weight_absmax=511, weight_norm=2000.0))
+        quantise_rows(rows, Bound(inputs=rows.shape[1], weight_absmax=511, weight_norm=2000.0))
 
 
 def test_a_non_finite_row_is_found_behind_many_others() -> None:
     rows = torch.zeros(5, 40_000)
     rows[-1, -1] = math.nan
     with pytest.raises(NonFiniteError):
-        quantise_rows(rows, Bound(width=rows.shape[1], weight_absmax=511, weight_norm=2000.0))
+        quantise_rows(rows, Bound(inputs=rows.shape[1], weight_absmax=511, weight_norm=2000.0))
 
 
 @pytest.mark.parametrize(
@@ -156,22 +156,22 @@ def test_a_non_finite_row_is_found_behind_many_others() -> None:
 )
 def test_wrong_shapes_and_dtypes_are_refused(rows: Tensor) -> None:
     with pytest.raises(RangeError):
-        quantise_rows(rows, Bound(width=4, weight_absmax=511, weight_norm=2000.0))
+        quantise_rows(rows, Bound(inputs=4, weight_absmax=511, weight_norm=2000.0))
 
 
 @pytest.mark.parametrize("width", [0, -1, 1 << 22])
 def test_widths_outside_the_proof_are_refused(width: int) -> None:
     with pytest.raises(RangeError):
-        Bound(width=width, weight_absmax=1, weight_norm=1.0)
+        Bound(inputs=width, weight_absmax=1, weight_norm=1.0)
 
 
 def test_a_width_that_rounding_alone_could_fill_is_refused() -> None:
     with pytest.raises(RangeError, match="fewer weight bits"):
-        Bound(width=1 << 21, weight_absmax=2047, weight_norm=2047.0)
+        Bound(inputs=1 << 21, weight_absmax=2047, weight_norm=2047.0)
 
 
 def test_no_rows() -> None:
-    xq, scale = quantise_rows(torch.zeros(0, 4), Bound(width=4, weight_absmax=511, weight_norm=511.0))
+    xq, scale = quantise_rows(torch.zeros(0, 4), Bound(inputs=4, weight_absmax=511, weight_norm=511.0))
     assert (xq.shape, xq.dtype, scale.shape, scale.dtype) == ((0, 4), torch.int32, (0, 1), torch.float64)
     assert in_range(torch.zeros(0, 3, dtype=torch.int32))
 

@@ -63,9 +63,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
         provider=certificates.issue(d, authority=authority, kind=Kind.PROVIDER, name="provider"),
         sibling=certificates.issue(d, authority=authority, kind=Kind.PROVIDER, name="sibling"),
         lone=certificates.create_self_signed(d, kind=Kind.PROVIDER, name="lone"),
-        elsewhere=certificates.create_self_signed(
-            d, kind=Kind.PROVIDER, name="elsewhere", hosts=["a.example.org"]
-        ),
+        elsewhere=certificates.create_self_signed(d, kind=Kind.PROVIDER, name="elsewhere", hosts=["a.example.org"]),
         tenant=certificates.issue(d, authority=authority, kind=Kind.TENANT, name="alice"),
         lone_tenant=certificates.create_self_signed(d, kind=Kind.TENANT, name="mallory"),
         stranger=certificates.issue(

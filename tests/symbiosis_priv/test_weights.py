@@ -81,7 +81,7 @@ def test_groups_are_the_model(model: PreTrainedModel, path: Path, cache: Path) -
         want = from_model(model, entry.members)
         assert same(store.group(i), want)
         assert entry.digest == want.digest()
-        assert want.weight.shape == (entry.width, entry.inputs)
+        assert want.weight.shape == (entry.stacked_outputs, entry.inputs)
         for layer, name in zip(store.layers(i), entry.members, strict=True):
             assert same(quantise([layer]), from_model(model, (name,)))
 

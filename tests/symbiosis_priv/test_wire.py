@@ -23,7 +23,7 @@ bindings: dict[str, SearchStrategy[Any]] = {
     "nonce": st.binary(min_size=wire.NONCE_BYTES, max_size=wire.NONCE_BYTES),
     "group": st.integers(0, (1 << 20) - 1),
     "direction": st.sampled_from(DIRECTIONS),
-    "path": st.sampled_from(get_args(wire.Path)),
+    "arithmetic": st.sampled_from(get_args(wire.Arithmetic)),
     "rows": st.integers(0, wire.MAX_ROWS),
 }
 executes = st.builds(wire.Execute, **bindings)
@@ -57,7 +57,7 @@ EXECUTE: dict[str, Any] = {
     "nonce": bytes(16),
     "group": 0,
     "direction": "forward",
-    "path": "ring",
+    "arithmetic": "ring",
     "rows": 1,
 }
 EFFECT = EXECUTE | {"type": "effect", "seed": bytes(32), "first_row": 0}
@@ -189,7 +189,7 @@ def test_the_layout_of_a_frame() -> None:
         {"group": -1},
         {"group": 1 << 20},
         {"direction": "sideways"},
-        {"path": "double"},
+        {"arithmetic": "double"},
         {"nonce": bytes(15)},
         {"nonce": bytes(17)},
         {"nonce": [0] * 16},
@@ -220,7 +220,7 @@ def test_missing_fields_are_refused(name: str) -> None:
 
 def test_no_message_has_a_field_for_a_secret() -> None:
     """Rule 5. A new field has to be argued for here."""
-    binding = {"nonce", "group", "direction", "path", "rows"}
+    binding = {"nonce", "group", "direction", "arithmetic", "rows"}
     fields = {m.__name__: set(m.__struct_fields__) for m in (*get_args(wire.Request), *get_args(wire.Reply))}
     assert fields == {
         "Hello": {"version", "role", "model_digest"},
@@ -245,18 +245,18 @@ def test_a_frame_that_could_not_be_read_is_not_written() -> None:
 
 @given(st.data(), testing.widths(), testing.row_counts())
 def test_matrices_round_trip_without_a_copy(data: st.DataObject, width: int, count: int) -> None:
-    path = data.draw(st.sampled_from(get_args(wire.Path)))
-    if path == "ring":
+    arithmetic = data.draw(st.sampled_from(get_args(wire.Arithmetic)))
+    if arithmetic == "ring":
         matrix = data.draw(testing.ring_rows(width=width, count=count))
     else:
         matrix = data.draw(testing.float_rows(width=width, count=count, dtypes=[torch.float32]))
-    assert matrix.dtype == wire.payload_dtype(path)
+    assert matrix.dtype == wire.payload_dtype(arithmetic)
 
     sent = wire.as_bytes(matrix)
     assert sent.format == "B"
     assert sent.nbytes == matrix.numel() * wire.ITEM_BYTES
     received = bytearray(sent)
-    got = wire.as_matrix(received, rows=count, path=path)
+    got = wire.as_matrix(received, rows=count, arithmetic=arithmetic)
     assert got.dtype == matrix.dtype
     assert len(got) == count
     if not count:
@@ -266,7 +266,7 @@ def test_matrices_round_trip_without_a_copy(data: st.DataObject, width: int, cou
     assert int.from_bytes(sent[:4], "little") == matrix.view(torch.int32)[0, 0]
     received[:4] = sent[:4]  # and so is the buffer that was received
     assert got[0, 0] == 77
-    assert wire.as_matrix(memoryview(received), rows=count, path=path).data_ptr() == got.data_ptr()
+    assert wire.as_matrix(memoryview(received), rows=count, arithmetic=arithmetic).data_ptr() == got.data_ptr()
     again = torch.frombuffer(sent, dtype=matrix.dtype)
     assert again.data_ptr() == matrix.data_ptr()
 

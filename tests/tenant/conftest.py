@@ -143,7 +143,7 @@ class ScriptedProvider:
                 heard.rows,
                 group=request.group if group is None else group,
                 direction=request.direction,
-                path=request.path,
+                arithmetic=request.arithmetic,
             )
 
     def say(self, data: bytes) -> None:
@@ -212,12 +212,12 @@ class ScriptedProvider:
             connection.sendall(frame(wire.Failure(code=wire.ErrorCode.TOO_LARGE, detail="too many rows")))
             return True
         if isinstance(request, wire.Execute):
-            rows = wire.as_matrix(bytearray(payload), rows=request.rows, path=request.path)
+            rows = wire.as_matrix(bytearray(payload), rows=request.rows, arithmetic=request.arithmetic)
         else:
             rows = self._model.mask_rows(request)
         heard = Heard(request, prefix + header, payload, rows)
         self.heard.append(heard)
-        bound = {name: getattr(request, name) for name in ("nonce", "group", "direction", "path", "rows")}
+        bound = {name: getattr(request, name) for name in ("nonce", "group", "direction", "arithmetic", "rows")}
         reply = self.behaviour(heard, wire.Result(**bound), self.product(heard))
         if reply is None:
             return False

@@ -56,19 +56,19 @@ def connect(identities: Identities, store: WeightStore) -> Iterator[NewChannel]:
 
 
 def execute(rows: int = 2) -> tuple[wire.Execute, Tensor]:
-    request = wire.Execute(nonce=fresh_nonce(), group=0, direction="forward", path="ring", rows=rows)
+    request = wire.Execute(nonce=fresh_nonce(), group=0, direction="forward", arithmetic="ring", rows=rows)
     return request, torch.randint(-(2**31), 2**31, (rows, WIDTH), dtype=torch.int32)
 
 
 def ask(channel: Channel, rows: int = 2) -> Tensor:
-    return channel.request(*execute(rows), width=OUTPUTS)
+    return channel.request(*execute(rows), outputs=OUTPUTS)
 
 
 @pytest.mark.parametrize("rows", [1, 63, 64, 65, 300])
 def test_rows_of_every_size_arrive(executor: ScriptedProvider, connect: NewChannel, rows: int) -> None:
     """Below and above one TLS record."""
     request, payload = execute(rows)
-    answer = connect(executor).request(request, payload, width=OUTPUTS)
+    answer = connect(executor).request(request, payload, outputs=OUTPUTS)
     assert torch.equal(executor.heard[0].rows, payload)
     assert torch.equal(answer, executor.product(executor.heard[0]))
 
@@ -90,7 +90,7 @@ def test_a_broken_connection_gets_identical_bytes_again(
     executor.behaviour = leave_early
     channel = connect(executor)
     request, payload = execute()
-    answer = channel.request(request, payload, width=OUTPUTS)
+    answer = channel.request(request, payload, outputs=OUTPUTS)
     assert torch.equal(answer, executor.product(executor.heard[-1]))
     assert len(executor.heard) == 5
     assert len({heard.header + heard.payload for heard in executor.heard}) == 1
@@ -125,13 +125,13 @@ def test_a_refusal_is_final(
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("nonce", bytes(16)), ("group", 1), ("direction", "backward"), ("path", "float"), ("rows", 3)],
+    [("nonce", bytes(16)), ("group", 1), ("direction", "backward"), ("arithmetic", "float"), ("rows", 3)],
 )
 def test_an_answer_to_another_question_is_refused(
     executor: ScriptedProvider, connect: NewChannel, frames: Callable[..., bytes], field: str, value: Any
 ) -> None:
     def other(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
-        fields = {name: getattr(reply, name) for name in ("nonce", "group", "direction", "path", "rows")}
+        fields = {name: getattr(reply, name) for name in ("nonce", "group", "direction", "arithmetic", "rows")}
         return frames(wire.Result(**{**fields, field: value}), answer)
 
     executor.behaviour = other
@@ -289,7 +289,7 @@ def test_a_wiretap_sees_what_is_sent_and_may_change_what_is_received(
     executor: ScriptedProvider, connect: NewChannel, tape: Tape
 ) -> None:
     request, payload = execute()
-    answer = connect(executor, wiretap=tape).request(request, payload, width=OUTPUTS)
+    answer = connect(executor, wiretap=tape).request(request, payload, outputs=OUTPUTS)
     (_, peer, sent, rows), (_, _, received, reply) = tape.frames
     assert (peer.role, sent) == ("executor", request)
     assert isinstance(received, wire.Result)

@@ -59,7 +59,7 @@ def test_keys_are_made_once_and_work_from_the_disk(base: WeightStore, tmp_path: 
     for index, facts in enumerate(prepared(None, digest, tmp_path).facts):
         weight = base.group(index).weight.to(torch.int32)
         for direction in DIRECTIONS:
-            rows = torch.randint(-(2**31), 2**31, (3, facts.width(direction)), dtype=torch.int32)
+            rows = torch.randint(-(2**31), 2**31, (3, facts.inputs(direction)), dtype=torch.int32)
             answer = rows @ (weight.t() if direction == FORWARD else weight)
             assert keys.accepts(index, direction, rows=rows, answer=answer)
             answer[1, 1] += 1
@@ -74,7 +74,7 @@ def test_only_the_owner_may_read_the_keys(store: WeightStore, tmp_path: Path) ->
 def test_no_weight_is_kept(store: WeightStore, tmp_path: Path) -> None:
     """Facts are O(o) and keys O(m (o + d)) per layer group."""
     prepared(store, store.manifest().digest, tmp_path, columns=8)
-    sizes = {entry.inputs * entry.width for entry in store.manifest().groups}
+    sizes = {entry.inputs * entry.stacked_outputs for entry in store.manifest().groups}
     for name in ("facts.safetensors", "keys.safetensors"):
         for tensor in load_file(folder_of(tmp_path) / name).values():
             assert tensor.numel() < min(sizes)

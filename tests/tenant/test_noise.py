@@ -64,7 +64,7 @@ class Pools:
                 direction=direction,
                 refill=self._refill,
                 memory=self.memory,
-                row_bytes=4 * (facts.entry.inputs + facts.entry.width),
+                row_bytes=4 * (facts.entry.inputs + facts.entry.stacked_outputs),
                 max_rows=4096,
             ),
         )
@@ -204,7 +204,7 @@ def test_a_pool_recovers_from_a_helper_that_was_away(preparation: Preparation, a
 
 
 def test_a_lie_in_the_pool_is_not_swept_away(preparation: Preparation) -> None:
-    lie = VerificationError(provider="helper", group="g", direction=FORWARD, what="an effect")
+    lie = VerificationError(provider="helper", group_name="g", direction=FORWARD, what="an effect")
     pools = Pools(Flaky(preparation, lie), preparation, memory=1 << 20)
     pool = pools.pool(0, FORWARD)
     pool.take(4)

@@ -87,7 +87,7 @@ def test_products_are_within_the_derived_bound(
     @given(data=st.data(), index=st.sampled_from(range(4)), direction=testing.directions(), count=st.integers(1, 20))
     @settings(max_examples=40, suppress_health_check=list(HealthCheck))
     def within(data: st.DataObject, index: int, direction: Direction, count: int) -> None:
-        width = backend.facts[index].width(direction)
+        width = backend.facts[index].inputs(direction)
         x = data.draw(testing.float_rows(width=width, count=count, dtypes=[torch.float32], largest=1e6))
         tape.frames.clear()
         got = backend.linear(index, direction, x)
@@ -95,7 +95,7 @@ def test_products_are_within_the_derived_bound(
         if len(frames) == 2:  # the first call sends the noise itself, bias-free
             pools[index, direction] = frames[0][1]
         message, sent = frames[-1]
-        assert message.path == ("float" if direction == FORWARD else "float_bias_free")
+        assert message.arithmetic == ("float" if direction == FORWARD else "float_bias_free")
         pool = pools[index, direction]
         assert bool((sent[:, None] == x[:, None] + pool[None]).all(dim=2).any(dim=1).all())  # rounded once
         sent, noise = sent.double(), pool.double().abs().amax(dim=0, keepdim=True)  # whichever noise it was
@@ -141,7 +141,7 @@ def test_noise_is_not_torchs(open_backend: Open, store: WeightStore, tape: Tape)
     for _ in range(2):
         torch.manual_seed(0)
         open_backend(store, wiretap=tape).linear(0, FORWARD, torch.ones(1, 64))
-    noises = [rows for message, rows in tape.executed() if message.path == "float_bias_free"]
+    noises = [rows for message, rows in tape.executed() if message.arithmetic == "float_bias_free"]
     assert len(noises) == 2
     assert not torch.equal(*noises)
 

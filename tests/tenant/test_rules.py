@@ -62,7 +62,7 @@ IDS = torch.arange(1, 41).view(2, 20)
 
 def ring_rows(preparation: Preparation, index: int = QKV, count: int = 4, *, direction: Any = FORWARD) -> Tensor:
     """Always the same rows: whatever differs between two frames of them is their mask."""
-    width = preparation.facts[index].width(direction)
+    width = preparation.facts[index].inputs(direction)
     rows = torch.randn(count, width, generator=torch.Generator().manual_seed(7))
     return quantise_rows(rows, preparation.facts[index].bounds[direction])[0]
 
@@ -184,7 +184,7 @@ def in_a_fork(work: Callable[[], bytes]) -> bytes:
 def a_fork_takes_the_same_rows(secret: SessionSecret) -> bool:
     def burn() -> bytes:
         try:
-            return str(secret.burn(group="g", direction=FORWARD, rows=4)).encode()
+            return str(secret.burn(group_name="g", direction=FORWARD, rows=4)).encode()
         except BurntRowError:
             return b"refused"
 
@@ -268,7 +268,7 @@ def masks_repeat(session: Session, executor: ScriptedProvider) -> bool:
     return repeats(masks_of(executor.executed, xq)) > 0
 
 
-def burns_nothing(self: SessionSecret, *, group: str, direction: str, rows: int) -> int:
+def burns_nothing(self: SessionSecret, *, group_name: str, direction: str, rows: int) -> int:
     return 0
 
 
@@ -429,9 +429,9 @@ def leaks(providers: Sequence[ScriptedProvider], secrets: dict[str, list[bytes]]
             found.add(name)
     for heard in (h for p in providers for h in p.heard):
         request = heard.request
-        fields = set(msgspec.structs.asdict(request)) - {"nonce", "group", "direction", "path", "rows"}
+        fields = set(msgspec.structs.asdict(request)) - {"nonce", "group", "direction", "arithmetic", "rows"}
         allowed = {"seed", "first_row"} if isinstance(request, wire.Effect) else set()
-        if fields != allowed or request.path != "ring":
+        if fields != allowed or request.arithmetic != "ring":
             found.add("format")
         if heard.header != wire.encode(request, payload_bytes=len(heard.payload)):
             found.add("format")
@@ -648,7 +648,9 @@ def believes(session: Session) -> bool:
 
 @pytest.mark.parametrize("masking", ["local", "pad"])
 @pytest.mark.parametrize(
-    "fields", [{"nonce": bytes(16)}, {"group": 5}, {"direction": BACKWARD}, {"rows": 9}, {"path": "float"}], ids=str
+    "fields",
+    [{"nonce": bytes(16)}, {"group": 5}, {"direction": BACKWARD}, {"rows": 9}, {"arithmetic": "float"}],
+    ids=str,
 )
 def test_rule_7_a_reply_answers_one_request(
     new_session: NewSession,
@@ -827,4 +829,3 @@ def test_rule_9_a_bucket_hides_exact_row_counts(
         expected = (rows.to(torch.int64) @ weight.t()).to(torch.int32)
         assert torch.equal(session.product(1, "forward", rows), expected)
     assert [heard.request.rows for heard in executor.executed] == [16, 16, 16, 32, 48]
-

@@ -48,7 +48,7 @@ def product_of(store: WeightStore, index: int, direction: Direction, rows: Tenso
 
 def ring_rows(preparation: Preparation, index: int, direction: Direction, count: int, *, seed: int = 0) -> Tensor:
     """Quantised rows, as a backend hands them over."""
-    width = preparation.facts[index].width(direction)
+    width = preparation.facts[index].inputs(direction)
     rows = torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
     return quantise_rows(rows, preparation.facts[index].bounds[direction])[0]
 
@@ -78,7 +78,7 @@ def test_every_scheme_is_exact(
     @settings(max_examples=25, suppress_health_check=list(HealthCheck))
     def exact(data: st.DataObject, index: int, direction: Direction, count: int) -> None:
         facts = preparation.facts[index]
-        rows = data.draw(testing.float_rows(width=facts.width(direction), count=count))
+        rows = data.draw(testing.float_rows(width=facts.inputs(direction), count=count))
         xq, _ = quantise_rows(rows, facts.bounds[direction])
         before = xq.clone()
         assert torch.equal(session.product(index, direction, xq), product_of(store, index, direction, xq))
@@ -180,7 +180,7 @@ def another_binding(rng: random.Random, heard: Heard, reply: wire.Result, answer
         "nonce": bytes(reversed(reply.nonce)),
         "group": (reply.group + 4) % 8,
         "direction": BACKWARD if reply.direction == FORWARD else FORWARD,
-        "path": "float",
+        "arithmetic": "float",
         "rows": reply.rows + 1,
     }
     name = rng.choice(list(other))

@@ -54,9 +54,7 @@ DEADLINE_S = 60.0
 
 def make_checkpoint(path: Path, *, seed: int) -> Path:
     torch.manual_seed(seed)
-    config = GPT2Config(
-        vocab_size=61, n_positions=32, n_embd=40, n_layer=1, n_head=4, bos_token_id=0, eos_token_id=0
-    )
+    config = GPT2Config(vocab_size=61, n_positions=32, n_embd=40, n_layer=1, n_head=4, bos_token_id=0, eos_token_id=0)
     base = GPT2LMHeadModel(config)
     for name, parameter in base.named_parameters():
         if name.endswith("bias"):
@@ -155,7 +153,7 @@ Product = Callable[..., Tensor]
 
 @pytest.fixture
 def tamper(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Tensor]], None]:
-    """`tamper(fault)`: products become `fault(honest, served, rows, group=..., direction=..., path=...)`."""
+    """`tamper(fault)`: products become `fault(honest, served, rows, group=..., direction=..., arithmetic=...)`."""
     honest = ServedModel.product
 
     def tamper(fault: Callable[..., Tensor]) -> None:
@@ -193,9 +191,7 @@ def test_a_provider_that_grants_one_connection_is_not_accused(judge: Judge, plac
 # Planted faults
 
 
-def test_one_weight_altered_by_one_unit_is_found_and_located(
-    judge: Judge, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_weight_altered_by_one_unit_is_found_and_located(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = ServedModel._ring_group
     group, output, column = 2, 17, 29
 
@@ -214,7 +210,7 @@ def test_one_weight_altered_by_one_unit_is_found_and_located(
     case, difference = outcome.violation.case, outcome.violation.difference
     assert case is not None
     assert difference is not None
-    assert (case.index, case.direction, case.path) == (group, FORWARD, "ring")
+    assert (case.index, case.direction, case.arithmetic) == (group, FORWARD, "ring")
     # shrunk to the one column that matters, which is where the weight is
     assert case.rows.nonzero().tolist() == [[0, column]]
     assert (difference.row, difference.column) == (0, output)
@@ -222,9 +218,7 @@ def test_one_weight_altered_by_one_unit_is_found_and_located(
     assert got - expected == case.rows[0, column]  # one unit
 
 
-def test_one_weight_altered_by_one_unit_is_found_at_a_helper(
-    judge: Judge, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_weight_altered_by_one_unit_is_found_at_a_helper(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     def altered(self: ServedModel, index: int) -> RingMatrix:
         weight = self._store.group(index).weight.clone()
         weight[-1, -1] -= index == 3
@@ -252,7 +246,7 @@ def test_one_float_weight_altered_by_one_step_is_found(
     assert outcome.violation is not None
     case = outcome.violation.case
     assert case is not None
-    assert (case.index, case.path) == (1, "float")
+    assert (case.index, case.arithmetic) == (1, "float")
     assert case.rows.nonzero().tolist() == [[0, 33]]
 
 
@@ -262,22 +256,18 @@ def test_another_model_is_named_by_its_digest(judge: Judge, place: Place) -> Non
     assert found == {"digest", "every-layer", "ring-exact"}
 
 
-def test_another_model_under_the_pinned_digest(
-    judge: Judge, place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_model_under_the_pinned_digest(judge: Judge, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     liar = WeightStore(place.other, cache=place.folder / "cache")
     honest = ServedModel.__init__
-    monkeypatch.setattr(
-        ServedModel, "__init__", lambda self, store, **options: honest(self, liar, **options)
-    )
+    monkeypatch.setattr(ServedModel, "__init__", lambda self, store, **options: honest(self, liar, **options))
     found = broken(judge("digest", "every-layer", "ring-exact", "float", "bias-free", "linear"))
     assert found == {"every-layer", "ring-exact", "float", "bias-free"}
 
 
 def test_rounding_in_the_ring(judge: Judge, tamper: Callable[..., None]) -> None:
-    def rounds(honest: Product, rows: Tensor, *, path: str, **which: Any) -> Tensor:
+    def rounds(honest: Product, rows: Tensor, *, arithmetic: str, **which: Any) -> Tensor:
         y = honest(rows)
-        return y & ~1 if path == "ring" else y
+        return y & ~1 if arithmetic == "ring" else y
 
     tamper(rounds)
     found = broken(judge("digest", "ring-exact", "float", "bias-free", "bias-difference", "binding"))
@@ -287,9 +277,9 @@ def test_rounding_in_the_ring(judge: Judge, tamper: Callable[..., None]) -> None
 def test_a_float_ring_product_is_found(judge: Judge, tamper: Callable[..., None]) -> None:
     """Right for small rows, wrong for large ones: a kernel that is exact only up to 2^24."""
 
-    def single(honest: Product, rows: Tensor, *, path: str, **which: Any) -> Tensor:
+    def single(honest: Product, rows: Tensor, *, arithmetic: str, **which: Any) -> Tensor:
         y = honest(rows)
-        return y.to(torch.float32).to(torch.int64).to(torch.int32) if path == "ring" else y
+        return y.to(torch.float32).to(torch.int64).to(torch.int32) if arithmetic == "ring" else y
 
     tamper(single)
     outcomes = judge("ring-exact", "every-layer")
@@ -302,8 +292,8 @@ def test_a_float_ring_product_is_found(judge: Judge, tamper: Callable[..., None]
 
 
 def test_rounding_on_the_float_path(judge: Judge, tamper: Callable[..., None]) -> None:
-    def half(honest: Product, rows: Tensor, *, path: str, **which: Any) -> Tensor:
-        return honest(rows) if path == "ring" else honest(rows.to(torch.bfloat16).to(torch.float32))
+    def half(honest: Product, rows: Tensor, *, arithmetic: str, **which: Any) -> Tensor:
+        return honest(rows) if arithmetic == "ring" else honest(rows.to(torch.bfloat16).to(torch.float32))
 
     tamper(half)
     found = broken(judge("ring-exact", "float", "bias-free", "linear", "resend"))
@@ -311,8 +301,8 @@ def test_rounding_on_the_float_path(judge: Judge, tamper: Callable[..., None]) -
 
 
 def test_the_bias_on_the_bias_free_path(judge: Judge, tamper: Callable[..., None]) -> None:
-    def biased(honest: Product, rows: Tensor, *, path: str, **which: Any) -> Tensor:
-        return honest(rows, path="float" if path == "float_bias_free" else path)
+    def biased(honest: Product, rows: Tensor, *, arithmetic: str, **which: Any) -> Tensor:
+        return honest(rows, arithmetic="float" if arithmetic == "float_bias_free" else arithmetic)
 
     tamper(biased)
     found = broken(judge("ring-exact", "float", "bias-free", "bias-difference"))
@@ -320,8 +310,8 @@ def test_the_bias_on_the_bias_free_path(judge: Judge, tamper: Callable[..., None
 
 
 def test_no_bias_on_the_biased_path(judge: Judge, tamper: Callable[..., None]) -> None:
-    def unbiased(honest: Product, rows: Tensor, *, path: str, **which: Any) -> Tensor:
-        return honest(rows, path="ring" if path == "ring" else "float_bias_free")
+    def unbiased(honest: Product, rows: Tensor, *, arithmetic: str, **which: Any) -> Tensor:
+        return honest(rows, arithmetic="ring" if arithmetic == "ring" else "float_bias_free")
 
     tamper(unbiased)
     outcomes = judge("ring-exact", "float", "bias-free", "bias-difference")
@@ -335,9 +325,9 @@ def test_no_bias_on_the_biased_path(judge: Judge, tamper: Callable[..., None]) -
 def test_rows_that_meet_each_other(judge: Judge, tamper: Callable[..., None]) -> None:
     """A provider that quantises by batch: the last of several rows is changed by the first."""
 
-    def meets(honest: Product, rows: Tensor, *, path: str, **which: Any) -> Tensor:
+    def meets(honest: Product, rows: Tensor, *, arithmetic: str, **which: Any) -> Tensor:
         y = honest(rows)
-        if path == "ring" and len(y) > 1:
+        if arithmetic == "ring" and len(y) > 1:
             y[-1] += y[0] & 1
         return y
 
@@ -352,8 +342,8 @@ def test_rows_that_meet_each_other(judge: Judge, tamper: Callable[..., None]) ->
 
 
 def test_an_affine_ring_product(judge: Judge, tamper: Callable[..., None]) -> None:
-    def affine(honest: Product, rows: Tensor, *, path: str, **which: Any) -> Tensor:
-        return honest(rows) + (path == "ring")
+    def affine(honest: Product, rows: Tensor, *, arithmetic: str, **which: Any) -> Tensor:
+        return honest(rows) + (arithmetic == "ring")
 
     tamper(affine)
     assert "linear" in broken(judge("linear", "binding"))
@@ -365,9 +355,9 @@ def test_wrong_batching_only(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> N
 
     def run_batch(self: Executor, batch: list[Any]) -> None:
         batches.append(len(batch))
-        group, direction, path = batch[0].key
+        group, direction, arithmetic = batch[0].key
         flat = torch.cat([self._rows(job) for job in batch])
-        product = self._model.product(flat, group=group, direction=direction, path=path)
+        product = self._model.product(flat, group=group, direction=direction, arithmetic=arithmetic)
         if len(batch) > 1:
             product = product.roll(1, 0)
         for job, part in zip(batch, product.split([job.request.rows for job in batch]), strict=True):
@@ -491,8 +481,8 @@ def test_one_group_backward_only(judge: Judge, tamper: Callable[..., None]) -> N
 
 
 def test_wrong_only_where_there_are_many_rows(judge: Judge, tamper: Callable[..., None]) -> None:
-    def many(honest: Product, rows: Tensor, *, path: str, **which: Any) -> Tensor:
-        return honest(rows) + (path == "ring" and len(rows) > 500)
+    def many(honest: Product, rows: Tensor, *, arithmetic: str, **which: Any) -> Tensor:
+        return honest(rows) + (arithmetic == "ring" and len(rows) > 500)
 
     tamper(many)
     outcomes = judge("every-layer", "ring-exact", "row-counts")

@@ -67,12 +67,12 @@ class AdapterExtraction(Attack[ExecutorView, Mapping[str, Stolen]]):
         rows = subtract_candidates(view)
         if not prefills(view, 0):
             return None
-        path = view.exchanges[0].path
+        arithmetic = view.exchanges[0].arithmetic
         stolen = {}
         for name, x, y in _sightings(view, rows, public):
             pick = torch.randperm(len(x), generator=rng)[:_ROWS]
             group = public.group_of(name)
-            stolen[name] = _solve(x[pick], y[pick], public.served_weight(group, name, path=path))
+            stolen[name] = _solve(x[pick], y[pick], public.served_weight(group, name, arithmetic=arithmetic))
         return stolen
 
     def score(self, guess: Mapping[str, Stolen], truth: Truth) -> Outcome:

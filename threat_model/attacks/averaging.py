@@ -37,8 +37,8 @@ class Averaging(Attack[ExecutorView, Labels]):
         for same in zip(*streams, strict=True):
             mean = torch.stack([e.rows.double() for e in same]).mean(dim=0)
             # the likeliest row under isotropic noise; a ring row's scale is unknown, so there it is the best cosine
-            bias = torch.zeros(()) if same[0].path == "ring" else table.square().sum(dim=1) / 2
-            filters = normalize(table, dim=1) if same[0].path == "ring" else table
+            bias = torch.zeros(()) if same[0].arithmetic == "ring" else table.square().sum(dim=1) / 2
+            filters = normalize(table, dim=1) if same[0].arithmetic == "ring" else table
             said[same[0].order] = (mean @ filters.t() - bias).argmax(dim=1)
         return said
 

@@ -40,7 +40,7 @@ class BlindClustering(Attack[ExecutorView, Labels]):
         online = first_rows(online, _MAX_ROWS)
         x = stack(online)
         table = public.vocabulary_rows.double()
-        if online[0].path == "ring":  # rows have an unknown scale each: bring them to the table's length
+        if online[0].arithmetic == "ring":  # rows have an unknown scale each: bring them to the table's length
             x = normalize(x, dim=1) * table.norm(dim=1).mean()
         usual = table[public.corpus].mean(dim=0)
         best: tuple[float, Tensor] | None = None

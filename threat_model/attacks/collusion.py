@@ -73,11 +73,11 @@ class PartialCollusion(_Collusion):
 def pad_rows(helpers: Sequence[HelperView], public: Public, group: int, direction: Direction) -> Tensor:
     """Every pad row that helpers were asked about, summed over them; int32 `[n, d]`."""
     entry = public.manifest.groups[group]
-    width = entry.inputs if direction == FORWARD else entry.width
+    width = entry.inputs if direction == FORWARD else entry.stacked_outputs
     pads: dict[tuple[int, int], Tensor] = {}  # all helpers are asked about the same rows
     for e in (e for helper in helpers for e in helper.effects):
         if (e.group, e.direction) == (group, direction):
-            key = mask_key(e.seed, group=entry.name, direction=direction)
+            key = mask_key(e.seed, group_name=entry.name, direction=direction)
             share = expand(key, first_row=e.first_row, rows=e.rows, width=width)
             at = e.first_row, e.rows
             pads[at] = pads[at] + share if at in pads else share

@@ -53,8 +53,8 @@ class Differencing(Attack[ExecutorView, list[Difference]]):
             x = torch.cat([e.rows for e in online])
             i, j = torch.randint(len(x), (2, _PAIRS), generator=rng)
             gap = x[i] - x[j]  # int32 wraps, as the ring does
-            size = gap.double().abs().amax(dim=1) if online[0].path == "ring" else gap.double().norm(dim=1)
-            limit = float(_SMALL) if online[0].path == "ring" else _valley(size)
+            size = gap.double().abs().amax(dim=1) if online[0].arithmetic == "ring" else gap.double().norm(dim=1)
+            limit = float(_SMALL) if online[0].arithmetic == "ring" else _valley(size)
             for k in ((size < limit) & (i != j)).nonzero()[:, 0].tolist():
                 claims.append(Difference(place[int(i[k])], place[int(j[k])], gap[k].double()))
         return claims

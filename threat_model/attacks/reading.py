@@ -23,7 +23,7 @@ def noises(view: ExecutorView, group: int, direction: Direction) -> tuple[Tensor
     A tenant without a helper must ask the executor itself for the effect of its noises: the first bias-free request.
     """
     found = view.of(group=group, direction=direction)
-    if found and found[0].path == "float_bias_free":
+    if found and found[0].arithmetic == "float_bias_free":
         return found[0].rows.double(), found[1:]
     return None, found
 
@@ -113,7 +113,7 @@ def _best(x: Tensor, candidates: Tensor) -> Tensor:
 
 def unfold(public: Public, exchange: Exchange, rows: Tensor) -> Tensor:
     """Gradient rows without the public weight scales that the ring path folds in."""
-    if exchange.direction == BACKWARD and exchange.path == "ring":
+    if exchange.direction == BACKWARD and exchange.arithmetic == "ring":
         return rows / public.quantised(exchange.group).channel_scale
     return rows
 

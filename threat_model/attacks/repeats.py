@@ -51,7 +51,7 @@ class RepeatedRows(Attack[ExecutorView, Rows]):
 
 
 def _as_sent(public: Public, exchange: Exchange, row: Tensor) -> Tensor:
-    if exchange.path != "ring":
+    if exchange.arithmetic != "ring":
         return row.double()
     return public.in_ring(exchange.group, exchange.direction, row[None])[0][0].double()
 

@@ -48,7 +48,7 @@ class SeedRecovery(Attack[ExecutorView, Rows]):
 
 def _taken_off(exchange: Exchange, stream: torch.Generator) -> Tensor | None:
     x = exchange.rows
-    if exchange.path == "ring":
+    if exchange.arithmetic == "ring":
         mask = torch.randint(-(1 << 31), 1 << 31, x.shape, generator=stream).to(torch.int32)
         left = (x - mask).double()
         return left if float(left.abs().max()) < _SMALL else None

@@ -89,8 +89,8 @@ class NetworkShapes(_SideChannel, Attack[NetworkView, Facts]):
         stream = [p for p in view.packets if p.endpoint == executor]
         group = public.group_of("down_proj", layer=0)  # no other group has its widths, and its directions differ
         entry, layers = public.manifest.groups[group], public.layers
-        forward = _row_counts(stream, entry.inputs, entry.width)
-        backward = _row_counts(stream, entry.width, entry.inputs)
+        forward = _row_counts(stream, entry.inputs, entry.stacked_outputs)
+        backward = _row_counts(stream, entry.stacked_outputs, entry.inputs)
         training = max(backward, key=lambda rows: backward[rows], default=0)
         served = {rows: n // layers for rows, n in forward.items() if rows != training and n >= layers}
         if not served:

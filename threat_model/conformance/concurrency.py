@@ -53,10 +53,10 @@ def check_batching(subject: Subject, run: Run) -> None:
 
 def _reordering(subject: Subject, case: Case) -> Array | None:
     """How far two float answers to one request may be apart; None for ring answers, which must be equal."""
-    if case.path == "ring":
+    if case.arithmetic == "ring":
         return None
     assert isinstance(subject.oracle, CheckpointOracle)  # nothing else is asked for float answers
-    _, bound = subject.oracle.float_product(case.index, case.direction, case.rows, path=case.path)
+    _, bound = subject.oracle.float_product(case.index, case.direction, case.rows, arithmetic=case.arithmetic)
     return 2 * bound
 
 

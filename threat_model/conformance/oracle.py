@@ -1,7 +1,7 @@
 """What a provider should answer, computed from the tenant's own checkpoint and from nothing of the provider's.
 
     CheckpointOracle   integers from `quantise`, products in numpy; floats in float64 with an error bound
-    PreparedOracle     no checkpoint: the verification keys of an earlier session (Freivalds); ring path only
+    PreparedOracle     no checkpoint: the verification keys of an earlier session (Freivalds); ring arithmetic only
 
 The ring product is taken in two halves: with `x = 2^16 h + l`, `|h| <= 2^15`, `0 <= l < 2^16`, both `h @ W` and `l @ W`
 are sums of at most 2^21 integers below 2^16 * 2^11, so exact in float64 in any order. No kernel of
@@ -24,7 +24,7 @@ from symbiosis_priv.errors import CheckpointError
 from symbiosis_priv.quantise import QuantisedGroup, quantise
 from symbiosis_priv.ring import FORWARD, Direction
 from symbiosis_priv.weights import GroupEntry, Manifest, WeightStore
-from symbiosis_priv.wire import Path
+from symbiosis_priv.wire import Arithmetic
 from tenant.facts import Preparation
 
 Array = NDArray[Any]
@@ -61,7 +61,7 @@ class Oracle(ABC):
     """
 
     floats = False
-    """Whether the float path can be judged."""
+    """Whether the float arithmetic can be judged."""
 
     def __init__(self, manifest: Manifest, sampled: tuple[int, ...]) -> None:
         self.manifest = manifest
@@ -74,7 +74,7 @@ class Oracle(ABC):
     def widths(self, index: int, direction: Direction) -> tuple[int, int]:
         """(columns of a request's rows, columns of its answer's)."""
         entry = self.entry(index)
-        return (entry.inputs, entry.width) if direction == FORWARD else (entry.width, entry.inputs)
+        return (entry.inputs, entry.stacked_outputs) if direction == FORWARD else (entry.stacked_outputs, entry.inputs)
 
     @abstractmethod
     def judge_ring(self, index: int, direction: Direction, rows: Tensor, answer: Tensor) -> Difference | None:
@@ -111,7 +111,7 @@ class CheckpointOracle(Oracle):
         random.Random(seed).shuffle(order)
         for index in order:
             entry = manifest.groups[index]
-            used += _BYTES_PER_WEIGHT * entry.inputs * entry.width
+            used += _BYTES_PER_WEIGHT * entry.inputs * entry.stacked_outputs
             if used > memory and sampled:
                 break
             sampled.append(index)
@@ -129,7 +129,7 @@ class CheckpointOracle(Oracle):
         return ((high.astype(np.int64) << 16) + low.astype(np.int64)).astype(np.int32)
 
     def judge_float(
-        self, index: int, direction: Direction, rows: Tensor, answer: Tensor, *, path: Path
+        self, index: int, direction: Direction, rows: Tensor, answer: Tensor, *, arithmetic: Arithmetic
     ) -> Difference | None:
         """The first entry of a float answer outside its error bound; None if all are inside.
 
@@ -142,11 +142,11 @@ class CheckpointOracle(Oracle):
             rows: float32 `[r, d]`, too small to overflow.
             answer: float32 `[r, o]`.
         """
-        expected, bound = self.float_product(index, direction, rows, path=path)
+        expected, bound = self.float_product(index, direction, rows, arithmetic=arithmetic)
         return first_difference(answer.to(torch.float64), expected, bound=bound)
 
     def float_product(
-        self, index: int, direction: Direction, rows: Tensor, *, path: Path
+        self, index: int, direction: Direction, rows: Tensor, *, arithmetic: Arithmetic
     ) -> tuple[Array, Array]:
         """(the product in float64, how far a float32 product may be from it), both `[r, o]`."""
         group = self._group(index)
@@ -154,7 +154,7 @@ class CheckpointOracle(Oracle):
         x = rows.numpy().astype(np.float64)
         product, size = x @ matrix, np.abs(x) @ np.abs(matrix)
         terms = np.count_nonzero(x, axis=1)[:, None] + 1.0
-        if direction == FORWARD and path == "float" and group.bias is not None:
+        if direction == FORWARD and arithmetic == "float" and group.bias is not None:
             product, size, terms = product + group.bias, size + np.abs(group.bias), terms + 1.0
         nu = terms * UNIT_ROUNDOFF
         flushed = terms * _SMALLEST_NORMAL * max(1.0, np.abs(matrix).max())
@@ -163,7 +163,7 @@ class CheckpointOracle(Oracle):
     def bias(self, index: int) -> Array:
         """float64 `[o]`; zeros for members without one."""
         bias = self._group(index).bias
-        return np.zeros(self.entry(index).width) if bias is None else bias
+        return np.zeros(self.entry(index).stacked_outputs) if bias is None else bias
 
     def has_bias(self, index: int) -> bool:
         return self._group(index).bias is not None

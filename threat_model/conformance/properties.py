@@ -53,11 +53,11 @@ def _check_exact(subject: Subject, run: Run) -> None:
 
 
 def _check_float(subject: Subject, run: Run) -> None:
-    run.for_all(products(subject, paths=("float",)), lambda case: _check_right(subject, case))
+    run.for_all(products(subject, arithmetics=("float",)), lambda case: _check_right(subject, case))
 
 
 def _check_bias_free(subject: Subject, run: Run) -> None:
-    run.for_all(products(subject, paths=("float_bias_free",)), lambda case: _check_right(subject, case))
+    run.for_all(products(subject, arithmetics=("float_bias_free",)), lambda case: _check_right(subject, case))
 
 
 def _check_bias_difference(subject: Subject, run: Run) -> None:
@@ -68,15 +68,15 @@ def _check_bias_difference(subject: Subject, run: Run) -> None:
         raise NotTested("no layer group has a bias")
 
     def check(case: Case) -> None:
-        biased = replace(case, path="float")
+        biased = replace(case, arithmetic="float")
         got = (subject.answer(biased).double() - subject.answer(case).double()).numpy()
-        bounds = [oracle.float_product(c.index, FORWARD, c.rows, path=c.path)[1] for c in (biased, case)]
+        bounds = [oracle.float_product(c.index, FORWARD, c.rows, arithmetic=c.arithmetic)[1] for c in (biased, case)]
         bias = np.broadcast_to(oracle.bias(case.index), got.shape)
         difference = first_difference(got, bias, bound=bounds[0] + bounds[1])
         if difference is not None:
             raise subject.violation("its two float answers do not differ by the bias", case, difference=difference)
 
-    run.for_all(products(subject, paths=("float_bias_free",), biased=True), check)
+    run.for_all(products(subject, arithmetics=("float_bias_free",), biased=True), check)
 
 
 def _check_independent_rows(subject: Subject, run: Run) -> None:
@@ -129,7 +129,7 @@ def _check_row_counts(subject: Subject, run: Run) -> None:
     A count that fails is bisected to the least.
     """
     oracle = subject.oracle
-    index = min(oracle.sampled, key=lambda i: oracle.entry(i).inputs * oracle.entry(i).width)
+    index = min(oracle.sampled, key=lambda i: oracle.entry(i).inputs * oracle.entry(i).stacked_outputs)
     width, other = oracle.widths(index, FORWARD)
     most = max(1, min(subject.row_limit(index), _LARGEST_PAYLOAD // (wire.ITEM_BYTES * max(width, other))))
     generator = np.random.default_rng(run.seed)
@@ -211,7 +211,7 @@ PROPERTIES: tuple[Property, ...] = (
     ),
     Property(
         "every-layer",
-        "Every layer group, in both directions and on every path, is the checkpoint's, to the last weight.",
+        "Every layer group, in both directions and on every arithmetic, is the checkpoint's, to the last weight.",
         _BOTH,
         check_every_layer,
     ),
@@ -266,7 +266,7 @@ PROPERTIES: tuple[Property, ...] = (
         _check_row_counts,
     ),
     Property(
-        "binding", "A reply repeats what it answers: nonce, group, direction, path, rows.", _BOTH, _check_binding
+        "binding", "A reply repeats what it answers: nonce, group, direction, arithmetic, rows.", _BOTH, _check_binding
     ),
     Property("refusals", "A bad request is refused, and the connection goes on working.", _BOTH, check_refusals),
 )

@@ -49,7 +49,7 @@ def _wrong_width(subject: Subject, case: Case) -> Frame:
 
 
 def _float_effect(subject: Subject, case: Case) -> Frame:
-    return msgspec.structs.replace(case.header("helper"), path="float"), None
+    return msgspec.structs.replace(case.header("helper"), arithmetic="float"), None
 
 
 def _effect_with_payload(subject: Subject, case: Case) -> Frame:
@@ -61,7 +61,7 @@ def _seeded(case: Case) -> wire.Effect:
         nonce=case.header("executor").nonce,
         group=case.index,
         direction=case.direction,
-        path="ring",
+        arithmetic="ring",
         rows=len(case.rows),
         seed=bytes(SEED_BYTES),
         first_row=0,

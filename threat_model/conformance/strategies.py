@@ -17,8 +17,8 @@ from threat_model.conformance.subject import Case, Subject, effect_case
 _MOST_ROWS = 40
 
 
-def paths(subject: Subject) -> tuple[wire.Path, ...]:
-    """The paths on which a provider's answers can be judged."""
+def arithmetics(subject: Subject) -> tuple[wire.Arithmetic, ...]:
+    """The arithmetics on which a provider's answers can be judged."""
     floats = subject.role == "executor" and subject.oracle.floats
     return ("ring", "float", "float_bias_free") if floats else ("ring",)
 
@@ -36,36 +36,32 @@ def windowed(draw: DrawFn, rows: Tensor) -> Tensor:
 
 
 @st.composite
-def rows(draw: DrawFn, subject: Subject, index: int, direction: Direction, path: wire.Path) -> Tensor:
+def rows(draw: DrawFn, subject: Subject, index: int, direction: Direction, arithmetic: wire.Arithmetic) -> Tensor:
     """Rows for one layer group: none, one, odd counts; the whole ring, its corners, zeros, few columns."""
     width, _ = subject.oracle.widths(index, direction)
-    if path == "ring":
+    if arithmetic == "ring":
         drawn = draw(testing.ring_rows(width=width, count=_counts(subject, index)))
     else:
         # Sums of products must stay below 2^128: a bound says nothing about what overflows.
         floats = (torch.float32,)
-        drawn = draw(
-            testing.float_rows(width=width, count=_counts(subject, index), dtypes=floats, largest=2.0**96)
-        )
+        drawn = draw(testing.float_rows(width=width, count=_counts(subject, index), dtypes=floats, largest=2.0**96))
     return draw(windowed(drawn))
 
 
 @st.composite
 def products(
-    draw: DrawFn, subject: Subject, *, paths: tuple[wire.Path, ...] = ("ring",), biased: bool = False
+    draw: DrawFn, subject: Subject, *, arithmetics: tuple[wire.Arithmetic, ...] = ("ring",), biased: bool = False
 ) -> Case:
     """Requests to an executor; with `biased`, forward through groups that have a bias."""
     oracle = subject.oracle
     index = draw(st.sampled_from([i for i in oracle.sampled if not biased or oracle.has_bias(i)]))
     direction: Direction = FORWARD if biased else draw(testing.directions())
-    path = draw(st.sampled_from(paths))
-    return Case(index, direction, path, draw(rows(subject, index, direction, path)))
+    arithmetic = draw(st.sampled_from(arithmetics))
+    return Case(index, direction, arithmetic, draw(rows(subject, index, direction, arithmetic)))
 
 
 @st.composite
-def effects(
-    draw: DrawFn, subject: Subject, *, index: int | None = None, direction: Direction | None = None
-) -> Case:
+def effects(draw: DrawFn, subject: Subject, *, index: int | None = None, direction: Direction | None = None) -> Case:
     """Requests to a helper: any seed, first rows up to the last that a counter reaches."""
     if index is None:
         index = draw(st.sampled_from(subject.oracle.sampled))
@@ -83,12 +79,12 @@ def requests(subject: Subject) -> SearchStrategy[Case]:
 
 @st.composite
 def batches(draw: DrawFn, subject: Subject, *, size: int) -> list[Case]:
-    """Requests that a provider may compute together: one layer group, direction and path."""
+    """Requests that a provider may compute together: one layer group, direction and arithmetic."""
     if subject.role == "helper":
         first = draw(effects(subject))
         return [first] + [draw(effects(subject, index=first.index, direction=first.direction)) for _ in range(size - 1)]
-    first = draw(products(subject, paths=paths(subject)))
-    others = (draw(rows(subject, first.index, first.direction, first.path)) for _ in range(size - 1))
+    first = draw(products(subject, arithmetics=arithmetics(subject)))
+    others = (draw(rows(subject, first.index, first.direction, first.arithmetic)) for _ in range(size - 1))
     return [first, *(replace(first, rows=other) for other in others)]
 
 

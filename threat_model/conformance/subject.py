@@ -31,7 +31,7 @@ class Case:
 
     index: int
     direction: Direction
-    path: wire.Path
+    arithmetic: wire.Arithmetic
     rows: Tensor
     seed: bytes = b""
     first_row: int = 0
@@ -41,13 +41,13 @@ class Case:
         nonce, rows = secrets.token_bytes(wire.NONCE_BYTES), len(self.rows)
         if role == "executor":
             return wire.Execute(
-                nonce=nonce, group=self.index, direction=self.direction, path=self.path, rows=rows
+                nonce=nonce, group=self.index, direction=self.direction, arithmetic=self.arithmetic, rows=rows
             )
         return wire.Effect(
             nonce=nonce,
             group=self.index,
             direction=self.direction,
-            path="ring",
+            arithmetic="ring",
             rows=rows,
             seed=self.seed,
             first_row=self.first_row,
@@ -58,11 +58,9 @@ class Case:
         return self.rows if role == "executor" else None
 
 
-def effect_case(
-    oracle: Oracle, index: int, direction: Direction, *, seed: bytes, first_row: int, rows: int
-) -> Case:
+def effect_case(oracle: Oracle, index: int, direction: Direction, *, seed: bytes, first_row: int, rows: int) -> Case:
     """A helper's request, with the mask rows that it stands for."""
-    key = mask_key(seed, group=oracle.entry(index).name, direction=direction)
+    key = mask_key(seed, group_name=oracle.entry(index).name, direction=direction)
     width, _ = oracle.widths(index, direction)
     mask = expand(key, first_row=first_row, rows=rows, width=width)
     return Case(index, direction, "ring", mask, seed=seed, first_row=first_row)
@@ -98,7 +96,7 @@ class Violation(Exception):
         if self.case is not None:
             case = self.case
             out.append(
-                f"request: {self.group or f'group {case.index}'}, {case.direction}, {case.path}, "
+                f"request: {self.group or f'group {case.index}'}, {case.direction}, {case.arithmetic}, "
                 f"{len(case.rows)} row{'s' * (len(case.rows) != 1)} of {case.rows.shape[1]}"
             )
             if case.seed:
@@ -201,14 +199,14 @@ class Subject:
         if len(body) != self.answer_bytes(case):
             raise self.violation(f"answers with {len(body)} bytes where {self.answer_bytes(case)} belong", case)
         _, width = self.oracle.widths(case.index, case.direction)
-        return wire.as_matrix(body, rows=len(case.rows), path=case.path).view(len(case.rows), width)
+        return wire.as_matrix(body, rows=len(case.rows), arithmetic=case.arithmetic).view(len(case.rows), width)
 
     def judge(self, case: Case, answer: Tensor) -> Difference | None:
         """The first wrong entry of an answer."""
-        if case.path == "ring":
+        if case.arithmetic == "ring":
             return self.oracle.judge_ring(case.index, case.direction, case.rows, answer)
         assert isinstance(self.oracle, CheckpointOracle)  # nothing else is asked for float answers
-        return self.oracle.judge_float(case.index, case.direction, case.rows, answer, path=case.path)
+        return self.oracle.judge_float(case.index, case.direction, case.rows, answer, arithmetic=case.arithmetic)
 
     def violation(self, what: str, case: Case, *, difference: Difference | None = None) -> Violation:
         """A violation by this provider."""

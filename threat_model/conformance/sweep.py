@@ -14,7 +14,7 @@ from symbiosis_priv import wire
 from symbiosis_priv.keystream import SEED_BYTES
 from symbiosis_priv.ring import DIRECTIONS, Direction
 from threat_model.conformance.oracle import Difference
-from threat_model.conformance.strategies import paths
+from threat_model.conformance.strategies import arithmetics
 from threat_model.conformance.subject import Case, Subject, Violation, effect_case
 from threat_model.conformance.trials import Run
 
@@ -23,9 +23,9 @@ _UNIFORM_ROWS = 4
 
 
 def check_every_layer(subject: Subject, run: Run) -> None:
-    """Ask for every (layer group, direction, path) once, with rows that an altered weight cannot hide from.
+    """Ask for every (layer group, direction, arithmetic) once, with rows that an altered weight cannot hide from.
 
-    Ring path. Let the served matrix differ from the pinned one by D != 0. The answer to x is right only if
+    The ring. Let the served matrix differ from the pinned one by D != 0. The answer to x is right only if
     `x @ D.T == 0` modulo 2^32. The first row has *odd* entries only. Odd numbers are units of the ring, so one altered
     weight shows as `x_i * D[o, i]`, which is 0 only if D[o, i] is: a single altered weight is found with certainty,
     whatever the amount. (A sparse row sees it only if it has an entry there; a uniform one misses a change by 2^v with
@@ -33,16 +33,16 @@ def check_every_layer(subject: Subject, run: Run) -> None:
     they both miss a channel of smallest 2-adic valuation v with probability 2^-2(32-v), at most 2^-42 since
     |D| < 2^12. A helper multiplies what its seed expands to: four uniform rows, which miss with at most 2^-84.
 
-    Float paths. Rounding hides small changes in long sums. So row j is +-1 on its own block of 32 columns and zero
+    Floats. Rounding hides small changes in long sums. So row j is +-1 on its own block of 32 columns and zero
     elsewhere; zeros add exactly, and the error bound of channel o is at most gamma_33 * 32 * max|W[o]| forward and
     bias-free. A weight altered by one step of 12-bit quantisation (max|W[o]| / 2047) moves the answer by more than
     twice that: it is found with certainty. (Backward, columns mix channels of different size, so it may be missed.)
     """
     generator = np.random.default_rng(run.seed)
     for index, direction in itertools.product(range(len(subject.oracle.manifest.groups)), DIRECTIONS):
-        for path in paths(subject):
+        for arithmetic in arithmetics(subject):
             run.one()
-            case = _case(subject, index, direction, path, generator)
+            case = _case(subject, index, direction, arithmetic, generator)
             for part in split(case, subject.row_limit(index)):
                 difference = subject.judge(part, subject.answer(part))
                 if difference is not None:
@@ -57,19 +57,19 @@ def split(case: Case, limit: int) -> list[Case]:
 
 
 def _case(
-    subject: Subject, index: int, direction: Direction, path: wire.Path, generator: np.random.Generator
+    subject: Subject, index: int, direction: Direction, arithmetic: wire.Arithmetic, generator: np.random.Generator
 ) -> Case:
     if subject.role == "helper":
         seed = generator.bytes(SEED_BYTES)
         return effect_case(subject.oracle, index, direction, seed=seed, first_row=0, rows=_UNIFORM_ROWS)
     width, _ = subject.oracle.widths(index, direction)
-    if path == "ring":
+    if arithmetic == "ring":
         rows = generator.integers(-(2**31), 2**31, (3, width), dtype=np.int32)
         rows[0] |= 1
-        return Case(index, direction, path, torch.from_numpy(rows))
+        return Case(index, direction, arithmetic, torch.from_numpy(rows))
     block = torch.arange(width) // _BLOCK
     signs = torch.from_numpy(generator.choice(np.array([-1, 1], dtype=np.float32), width))
-    return Case(index, direction, path, (block == block.unique()[:, None]) * signs)
+    return Case(index, direction, arithmetic, (block == block.unique()[:, None]) * signs)
 
 
 def _isolated(subject: Subject, case: Case, difference: Difference) -> Violation:

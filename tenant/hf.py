@@ -22,7 +22,8 @@ from symbiosis_priv.errors import CheckpointError, SymbiosisError
 from tenant.backend import Backend
 from tenant.config import QUANT_METHOD, RemoteConfig
 from tenant.connect import open_backend
-from tenant.remote_linear import LayerGroup, OffloadedBias, RemoteLinear
+from tenant.offloaded import OffloadedBias
+from tenant.remote_linear import LayerGroup, RemoteLinear
 
 log = logging.getLogger(__name__)
 

@@ -37,7 +37,8 @@ from symbiosis_priv.weights import WeightStore
 from tenant import RemoteConfig
 from tenant.backend import Backend, RingBackend, Simulation
 from tenant.facts import GroupFacts
-from tenant.remote_linear import LayerGroup, OffloadedWeight, RemoteLinear
+from tenant.offloaded import OffloadedWeight
+from tenant.remote_linear import LayerGroup, RemoteLinear
 
 QKV, OUT = 0, 1  # layer groups of the tiny Llama's first block
 Siblings = list[RemoteLinear]

@@ -17,7 +17,7 @@ help:
 
 venv: .venv/.stamp
 
-.venv/.stamp: pyproject.toml constraints.txt
+.venv/.stamp: pyproject.toml constraints.txt hatch_build.py $(wildcard symbiosis_priv/native/*.[ch])
 	@echo "==> building .venv (once)"
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"

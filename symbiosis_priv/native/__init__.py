@@ -1,0 +1,86 @@
+"""The compiled library, where installation found a C compiler: `library()` is it, or None.
+
+Everything it does, torch does too (slower, same bits), so callers keep a torch path and choose by `library()`.
+ctypes releases the GIL during a call; the library has no threads of its own and takes its instruction set as an
+argument, so that one process can compare all of them.
+
+    SYMBIOSIS_PRIV_NATIVE=0          act as if there were no library
+    SYMBIOSIS_PRIV_ISA=portable      (avx2, avx512) use nothing above this instruction set
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import functools
+import hashlib
+import logging
+import os
+from pathlib import Path
+
+from symbiosis_priv.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+_FOLDER = Path(__file__).parent
+_LIBRARY = _FOLDER / "libring.so"
+
+
+class Isa(enum.IntEnum):
+    """Instruction sets with code of their own, as C's `enum isa`; each includes those before it."""
+
+    PORTABLE = 0
+    AVX2 = 1
+    AVX512 = 2  # with VNNI
+
+
+def library() -> ctypes.CDLL | None:
+    """The loaded library with its functions' signatures declared; None if absent, stale or switched off."""
+    return None if os.environ.get("SYMBIOSIS_PRIV_NATIVE") == "0" else _load()
+
+
+def isas() -> tuple[Isa, ...]:
+    """The instruction sets usable here, best last; empty without a library.
+
+    Raises:
+        ConfigError: SYMBIOSIS_PRIV_ISA names none.
+    """
+    lib = library()
+    if lib is None:
+        return ()
+    best = lib.ring_best_isa()
+    if name := os.environ.get("SYMBIOSIS_PRIV_ISA"):
+        if name.upper() not in Isa.__members__:
+            raise ConfigError(f"SYMBIOSIS_PRIV_ISA={name} is unknown; choose {', '.join(Isa.__members__).lower()}")
+        best = min(best, Isa[name.upper()])
+    return tuple(isa for isa in Isa if isa <= best)
+
+
+@functools.cache
+def _load() -> ctypes.CDLL | None:
+    if not _LIBRARY.is_file():
+        log.info("no compiled kernels: installed without a C compiler")
+        return None
+    try:
+        lib = ctypes.CDLL(str(_LIBRARY))
+        lib.ring_source_digest.restype = ctypes.c_char_p
+        stale = lib.ring_source_digest().decode() != _source_digest()
+    except (OSError, AttributeError) as error:
+        log.warning("compiled kernels left out: %s does not load (%s); install symbiosis-priv again", _LIBRARY, error)
+        return None
+    if stale:
+        log.warning("compiled kernels left out: %s is older than its sources; install symbiosis-priv again", _LIBRARY)
+        return None
+    _declare(lib)
+    return lib
+
+
+def _declare(lib: ctypes.CDLL) -> None:
+    """Argument and result types of every exported function, as in the C sources."""
+    lib.ring_best_isa.argtypes, lib.ring_best_isa.restype = (), ctypes.c_int32
+
+
+def _source_digest() -> str:
+    """As hatch_build.py computes it."""
+    sources = sorted(_FOLDER.glob("*.[ch]"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()

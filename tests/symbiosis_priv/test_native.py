@@ -1,0 +1,114 @@
+"""The compiled library is optional: built where there is a compiler, ignored when stale, damaged or switched off."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from symbiosis_priv import native
+from symbiosis_priv.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+needs_library = pytest.mark.skipif(native.library() is None, reason="installed without a C compiler")
+
+
+@pytest.fixture
+def reload(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The next `library()` loads again, and what it loads is forgotten afterwards."""
+    native._load.cache_clear()
+    yield
+    monkeypatch.undo()
+    native._load.cache_clear()
+
+
+@needs_library
+def test_every_instruction_set_up_to_the_forced_one_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    everything = native.isas()
+    assert everything[0] is native.Isa.PORTABLE
+    for isa in everything:
+        monkeypatch.setenv("SYMBIOSIS_PRIV_ISA", isa.name.lower())
+        assert native.isas() == everything[: isa + 1]
+    monkeypatch.setenv("SYMBIOSIS_PRIV_ISA", "sse9")
+    with pytest.raises(ConfigError, match="sse9.*avx2"):
+        native.isas()
+
+
+def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SYMBIOSIS_PRIV_NATIVE", "0")
+    assert native.library() is None
+    assert native.isas() == ()
+
+
+@pytest.mark.usefixtures("reload")
+@pytest.mark.parametrize("fault", ["absent", "damaged", "stale"])
+def test_a_library_that_does_not_fit_is_ignored(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    library = tmp_path / "libring.so"
+    if fault == "damaged":
+        library.write_bytes(b"\x7fELF")
+    if fault == "stale":
+        if native.library() is None:
+            pytest.skip("installed without a C compiler")
+        native._load.cache_clear()
+        shutil.copy(native._LIBRARY, library)
+        monkeypatch.setattr(native, "_FOLDER", tmp_path)  # where there are other sources: none
+    monkeypatch.setattr(native, "_LIBRARY", library)
+    with caplog.at_level(logging.INFO, logger="symbiosis_priv.native"):
+        assert native.library() is None
+    assert "compiler" in caplog.text if fault == "absent" else "install symbiosis-priv again" in caplog.text
+
+
+def build_wheel(folder: Path, **environment: str) -> Path:
+    """A wheel of a copy of what is distributed, by pip as users run it (its backend comes from this environment)."""
+    source = folder / "source"
+    ignored = shutil.ignore_patterns("__pycache__", "libring.so")
+    for package in ("symbiosis_priv", "provider", "tenant", "threat_model"):
+        shutil.copytree(ROOT / package, source / package, ignore=ignored)
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
+    subprocess.run(
+        [*command, "--wheel-dir", folder, source],
+        check=True,
+        capture_output=True,
+        timeout=120,
+        env=os.environ | environment,
+    )
+    [wheel] = folder.glob("*.whl")
+    return wheel
+
+
+SAY_WHAT_WAS_LOADED = "from symbiosis_priv import native; print(native.__file__, native.isas())"
+
+
+@pytest.mark.parametrize("compiler", ["present", "absent", "broken"])
+def test_a_wheel_installs_with_and_without_a_compiler(compiler: str, tmp_path: Path) -> None:
+    pytest.importorskip("hatchling")  # the build backend, offline; `make` installs it
+    if compiler == "present" and native._load() is None:
+        pytest.skip("no C compiler here")
+    environment = {"absent": {"CC": "/nonexistent/cc"}, "broken": {"CC": "false"}}.get(compiler, {})
+    wheel = build_wheel(tmp_path, **environment)
+    compiled = compiler == "present"
+    assert wheel.name.endswith("-py3-none-any.whl") is not compiled
+    with zipfile.ZipFile(wheel) as archive:
+        assert ("symbiosis_priv/native/libring.so" in archive.namelist()) is compiled
+        archive.extractall(tmp_path / "installed")
+    done = subprocess.run(
+        [sys.executable, "-c", SAY_WHAT_WAS_LOADED],
+        cwd=tmp_path / "installed",
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.startswith(str(tmp_path / "installed"))
+    assert ("Isa.PORTABLE" in done.stdout) is compiled

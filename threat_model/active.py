@@ -36,11 +36,12 @@ _ROWS = 3
 
 @dataclass(frozen=True)
 class Detection:
-    """How often one kind of lie was caught, over real sessions."""
+    """How often one kind of lie was caught, over real sessions; `valuation` if it is an error of just that one."""
 
     name: str
     caught: int
     trials: int
+    valuation: int | None = None
 
     @property
     def interval(self) -> Interval:
@@ -131,7 +132,7 @@ def attack_actively(lab: Lab, *, repeats: int, rng: torch.Generator) -> ActiveRe
 
 def _attack(lab: Lab, repeats: int, rng: torch.Generator) -> ActiveReport:
     preparation = prepare(lab.store, digest=lab.federation.model_digest, columns=16, cache=lab.folder / "cache")
-    detections = [_detect(lab, preparation, name, role, lies, repeats, rng) for name, role, lies in _lies(lab, rng)]
+    detections = [_detect(lab, preparation, kind, repeats, rng) for kind in _lies(lab, rng)]
     gullible = replace(preparation, keys=Gullible.fresh(columns=16))
     leaks = [
         _leak(lab, keys, name, 8 * repeats, rng)
@@ -140,7 +141,17 @@ def _attack(lab: Lab, repeats: int, rng: torch.Generator) -> ActiveReport:
     return ActiveReport(tuple(detections), tuple(leaks), tuple(_forgeries(lab, 60 * repeats, rng)))
 
 
-def _lies(lab: Lab, rng: torch.Generator) -> list[tuple[str, wire.Role, Sequence[Lie]]]:
+@dataclass(frozen=True)
+class _Kind:
+    """Lies of one role that are counted together; taken in turn."""
+
+    name: str
+    role: wire.Role
+    lies: Sequence[Lie]
+    valuation: int | None = None
+
+
+def _lies(lab: Lab, rng: torch.Generator) -> list[_Kind]:
     def error(valuation: int) -> Lie:
         def lie(answer: Tensor) -> None:
             odd = int(torch.randint(0, 1 << 30, (), generator=rng)) * 2 + 1
@@ -176,14 +187,14 @@ def _lies(lab: Lab, rng: torch.Generator) -> list[tuple[str, wire.Role, Sequence
         answer[0, 0] += _signed(1 << 31)
 
     return [
-        *((f"error of valuation {v}", "executor", [error(v)]) for v in range(32)),
-        ("error near the guard range", "executor", [near_range]),
-        ("the same error in every session", "executor", [repeated]),
-        ("rows swapped", "executor", [swap]),
-        ("another layer's product", "executor", [other_layer]),
-        ("replayed answer", "executor", [replay]),
-        ("helper: wrong effects", "helper", [error(v) for v in (0, 16, 29, 30, 31)]),
-        ("helper: replayed effects", "helper", [replay]),
+        *(_Kind(f"error of valuation {v}", "executor", [error(v)], valuation=v) for v in range(32)),
+        _Kind("error near the guard range", "executor", [near_range]),
+        _Kind("the same error in every session", "executor", [repeated]),
+        _Kind("rows swapped", "executor", [swap]),
+        _Kind("another layer's product", "executor", [other_layer]),
+        _Kind("replayed answer", "executor", [replay]),
+        _Kind("helper: wrong effects", "helper", [error(v) for v in (0, 16, 29, 30, 31)]),
+        _Kind("helper: replayed effects", "helper", [replay]),
     ]
 
 
@@ -193,20 +204,13 @@ def _same_shape(lab: Lab, group: int) -> int:
     return next(i for i, g in enumerate(groups) if i != group and (g.inputs, g.stacked_outputs) == shape)
 
 
-def _detect(
-    lab: Lab,
-    preparation: Preparation,
-    name: str,
-    role: wire.Role,
-    lies: Sequence[Lie],
-    repeats: int,
-    rng: torch.Generator,
-) -> Detection:
+def _detect(lab: Lab, preparation: Preparation, kind: _Kind, repeats: int, rng: torch.Generator) -> Detection:
     caught = 0
     for trial in range(repeats):
-        aborted, _ = _session(lab, preparation, Liar(role, lies[trial % len(lies)]), DIRECTIONS[trial % 2], rng)
+        lie = kind.lies[trial % len(kind.lies)]
+        aborted, _ = _session(lab, preparation, Liar(kind.role, lie), DIRECTIONS[trial % 2], rng)
         caught += aborted
-    return Detection(name, caught, repeats)
+    return Detection(kind.name, caught, repeats, kind.valuation)
 
 
 def _session(

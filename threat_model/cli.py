@@ -25,7 +25,9 @@ def threat_model(
     from transformers.utils import logging as transformers_logging
 
     from threat_model.lab import Lab
-    from threat_model.report import show, to_html, to_json
+    from threat_model.report.as_json import to_json
+    from threat_model.report.page import to_html
+    from threat_model.report.terminal import show
     from threat_model.suite import run_suite
 
     transformers_logging.disable_progress_bar()

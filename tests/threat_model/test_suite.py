@@ -15,8 +15,9 @@ from threat_model.attacks.candidates import CandidateSubtraction
 from threat_model.attacks.gradients import BlockLabels, HeadLabels
 from threat_model.conformance import PROPERTIES
 from threat_model.lab import Lab, Workload
+from threat_model.report.charts import roc_charts
+from threat_model.report.security_table import BEGIN, END, security_table
 from threat_model.schemes import LOCAL, NONE, PAD, PADS, QUICK_SCHEMES, SCHEMES, Scheme, paper_pool
-from threat_model.security_table import BEGIN, END, security_table
 from threat_model.statistics import FALSE_ALARM
 from threat_model.suite import Suite, Verdict, examine
 
@@ -179,3 +180,13 @@ def test_whatever_the_threat_model_names_exists() -> None:
     assert italics <= known | prose, italics - known - prose
     for attack in ATTACKS:
         assert {attack.name, attack.name.rpartition(",")[0]} & italics, f"{attack.name} is missing from the page"
+
+
+def test_the_picture_of_every_distinguisher_shows_every_scheme(quick: Suite) -> None:
+    """One curve for each kind of masking and number of helpers: pools of one kind look alike, `pad × 2` does not."""
+    pictures = roc_charts(quick)
+    assert len(pictures) == 2  # forward and backward
+    for picture in pictures:
+        for scheme in (NONE, PAD, PADS, LOCAL):
+            assert f">{scheme.name}</text>" in picture
+        assert picture.count(">pool ") == 1

@@ -1,0 +1,63 @@
+"""A suite's figures as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from threat_model.report.rows import noise_scales
+from threat_model.report.security_table import NOT_HIDDEN
+from threat_model.statistics import CONFIDENCE, gaussian_channel_bits
+from threat_model.suite import Cell, Suite
+
+
+def to_json(suite: Suite) -> str:
+    """Every figure."""
+    outside, promised = suite.outside
+    data = {
+        "version": 1,
+        "quick": suite.quick,
+        "seconds": round(suite.seconds, 1),
+        "as_expected": suite.as_expected,
+        "confidence": CONFIDENCE,
+        "promised_cells": promised,
+        "promised_cells_outside_their_interval": outside,
+        "cells": [_cell_json(c) for c in suite.cells],
+        "planted": [
+            {"fault": p.fault, "rule": p.rule, "attack": p.attack, "success": p.outcome.success, "found": p.found}
+            for p in suite.planted
+        ],
+        "active": {
+            "detections": [asdict(d) for d in suite.active.detections],
+            "aborts": [asdict(x) for x in suite.active.leaks],
+            "forgeries": [{**asdict(f), "theory": f.theory} for f in suite.active.forgeries],
+        },
+        "gaussian_bits_per_coordinate": {f"{s:g}": gaussian_channel_bits(s) for s in noise_scales(suite)},
+        "not_hidden": [{"what": what, "shown_by": attack} for what, attack in NOT_HIDDEN],
+    }
+    return json.dumps(data, indent=1)
+
+
+def _cell_json(cell: Cell) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "attack": cell.attack.name,
+        "party": cell.attack.party,
+        "metric": cell.attack.metric,
+        "scheme": cell.scheme.name,
+        "verdict": cell.verdict,
+        "promised": cell.promised,
+        "expected": cell.expected,
+        "seconds": round(cell.seconds, 3),
+    }
+    if cell.outcome is not None:
+        o = cell.outcome
+        result |= {
+            "success": o.success,
+            "trials": o.trials,
+            "chance": o.chance,
+            "interval": [o.interval.low, o.interval.high],
+            "p_value": o.p_value,
+            "figures": dict(o.figures),
+        }
+    return result

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from provider.config import MIB, Limits
 from symbiosis_priv.errors import SymbiosisError
+from symbiosis_priv.tls import TenantIdentity
 from symbiosis_priv.wire import ErrorCode, Role
 
 
@@ -30,12 +31,12 @@ class ByteBudget:
     def __init__(self, limits: Limits) -> None:
         self._total = limits.max_inflight_mib * MIB
         self._share = limits.max_inflight_mib_per_tenant * MIB
-        self._used: Counter[str] = Counter()
+        self._used: Counter[TenantIdentity] = Counter()
         self._all_used = 0
         self._changed = threading.Condition()
 
     @contextmanager
-    def taken(self, tenant: str, size: int, *, timeout: float) -> Iterator[None]:
+    def taken(self, tenant: TenantIdentity, size: int, *, timeout: float) -> Iterator[None]:
         """Hold `size` bytes; waits for them.
 
         Raises:
@@ -68,17 +69,17 @@ class Register:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._connections: Counter[str] = Counter()
-        self._requests: Counter[str] = Counter()
-        self._roles: dict[str, Counter[Role]] = {}
+        self._connections: Counter[TenantIdentity] = Counter()
+        self._requests: Counter[TenantIdentity] = Counter()
+        self._roles: dict[TenantIdentity, Counter[Role]] = {}
         self._lock = threading.Lock()
 
-    def count_request(self, tenant: str) -> None:
+    def count_request(self, tenant: TenantIdentity) -> None:
         """One more product for the tenant."""
         with self._lock:
             self._requests[tenant] += 1
 
-    def counts(self, tenant: str) -> tuple[int, int]:
+    def counts(self, tenant: TenantIdentity) -> tuple[int, int]:
         """(products, open connections) of one tenant: what it may know, and no other."""
         with self._lock:
             return self._requests[tenant], self._connections[tenant]
@@ -90,7 +91,7 @@ class Register:
             return self._requests.total()
 
     @contextmanager
-    def connected(self, tenant: str) -> Iterator[None]:
+    def connected(self, tenant: TenantIdentity) -> Iterator[None]:
         """Count a connection. Refusal BUSY if there are too many."""
         with self._lock:
             if self._connections.total() >= self._limits.max_connections:
@@ -106,7 +107,7 @@ class Register:
                 if not self._connections[tenant]:
                     del self._connections[tenant]
 
-    def take_role(self, tenant: str, role: Role) -> None:
+    def take_role(self, tenant: TenantIdentity, role: Role) -> None:
         """Bind a connection of the tenant to a role.
 
         Raises:
@@ -119,7 +120,7 @@ class Register:
                 raise Refusal(ErrorCode.ROLE_REFUSED, "this tenant is being served in the other role here (rule 8)")
             roles[role] += 1
 
-    def drop_role(self, tenant: str, role: Role) -> None:
+    def drop_role(self, tenant: TenantIdentity, role: Role) -> None:
         """Undo one `take_role`."""
         with self._lock:
             roles = self._roles[tenant]

@@ -25,6 +25,7 @@ from provider.link import Link
 from provider.supervisor import ExecutorClient
 from symbiosis_priv import wire
 from symbiosis_priv.errors import FrameTooLargeError, ProtocolError
+from symbiosis_priv.tls import TenantIdentity
 from symbiosis_priv.weights import Manifest
 
 log = logs.EventLog(__name__)
@@ -56,7 +57,7 @@ class Connection:
         executor: this thread's line to the executor.
     """
 
-    def __init__(self, link: Link, *, tenant: str, service: Service, executor: ExecutorClient) -> None:
+    def __init__(self, link: Link, *, tenant: TenantIdentity, service: Service, executor: ExecutorClient) -> None:
         self._link = link
         self._tenant = tenant
         self._service = service
@@ -149,7 +150,7 @@ class Connection:
         if log.detailed:
             log.debug(
                 "request",
-                tenant=self._tenant,
+                tenant=str(self._tenant),
                 group=request.group,
                 direction=request.direction,
                 rows=request.rows,

@@ -27,7 +27,7 @@ from provider.link import Link, hang_up
 from provider.supervisor import ExecutorClient, ExecutorHandle
 from symbiosis_priv.errors import CertificateError, ConfigError, ProtocolError, TransportError
 from symbiosis_priv.federation import parse_address
-from symbiosis_priv.tls import tenant_identity
+from symbiosis_priv.tls import TenantIdentity, tenant_identity
 from symbiosis_priv.weights import Manifest
 
 log = logs.EventLog(__name__)
@@ -153,16 +153,16 @@ class Gateway:
         try:
             tenant = self._handshake(connection)
             if tenant is not None:
-                log.info("connection_opened", tenant=tenant)
-                log.info("connection_closed", tenant=tenant, reason=self._serve(link, tenant))
+                log.info("connection_opened", tenant=str(tenant))
+                log.info("connection_closed", tenant=str(tenant), reason=self._serve(link, tenant))
         except Exception as error:  # a bug must not take the provider with it
             log.failure("connection_failed", error)
         finally:
             link.close()
             self._forget(threading.current_thread(), connection)
 
-    def _handshake(self, connection: ssl.SSLSocket) -> str | None:
-        """The tenant's name; None if this is nobody we serve."""
+    def _handshake(self, connection: ssl.SSLSocket) -> TenantIdentity | None:
+        """Who the tenant is; None if this is nobody we serve."""
         try:
             connection.do_handshake()  # the socket's timeout covers all of it
             return tenant_identity(connection)
@@ -173,7 +173,7 @@ class Gateway:
             with self._lock:
                 self._handshakes.pop(connection, None)
 
-    def _serve(self, link: Link, tenant: str) -> str:
+    def _serve(self, link: Link, tenant: TenantIdentity) -> str:
         """Serve until the end; returns its reason."""
         try:
             try:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Final, Literal, TypeVar
 
 from cryptography import x509
-from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
@@ -43,7 +43,9 @@ __all__ = [
     "fingerprint",
     "is_authority",
     "is_current",
+    "is_issued_by",
     "issue",
+    "key_fingerprint",
     "kind_of",
     "load_certificates",
     "require_identity",
@@ -232,6 +234,14 @@ def fingerprint(certificate: Path | bytes) -> str:
     return f"sha256:{hashlib.sha256(der).hexdigest()}"
 
 
+def key_fingerprint(certificate: x509.Certificate) -> str:
+    """`sha256:<hex>` of the public key (its SubjectPublicKeyInfo): the same in every certificate for that key."""
+    spki = certificate.public_key().public_bytes(
+        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    return f"sha256:{hashlib.sha256(spki).hexdigest()}"
+
+
 def describe(path: Path) -> Description:
     """Describes the first certificate of a PEM file."""
     certificate = load_certificates(path)[0]
@@ -271,6 +281,15 @@ def is_authority(certificate: x509.Certificate) -> bool:
     """Whether the certificate may sign others."""
     constraints = _extension(certificate, x509.BasicConstraints)
     return constraints is not None and constraints.ca
+
+
+def is_issued_by(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
+    """Whether the issuer's key has signed the certificate. Neither lifetime nor purpose is looked at."""
+    try:
+        certificate.verify_directly_issued_by(issuer)
+    except (InvalidSignature, UnsupportedAlgorithm, TypeError, ValueError):
+        return False
+    return True
 
 
 def is_current(certificate: x509.Certificate) -> bool:

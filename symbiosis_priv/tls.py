@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import hmac
 import ssl
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -35,6 +36,8 @@ from symbiosis_priv.certificates import (
     fingerprint,
     is_authority,
     is_current,
+    is_issued_by,
+    key_fingerprint,
     kind_of,
     load_certificates,
     require_identity,
@@ -42,13 +45,33 @@ from symbiosis_priv.certificates import (
 )
 from symbiosis_priv.errors import CertificateError, ConnectionLostError
 
-__all__ = ["check_pin", "client_context", "handshake_error", "server_context", "tenant_identity"]
+__all__ = ["TenantIdentity", "check_pin", "client_context", "handshake_error", "server_context", "tenant_identity"]
 
 TlsConnection = ssl.SSLSocket | ssl.SSLObject
 
 # OpenSSL's names for "a certificate was the reason", from either end: CERTIFICATE_REQUIRED,
 # PEER_DID_NOT_RETURN_A_CERTIFICATE, BAD_CERTIFICATE, CERTIFICATE_EXPIRED, UNKNOWN_CA, ...
 _CERTIFICATE_REASONS: Final = ("CERTIFICATE", "UNKNOWN_CA")
+_SHOWN: Final = len("sha256:") + 16  # characters of a fingerprint in a log
+
+
+@dataclass(frozen=True)
+class TenantIdentity:
+    """Who a tenant is: a name, and whose key vouches for it. Two authorities may each know an alice.
+
+    Compare and count by the whole of it; `str()` is a short form to read, `alice@sha256:0123456789abcdef`.
+
+    Args:
+        name: as in its certificate.
+        authority: `key_fingerprint` of whoever signed that: an authority, or the tenant itself if it is self-signed
+            and listed. It stays when an authority's certificate is renewed with the same key.
+    """
+
+    name: str
+    authority: str
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.authority[:_SHOWN]}"
 
 
 def server_context(*, certificate: Path, key: Path, tenant_authority: Path) -> ssl.SSLContext:
@@ -116,19 +139,29 @@ def check_pin(connection: TlsConnection, *, provider_certificate: Path) -> None:
         )
 
 
-def tenant_identity(connection: TlsConnection) -> str:
-    """The tenant's name, from the certificate that this provider's handshake has verified.
+def tenant_identity(connection: TlsConnection) -> TenantIdentity:
+    """Who the client is, from the certificate that this provider's handshake has verified.
 
-    Raises `CertificateError` if there is none, if it is not a tenant's, or if it was never verified.
+    The names of issuers are anybody's choice, so the issuer is found by its signature.
+
+    Raises `CertificateError` if there is no certificate, if it is not a tenant's, if it was never verified, or if
+    an authority that the provider does not list stands between the tenant and one that it does.
     """
     peer = connection.getpeercert(binary_form=True)
     verified = connection.context.verify_mode == ssl.CERT_REQUIRED
-    name = tenant_name(x509.load_der_x509_certificate(peer)) if peer is not None and verified else None
-    if name is None:
+    certificate = x509.load_der_x509_certificate(peer) if peer is not None and verified else None
+    name = None if certificate is None else tenant_name(certificate)
+    if certificate is None or name is None:
         raise CertificateError(
             "the client showed no verified tenant certificate: issue one with `symbiosis-priv keys tenant`"
         )
-    return name
+    authorities = map(x509.load_der_x509_certificate, connection.context.get_ca_certs(binary_form=True))
+    for issuer in (certificate, *authorities):
+        if is_issued_by(certificate, issuer):
+            return TenantIdentity(name, authority=key_fingerprint(issuer))
+    raise CertificateError(
+        f"the authority that issued the certificate of tenant {name} is not in tenant_authority itself: append it"
+    )
 
 
 def handshake_error(error: OSError, *, peer: str) -> CertificateError | ConnectionLostError:

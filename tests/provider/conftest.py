@@ -107,16 +107,19 @@ def effect(group: int, rows: int, *, seed: bytes, first_row: int = 0, direction:
 
 @dataclass(frozen=True, eq=False)
 class Keys:
-    """One authority, a provider and three tenants; `stranger` comes from another authority."""
+    """One authority, a provider and three tenants; `stranger` and a second alice come from another authority."""
 
     authority: Identity
+    other_authority: Identity
     provider: Identity
     tenants: dict[str, Identity]
     stranger: Identity
+    namesake: Identity
 
     @functools.cache  # noqa: B019 - one instance per session
     def context(self, tenant: str = "alice") -> ssl.SSLContext:
-        identity = self.stranger if tenant == "stranger" else self.tenants[tenant]
+        others = {"stranger": self.stranger, "namesake": self.namesake}
+        identity = others.get(tenant) or self.tenants[tenant]
         return client_context(
             certificate=identity.certificate, key=identity.key, provider_certificate=self.provider.certificate
         )
@@ -133,9 +136,11 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
 
     return Keys(
         authority=authority,
+        other_authority=other,
         provider=certificates.create_self_signed(folder, kind=Kind.PROVIDER, name="alpha"),
         tenants={name: tenant(name) for name in ("alice", "bob", "carol")},
         stranger=tenant("stranger", other),
+        namesake=certificates.issue(folder / "other", authority=other, kind=Kind.TENANT, name="alice"),
     )
 
 

@@ -8,8 +8,10 @@ import socket
 import ssl
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 import torch
 
@@ -19,6 +21,7 @@ from provider.model import ServedModel
 from provider.server import Provider
 from symbiosis_priv import wire
 from symbiosis_priv.federation import parse_address
+from symbiosis_priv.tls import TenantIdentity
 
 if TYPE_CHECKING:
     from tests.provider.conftest import Client, Configure, Connect, Keys, Requests
@@ -130,6 +133,23 @@ def test_a_health_report_counts_nobody_else(configure: Configure, connect: Conne
         assert works(bob, requests)
         assert counted(alice) == (2, 2)
         assert counted(bob) == (1, 1)
+
+
+def test_namesakes_of_two_authorities_share_nothing(
+    configure: Configure, connect: Connect, requests: Requests, keys: Keys, tmp_path: Path
+) -> None:
+    both = tmp_path / "tenants.pem"
+    both.write_bytes(keys.authority.certificate.read_bytes() + keys.other_authority.certificate.read_bytes())
+    config = configure(max_connections_per_tenant=1)
+    config = msgspec.structs.replace(config, tls=msgspec.structs.replace(config.tls, tenant_authority=both))
+    with Provider(config) as provider:
+        alice = connect("alice", to=provider)
+        assert works(alice, requests)
+        namesake = connect("namesake", role=None, to=provider)  # not alice's one connection
+        report = namesake.ask(wire.Health())
+        assert isinstance(report, wire.HealthReport)
+        assert (report.requests, report.connections) == (0, 1)
+        assert isinstance(namesake.hello(provider.model_digest, "helper"), wire.Welcome)  # nor alice's role
 
 
 def test_refused_requests_leave_the_connection_usable(connect: Connect, provider: Provider, requests: Requests) -> None:
@@ -298,17 +318,18 @@ def test_too_many_connections(configure: Configure, connect: Connect, requests: 
 
 def test_byte_budget() -> None:
     budget = ByteBudget(Limits(max_payload_mib=1, max_inflight_mib=3, max_inflight_mib_per_tenant=2))
-    with pytest.raises(Refusal, match="at most"), budget.taken("alice", 3 * MIB, timeout=0):
+    alice, bob, carol = (TenantIdentity(name, authority="sha256:a") for name in ("alice", "bob", "carol"))
+    with pytest.raises(Refusal, match="at most"), budget.taken(alice, 3 * MIB, timeout=0):
         pass
-    with budget.taken("alice", 2 * MIB, timeout=0):
-        with pytest.raises(Refusal, match="in flight"), budget.taken("alice", 1, timeout=0):
+    with budget.taken(alice, 2 * MIB, timeout=0):
+        with pytest.raises(Refusal, match="in flight"), budget.taken(alice, 1, timeout=0):
             pass
-        with budget.taken("bob", MIB, timeout=0), pytest.raises(Refusal), budget.taken("bob", 1, timeout=0):
+        with budget.taken(bob, MIB, timeout=0), pytest.raises(Refusal), budget.taken(bob, 1, timeout=0):
             pass
         entered = threading.Event()
 
         def wait() -> None:
-            with budget.taken("carol", 2 * MIB, timeout=20):
+            with budget.taken(carol, 2 * MIB, timeout=20):
                 entered.set()
 
         waiter = threading.Thread(target=wait)

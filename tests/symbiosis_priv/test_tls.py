@@ -12,10 +12,14 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from symbiosis_priv import certificates, tls
 from symbiosis_priv.certificates import Identity, Kind
 from symbiosis_priv.errors import CertificateError, ConnectionLostError, SymbiosisError
+from symbiosis_priv.tls import TenantIdentity
 
 TIMEOUT = 10.0
 
@@ -74,6 +78,14 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
     )
 
 
+def signer(identity: Identity) -> str:
+    return certificates.key_fingerprint(certificates.load_certificates(identity.certificate)[0])
+
+
+def alice(keys: Keys) -> TenantIdentity:
+    return TenantIdentity("alice", authority=signer(keys.authority))
+
+
 def server(keys: Keys, identity: Identity | None = None, *, tenants: Path | None = None) -> ssl.SSLContext:
     identity = identity or keys.provider
     return tls.server_context(
@@ -110,20 +122,26 @@ def careless_client(identity: Identity | None) -> ssl.SSLContext:
 class Outcome:
     """What either side ended with: what it learnt, or its error."""
 
-    server: str | SymbiosisError
+    server: TenantIdentity | SymbiosisError | None
     client: bytes | SymbiosisError
     client_finished_handshake: bool
 
+    @property
+    def tenant(self) -> str:
+        """The name that the server learnt."""
+        assert isinstance(self.server, TenantIdentity), self.server
+        return self.server.name
 
-def _serve(listener: socket.socket, context: ssl.SSLContext) -> str | SymbiosisError:
+
+def _serve(listener: socket.socket, context: ssl.SSLContext) -> TenantIdentity | SymbiosisError | None:
     connection, _ = listener.accept()
     connection.settimeout(TIMEOUT)
     try:
         with connection, context.wrap_socket(connection, server_side=True) as secured:
             assert secured.version() == "TLSv1.3"
-            name = tls.tenant_identity(secured) if context.verify_mode else "anybody"
+            tenant = tls.tenant_identity(secured) if context.verify_mode else None
             secured.sendall(b"welcome")
-            return name
+            return tenant
     except SymbiosisError as error:
         return error
     except OSError as error:
@@ -170,15 +188,94 @@ def test_the_right_certificates(keys: Keys, name: str, hostname: str) -> None:
     provider: Identity = getattr(keys, name)
     pins = provider.certificate
     outcome = connect(server(keys, provider), client(keys, pins), pins=pins, hostname=hostname)
-    assert outcome == Outcome("alice", b"welcome", True)
+    assert outcome == Outcome(alice(keys), b"welcome", True)
 
 
 def test_a_self_signed_tenant_that_the_provider_lists(keys: Keys) -> None:
     pins = keys.provider.certificate
     tenants = keys.pins(keys.authority, keys.lone_tenant)
     serving = server(keys, tenants=tenants)
-    assert connect(serving, client(keys, pins, keys.lone_tenant), pins=pins).server == "mallory"
-    assert connect(serving, client(keys, pins), pins=pins).server == "alice"
+    assert connect(serving, client(keys, pins, keys.lone_tenant), pins=pins).tenant == "mallory"
+    assert connect(serving, client(keys, pins), pins=pins).tenant == "alice"
+
+
+def test_namesakes_of_two_authorities_are_two_tenants(tmp_path: Path, keys: Keys) -> None:
+    other = certificates.create_authority(tmp_path / "other")  # of the same name as keys.authority
+    namesake = certificates.issue(tmp_path, authority=other, kind=Kind.TENANT, name="alice")
+    lone = certificates.create_self_signed(tmp_path / "lone", kind=Kind.TENANT, name="alice")
+    tenants = tmp_path / "tenants.pem"
+    tenants.write_bytes(b"".join(i.certificate.read_bytes() for i in (lone, other, keys.authority)))
+    serving, pins = server(keys, tenants=tenants), keys.provider.certificate
+    found = [connect(serving, client(keys, pins, who)).server for who in (keys.tenant, namesake, lone)]
+    assert found == [TenantIdentity("alice", authority=signer(by)) for by in (keys.authority, other, lone)]
+    assert len({str(tenant) for tenant in found}) == 3
+    assert all(str(tenant).startswith("alice@sha256:") for tenant in found)
+
+
+def test_an_authority_renewed_with_its_key_keeps_its_tenants(tmp_path: Path, keys: Keys) -> None:
+    """One more certificate for the authority's key: whichever is found first, the tenant stays who it is."""
+    old = certificates.load_certificates(keys.authority.certificate)[0]
+    key = keys.authority.private_key()
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    builder = x509.CertificateBuilder(old.issuer, old.subject, key.public_key(), x509.random_serial_number())
+    builder = builder.not_valid_before(old.not_valid_before_utc).not_valid_after(datetime.now(UTC) + timedelta(days=9))
+    for extension in old.extensions:
+        builder = builder.add_extension(extension.value, extension.critical)
+    renewed = tmp_path / "renewed.pem"
+    renewed.write_bytes(builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
+    pins = keys.provider.certificate
+    assert connect(server(keys, tenants=renewed), client(keys, pins)).server == alice(keys)
+
+
+def test_an_authority_in_between_must_be_listed(tmp_path: Path, keys: Keys) -> None:
+    """A tenant may bring its issuer along in its file: then its name would be worth what that issuer is."""
+    root_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
+    root = authority_certificate("root", key=root_key, signer=root_key, issuer="root", path_length=1)
+    between = authority_certificate("between", key=key, signer=root_key, issuer="root", path_length=0)
+    issuer = Identity(tmp_path / "between.pem", tmp_path / "between.key")
+    issuer.certificate.write_bytes(between)
+    issuer.key.write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    tenant = certificates.issue(tmp_path, authority=issuer, kind=Kind.TENANT, name="alice")
+    tenant.certificate.write_bytes(tenant.certificate.read_bytes() + between)
+    pins = keys.provider.certificate
+    (tmp_path / "root.pem").write_bytes(root)
+    refused = connect(server(keys, tenants=tmp_path / "root.pem"), client(keys, pins, tenant))
+    assert_refused(refused.server, CertificateError, "not in tenant_authority itself: append it")
+    (tmp_path / "both.pem").write_bytes(root + between)
+    listed = connect(server(keys, tenants=tmp_path / "both.pem"), client(keys, pins, tenant))
+    assert listed.server == TenantIdentity("alice", authority=signer(issuer))
+
+
+def authority_certificate(
+    name: str,
+    *,
+    key: ec.EllipticCurvePrivateKey,
+    signer: ec.EllipticCurvePrivateKey,
+    issuer: str,
+    path_length: int,
+) -> bytes:
+    """Another authority's certificate, as PEM."""
+
+    def subject(name: str) -> x509.Name:
+        return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+
+    signs = dict.fromkeys(
+        ["digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"], False
+    ) | {"key_cert_sign": True, "crl_sign": True, "encipher_only": False, "decipher_only": False}
+    now = datetime.now(UTC)
+    return (
+        x509.CertificateBuilder(subject(issuer), subject(name), key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - timedelta(hours=1))
+        .not_valid_after(now + timedelta(days=9))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=path_length), critical=True)
+        .add_extension(x509.KeyUsage(**signs), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
+        .sign(signer, hashes.SHA256())
+        .public_bytes(serialization.Encoding.PEM)
+    )
 
 
 @pytest.mark.parametrize("self_signed", [True, False])
@@ -198,7 +295,7 @@ def test_rotation_with_both_pins(tmp_path: Path, keys: Keys, self_signed: bool, 
     pins = tmp_path / "both.pins"
     pins.write_bytes(b"".join(both if old_first else reversed(both)))
     for serving in (before, after):
-        assert connect(serving, client(keys, pins), pins=pins) == Outcome("alice", b"welcome", True)
+        assert connect(serving, client(keys, pins), pins=pins) == Outcome(alice(keys), b"welcome", True)
 
     outcome = connect(after, client(keys, old_pin), pins=old_pin)
     assert_refused(outcome.client, CertificateError, "refused")
@@ -211,8 +308,8 @@ def test_authority_rotation_with_both_listed(tmp_path: Path, keys: Keys) -> None
     tenants = tmp_path / "tenants.pem"
     tenants.write_bytes(keys.authority.certificate.read_bytes() + successor.certificate.read_bytes())
     serving = server(keys, tenants=tenants)
-    assert connect(serving, client(keys, pins, bob), pins=pins).server == "bob"
-    assert connect(serving, client(keys, pins), pins=pins).server == "alice"
+    assert connect(serving, client(keys, pins, bob), pins=pins).tenant == "bob"
+    assert connect(serving, client(keys, pins), pins=pins).tenant == "alice"
 
 
 def test_nothing_to_resume(keys: Keys) -> None:
@@ -229,7 +326,7 @@ def test_nothing_to_resume(keys: Keys) -> None:
             assert secured.session is not None
             assert not secured.session.has_ticket
             assert secured.compression() is None
-        assert serverside.result(timeout=TIMEOUT) == "alice"
+        assert serverside.result(timeout=TIMEOUT) == alice(keys)
 
 
 # Refused by the server

@@ -25,8 +25,8 @@ from provider.link import Link
 from provider.supervisor import ExecutorClient
 from symbiosis_priv import wire
 from symbiosis_priv.errors import FrameTooLargeError, ProtocolError
+from symbiosis_priv.manifest import Manifest
 from symbiosis_priv.tls import TenantIdentity
-from symbiosis_priv.weights import Manifest
 
 log = logs.EventLog(__name__)
 

@@ -27,8 +27,8 @@ from provider.link import Link, hang_up
 from provider.supervisor import ExecutorClient, ExecutorHandle
 from symbiosis_priv.errors import CertificateError, ConfigError, ProtocolError, TransportError
 from symbiosis_priv.federation import parse_address
+from symbiosis_priv.manifest import Manifest
 from symbiosis_priv.tls import TenantIdentity, tenant_identity
-from symbiosis_priv.weights import Manifest
 
 log = logs.EventLog(__name__)
 

@@ -15,8 +15,9 @@ from symbiosis_priv.checkpoint import resolve
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.kernels import RingMatrix
 from symbiosis_priv.keystream import expand, mask_key
+from symbiosis_priv.manifest import Manifest
 from symbiosis_priv.ring import FORWARD, Direction
-from symbiosis_priv.weights import Manifest, WeightStore
+from symbiosis_priv.weights import WeightStore
 from symbiosis_priv.wire import Arithmetic, Effect
 
 _FEW_AND_MANY = (1, 64)  # row counts of the two classes for which kernels are chosen

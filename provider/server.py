@@ -17,8 +17,9 @@ from provider.executor import wait_for_eof
 from provider.gateway import Gateway
 from provider.model import open_store
 from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.files import write_atomically
 from symbiosis_priv.tls import server_context
-from symbiosis_priv.weights import Progress, write_atomically
+from symbiosis_priv.weights import Progress
 
 log = logs.EventLog(__name__)
 

@@ -1,95 +1,30 @@
-"""The quantised base model: a manifest that fixes it, and a store that hands out one layer group at a time.
+"""The quantised base model: a store that hands out one layer group at a time.
 
-The manifest lists every layer group with the SHA-256 of its integers, scales and bias; the manifest's own digest is
-what `federation.toml` pins. Quantising is deterministic, so tenants and providers get the same digest from the
-same checkpoint. Quantised groups are kept on disk under their digest, and checked against it when read back.
+Quantised groups are kept on disk under their digest, and checked against it when read back.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import msgspec
 import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from symbiosis_priv.checkpoint import Checkpoint
-from symbiosis_priv.discovery import GroupSpec, Skeleton, discover
+from symbiosis_priv.discovery import Skeleton, discover
 from symbiosis_priv.errors import CheckpointError
+from symbiosis_priv.files import default_cache, replace_atomically, write_atomically
+from symbiosis_priv.manifest import MANIFEST_VERSION, GroupEntry, Manifest
 from symbiosis_priv.quantise import DEFAULT_WEIGHT_BITS, Layer, QuantisedGroup, quantise
-from symbiosis_priv.ring import FORWARD, Direction
 
 log = logging.getLogger(__name__)
 
-MANIFEST_VERSION = 1
 Progress = Callable[[int, int], None]
 """Called with (groups done, groups in all)."""
-
-
-class GroupEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One layer group of a manifest. `outputs` are the members' widths, in order."""
-
-    members: tuple[str, ...]
-    inputs: int
-    outputs: tuple[int, ...]
-    digest: str
-
-    @property
-    def name(self) -> str:
-        """Readable and unique, as in `discovery.GroupSpec.name`."""
-        return GroupSpec(self.members, self.inputs, self.outputs).name
-
-    @property
-    def stacked_outputs(self) -> int:
-        """Output features of all members together."""
-        return sum(self.outputs)
-
-    def columns(self, direction: Direction) -> tuple[int, int]:
-        """(columns of a request's rows, columns of its answer's)."""
-        inputs, outputs = self.inputs, self.stacked_outputs
-        return (inputs, outputs) if direction == FORWARD else (outputs, inputs)
-
-
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a quantised base model is. Two parties with equal digests hold the same bits."""
-
-    version: int
-    weight_bits: int
-    groups: tuple[GroupEntry, ...]
-
-    @property
-    def digest(self) -> str:
-        """`sha256:` and the hash of the canonical JSON."""
-        return "sha256:" + hashlib.sha256(self.to_json()).hexdigest()
-
-    def to_json(self) -> bytes:
-        """Canonical bytes: fields in declared order, no white space."""
-        return msgspec.json.encode(self)
-
-    @classmethod
-    def from_json(cls, data: bytes) -> Manifest:
-        """Parse; CheckpointError if it is not a manifest of this version."""
-        try:
-            manifest = msgspec.json.decode(data, type=cls)
-        except msgspec.DecodeError as error:
-            raise CheckpointError(f"not a manifest: {error}") from error
-        if manifest.version != MANIFEST_VERSION:
-            raise CheckpointError(f"manifest version {manifest.version} is not {MANIFEST_VERSION}; upgrade both sides")
-        return manifest
-
-
-def default_cache() -> Path:
-    """Where quantised weights and verification keys are kept: `$SYMBIOSIS_PRIV_CACHE` or the user's cache folder."""
-    if override := os.environ.get("SYMBIOSIS_PRIV_CACHE"):
-        return Path(override)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "symbiosis-priv"
 
 
 class WeightStore:
@@ -217,7 +152,7 @@ class WeightStore:
         if group.bias is not None:
             tensors["bias"] = group.bias
         self._remember(
-            lambda: _replace_atomically(self._cache / f"{digest}.safetensors", lambda file: save_file(tensors, file))
+            lambda: replace_atomically(self._cache / f"{digest}.safetensors", lambda file: save_file(tensors, file))
         )
 
     def _remember(self, write: Callable[[], None]) -> None:
@@ -233,23 +168,3 @@ class WeightStore:
                     error,
                 )
             self._cache_failed = True
-
-
-def _replace_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Let readers see the old file or the whole new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        partial = Path(folder) / path.name
-        write(partial)
-        partial.replace(path)
-
-
-def write_atomically(path: Path, data: bytes, *, mode: int = 0o644) -> None:
-    """Write a file so that readers see the old one or the whole new one, with permission bits `mode` from the start."""
-
-    def write(partial: Path) -> None:
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-
-    _replace_atomically(path, write)

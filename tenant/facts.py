@@ -18,9 +18,11 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from symbiosis_priv.errors import CheckpointError
+from symbiosis_priv.files import default_cache, write_atomically
+from symbiosis_priv.manifest import GroupEntry, Manifest
 from symbiosis_priv.quantise import QuantisedGroup
 from symbiosis_priv.ring import BACKWARD, DIRECTIONS, FORWARD, Bound, Direction
-from symbiosis_priv.weights import GroupEntry, Manifest, Progress, WeightStore, default_cache, write_atomically
+from symbiosis_priv.weights import Progress, WeightStore
 from tenant.verifier import VerificationKeys
 
 log = logging.getLogger(__name__)

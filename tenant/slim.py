@@ -9,7 +9,8 @@ from safetensors.torch import save_file
 
 from symbiosis_priv.checkpoint import Checkpoint
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.weights import Manifest, WeightStore
+from symbiosis_priv.manifest import Manifest
+from symbiosis_priv.weights import WeightStore
 
 _PLAIN_FILES = ("*.json", "*.model", "*.txt", "*.jinja")  # configuration and tokenizer; never code, never pickles
 

@@ -16,9 +16,10 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from symbiosis_priv import wire
+from symbiosis_priv.manifest import Manifest
 from symbiosis_priv.quantise import QuantisedGroup
 from symbiosis_priv.ring import BACKWARD, Bound, Direction, quantise_rows
-from symbiosis_priv.weights import Manifest, WeightStore
+from symbiosis_priv.weights import WeightStore
 
 
 @dataclass(frozen=True, eq=False)

@@ -51,7 +51,7 @@ def verify(
     Status 1 if a provider breaks a property, does not answer, or could not be tested at all; it is named with the
     property and the smallest request found. What is sent is random test data, never yours.
     """
-    from symbiosis_priv.weights import write_atomically
+    from symbiosis_priv.files import write_atomically
 
     if federation is not None and address is not None:
         raise ConfigError("--federation and --address exclude each other: the file names the addresses")

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from symbiosis_priv.weights import default_cache, write_atomically
+from symbiosis_priv.files import default_cache, write_atomically
 
 _DEFAULT_STEPS = 40
 

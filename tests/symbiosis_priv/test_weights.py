@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -23,8 +22,9 @@ from transformers.core_model_loading import Chunk, WeightConverter
 from symbiosis_priv import discovery, weights
 from symbiosis_priv.discovery import GroupSpec
 from symbiosis_priv.errors import CheckpointError, UnsupportedModelError
+from symbiosis_priv.manifest import Manifest
 from symbiosis_priv.quantise import Layer, QuantisedGroup, quantise
-from symbiosis_priv.weights import GroupEntry, Manifest, WeightStore, default_cache, write_atomically
+from symbiosis_priv.weights import WeightStore
 
 
 @pytest.fixture(params=["llama", "gpt2"])
@@ -290,59 +290,6 @@ def test_what_another_transformers_finds_is_not_hidden_by_the_cache(
     monkeypatch.setattr(weights, "discover", lambda _: dataclasses.replace(skeleton, groups=tuple(alone)))
     monkeypatch.setattr("transformers.__version__", "99.0")
     assert max(len(entry.members) for entry in WeightStore(llama_path, cache=cache).manifest().groups) == 1
-
-
-entries = st.builds(
-    GroupEntry,
-    members=st.lists(st.text(max_size=5), min_size=1, max_size=3).map(tuple),
-    inputs=st.integers(1, 2**20),
-    outputs=st.lists(st.integers(1, 2**20), min_size=1, max_size=3).map(tuple),
-    digest=st.text("0123456789abcdef", min_size=64, max_size=64),
-)
-manifests = st.builds(
-    Manifest, version=st.just(1), weight_bits=st.integers(4, 12), groups=st.lists(entries, max_size=3).map(tuple)
-)
-
-
-@given(manifests, manifests)
-def test_manifests_round_trip_and_differ_in_digest(a: Manifest, b: Manifest) -> None:
-    assert Manifest.from_json(a.to_json()) == a
-    assert (a == b) is (a.digest == b.digest)
-
-
-@given(st.binary(max_size=60) | manifests.map(lambda m: m.to_json()[:-1]))
-def test_what_is_no_manifest_is_a_checkpoint_error(data: bytes) -> None:
-    with pytest.raises(CheckpointError):
-        Manifest.from_json(data)
-
-
-def test_a_manifest_of_the_future_is_refused() -> None:
-    future = Manifest(version=weights.MANIFEST_VERSION + 1, weight_bits=10, groups=())
-    with pytest.raises(CheckpointError, match="upgrade"):
-        Manifest.from_json(msgspec.json.encode(future))
-
-
-def test_the_tests_do_not_use_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not default_cache().is_relative_to(Path.home() / ".cache")
-    monkeypatch.delenv("SYMBIOSIS_PRIV_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert default_cache() == Path("/xdg/symbiosis-priv")
-
-
-def test_atomic_writes_leave_the_old_file_or_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "deep" / "file"
-    write_atomically(file, b"old", mode=0o600)
-    assert file.stat().st_mode & 0o777 == 0o600
-
-    def fail(*_: object) -> None:
-        raise OSError("no space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", fail)
-        with pytest.raises(OSError, match="no space"):
-            write_atomically(file, b"new")
-    assert file.read_bytes() == b"old"
-    assert list(file.parent.iterdir()) == [file]
 
 
 def test_a_cache_that_cannot_be_written_costs_time_only(

@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from symbiosis_priv.errors import CheckpointError
+from symbiosis_priv.manifest import GroupEntry, Manifest
 from symbiosis_priv.quantise import QuantisedGroup, quantise
 from symbiosis_priv.ring import FORWARD, Direction
-from symbiosis_priv.weights import GroupEntry, Manifest, WeightStore
+from symbiosis_priv.weights import WeightStore
 from symbiosis_priv.wire import Arithmetic
 from tenant.facts import Preparation
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -13,15 +13,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from provider import config as configuration
-from symbiosis_priv import weights
-from symbiosis_priv.checkpoint import resolve
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.quantise import DEFAULT_WEIGHT_BITS
+from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
+
+if TYPE_CHECKING:  # what imports torch is imported by the commands: not for --help
+    from symbiosis_priv import weights
 
 app = typer.Typer(no_args_is_help=True, help="Serve the frozen layers of a public model.")
 
 Config = Annotated[Path, typer.Option("--config", "-c", help="provider.toml")]
+WeightBits = Annotated[
+    int, typer.Option(min=MIN_WEIGHT_BITS, max=MAX_WEIGHT_BITS, help="With MODEL: bits of a quantised weight.")
+]
 OptionalConfig = Annotated[Path | None, typer.Option("--config", "-c", help="provider.toml of the one to ask.")]
 
 
@@ -35,9 +38,10 @@ def serve(
     lifeline: Annotated[bool, typer.Option("--lifeline", help="Also stop when stdin closes.")] = False,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C. One line of JSON on stdout says that it is ready; logs go to stderr."""
-    from provider import server  # torch: not for --help
+    from provider import server
+    from provider.config import load
 
-    settings = configuration.load(config)
+    settings = load(config)
     with _quantising() as progress:
         server.serve(settings, ready_file=ready_file, lifeline=lifeline, progress=progress)
 
@@ -47,17 +51,20 @@ def manifest(
     model: Annotated[str | None, typer.Argument(help="Checkpoint folder or hub name; or use --config.")] = None,
     *,
     config: OptionalConfig = None,
-    weight_bits: Annotated[int, typer.Option(help="With MODEL: bits of a quantised weight.")] = DEFAULT_WEIGHT_BITS,
+    weight_bits: WeightBits = DEFAULT_WEIGHT_BITS,
 ) -> None:
     """Print the digest to pin in federation.toml; the layer groups behind it go to stderr."""
+    from provider.config import load
     from provider.model import open_store
+    from symbiosis_priv.checkpoint import resolve
+    from symbiosis_priv.weights import WeightStore
 
     if (model is None) == (config is None):
         raise ConfigError("name the model: a checkpoint folder, or --config provider.toml")
     if config is not None:
-        store = open_store(configuration.load(config))
+        store = open_store(load(config))
     else:
-        store = weights.WeightStore(resolve(str(model)), weight_bits=weight_bits)
+        store = WeightStore(resolve(str(model)), weight_bits=weight_bits)
     with _quantising() as progress:
         found = store.manifest(progress=progress)
     table = Table("layer group", "inputs", "outputs", title=f"{found.weight_bits} weight bits")
@@ -78,10 +85,11 @@ def health(
     timeout: Annotated[float, typer.Option(help="Seconds to wait.")] = 10.0,
 ) -> None:
     """Print a running provider's report as JSON; status 1 if there is none."""
+    from provider.config import load
     from provider.health import ask_health
 
     if config is not None:
-        settings = configuration.load(config)
+        settings = load(config)
         address, certificate = address or settings.listen, certificate or settings.tls.certificate
     if address is None or certificate is None:
         raise ConfigError("name the provider: --config provider.toml, or ADDRESS and --certificate PROVIDER.pem")
@@ -100,9 +108,11 @@ def init(
     path: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("provider.toml"),
 ) -> None:
     """Write a commented provider.toml."""
+    from provider.config import TEMPLATE
+
     try:
         with path.open("x", encoding="utf-8") as file:
-            file.write(configuration.TEMPLATE)
+            file.write(TEMPLATE)
     except FileExistsError:
         raise ConfigError(f"{path} exists and is not overwritten; choose another name") from None
     typer.echo(f"wrote {path}; edit it, then: symbiosis-priv provider serve --config {path}")

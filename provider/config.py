@@ -10,7 +10,7 @@ import msgspec
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.federation import load_toml, parse_address
 from symbiosis_priv.kernels import KERNELS
-from symbiosis_priv.quantise import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
+from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
 from symbiosis_priv.wire import MAX_PAYLOAD, MAX_ROWS, Role
 
 MIB = 1 << 20

@@ -29,7 +29,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from symbiosis_priv.certificates import Kind, fingerprint, kind_of, load_certificates
 from symbiosis_priv.errors import ConfigError, RoleConflictError
-from symbiosis_priv.quantise import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
+from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
 from symbiosis_priv.wire import Role
 
 T = TypeVar("T")

@@ -26,7 +26,7 @@ from symbiosis_priv.certificates import Identity, Kind, create_authority, issue
 from symbiosis_priv.checkpoint import resolve
 from symbiosis_priv.errors import ConfigError, DeadlineExceededError
 from symbiosis_priv.files import write_atomically
-from symbiosis_priv.quantise import DEFAULT_WEIGHT_BITS
+from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
 from symbiosis_priv.weights import Progress, WeightStore
 from symbiosis_priv.wire import Role
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv.errors import CheckpointError, ConfigError
+from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
 from symbiosis_priv.ring import FORWARD, Bound, Direction
 
-MIN_WEIGHT_BITS, MAX_WEIGHT_BITS, DEFAULT_WEIGHT_BITS = 4, 12, 10
 _TINY = torch.finfo(torch.float64).tiny
 _BLOCK = 1 << 16  # entries per thread
 

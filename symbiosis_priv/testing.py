@@ -21,7 +21,8 @@ from hypothesis.extra import numpy as hnp
 from hypothesis.strategies import DrawFn, SearchStrategy
 from torch import Tensor
 
-from symbiosis_priv.quantise import MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, Layer
+from symbiosis_priv.limits import MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
+from symbiosis_priv.quantise import Layer
 from symbiosis_priv.ring import DIRECTIONS, Direction
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -18,8 +18,9 @@ from symbiosis_priv.checkpoint import Checkpoint
 from symbiosis_priv.discovery import Skeleton, discover
 from symbiosis_priv.errors import CheckpointError
 from symbiosis_priv.files import default_cache, replace_atomically, write_atomically
+from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
 from symbiosis_priv.manifest import MANIFEST_VERSION, GroupEntry, Manifest
-from symbiosis_priv.quantise import DEFAULT_WEIGHT_BITS, Layer, QuantisedGroup, quantise
+from symbiosis_priv.quantise import Layer, QuantisedGroup, quantise
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,20 @@ Read in this order: `remote_linear` (where the model meets this package), `backe
 `session` (masked, verified products), `noise` (pads), `verifier`, `channel` (TLS). `hf` plugs into `from_pretrained`.
 """
 
-from tenant.config import RemoteConfig
-from tenant.hf import backend_of
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tenant.config import RemoteConfig
+    from tenant.hf import backend_of
 
 __all__ = ["RemoteConfig", "backend_of"]
+
+
+def __getattr__(name: str) -> Any:
+    """The public names, imported when they are asked for: a command's `--help` must not wait for torch."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("tenant.hf"), name)

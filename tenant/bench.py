@@ -23,8 +23,8 @@ from symbiosis_priv.errors import DeadlineExceededError
 from symbiosis_priv.federation import Federation, load_federation
 from symbiosis_priv.kernels import KERNELS, RingMatrix, is_exact, probe_rows
 from symbiosis_priv.keystream import SessionSecret, expand, mask_key
+from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
 from symbiosis_priv.local import LocalFederation
-from symbiosis_priv.quantise import DEFAULT_WEIGHT_BITS
 from symbiosis_priv.ring import FORWARD, dequantise, in_range, quantise_rows
 from symbiosis_priv.weights import WeightStore
 from tenant.backend import RingBackend

@@ -5,19 +5,16 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import msgspec
-import torch
-import transformers
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.kernels import KERNELS
-from tenant.bench import PARTS, KernelTiming, RoundTrip, Timing, measure_kernels, measure_round_trips
-from tenant.ledger import size
+
+if TYPE_CHECKING:  # what imports torch is imported by the commands: not for --help
+    from tenant.bench import KernelTiming, RoundTrip, Timing
 
 app = typer.Typer(no_args_is_help=True, help="Measure round trips beside a bare TLS echo of the same bytes.")
 
@@ -39,10 +36,14 @@ def roundtrip(
     json: Json = None,
 ) -> None:
     """Time a masked, verified linear beside a bare TLS echo of the same bytes, against a real provider process."""
+    from transformers.utils import logging
+
+    from tenant.bench import measure_round_trips
+
     row_counts, widths = _numbers(rows, "--rows"), _numbers(width, "--width")
     if any(w % 8 for w in widths):
         raise ConfigError("--width: a Llama's width is a multiple of 8 here")
-    transformers.utils.logging.disable_progress_bar()
+    logging.disable_progress_bar()
     results: list[RoundTrip] = []
     console = Console()
     with console.status("starting providers") as status, tempfile.TemporaryDirectory() as folder:
@@ -75,6 +76,11 @@ def kernels(
     json: Json = None,
 ) -> None:
     """Time every exact kernel beside float32, and show which one is chosen."""
+    import torch
+
+    from symbiosis_priv.kernels import KERNELS
+    from tenant.bench import measure_kernels
+
     torch.set_num_threads(threads)
     results = [
         measure_kernels(inputs=inputs, outputs=outputs, rows=count, repeat=repeat, device=device)
@@ -97,6 +103,9 @@ def kernels(
 
 def _table(results: list[RoundTrip]) -> Table:
     """One width; a column per row count."""
+    from tenant.bench import PARTS
+    from tenant.ledger import size
+
     table = Table(f"width {results[0].width}", *(f"{r.rows} rows" for r in results))
     table.add_row("bytes both ways", *(size(r.up + r.down) for r in results))
     table.add_row("bare TLS echo", *(_cell(r.echo) for r in results))
@@ -135,5 +144,7 @@ def _shapes(text: str) -> list[tuple[int, int]]:
 
 
 def _write(path: Path | None, results: list[RoundTrip] | list[KernelTiming]) -> None:
+    import msgspec
+
     if path is not None:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")

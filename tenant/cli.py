@@ -7,31 +7,19 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
-import transformers
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from transformers import AutoModelForCausalLM
 
-from symbiosis_priv.checkpoint import resolve
-from symbiosis_priv.federation import load_federation
-from symbiosis_priv.quantise import DEFAULT_WEIGHT_BITS
-from symbiosis_priv.weights import WeightStore
-from tenant import finetune as finetuning
-from tenant import generate as generation
-from tenant import ledger as ledgers
-from tenant.config import RemoteConfig
-from tenant.connect import progress_bar
-from tenant.corpus import load_tokenizer, read_documents, to_blocks
-from tenant.facts import prepare as prepare_model
-from tenant.hf import backend_of
-from tenant.quality import Quality, compare
-from tenant.slim import write_slim
-from tenant.verifier import DEFAULT_COLUMNS
+from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
+
+if TYPE_CHECKING:  # what imports torch is imported by the commands: not for --help
+    from tenant import finetune as finetuning
+    from tenant.config import RemoteConfig
+    from tenant.quality import Quality
 
 app = typer.Typer(no_args_is_help=True, help="Fine-tune adapters and generate on somebody else's base model.")
 
@@ -45,13 +33,6 @@ Deadline = Annotated[float, typer.Option(help="Seconds that one request may take
 Text = Annotated[Path, typer.Option("--text", "-t", help="Plain text: documents between blank lines, or one a line.")]
 Length = Annotated[int, typer.Option(min=2, help="Tokens per block.")]
 Seed = Annotated[int, typer.Option(help="Of what is random in training or sampling; never of a mask.")]
-
-
-@app.callback()
-def _quiet() -> None:
-    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # peft 0.21 uses an old name
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
 
 
 @app.command()
@@ -79,6 +60,10 @@ def finetune(
     checkpoint: Full = None,
 ) -> None:
     """Fine-tune a LoRA adapter on private text; the frozen layers run at the providers."""
+    from tenant import finetune as finetuning
+    from tenant import ledger as ledgers
+
+    _quiet()
     options = finetuning.FineTuning(
         steps=steps,
         epochs=epochs,
@@ -135,6 +120,11 @@ def generate(
     checkpoint: Full = None,
 ) -> None:
     """Continue a prompt, word by word; greedy, unless sampling or beams are asked for."""
+    from tenant import generate as generation
+    from tenant import ledger as ledgers
+    from tenant.hf import backend_of
+
+    _quiet()
     remote = _remote(federation, masking, deadline_s=deadline_s, checkpoint=checkpoint)
     loaded, tokenizer = generation.open_model(model, remote=remote, adapter=adapter)
     decoding = generation.Decoding(
@@ -164,10 +154,20 @@ def prepare(
     ] = None,
 ) -> None:
     """Read the full checkpoint once: facts and verification keys go to the cache, and it is not needed again."""
+    from symbiosis_priv.checkpoint import resolve
+    from symbiosis_priv.federation import load_federation
+    from symbiosis_priv.weights import WeightStore
+    from tenant import facts
+    from tenant import ledger as ledgers
+    from tenant.connect import progress_bar
+    from tenant.slim import write_slim
+    from tenant.verifier import DEFAULT_COLUMNS
+
+    _quiet()
     pinned = load_federation(federation)
     store = WeightStore(resolve(model), weight_bits=pinned.weight_bits)
     with progress_bar("verification keys") as progress:
-        preparation = prepare_model(store, digest=pinned.model_digest, columns=DEFAULT_COLUMNS, progress=progress)
+        preparation = facts.prepare(store, digest=pinned.model_digest, columns=DEFAULT_COLUMNS, progress=progress)
     typer.echo(f"prepared {len(preparation.facts)} layer groups of {pinned.model_digest}")
     if slim is not None:
         kept, left_out = write_slim(store, preparation.manifest, slim)
@@ -179,11 +179,22 @@ def check(
     *,
     model: Model,
     text: Text,
-    weight_bits: Annotated[int, typer.Option(help="Bits of a quantised weight.")] = DEFAULT_WEIGHT_BITS,
+    weight_bits: Annotated[
+        int, typer.Option(min=MIN_WEIGHT_BITS, max=MAX_WEIGHT_BITS, help="Bits of a quantised weight.")
+    ] = DEFAULT_WEIGHT_BITS,
     sequence_length: Length = 256,
     blocks: Annotated[int, typer.Option(min=1, help="Blocks of text to compare.")] = 8,
 ) -> None:
     """Measure here, without a provider, what the ring's arithmetic does to a model's quality."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tenant.config import RemoteConfig
+    from tenant.corpus import load_tokenizer, read_documents, to_blocks
+    from tenant.hf import backend_of
+    from tenant.quality import compare
+
+    _quiet()
     tokenizer = load_tokenizer(model)
     simulate = RemoteConfig(masking="simulate", weight_bits=weight_bits)
     split = AutoModelForCausalLM.from_pretrained(model, quantization_config=simulate, dtype=torch.float32).eval()
@@ -196,7 +207,17 @@ def check(
     Console().print(_quality_table({f"ring, {weight_bits} bits": ring, "bf16": bf16}))
 
 
+def _quiet() -> None:
+    import transformers
+
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # peft 0.21 uses an old name
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+
+
 def _remote(federation: Path, masking: str, *, deadline_s: float, checkpoint: Path | None) -> RemoteConfig:
+    from tenant.config import RemoteConfig
+
     return RemoteConfig(
         federation=federation,
         masking=masking,  # type: ignore[arg-type]  # RemoteConfig says which there are

@@ -60,6 +60,8 @@ class RemoteConfig(QuantizationConfigMixin):
     quant_method: str = QUANT_METHOD  # type: ignore[assignment]  # transformers writes it down and passes it back
 
     def __post_init__(self) -> None:
+        import tenant.hf  # noqa: F401  # registers the quantizer that transformers will look for
+
         if self.masking not in get_args(Masking):
             raise ConfigError(f"masking = {self.masking!r} is unknown; choose one of {', '.join(get_args(Masking))}")
         if self.masking != "simulate" and self.federation is None:

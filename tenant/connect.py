@@ -15,7 +15,7 @@ from rich.progress import Progress as Bar
 from symbiosis_priv.checkpoint import resolve
 from symbiosis_priv.errors import CheckpointError
 from symbiosis_priv.federation import load_federation
-from symbiosis_priv.quantise import DEFAULT_WEIGHT_BITS
+from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
 from symbiosis_priv.weights import Progress, WeightStore
 from tenant.backend import Backend, RingBackend, RingProduct, Simulation
 from tenant.config import RemoteConfig

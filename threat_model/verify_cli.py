@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from symbiosis_priv.errors import CheckpointError, ConfigError
-from symbiosis_priv.federation import Peer, load_federation, parse_address
-from symbiosis_priv.quantise import DEFAULT_WEIGHT_BITS
-from symbiosis_priv.wire import Role
+from symbiosis_priv.files import write_atomically
+from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
 
-if TYPE_CHECKING:  # Hypothesis and the tenant's packages: not for --help
+if TYPE_CHECKING:  # torch, Hypothesis and the tenant's packages: not for --help
+    from symbiosis_priv.federation import Peer
+    from symbiosis_priv.wire import Role
     from threat_model.conformance import Oracle, Outcome, Subject, Violation
 
 _VALUES = 1000  # entries of a counterexample's rows that the JSON file lists
@@ -33,7 +34,10 @@ def verify(
     ] = None,
     tenant_key: Annotated[Path | None, typer.Option(help="With --address: its private key.")] = None,
     role: Annotated[str, typer.Option(help="With --address: executor or helper.")] = "executor",
-    weight_bits: Annotated[int, typer.Option(help="With --address: bits of a quantised weight.")] = DEFAULT_WEIGHT_BITS,
+    weight_bits: Annotated[
+        int,
+        typer.Option(min=MIN_WEIGHT_BITS, max=MAX_WEIGHT_BITS, help="With --address: bits of a quantised weight."),
+    ] = DEFAULT_WEIGHT_BITS,
     model: Annotated[
         str | None,
         typer.Option(
@@ -51,8 +55,6 @@ def verify(
     Status 1 if a provider breaks a property, does not answer, or could not be tested at all; it is named with the
     property and the smallest request found. What is sent is random test data, never yours.
     """
-    from symbiosis_priv.files import write_atomically
-
     if federation is not None and address is not None:
         raise ConfigError("--federation and --address exclude each other: the file names the addresses")
     chosen = secrets.randbelow(2**32) if seed is None else seed
@@ -82,6 +84,7 @@ def verify(
 
 
 def _federation(path: Path, model: str | None, *, seed: int, deadline: float) -> list[Subject]:
+    from symbiosis_priv.federation import load_federation
     from threat_model.conformance import Dialler, Subject
 
     federation = load_federation(path)
@@ -109,6 +112,7 @@ def _single(
     seed: int,
     deadline: float,
 ) -> list[Subject]:
+    from symbiosis_priv.federation import Peer, parse_address
     from threat_model.conformance import Dialler, Subject
 
     if address is None:

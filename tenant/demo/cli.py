@@ -33,6 +33,7 @@ def demo(
     adapter with every row masked and every answer verified, and compares the
     result bit by bit with the same run without providers.
     """
+    # torch: not for --help
     from transformers.utils import logging
 
     from tenant.demo.claims import to_json

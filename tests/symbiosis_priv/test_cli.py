@@ -62,16 +62,28 @@ def test_every_command_loads(name: str, capsys: pytest.CaptureFixture[str]) -> N
     assert f"symbiosis-priv {name}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("args", [["--help"], ["--version"], ["keys", "--help"]])
-def test_light_commands_do_not_import_torch(args: list[str]) -> None:
-    program = f"""
-import sys
-from symbiosis_priv.cli import main
-try:
-    main({args!r})
-except SystemExit as exit:
-    heavy = {{"torch", "transformers", "peft", "numpy"}} & sys.modules.keys()
-    sys.exit(f"imported {{heavy}}" if heavy else exit.code)
+def test_no_help_of_any_command_waits_for_torch() -> None:
+    program = """
+import contextlib, io, sys
+from typer.main import get_command
+from symbiosis_priv import cli
+
+def run(*words):
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+        cli.main(words)
+    heavy = {"torch", "transformers", "peft", "numpy", "safetensors"} & sys.modules.keys()
+    sys.exit(f"{words} imported {heavy}") if heavy else None
+    return shown.getvalue()
+
+def walk(path, command):
+    assert "--help" in run(*path, "--help"), path
+    for name in getattr(command, "commands", {}):
+        context = command.make_context(name, [], resilient_parsing=True)
+        walk([*path, name], command.resolve_command(context, [name])[1])
+
+run("--version")
+walk([], get_command(cli.app))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -82,6 +82,10 @@ class Bound:
         """Largest allowed 2-norm of the scaled row before rounding."""
         return (RANGE - 1) / max(self.weight_norm, 1.0) - math.sqrt(self.inputs) / 2
 
+    def with_headroom(self, bits: int) -> Bound:
+        """The same for products below `RANGE / 2^bits`, where a masking scheme's own error takes the rest."""
+        return Bound(self.inputs, max(self.weight_absmax, 1) << bits, math.ldexp(max(self.weight_norm, 1.0), bits))
+
 
 def quantise_rows(rows: Tensor, bound: Bound) -> tuple[Tensor, Tensor]:
     """Scale and round float rows so that their product stays inside the range.

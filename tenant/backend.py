@@ -3,7 +3,7 @@
 RingBackend       quantise -> exact integer product -> dequantise. The product comes from
                     simulate.Simulation   the tenant's own copy, no network: the reference
                     session.Session       providers, masked and verified
-PaperPoolBackend  floats with reused Gaussian noise, as in the paper; weak, kept for comparison (paper_pool)
+PaperPoolBackend  floats with reused Gaussian noise, as in the paper; weak, kept for comparison (masking.paper_pool)
 """
 
 from __future__ import annotations

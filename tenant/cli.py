@@ -220,7 +220,7 @@ def _remote(federation: Path, masking: str, *, deadline_s: float, checkpoint: Pa
 
     return RemoteConfig(
         federation=federation,
-        masking=masking,  # type: ignore[arg-type]  # RemoteConfig says which there are
+        masking=masking,
         deadline_s=deadline_s,
         checkpoint=checkpoint,
     )

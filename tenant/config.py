@@ -5,17 +5,17 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from transformers.quantizers.auto import register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from symbiosis_priv.errors import ConfigError
 from tenant.channel import Wiretap
+from tenant.masking.registry import DEFAULT_MASKING, registered, scheme_named
 from tenant.verifier import DEFAULT_COLUMNS
 
 QUANT_METHOD = "symbiosis-priv"
-Masking = Literal["pad", "local", "none", "paper-pool", "simulate"]
 
 
 @register_quantization_config(QUANT_METHOD)
@@ -25,11 +25,11 @@ class RemoteConfig(QuantizationConfigMixin):
 
     Args:
         federation: path of `federation.toml`. Not needed for "simulate".
-        masking: who can read your rows:
+        masking: the scheme's name, and so who can read your rows (`tenant/masking/`):
             "pad" nobody, unless the executor and every helper collude (default);
             "local" nobody at all, but the tenant needs the full checkpoint and does the providers' work ahead of time;
             "none" every executor; for providers you trust;
-            "paper-pool" every executor, in practice (opt-in, see `paper_pool`);
+            "paper-pool" every executor, in practice (opt-in);
             "simulate" nobody: the same arithmetic on this machine, no providers.
         weight_bits: integer bits of a weight, for "simulate" only; otherwise the federation file says it.
         checkpoint: the full base checkpoint, when the model's own folder holds only the tenant's tensors. It is read
@@ -46,7 +46,7 @@ class RemoteConfig(QuantizationConfigMixin):
     """
 
     federation: str | Path | None = None
-    masking: Masking = "pad"
+    masking: str = DEFAULT_MASKING
     weight_bits: int | None = None
     checkpoint: str | Path | None = None
     deadline_s: float = 120.0
@@ -62,14 +62,14 @@ class RemoteConfig(QuantizationConfigMixin):
     def __post_init__(self) -> None:
         import tenant.hf  # noqa: F401  # registers the quantizer that transformers will look for
 
-        if self.masking not in get_args(Masking):
-            raise ConfigError(f"masking = {self.masking!r} is unknown; choose one of {', '.join(get_args(Masking))}")
-        if self.masking != "simulate" and self.federation is None:
+        remote = bool(scheme_named(self.masking).roles)
+        alone = " or ".join(repr(scheme.name) for scheme in registered() if not scheme.roles)
+        if remote and self.federation is None:
             raise ConfigError(
-                f"masking = {self.masking!r} needs federation = 'federation.toml' (masking = 'simulate' does not)"
+                f"masking = {self.masking!r} needs federation = 'federation.toml' (masking = {alone} does not)"
             )
-        if self.masking != "simulate" and self.weight_bits is not None:
-            raise ConfigError("weight_bits is for masking = 'simulate'; the federation file says it otherwise")
+        if remote and self.weight_bits is not None:
+            raise ConfigError(f"weight_bits is for masking = {alone}; the federation file says it otherwise")
         lowest = {"deadline_s": 0.1, "pool_memory_mib": 0, "row_bucket": 1, "verify_columns": 8, "paper_pool_size": 1}
         for name, low in lowest.items():
             if not getattr(self, name) >= low:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 
 from rich.console import Console
@@ -14,13 +15,14 @@ from rich.progress import Progress as Bar
 
 from symbiosis_priv.checkpoint import resolve
 from symbiosis_priv.errors import CheckpointError
-from symbiosis_priv.federation import load_federation
+from symbiosis_priv.federation import Federation, load_federation
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
 from symbiosis_priv.weights import Progress, WeightStore
-from tenant.backend import Backend, RingBackend, RingProduct, Simulation
+from tenant.backend import Backend, RingBackend, RingProduct
 from tenant.config import RemoteConfig
-from tenant.facts import GroupFacts, prepare
-from tenant.paper_pool import PaperPoolBackend
+from tenant.facts import GroupFacts, Preparation, prepare
+from tenant.masking.registry import scheme_named
+from tenant.masking.scheme import SessionScheme
 from tenant.session import Session, SessionOptions
 
 
@@ -31,44 +33,79 @@ def open_backend(config: RemoteConfig, model: str | Path) -> Backend:
         config: masking, federation and options.
         model: the checkpoint being loaded; read for keys unless `config.checkpoint` names another.
     """
-    cache = None if config.cache is None else Path(config.cache)
-    if config.masking == "simulate":
-        bits = DEFAULT_WEIGHT_BITS if config.weight_bits is None else config.weight_bits
-        store = WeightStore(resolve(config.checkpoint or model), weight_bits=bits, cache=cache)
+    return scheme_named(config.masking).open(Opening(config, model))
+
+
+class Opening:
+    """What a scheme may ask for while it opens; each is read when it is first asked for.
+
+    Args:
+        config: the user's options.
+        model: the checkpoint being loaded.
+    """
+
+    def __init__(self, config: RemoteConfig, model: str | Path) -> None:
+        self.config = config
+        self._model = model
+        self._cache = None if config.cache is None else Path(config.cache)
+
+    @cached_property
+    def federation(self) -> Federation:
+        """Whom to talk to."""
+        assert self.config.federation is not None  # RemoteConfig checks it
+        return load_federation(self.config.federation)
+
+    @cached_property
+    def preparation(self) -> Preparation:
+        """Facts and verification keys of the pinned model."""
+        with progress_bar("verification keys") as progress:
+            return prepare(
+                self._full_store,
+                digest=self.federation.model_digest,
+                columns=self.config.verify_columns,
+                cache=self._cache,
+                progress=progress,
+            )
+
+    def quantised(self) -> tuple[WeightStore, Sequence[GroupFacts]]:
+        """The tenant's own weights, and their facts, for a scheme without providers."""
+        bits = DEFAULT_WEIGHT_BITS if self.config.weight_bits is None else self.config.weight_bits
+        store = self._store(bits)
         with progress_bar("quantising") as progress:
             manifest = store.manifest(progress=progress)
-        facts = [GroupFacts.of(entry, store.group(i)) for i, entry in enumerate(manifest.groups)]
-        return RingBackend(facts, Simulation(store))
-    assert config.federation is not None  # RemoteConfig checks it
-    federation = load_federation(config.federation)
-    local = _local_store(config, model, weight_bits=federation.weight_bits, cache=cache)
-    with progress_bar("verification keys") as progress:
-        preparation = prepare(
-            local, digest=federation.model_digest, columns=config.verify_columns, cache=cache, progress=progress
-        )
-    if config.masking == "paper-pool":
-        return PaperPoolBackend(
-            federation,
-            preparation,
-            pool_size=config.paper_pool_size,
-            noise_scale=config.paper_noise_scale,
+        return store, [GroupFacts.of(entry, store.group(i)) for i, entry in enumerate(manifest.groups)]
+
+    def session(self, scheme: SessionScheme) -> Backend:
+        """A session with the federation that masks by `scheme`; it closes itself when the model is gone.
+
+        Raises:
+            CheckpointError: the scheme multiplies on the tenant, which has not got the weights.
+        """
+        config, preparation, store = self.config, self.preparation, self._full_store
+        if scheme.own_weights and (store is None or store.manifest().digest != self.federation.model_digest):
+            raise CheckpointError(
+                f"masking = {scheme.name!r} multiplies on the tenant: pass RemoteConfig(checkpoint='FULL_CHECKPOINT')"
+            )
+        options = SessionOptions(
+            masking=scheme.name,
             deadline_s=config.deadline_s,
+            pool_memory=config.pool_memory_mib << 20,
+            row_bucket=config.row_bucket,
             wiretap=config.wiretap,
         )
-    if config.masking == "local" and (local is None or local.manifest().digest != federation.model_digest):
-        raise CheckpointError(
-            "masking = 'local' multiplies on the tenant: pass RemoteConfig(checkpoint='FULL_CHECKPOINT')"
-        )
-    options = SessionOptions(
-        masking=config.masking,
-        deadline_s=config.deadline_s,
-        pool_memory=config.pool_memory_mib << 20,
-        row_bucket=config.row_bucket,
-        wiretap=config.wiretap,
-    )
-    backend = RingBackend(preparation.facts, Session(federation, preparation, options=options, store=local))
-    weakref.finalize(backend, _close, backend.products, process=os.getpid()).atexit = False
-    return backend
+        session = Session(self.federation, preparation, options=options, store=store)
+        backend = RingBackend([facts.with_headroom(scheme.headroom_bits) for facts in preparation.facts], session)
+        weakref.finalize(backend, _close, session, process=os.getpid()).atexit = False
+        return backend
+
+    @cached_property
+    def _full_store(self) -> WeightStore | None:
+        """The full checkpoint, if the tenant has it."""
+        store = self._store(self.federation.weight_bits)
+        return store if self.config.checkpoint or store.is_complete() else None
+
+    def _store(self, weight_bits: int) -> WeightStore:
+        return WeightStore(resolve(self.config.checkpoint or self._model), weight_bits=weight_bits, cache=self._cache)
 
 
 def _close(products: RingProduct, *, process: int) -> None:
@@ -76,14 +113,6 @@ def _close(products: RingProduct, *, process: int) -> None:
     if os.getpid() == process:  # a fork's copy closes nothing of its parent's
         # on a thread of its own: collection can happen on one that closing would wait for
         threading.Thread(target=products.close, name="close", daemon=True).start()
-
-
-def _local_store(
-    config: RemoteConfig, model: str | Path, *, weight_bits: int, cache: Path | None
-) -> WeightStore | None:
-    """The full checkpoint, if the tenant has it."""
-    store = WeightStore(resolve(config.checkpoint or model), weight_bits=weight_bits, cache=cache)
-    return store if config.checkpoint or store.is_complete() else None
 
 
 @contextmanager

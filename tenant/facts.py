@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -49,6 +49,10 @@ class GroupFacts:
         """Read the facts off a quantised group."""
         bias = None if group.bias is None else group.bias.to(torch.float64)
         return cls(entry, group.channel_scale, bias, {d: group.bound(d) for d in DIRECTIONS})
+
+    def with_headroom(self, bits: int) -> GroupFacts:
+        """The same with rows scaled down by that many bits (`Bound.with_headroom`)."""
+        return replace(self, bounds={d: bound.with_headroom(bits) for d, bound in self.bounds.items()})
 
     def inputs(self, direction: Direction) -> int:
         """Columns of an input row."""

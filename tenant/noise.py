@@ -1,11 +1,8 @@
 """Masks and their effects: what makes a row unreadable, and what takes it off again.
 
 Theory of operation. For a row xq the tenant needs a pad (n, e) with n uniform over the ring and `e = n @ W.T`: it sends
-`xq + n`, receives `(xq + n) @ W.T`, and subtracts e. Schemes differ only in where e comes from: `EffectSource`.
-
-    pad     helpers expand a seed to shares n_j and return e_j; n = sum n_j, e = sum e_j. The executor and all helpers
-            but one, pooled, still see uniform rows. Every e_j is verified before it is used.
-    local   the tenant multiplies by its own copy of the weights, ahead of time.
+`xq + n`, receives `(xq + n) @ W.T`, and subtracts e. Schemes differ only in where e comes from: `EffectSource`
+(`tenant/masking/`).
 
 A `NoisePool` per (layer group, direction) draws pads ahead in the background while memory lasts. A dry
 pool draws on the spot: the mask is made at once, and the effect is fetched while the executor is
@@ -25,15 +22,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from symbiosis_priv import wire
-from symbiosis_priv.errors import ProtocolError, SymbiosisError, TransportError, VerificationError
-from symbiosis_priv.keystream import SessionSecret, expand, mask_key
+from symbiosis_priv.errors import SymbiosisError, TransportError
+from symbiosis_priv.keystream import SessionSecret
 from symbiosis_priv.ring import Direction
-from symbiosis_priv.weights import WeightStore
-from tenant.backend import Simulation
-from tenant.channel import Channel, fresh_nonce
 from tenant.facts import GroupFacts
-from tenant.verifier import VerificationKeys
 
 log = logging.getLogger(__name__)
 
@@ -49,11 +41,15 @@ class Pad:
 
 
 class EffectSource(ABC):
-    """Where pads come from. One instance serves every layer group of a session."""
+    """Where pads come from. One instance serves every layer group of a session.
+
+    `verified` counts rows of effects that somebody else computed and that were checked.
+    """
 
     def __init__(self, facts: Sequence[GroupFacts], secret: SessionSecret) -> None:
         self._facts = facts
         self._secret = secret
+        self.verified = 0
 
     @abstractmethod
     def draw(self, index: int, direction: Direction, rows: int, *, ahead: bool) -> Pad:
@@ -70,115 +66,6 @@ class EffectSource(ABC):
     def _burn(self, index: int, direction: Direction, rows: int) -> tuple[str, int]:
         group = self._facts[index].entry.name
         return group, self._secret.burn(group_name=group, direction=direction, rows=rows)
-
-
-class LocalSource(EffectSource):
-    """Effects from the tenant's own copy of the weights. Hides rows from everybody; moves work in time, saves none."""
-
-    def __init__(self, facts: Sequence[GroupFacts], secret: SessionSecret, store: WeightStore) -> None:
-        super().__init__(facts, secret)
-        self._products = Simulation(store)
-        self._seed = secret.seed_for("local")
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="local-effects")
-
-    def draw(self, index: int, direction: Direction, rows: int, *, ahead: bool) -> Pad:
-        group, first = self._burn(index, direction, rows)
-        key = mask_key(self._seed, group_name=group, direction=direction)
-        mask = expand(key, first_row=first, rows=rows, width=self._facts[index].inputs(direction))
-        return Pad(mask, self._worker.submit(self._products.product, index, direction, mask))
-
-    def close(self) -> None:
-        self._worker.shutdown(cancel_futures=True)
-        self._products.close()
-
-
-class Helper:
-    """One helper: a seed of its own, and a connection each for waiting requests and for those made ahead."""
-
-    def __init__(self, online: Channel, ahead: Channel, secret: SessionSecret) -> None:
-        self.peer = online.peer
-        self.seed = secret.seed_for(self.peer.fingerprint)
-        self.channels = (online, ahead)
-        self._workers = [ThreadPoolExecutor(1, thread_name_prefix=f"effects-{self.peer.name}") for _ in self.channels]
-
-    def submit(self, request: wire.Effect, *, outputs: int, ahead: bool) -> Future[Tensor]:
-        """Ask for an effect; unverified."""
-        return self._workers[ahead].submit(self.channels[ahead].request, request, None, outputs=outputs)
-
-    def drop_orders(self) -> None:
-        """Send nothing more of what was ordered ahead."""
-        self.channels[True].close()
-
-    def close(self) -> None:
-        for worker, channel in zip(self._workers, self.channels, strict=True):
-            worker.shutdown(wait=False, cancel_futures=True)
-            channel.close()
-
-
-class PadSource(EffectSource):
-    """Effects from helpers: bit-exact one-time pads, hidden unless the executor and every helper collude."""
-
-    def __init__(
-        self,
-        facts: Sequence[GroupFacts],
-        secret: SessionSecret,
-        helpers: Sequence[Helper],
-        keys: VerificationKeys,
-    ) -> None:
-        super().__init__(facts, secret)
-        self._helpers = helpers
-        self._keys = keys
-        self._joiners = [ThreadPoolExecutor(1, thread_name_prefix="effects-join") for _ in range(2)]
-        self._count = threading.Lock()  # both joiners count
-        self.verified = 0
-
-    def draw(self, index: int, direction: Direction, rows: int, *, ahead: bool) -> Pad:
-        group, first = self._burn(index, direction, rows)
-        facts = self._facts[index]
-        shares = []
-        for helper in self._helpers:
-            request = wire.Effect(
-                nonce=fresh_nonce(),
-                group=index,
-                direction=direction,
-                arithmetic="ring",
-                rows=rows,
-                seed=helper.seed,
-                first_row=first,
-            )
-            effect = helper.submit(request, outputs=facts.outputs(direction), ahead=ahead)
-            key = mask_key(helper.seed, group_name=group, direction=direction)  # while the helper does the same
-            share = expand(key, first_row=first, rows=rows, width=facts.inputs(direction))
-            shares.append((helper, share, effect))
-        mask = shares[0][1]
-        for _, share, _ in shares[1:]:
-            mask = mask + share
-        return Pad(mask, self._joiners[ahead].submit(self._join, index, direction, shares))
-
-    def _join(self, index: int, direction: Direction, shares: list[tuple[Helper, Tensor, Future[Tensor]]]) -> Tensor:
-        total: Tensor | None = None
-        for helper, share, answer in shares:
-            try:
-                effect = answer.result()  # bounded by the channel's deadline
-            except ProtocolError as error:
-                raise self._lie(helper, index, direction) from error
-            if not self._keys.accepts(index, direction, rows=share, answer=effect):
-                raise self._lie(helper, index, direction)
-            total = effect if total is None else total.add_(effect)
-        assert total is not None  # PadSource is only made with helpers
-        with self._count:
-            self.verified += total.shape[0]
-        return total
-
-    def _lie(self, helper: Helper, index: int, direction: Direction) -> VerificationError:
-        group = self._facts[index].entry.name
-        return VerificationError(provider=helper.peer.name, group_name=group, direction=direction, what="an effect")
-
-    def close(self) -> None:
-        for helper in self._helpers:
-            helper.close()
-        for joiner in self._joiners:
-            joiner.shutdown(wait=False, cancel_futures=True)
 
 
 @dataclass

@@ -5,7 +5,7 @@ The hot path, top to bottom, for one layer group:
     take a pad (n, e)          burnt before anything leaves        noise.NoisePool
     send xq + n                one round trip, deadline            channel.Channel
     check the answer           before it is used for anything      verifier.VerificationKeys
-    subtract e                 each e checked the same way         noise.PadSource
+    subtract e                 each e checked the same way         masking.pad
     check the range            the guard bits                      ring.in_range
 
 A provider that fails a check is quarantined: nothing is sent to it again, the cached verification keys are dropped,
@@ -42,7 +42,10 @@ from symbiosis_priv.ring import Direction, in_range
 from symbiosis_priv.weights import WeightStore
 from tenant.channel import Channel, Wiretap, fresh_nonce
 from tenant.facts import GroupFacts, Preparation
-from tenant.noise import EffectSource, Helper, LocalSource, NoisePool, Pad, PadSource, PoolMemory, joined
+from tenant.helper import Helper
+from tenant.masking.registry import session_scheme
+from tenant.masking.scheme import Materials, SessionScheme
+from tenant.noise import NoisePool, Pad, PoolMemory, joined
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +55,7 @@ class SessionOptions:
     """How a session behaves.
 
     Args:
-        masking: "none", "pad" or "local".
+        masking: the name of a `SessionScheme`.
         deadline_s: how long one request may take, reconnecting included.
         pool_memory: bytes that pads drawn ahead may take.
         row_bucket: row counts are rounded up to a multiple of this before anything is sent.
@@ -92,7 +95,7 @@ class Session:
         federation: whom to talk to.
         preparation: facts and verification keys of the pinned model.
         options: masking, deadline, memory.
-        store: the tenant's own copy of the weights; only `masking = "local"` needs it.
+        store: the tenant's own copy of the weights, for schemes that need it.
     """
 
     def __init__(
@@ -103,10 +106,11 @@ class Session:
         options: SessionOptions,
         store: WeightStore | None = None,
     ) -> None:
-        if options.masking == "pad" and not federation.helpers:
+        self._scheme = session_scheme(options.masking)
+        if "helper" in self._scheme.roles and not federation.helpers:
             raise RoleConflictError(
-                "masking = 'pad' needs a [[provider]] with role = 'helper', run by another operator than the executor; "
-                "masking = 'local' needs none"
+                f"masking = {options.masking!r} needs a [[provider]] with role = 'helper', run by another operator "
+                f"than the executor; masking = 'local' needs none"
             )
         self._federation = federation
         self._preparation = preparation
@@ -222,7 +226,12 @@ class Session:
             raise SymbiosisError("this session is closed; load the model again")
         if self._runtime is None or self._runtime.process != os.getpid():
             self._runtime = _Runtime(
-                self._federation, self._preparation, self._options, self._store, quarantined=self._quarantined
+                self._federation,
+                self._preparation,
+                self._scheme,
+                self._options,
+                self._store,
+                quarantined=self._quarantined,
             )
         return self._runtime
 
@@ -238,7 +247,7 @@ class Session:
             products=self._products,
             answers_verified=self._verified,
             answers_rejected=self._rejected,
-            effects_verified=runtime.source.verified if isinstance(runtime.source, PadSource) else 0,
+            effects_verified=runtime.source.verified if runtime.source else 0,
             pads_taken=sum(p.taken for p in runtime.pools.values()),
             pads_dry=sum(p.dry for p in runtime.pools.values()),
             executor_round_trips=sum(t.round_trips for t in to_executors),
@@ -265,12 +274,14 @@ class _Runtime:
         self,
         federation: Federation,
         preparation: Preparation,
+        scheme: SessionScheme,
         options: SessionOptions,
         store: WeightStore | None,
         *,
         quarantined: Collection[str],
     ) -> None:
-        check_roles(federation.executors, federation.helpers if options.masking == "pad" else ())
+        helpers = federation.helpers if "helper" in scheme.roles else ()
+        check_roles(federation.executors, helpers)
         self.process = os.getpid()
         self.pools: dict[tuple[int, Direction], NoisePool] = {}
         self._facts = preparation.facts
@@ -288,15 +299,11 @@ class _Runtime:
             )
 
         self.executors = [channel(peer) for peer in federation.executors if peer.name not in quarantined]
-        self.helpers: list[Helper] = []
-        self.source: EffectSource | None = None
         secret = SessionSecret()
-        if options.masking == "pad":
-            self.helpers = [Helper(channel(peer), channel(peer), secret) for peer in federation.helpers]
-            self.source = PadSource(self._facts, secret, self.helpers, preparation.keys)
-        elif options.masking == "local":
-            assert store is not None  # RemoteConfig asks for the checkpoint
-            self.source = LocalSource(self._facts, secret, store)
+        self.helpers = [Helper(channel(peer), channel(peer), secret) for peer in helpers]
+        self.source = scheme.effects(
+            Materials(facts=self._facts, secret=secret, helpers=self.helpers, keys=preparation.keys, store=store)
+        )
 
     def take(self, index: int, direction: Direction, rows: int) -> list[Pad]:
         """Fresh pads for `rows` rows; none without masking."""
@@ -329,6 +336,8 @@ class _Runtime:
         self._refill.shutdown(cancel_futures=True)
         if self.source is not None:
             self.source.close()
+        for helper in self.helpers:
+            helper.close()
         for channel in self.executors:
             channel.close()
 

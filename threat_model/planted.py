@@ -20,7 +20,7 @@ from torch import Tensor
 from symbiosis_priv import wire
 from symbiosis_priv.keystream import SEED_BYTES, SessionSecret, expand
 from symbiosis_priv.ring import DIRECTIONS, FORWARD
-from tenant.paper_pool import gaussian
+from tenant.masking.paper_pool import gaussian
 from threat_model.attacks import Attack, Outcome
 from threat_model.attacks.averaging import Averaging
 from threat_model.attacks.differencing import Differencing

@@ -1,16 +1,16 @@
-"""The masking schemes under test: a table. A later scheme is one more line; no attack knows any scheme's name."""
+"""The masking schemes under test: those of `tenant.masking.registry`, some of them in several settings. What they claim
+is what they say about themselves, and no attack knows any scheme's name."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from tenant.masking import scheme as masking
+from tenant.masking.registry import registered
 from threat_model.views import Party
 
-NOBODY: frozenset[Party] = frozenset()
-NOT_ALL: frozenset[Party] = frozenset({"executor", "helper", "all but a helper", "network", "neighbour"})
-EVERYBODY: frozenset[Party] = NOT_ALL | {"executor+helper"}
 OUTSIDERS: frozenset[Party] = frozenset({"network", "neighbour"})
 
 FALLS_OPEN = frozenset(
@@ -28,81 +28,81 @@ FALLS_OPEN = frozenset(
 """What must succeed where rows can be read: an attack that fails here proves nothing by failing elsewhere."""
 
 
+FALLS_TO_COLLUSION = frozenset({"collusion, forward", "collusion, backward"})
+"""What must succeed where rows are hidden from each party, but not from all of them together."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """One way to mask, and what it promises.
+    """A masking scheme in one setting.
 
     Args:
+        masking: what it is, and what it promises.
         name: column of the report.
-        family: row of the README's table.
-        options: keyword arguments of `RemoteConfig`.
-        hides_from: parties that must learn nothing about rows.
-        falls_to: attacks that must succeed.
-        assumption: what the promise rests on.
-        exact: whether results are bit-identical to the reference.
+        settings: further keyword arguments of `RemoteConfig`.
         helpers: how many take part.
     """
 
+    masking: masking.Scheme
     name: str
-    family: str
-    options: Mapping[str, Any]
-    hides_from: frozenset[Party]
-    falls_to: frozenset[str] = field(default_factory=frozenset)
-    assumption: str
-    exact: str
-    helpers: int = 0
+    settings: Mapping[str, Any]
+    helpers: int
+
+    @property
+    def family(self) -> str:
+        """Row of the README's table."""
+        return self.masking.name
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """Keyword arguments of `RemoteConfig`."""
+        return {"masking": self.masking.name, **self.settings}
+
+    @property
+    def hides_from(self) -> frozenset[Party]:
+        """Parties that must learn nothing about rows; nobody outside ever may."""
+        return OUTSIDERS | self.masking.hides_from
+
+    @property
+    def falls_to(self) -> frozenset[str]:
+        """Attacks that must succeed."""
+        if "executor" not in self.hides_from:
+            return FALLS_OPEN
+        return frozenset() if "executor+helper" in self.hides_from else FALLS_TO_COLLUSION
+
+
+def variant(scheme: masking.Scheme, *, name: str | None = None, helpers: int = 1, **settings: Any) -> Scheme:
+    """One setting of a registered scheme.
+
+    Args:
+        name: column of the report; the scheme's own name if None.
+        helpers: how many, for a scheme that needs helpers.
+        settings: further keyword arguments of `RemoteConfig`.
+    """
+    helpers = helpers if "helper" in scheme.roles else 0
+    return Scheme(masking=scheme, name=name or scheme.name, settings=settings, helpers=helpers)
+
+
+_REMOTE = {scheme.name: scheme for scheme in registered() if scheme.roles}  # the others show nothing to anybody
 
 
 def paper_pool(size: int, noise: float) -> Scheme:
     """The paper's scheme with `size` noises per layer at `noise` times the activations."""
-    return Scheme(
-        name=f"pool {size} × {noise:g}",
-        family="paper-pool",
-        options={"masking": "paper-pool", "paper_pool_size": size, "paper_noise_scale": noise},
-        hides_from=OUTSIDERS,
-        falls_to=FALLS_OPEN,
-        assumption="the executor does not look",
-        exact="to float32 rounding",
-    )
+    name = f"pool {size} × {noise:g}"
+    return variant(_REMOTE["paper-pool"], name=name, paper_pool_size=size, paper_noise_scale=noise)
 
 
-NONE = Scheme(
-    name="none",
-    family="none",
-    options={"masking": "none"},
-    hides_from=OUTSIDERS,
-    falls_to=FALLS_OPEN,
-    assumption="you trust the executor",
-    exact="bit-exact",
-)
-
-
-def pad(helpers: int) -> Scheme:
-    """One-time pads whose effects so many helpers compute shares of."""
-    return Scheme(
-        name="pad" if helpers == 1 else f"pad × {helpers}",
-        family="pad",
-        options={"masking": "pad"},
-        hides_from=NOT_ALL,
-        falls_to=frozenset({"collusion, forward", "collusion, backward"}),
-        assumption="executor and helpers do not all collude",
-        exact="bit-exact",
-        helpers=helpers,
-    )
-
-
-PAD, PADS = pad(1), pad(2)
-LOCAL = Scheme(
-    name="local",
-    family="local",
-    options={"masking": "local"},
-    hides_from=EVERYBODY,
-    assumption="none",
-    exact="bit-exact",
-)
+NONE, LOCAL = variant(_REMOTE["none"]), variant(_REMOTE["local"])
+PAD, PADS = variant(_REMOTE["pad"]), variant(_REMOTE["pad"], name="pad × 2", helpers=2)
 
 POOL_SIZES = (2, 4, 16)
 NOISE_SCALES = (1.0, 16.0, 256.0)
 
-SCHEMES = (NONE, *(paper_pool(size, scale) for scale in NOISE_SCALES for size in POOL_SIZES), PAD, PADS, LOCAL)
-QUICK_SCHEMES = (NONE, paper_pool(2, 1.0), paper_pool(16, 16.0), PAD, PADS, LOCAL)
+
+def _all(pools: tuple[Scheme, ...]) -> tuple[Scheme, ...]:
+    listed = (NONE, *pools, PAD, PADS, LOCAL)
+    return (*listed, *(variant(s) for name, s in _REMOTE.items() if name not in {one.family for one in listed}))
+
+
+SCHEMES = _all(tuple(paper_pool(size, scale) for scale in NOISE_SCALES for size in POOL_SIZES))
+QUICK_SCHEMES = _all((paper_pool(2, 1.0), paper_pool(16, 16.0)))

@@ -18,7 +18,8 @@ from symbiosis_priv.keystream import SessionSecret
 from symbiosis_priv.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.weights import WeightStore
 from tenant.facts import Preparation
-from tenant.noise import EffectSource, LocalSource, NoisePool, Pad, PoolMemory, joined
+from tenant.masking.local import LocalSource
+from tenant.noise import EffectSource, NoisePool, Pad, PoolMemory, joined
 
 TIMEOUT_S = 20.0
 

@@ -47,7 +47,8 @@ from symbiosis_priv.weights import WeightStore
 from tenant import RemoteConfig, backend_of
 from tenant.channel import Channel
 from tenant.facts import Preparation
-from tenant.noise import Pad, PadSource
+from tenant.masking.pad import PadSource
+from tenant.noise import Pad
 from tenant.remote_linear import _Pending
 from tenant.session import Session, _Runtime
 from tenant.verifier import VerificationKeys
@@ -142,7 +143,7 @@ def planted_generator(key: bytes, *, first_row: int, rows: int, width: int) -> T
 def test_rule_1_breach_torchs_generator(
     new_session: NewSession, executor: ScriptedProvider, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr("tenant.noise.expand", planted_generator)
+    monkeypatch.setattr("tenant.masking.local.expand", planted_generator)
     assert masks_repeat_with_the_seed(new_session, executor)
 
 
@@ -155,7 +156,7 @@ def test_rule_1_frames_are_uniform(new_session: NewSession, executor: ScriptedPr
     def gaussian(key: bytes, *, first_row: int, rows: int, width: int) -> Tensor:
         return (torch.randn(rows, width) * 2.0**28).to(torch.int32)
 
-    monkeypatch.setattr("tenant.noise.expand", gaussian)
+    monkeypatch.setattr("tenant.masking.local.expand", gaussian)
     new_session("local", [executor]).product(QKV, FORWARD, torch.zeros(60, 64, dtype=torch.int32))
     assert not is_uniform(executor.executed[-1].rows)
 
@@ -666,7 +667,7 @@ def test_rule_7_a_reply_answers_one_request(
     liar.behaviour = stranger(frames, **fields)
     session = new_session(masking, [executor], [helper] if masking == "pad" else [], pool_memory=0)
     assert not believes(session)
-    monkeypatch.setattr("tenant.channel._answers", lambda reply, message: True)
+    monkeypatch.setattr(wire.Result, "answers", lambda self, request: True)
     assert believes(session)
 
 

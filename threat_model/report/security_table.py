@@ -43,7 +43,7 @@ def security_table() -> str:
     # the one that promises most first
     for name, scheme in sorted(families.items(), key=lambda item: (-_reach(item[1]), item[0])):
         cells = [_cell(scheme, party) for party, _ in _PARTIES]
-        lines.append(f"| `{name}` | " + " | ".join(cells) + f" | {scheme.assumption} | {scheme.exact} |")
+        lines.append(f"| `{name}` | " + " | ".join(cells) + f" | {scheme.masking.assumption} | {_results(scheme)} |")
     lines += [
         "",
         "Row counts, stage and timing are visible under every scheme. `symbiosis-priv threat-model` attacks each cell "
@@ -60,3 +60,7 @@ def _cell(scheme: Scheme, party: Party) -> str:
     if "helper" in party and not scheme.helpers:
         return "no helper"
     return "hidden" if party in scheme.hides_from else "**reads rows**"
+
+
+def _results(scheme: Scheme) -> str:
+    return f"{scheme.masking.error or 'bit-exact'}, {'verified' if scheme.masking.verified else 'not verified'}"

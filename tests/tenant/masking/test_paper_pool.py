@@ -18,7 +18,7 @@ from symbiosis_priv.errors import NonFiniteError
 from symbiosis_priv.ring import FORWARD, Direction
 from symbiosis_priv.weights import WeightStore
 from tenant.facts import prepare
-from tenant.paper_pool import PaperPoolBackend, gaussian
+from tenant.masking.paper_pool import PaperPoolBackend, gaussian
 
 if TYPE_CHECKING:
     from tests.tenant.conftest import NewFederation, NewProvider, ScriptedProvider, Tape

@@ -8,9 +8,9 @@ float answers cannot be verified exactly. `masking = "pad"` has none of these pr
 
 from __future__ import annotations
 
-import logging
 import math
 import warnings
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,13 +23,38 @@ from symbiosis_priv.ring import FORWARD, Direction
 from tenant.backend import Backend
 from tenant.channel import Channel, Wiretap, fresh_nonce
 from tenant.facts import Preparation
+from tenant.masking.scheme import Scheme
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from tenant.connect import Opening
 
 WARNING = (
     "masking = 'paper-pool' reuses a few float noises that the executor knows: it can read every row "
     "(`symbiosis-priv threat-model` shows how), and its answers are not verified. Use masking = 'pad'."
 )
+
+
+class PaperPool(Scheme):
+    """Hides rows from no executor that looks (broken). Results are within a floating-point bound, and not verified."""
+
+    name = "paper-pool"
+    summary = "every executor, in practice (opt-in)"
+    roles = frozenset({"executor"})
+    hides_from = frozenset()
+    assumption = "the executor does not look"
+    error = "to float32 rounding"
+    verified = False
+
+    def open(self, opening: Opening) -> Backend:
+        config = opening.config
+        return PaperPoolBackend(
+            opening.federation,
+            opening.preparation,
+            pool_size=config.paper_pool_size,
+            noise_scale=config.paper_noise_scale,
+            deadline_s=config.deadline_s,
+            wiretap=config.wiretap,
+        )
 
 
 class PaperPoolBackend(Backend):

@@ -1,0 +1,34 @@
+"""A helper as a session sees it: it holds a seed, and is asked for the effects of what the seed expands to."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from torch import Tensor
+
+from symbiosis_priv import wire
+from symbiosis_priv.keystream import SessionSecret
+from tenant.channel import Channel
+
+
+class Helper:
+    """One helper: a seed of its own, and a connection each for waiting requests and for those made ahead."""
+
+    def __init__(self, online: Channel, ahead: Channel, secret: SessionSecret) -> None:
+        self.peer = online.peer
+        self.seed = secret.seed_for(self.peer.fingerprint)
+        self.channels = (online, ahead)
+        self._workers = [ThreadPoolExecutor(1, thread_name_prefix=f"effects-{self.peer.name}") for _ in self.channels]
+
+    def submit(self, request: wire.Effect, *, outputs: int, ahead: bool) -> Future[Tensor]:
+        """Ask for an effect; unverified."""
+        return self._workers[ahead].submit(self.channels[ahead].request, request, None, outputs=outputs)
+
+    def drop_orders(self) -> None:
+        """Send nothing more of what was ordered ahead."""
+        self.channels[True].close()
+
+    def close(self) -> None:
+        for worker, channel in zip(self._workers, self.channels, strict=True):
+            worker.shutdown(wait=False, cancel_futures=True)
+            channel.close()

@@ -1,0 +1,49 @@
+"""`masking = "local"`: the tenant computes the effects of its pads itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from symbiosis_priv.keystream import SessionSecret, expand, mask_key
+from symbiosis_priv.ring import Direction
+from symbiosis_priv.weights import WeightStore
+from tenant.backend import Simulation
+from tenant.facts import GroupFacts
+from tenant.masking.scheme import Materials, SessionScheme
+from tenant.noise import EffectSource, Pad
+
+
+class Local(SessionScheme):
+    """Hides rows from every provider, under no assumption. Bit-exact, verified. Moves work in time, saves none."""
+
+    name = "local"
+    summary = "nobody at all, but the tenant needs the full checkpoint and does the providers' work ahead of time"
+    roles = frozenset({"executor"})
+    own_weights = True
+    hides_from = frozenset({"executor", "helper", "all but a helper", "executor+helper"})
+    assumption = "none"
+
+    def effects(self, materials: Materials) -> EffectSource:
+        assert materials.store is not None  # `own_weights`
+        return LocalSource(materials.facts, materials.secret, materials.store)
+
+
+class LocalSource(EffectSource):
+    """Effects from the tenant's own copy of the weights, made ahead of time."""
+
+    def __init__(self, facts: Sequence[GroupFacts], secret: SessionSecret, store: WeightStore) -> None:
+        super().__init__(facts, secret)
+        self._products = Simulation(store)
+        self._seed = secret.seed_for("local")
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="local-effects")
+
+    def draw(self, index: int, direction: Direction, rows: int, *, ahead: bool) -> Pad:
+        group, first = self._burn(index, direction, rows)
+        key = mask_key(self._seed, group_name=group, direction=direction)
+        mask = expand(key, first_row=first, rows=rows, width=self._facts[index].inputs(direction))
+        return Pad(mask, self._worker.submit(self._products.product, index, direction, mask))
+
+    def close(self) -> None:
+        self._worker.shutdown(cancel_futures=True)
+        self._products.close()

@@ -1,0 +1,63 @@
+"""The masking schemes by name."""
+
+from __future__ import annotations
+
+from symbiosis_priv.errors import ConfigError
+from tenant.masking.local import Local
+from tenant.masking.none import NoMasking
+from tenant.masking.pad import OneTimePads
+from tenant.masking.paper_pool import PaperPool
+from tenant.masking.scheme import Scheme, SessionScheme
+from tenant.masking.simulate import Simulate
+
+DEFAULT_MASKING = OneTimePads.name
+
+_schemes: dict[str, Scheme] = {}
+
+
+def register(scheme: Scheme) -> None:
+    """Make a scheme known to `RemoteConfig`, to the threat model and to the README's table.
+
+    Raises:
+        ConfigError: the name is taken.
+    """
+    if scheme.name in _schemes:
+        raise ConfigError(f"masking = {scheme.name!r} is registered already; give the new scheme a name of its own")
+    _schemes[scheme.name] = scheme
+
+
+def unregister(name: str) -> None:
+    """Forget a scheme that was registered for a while."""
+    del _schemes[name]
+
+
+def registered() -> tuple[Scheme, ...]:
+    """All of them, in the order in which they were registered."""
+    return tuple(_schemes.values())
+
+
+def scheme_named(name: str) -> Scheme:
+    """Look one up.
+
+    Raises:
+        ConfigError: there is none of that name; says which there are.
+    """
+    if name not in _schemes:
+        raise ConfigError(f"masking = {name!r} is unknown; choose one of {', '.join(_schemes)}")
+    return _schemes[name]
+
+
+def session_scheme(name: str) -> SessionScheme:
+    """Look one up that masks a session with executors.
+
+    Raises:
+        ConfigError: there is none of that name, or it does not use the ring's path to a provider.
+    """
+    scheme = scheme_named(name)
+    if not isinstance(scheme, SessionScheme):
+        raise ConfigError(f"masking = {name!r} does not run over a session; open it with `RemoteConfig(masking=...)`")
+    return scheme
+
+
+for _scheme in (OneTimePads(), Local(), NoMasking(), PaperPool(), Simulate()):
+    register(_scheme)

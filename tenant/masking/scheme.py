@@ -1,0 +1,93 @@
+"""What a masking scheme says about itself, and how it opens. `RemoteConfig`, the session, the threat model and the
+README's table ask here, so that no scheme's name is known anywhere but in its own module."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from symbiosis_priv.keystream import SessionSecret
+from symbiosis_priv.weights import WeightStore
+from symbiosis_priv.wire import Role
+from tenant.backend import Backend
+from tenant.facts import GroupFacts
+from tenant.helper import Helper
+from tenant.noise import EffectSource
+from tenant.verifier import VerificationKeys
+
+if TYPE_CHECKING:
+    from tenant.connect import Opening
+
+Observer = Literal["executor", "helper", "all but a helper", "executor+helper"]
+"""Who could read rows: one party, or several that pool what they have seen. Outsiders never can: TLS."""
+
+
+class Scheme(ABC):
+    """One way to mask rows. A subclass's docstring says whom it hides rows from, and under which assumption.
+
+    Attributes:
+        name: what `RemoteConfig(masking=...)` calls it.
+        summary: who can read rows, in a few words.
+        roles: the providers it talks to; none if it runs on the tenant alone, and then it needs no federation.
+        own_weights: whether the tenant needs the full checkpoint at hand, and not once for its verification keys.
+        hides_from: who learns nothing about rows.
+        assumption: what that rests on.
+        error: how far results are from the reference ("simulate"); None if they are the same bits.
+        verified: whether a wrong answer raises an error instead of being used.
+        headroom_bits: how much of the range ±2^29 it takes for itself; rows are scaled to the rest.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    roles: ClassVar[frozenset[Role]]
+    own_weights: ClassVar[bool] = False
+    hides_from: ClassVar[frozenset[Observer]]
+    assumption: ClassVar[str]
+    error: ClassVar[str | None] = None
+    verified: ClassVar[bool] = True
+    headroom_bits: ClassVar[int] = 0
+
+    @property
+    def exact(self) -> bool:
+        """Whether results are the reference's, bit for bit."""
+        return self.error is None
+
+    @abstractmethod
+    def open(self, opening: Opening) -> Backend:
+        """Make it work for one model.
+
+        Args:
+            opening: the user's options, and on request the federation, the model's facts and the tenant's weights.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Materials:
+    """What a session offers a scheme for its effects. All of it belongs to one process.
+
+    Args:
+        facts: of every layer group.
+        secret: the source of seeds and row numbers.
+        helpers: connected on demand; empty unless the scheme's `roles` name them.
+        keys: how effects are checked.
+        store: the tenant's own copy of the weights, if it has one.
+    """
+
+    facts: Sequence[GroupFacts]
+    secret: SessionSecret
+    helpers: Sequence[Helper]
+    keys: VerificationKeys
+    store: WeightStore | None
+
+
+class SessionScheme(Scheme):
+    """A scheme for the ring: executors multiply, a session masks, verifies and unmasks."""
+
+    @abstractmethod
+    def effects(self, materials: Materials) -> EffectSource | None:
+        """Where pads come from; None if rows go out as they are."""
+
+    def open(self, opening: Opening) -> Backend:
+        return opening.session(self)

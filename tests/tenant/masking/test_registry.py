@@ -1,0 +1,131 @@
+"""One place that knows the schemes; another one is a module and its registration."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, get_type_hints
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from symbiosis_priv import testing
+from symbiosis_priv.errors import ConfigError, RoleConflictError
+from symbiosis_priv.ring import DIRECTIONS, FORWARD, RANGE, Bound, quantise_rows
+from symbiosis_priv.weights import WeightStore
+from tenant import RemoteConfig, cli
+from tenant.connect import Opening
+from tenant.facts import Preparation
+from tenant.masking.local import LocalSource
+from tenant.masking.registry import register, registered, scheme_named, session_scheme, unregister
+from tenant.masking.scheme import Materials, SessionScheme
+from tenant.noise import EffectSource
+from threat_model.schemes import NONE, PAD, SCHEMES, variant
+
+if TYPE_CHECKING:
+    from tests.tenant.conftest import NewFederation, NewSession, ScriptedProvider
+
+ROOT = Path(__file__).parents[3]
+
+
+class Borrowed(SessionScheme):
+    """Pads by the tenant's own weights, and a quarter of the range for an error that it does not even make."""
+
+    name = "borrowed"
+    summary = "nobody"
+    roles = frozenset({"executor"})
+    own_weights = True
+    hides_from = frozenset({"executor"})
+    assumption = "none"
+    headroom_bits = 2
+
+    def effects(self, materials: Materials) -> EffectSource:
+        assert materials.store is not None
+        return LocalSource(materials.facts, materials.secret, materials.store)
+
+
+@pytest.fixture
+def borrowed() -> Iterator[Borrowed]:
+    scheme = Borrowed()
+    register(scheme)
+    yield scheme
+    unregister(scheme.name)
+
+
+def test_a_registered_scheme_works_everywhere_by_its_name(
+    borrowed: Borrowed,
+    executor: ScriptedProvider,
+    new_federation: NewFederation,
+    federation_file: object,
+    store: WeightStore,
+    tmp_path: Path,
+) -> None:
+    assert callable(federation_file)
+    path = federation_file(new_federation([executor]))
+    config = RemoteConfig(federation=path, masking="borrowed", cache=tmp_path / "cache", deadline_s=20)
+    opening = Opening(config, store.path)
+    rows = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    with_room = borrowed.open(opening)
+    plain = scheme_named("simulate").open(Opening(RemoteConfig(masking="simulate"), store.path))
+    try:
+        got, exact = with_room.linear(0, FORWARD, rows), plain.linear(0, FORWARD, rows)
+    finally:
+        with_room.close()
+        plain.close()
+    assert torch.allclose(got, exact, atol=1e-2)
+    assert not torch.equal(got, exact)  # scaled to a quarter: other bits
+    assert variant(borrowed).hides_from >= {"executor", "network"}
+    assert variant(borrowed).helpers == 0
+
+
+@given(data=st.data(), bits=st.integers(0, 6), width=st.integers(1, 40))
+def test_headroom_is_kept_free(data: st.DataObject, bits: int, width: int) -> None:
+    weight = torch.randint(-511, 512, (7, width), generator=torch.Generator().manual_seed(width))
+    norm = float(weight.double().square().sum(1).sqrt().max())
+    bound = Bound(width, int(weight.abs().max()), norm).with_headroom(bits)
+    x = data.draw(testing.float_rows(width=width, count=3, dtypes=[torch.float32], largest=1e6))
+    xq, _ = quantise_rows(x, bound)
+    assert int((xq.long() @ weight.t()).abs().max()) < RANGE >> bits
+
+
+def test_names_are_unique_and_mistakes_list_them(borrowed: Borrowed) -> None:
+    with pytest.raises(ConfigError, match="'borrowed' is registered already"):
+        register(Borrowed())
+    with pytest.raises(ConfigError, match="choose one of pad, local, none, paper-pool, simulate, borrowed"):
+        scheme_named("lwe")
+    with pytest.raises(ConfigError, match="'simulate' does not run over a session"):
+        session_scheme("simulate")
+
+
+def test_a_session_takes_the_roles_that_its_scheme_names(
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, preparation: Preparation
+) -> None:
+    with pytest.raises(RoleConflictError, match="masking = 'pad' needs"):
+        new_session("pad", [executor])
+    session = new_session("local", [executor], [helper])
+    for direction in DIRECTIONS:
+        session.product(0, direction, torch.ones(2, preparation.facts[0].inputs(direction), dtype=torch.int32))
+    assert executor.executed
+    assert helper.hellos == []
+
+
+def test_the_attacks_cover_every_scheme_that_shows_anything_to_a_provider() -> None:
+    assert {scheme.family for scheme in SCHEMES} == {scheme.name for scheme in registered() if scheme.roles}
+    assert NONE.falls_to > {"tokens, first layer"}
+    assert PAD.falls_to == {"collusion, forward", "collusion, backward"}
+
+
+def test_the_command_line_names_them_all() -> None:
+    option = get_type_hints(cli.finetune, include_extras=True)["masking"].__metadata__[0]
+    assert option.help.partition(":")[0].split(", ") == [scheme.name for scheme in registered()]
+
+
+def test_no_other_module_asks_for_a_scheme_by_name() -> None:
+    asks = re.compile(r"masking\s*(==|!=|\bin\b|\bnot in\b)")
+    for package in ("tenant", "threat_model", "symbiosis_priv", "provider"):
+        for path in (ROOT / package).rglob("*.py"):
+            code = "\n".join(line.split("#")[0] for line in path.read_text().splitlines())
+            assert not asks.search(code), path

@@ -32,7 +32,7 @@ def open_store(config: ProviderConfig) -> WeightStore:
 def _usable(device: str) -> torch.device:
     """The device, after a first value has been there and back."""
     try:
-        torch.zeros(1, device=device).cpu()
+        torch.zeros(1, dtype=torch.float32, device=device).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"device = {device!r} cannot be used here ({reason}); use cpu, or cuda with a GPU") from error
@@ -124,7 +124,10 @@ class ServedModel:
         if operand is None:
             layers = self._store.layers(index)
             weight = torch.cat([layer.weight.to(self._device, torch.float32) for layer in layers])
-            biases = [torch.zeros(len(m.weight)) if m.bias is None else m.bias.float() for m in layers]
+            biases = [
+                torch.zeros(len(m.weight), dtype=torch.float32, device="cpu") if m.bias is None else m.bias.float()
+                for m in layers
+            ]
             bias = torch.cat(biases).to(self._device) if any(m.bias is not None for m in layers) else None
             operand = self._float[index] = _FloatGroup(weight, bias)
         return operand

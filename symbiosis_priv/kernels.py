@@ -232,7 +232,7 @@ class RingMatrix:
 
 def probe_rows(count: int, width: int) -> Tensor:
     """Public test rows that reach the corners of int32: extremes, alternating signs, every byte pattern."""
-    mixed = torch.arange(count * width, dtype=torch.int64).reshape(count, width) * 0x9E3779B1 + 0x7F4A7C15
+    mixed = torch.arange(count * width, dtype=torch.int64, device="cpu").reshape(count, width) * 0x9E3779B1 + 0x7F4A7C15
     rows = mixed.to(torch.int32)  # wraps: a Weyl sequence over the whole ring
     rows[0] = -(1 << 31)
     rows[-1] = (1 << 31) - 1
@@ -245,7 +245,7 @@ def is_exact(kernel: Kernel, weight: Tensor, rows: Tensor, *, transposed: bool) 
     Some columns stand for all of them: spread over the whole matrix, the first and the last included.
     """
     matrix = weight if transposed else weight.t()
-    columns = torch.linspace(0, matrix.shape[1] - 1, 32, device=weight.device).long().unique()
+    columns = torch.linspace(0, matrix.shape[1] - 1, 32, dtype=torch.float64, device=weight.device).long().unique()
     want = (rows.cpu().to(torch.int64) @ matrix[:, columns].cpu().to(torch.int64)).to(torch.int32)
     got = kernel.product(rows, transposed=transposed)[:, columns].cpu()
     return torch.equal(got, want)

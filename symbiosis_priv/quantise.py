@@ -94,7 +94,7 @@ def quantise(layers: Sequence[Layer], *, weight_bits: int = DEFAULT_WEIGHT_BITS)
             integers.append((w / scale[:, None]).round_().to(torch.int16))
             scales.append(scale)
         outputs = layer.weight.shape[0]
-        bias = torch.zeros(outputs, dtype=torch.float32) if layer.bias is None else layer.bias
+        bias = torch.zeros(outputs, dtype=torch.float32, device="cpu") if layer.bias is None else layer.bias
         bias = bias.to(device="cpu", dtype=torch.float32)
         if bias.shape != (outputs,) or not bool(torch.isfinite(bias).all()):
             raise CheckpointError(f"the bias of {layer.name} holds inf or nan, or has the wrong length")

@@ -103,7 +103,7 @@ def tight_rows(weight: Tensor) -> Tensor:
     rows of ones make every coordinate round the same way.
     """
     channels = weight.to(torch.float64)
-    ones = torch.ones(2, weight.shape[1], dtype=torch.float64)
+    ones = torch.ones(2, weight.shape[1], dtype=torch.float64, device="cpu")
     ones[1] *= -1
     return torch.cat([channels, channels.sign(), ones])
 

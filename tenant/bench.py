@@ -158,7 +158,7 @@ class _Bench:
 
     def run(self, rows: int, *, repeat: int, port: int) -> RoundTrip:
         """Measure everything for one row count."""
-        x = torch.randn(rows, self._width)
+        x = torch.randn(rows, self._width, dtype=torch.float32, device="cpu")
         secret = SessionSecret()
         key = mask_key(secret.seed_for("bench"), group_name=self._group.entry.name, direction=FORWARD)
         times: dict[str, list[float]] = {name: [] for name in ("echo", "kernel", "masked", *PARTS)}

@@ -224,7 +224,7 @@ class Channel:
         rows, outputs, arithmetic = expect
         if payload_size != max_payload:
             raise ProtocolError(f"{self._name} sent {payload_size} bytes where {rows} rows of {outputs} belong")
-        answer = torch.empty((rows, outputs), dtype=wire.payload_dtype(arithmetic))
+        answer = torch.empty((rows, outputs), dtype=wire.payload_dtype(arithmetic), device="cpu")
         self._read(wire.as_bytes(answer), deadline)
         return reply, answer
 

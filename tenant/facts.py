@@ -139,7 +139,7 @@ def _save(folder: Path, manifest: Manifest, facts: list[GroupFacts], keys: Verif
     for i, fact in enumerate(facts):
         forward, backward = fact.bounds[FORWARD], fact.bounds[BACKWARD]
         norms = (forward.weight_absmax, forward.weight_norm, backward.weight_norm)
-        tensors[f"{i}.norms"] = torch.tensor(norms, dtype=torch.float64)
+        tensors[f"{i}.norms"] = torch.tensor(norms, dtype=torch.float64, device="cpu")
         tensors[f"{i}.channel_scale"] = fact.channel_scale
         if fact.bias is not None:
             tensors[f"{i}.bias"] = fact.bias

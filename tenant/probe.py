@@ -37,7 +37,7 @@ def probe(peer: Peer, federation: Federation, *, timeout: float) -> float:
 
 def _empty_execute(channel: Channel) -> None:
     request = wire.Execute(nonce=fresh_nonce(), group=0, direction=FORWARD, arithmetic="ring", rows=0)
-    channel.request(request, torch.empty((0, 1), dtype=torch.int32), outputs=1)
+    channel.request(request, torch.empty((0, 1), dtype=torch.int32, device="cpu"), outputs=1)
 
 
 def _empty_effect(channel: Channel) -> None:

@@ -49,7 +49,7 @@ def compare(reference: Any, model: Any, blocks: Iterable[list[int]]) -> Quality:
     nll = reference_nll = 0.0
     min_cosine = 1.0
     for block in blocks:
-        ids = torch.tensor([block])
+        ids = torch.tensor([block], dtype=torch.long, device="cpu")
         want, got = _logits(reference, ids), _logits(model, ids)
         target = ids[0, 1:]
         tokens += len(target)

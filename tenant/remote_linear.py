@@ -126,10 +126,11 @@ class RemoteLinear(nn.Linear):
     def __init__(self, inputs: int, outputs: int, *, group: LayerGroup, member: int, bias: bool = False) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = inputs, outputs
-        self.register_parameter("bias", OffloadedBias(torch.empty(0), False) if bias else None)
+        nothing = torch.empty(0, dtype=torch.float32, device="cpu")  # until `seal` knows the model's dtype and device
+        self.register_parameter("bias", OffloadedBias(nothing, False) if bias else None)
         self.group, self.member = group, member
         # a buffer outside the state dict: nobody looks for it in a checkpoint, saves it or trains it
-        self.register_buffer("weight", torch.empty(0), persistent=False)
+        self.register_buffer("weight", nothing, persistent=False)
 
     def seal(self, *, dtype: torch.dtype, device: torch.device) -> None:
         """Once the checkpoint is loaded, replace the empty weight by one that says no to readers."""

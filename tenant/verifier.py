@@ -65,7 +65,7 @@ class VerificationKeys:
     def to_tensors(self) -> dict[str, Tensor]:
         """For safetensors, on the tenant's own disk."""
         products = {f"{index}.{direction}": v.contiguous() for (index, direction), v in self._products.items()}
-        return {"secret": torch.tensor(list(self._secret), dtype=torch.uint8), **products}
+        return {"secret": torch.tensor(list(self._secret), dtype=torch.uint8, device="cpu"), **products}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], *, columns: int) -> VerificationKeys:

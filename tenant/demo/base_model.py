@@ -165,7 +165,8 @@ def _train_tokenizer(texts: list[str], *, vocab: int) -> PreTrainedTokenizerFast
 def _encode(tokenizer: PreTrainedTokenizerFast, text: str) -> torch.Tensor:
     """One stream of token ids, int64 `[tokens]`: begin, paragraph, end, begin, ..."""
     paragraphs = tokenizer([paragraph + _EOS for paragraph in text.split("\n\n")])["input_ids"]
-    return torch.tensor([token for paragraph in paragraphs for token in paragraph])
+    tokens = [token for paragraph in paragraphs for token in paragraph]
+    return torch.tensor(tokens, dtype=torch.long, device="cpu")
 
 
 def _pretrain(
@@ -223,4 +224,5 @@ def _batches(tokens: torch.Tensor, recipe: Pretraining) -> Iterator[torch.Tensor
     windows = tokens.unfold(0, recipe.window, 1)
     generator = torch.Generator().manual_seed(recipe.seed)
     for _ in range(recipe.steps):
-        yield windows[torch.randint(len(windows), (recipe.batch,), generator=generator)]
+        size = (recipe.batch,)
+        yield windows[torch.randint(len(windows), size, generator=generator, dtype=torch.long, device="cpu")]

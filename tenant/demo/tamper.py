@@ -88,9 +88,10 @@ def rejected(federation: Federation, preparation: Preparation, *, trials: int) -
         session = Session(federation, session_preparation, options=options)
         index, direction = rng.randrange(len(preparation.facts)), rng.choice(DIRECTIONS)
         width = preparation.facts[index].inputs(direction)
-        rows = torch.tensor([[rng.randrange(-_INPUT_RANGE, _INPUT_RANGE) for _ in range(width)] for _ in range(_ROWS)])
+        values = [[rng.randrange(-_INPUT_RANGE, _INPUT_RANGE) for _ in range(width)] for _ in range(_ROWS)]
+        rows = torch.tensor(values, dtype=torch.int32, device="cpu")
         try:
-            session.product(index, direction, rows.to(torch.int32))
+            session.product(index, direction, rows)
         except VerificationError:
             refused += 1
         finally:

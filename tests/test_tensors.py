@@ -1,0 +1,54 @@
+"""Every tensor says what it is made of: transformers changes torch's defaults while it loads, and so do scripts."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FACTORIES = frozenset(
+    (
+        *("zeros", "ones", "empty", "full", "tensor", "as_tensor", "scalar_tensor", "arange", "range", "linspace"),
+        *("logspace", "eye", "rand", "randn", "randint", "randperm", "normal", "empty_strided", "tril_indices"),
+    )
+)
+
+
+def factory_calls(source: str) -> Iterator[ast.Call]:
+    """Calls of torch's factories by name, as in `torch.zeros(...)`."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr=name)) if name in FACTORIES:
+                yield node
+
+
+def undecided(source: str) -> list[str]:
+    """Factory calls that leave dtype or device to torch's defaults."""
+    return [
+        f"line {call.lineno}: {ast.unparse(call)}"
+        for call in factory_calls(source)
+        if not {"dtype", "device"} <= {keyword.arg for keyword in call.keywords}
+    ]
+
+
+@pytest.mark.parametrize("package", ["symbiosis_priv", "provider", "tenant"])
+def test_no_tensor_takes_its_dtype_or_device_from_torchs_defaults(package: str) -> None:
+    found = {str(p.relative_to(ROOT)): undecided(p.read_text("utf-8")) for p in (ROOT / package).rglob("*.py")}
+    assert {path: calls for path, calls in found.items() if calls} == {}
+
+
+@pytest.mark.parametrize("package", ["symbiosis_priv", "provider", "tenant"])
+def test_factories_are_called_by_their_names(package: str) -> None:
+    """`from torch import zeros` would go unseen above."""
+    for path in (ROOT / package).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module == "torch":
+                assert not FACTORIES & {alias.name for alias in node.names}, path
+
+
+def test_what_is_looked_for_is_found() -> None:
+    assert len(undecided("x = torch.zeros(3)\ny = torch.empty(3, dtype=torch.int32)")) == 2
+    assert undecided("x = torch.zeros(3, dtype=torch.int32, device='cpu')") == []

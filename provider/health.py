@@ -30,13 +30,13 @@ def ask_health(
         TransportError: nobody answers there, or not in time.
         ProtocolError: what answers is not a healthy provider.
     """
-    context = client_context(certificate=tenant_certificate, key=tenant_key, provider_certificate=provider_certificate)
+    context = client_context(certificate=tenant_certificate, key=tenant_key, pins=[provider_certificate])
     host, port = parse_address(address)
     deadline = time.monotonic() + timeout
     try:
         with socket.create_connection((host, port), timeout=timeout) as raw:
             connection = context.wrap_socket(raw, server_hostname=host)
-            check_pin(connection, provider_certificate=provider_certificate)
+            check_pin(connection, pins=[provider_certificate])
             link = Link(connection)
             try:
                 link.send(wire.encode(wire.Health()), b"", deadline=deadline)

@@ -48,6 +48,7 @@ __all__ = [
     "key_fingerprint",
     "kind_of",
     "load_certificates",
+    "load_pin",
     "require_identity",
     "rotate",
     "tenant_name",
@@ -226,6 +227,19 @@ def load_certificates(path: Path) -> list[x509.Certificate]:
         raise CertificateError(
             f"{path} holds no PEM certificate: expected a file made by `symbiosis-priv keys`"
         ) from error
+
+
+def load_pin(path: Path) -> x509.Certificate:
+    """The provider's certificate in a pinned file. Raises `CertificateError` unless it holds that and nothing else."""
+    certificates = load_certificates(path)
+    if len(certificates) > 1:
+        raise CertificateError(
+            f"{path} holds {len(certificates)} certificates, and a pinned file holds one: keep the provider's own. "
+            f"While it rotates, name the file of its new one as next_certificate"
+        )
+    if kind_of(certificates[0]) is not Kind.PROVIDER:
+        raise CertificateError(f"{path} is no provider certificate: pin the one that its operator gave you")
+    return certificates[0]
 
 
 def fingerprint(certificate: Path | bytes) -> str:

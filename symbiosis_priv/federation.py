@@ -13,13 +13,22 @@ name = "alpha"
 operator = "Alpha GmbH"          # who runs it: executor and helper must never be the same operator (rule 8)
 role = "executor"
 address = "alpha.example:7401"
-certificate = "keys/alpha.pem"   # pinned: nothing else is accepted
+certificate = "keys/alpha.pem"   # pinned: nothing else is accepted. One certificate per file
+# next_certificate = "keys/alpha-next.pem"   # while alpha renews its certificate: accepted too
+
+Rule 11: the parties of a federation are pairwise distinct in certificate, public key and address. Two helpers with one
+key would otherwise be one party, and an executor listed twice would be asked again after its quarantine.
 """
 
 from __future__ import annotations
 
+import ipaddress
+import itertools
+import socket
 import tomllib
+import unicodedata
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -27,13 +36,14 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from symbiosis_priv.certificates import Kind, fingerprint, kind_of, load_certificates
-from symbiosis_priv.errors import ConfigError, RoleConflictError
+from symbiosis_priv.certificates import fingerprint, key_fingerprint, load_pin
+from symbiosis_priv.errors import CertificateError, ConfigError, RoleConflictError
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
 from symbiosis_priv.wire import Role
 
 T = TypeVar("T")
 _PORT_DIGITS = 5
+_THIS_MACHINE = "127.0.0.1"
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 
 
@@ -57,6 +67,7 @@ class _Provider(_Section, frozen=True):
     role: Role
     address: str
     certificate: Path
+    next_certificate: Path | None = None
 
 
 class _File(_Section, frozen=True):
@@ -67,7 +78,12 @@ class _File(_Section, frozen=True):
 
 @dataclass(frozen=True)
 class Peer:
-    """One provider in one role, as the tenant pinned it."""
+    """One provider in one role, as the tenant pinned it.
+
+    Args:
+        certificate: file of the pinned certificate, and of nothing else.
+        next_certificate: the same for its successor while the provider rotates.
+    """
 
     name: str
     operator: str
@@ -75,6 +91,12 @@ class Peer:
     host: str
     port: int
     certificate: Path
+    next_certificate: Path | None = None
+
+    @property
+    def pins(self) -> tuple[Path, ...]:
+        """Files of the pinned certificates, one in each: two during a rotation."""
+        return (self.certificate,) if self.next_certificate is None else (self.certificate, self.next_certificate)
 
     @property
     def fingerprint(self) -> str:
@@ -82,10 +104,9 @@ class Peer:
         return fingerprint(self.certificate)
 
     @property
-    def fingerprints(self) -> frozenset[str]:
-        """Of every provider's certificate in the pinned file: two during a rotation."""
-        pinned = (c for c in load_certificates(self.certificate) if kind_of(c) is Kind.PROVIDER)
-        return frozenset(fingerprint(c.public_bytes(Encoding.DER)) for c in pinned)
+    def key_fingerprint(self) -> str:
+        """Of the public key in `certificate`. With the name it tells this party from every other one (rule 11)."""
+        return key_fingerprint(load_pin(self.certificate))
 
 
 @dataclass(frozen=True)
@@ -145,19 +166,13 @@ def load_federation(path: str | Path) -> Federation:
     """Read and check a federation file.
 
     Raises:
-        ConfigError: unreadable, an unknown or missing key, no executor, a name used twice.
-        RoleConflictError: an operator or a certificate is both executor and helper.
-        CertificateError: a pinned certificate cannot be read.
+        ConfigError: unreadable, an unknown or missing key, no executor, two entries that are one party.
+        RoleConflictError: one party, or one operator, is both executor and helper.
+        CertificateError: a pinned file cannot be read, or does not hold one provider's certificate.
     """
     path = Path(path)
     file = load_toml(path, _File)
-    peers = []
-    for entry in file.provider:
-        try:
-            host, port = parse_address(entry.address)
-        except ConfigError as error:
-            raise ConfigError(f"{path}, provider {entry.name!r}: {error}") from error
-        peers.append(Peer(entry.name, entry.operator, entry.role, host, port, entry.certificate))
+    peers = [_peer(entry, path) for entry in file.provider]
     federation = Federation(
         model_digest=file.model.digest,
         weight_bits=file.model.weight_bits,
@@ -167,35 +182,82 @@ def load_federation(path: str | Path) -> Federation:
     )
     if not federation.executors:
         raise ConfigError(f"{path}: no [[provider]] has role = 'executor'")
-    if len({p.name for p in peers}) != len(peers):
-        raise ConfigError(f"{path}: two providers share a name")
-    check_roles(federation.executors, federation.helpers)
+    try:
+        check_parties(peers)
+    except (ConfigError, CertificateError) as error:
+        raise type(error)(f"{path}: {error}") from error
     return federation
 
 
-def check_roles(executors: Sequence[Peer], helpers: Sequence[Peer]) -> None:
-    """Rule 8: whoever knows a pad's seed never sees a row masked with it. Operators, certificates and addresses differ.
+def _peer(entry: _Provider, path: Path) -> Peer:
+    try:
+        host, port = parse_address(entry.address)
+    except ConfigError as error:
+        raise ConfigError(f"{path}, provider {entry.name!r}: {error}") from error
+    if not port:
+        raise ConfigError(f"{path}, provider {entry.name!r}: nobody listens at port 0; ask its operator for the port")
+    return Peer(entry.name, entry.operator, entry.role, host, port, entry.certificate, entry.next_certificate)
+
+
+def check_parties(peers: Sequence[Peer]) -> None:
+    """Rules 8 and 11: no two entries are one party, and no operator is both executor and helper.
+
+    Names, operators and addresses are compared as they are meant, not as they are spelled; certificates and public keys
+    by fingerprint, the next ones included.
 
     Raises:
-        RoleConflictError: an executor and a helper share one of them.
-        CertificateError: a pinned certificate cannot be read.
+        RoleConflictError: an executor and a helper have something in common.
+        ConfigError: two of one role have.
+        CertificateError: a pinned file cannot be read, or does not hold one provider's certificate.
     """
-    for executor in executors:
-        for helper in helpers:
-            same = {
-                "operator": _plain(executor.operator) == _plain(helper.operator),
-                "certificate": not executor.fingerprints.isdisjoint(helper.fingerprints),
-                "address": (_plain(executor.host), executor.port) == (_plain(helper.host), helper.port),
-            }
-            shared = [what for what, is_same in same.items() if is_same]
-            if shared:
-                raise RoleConflictError(
-                    f"executor {executor.name!r} and helper {helper.name!r} have the same {', '.join(shared)}: "
-                    f"together they would see everything. Choose a helper that somebody else runs, "
-                    f"or masking = 'local'."
-                )
+    parties = [(peer, _traits(peer)) for peer in peers]
+    for (one, mine), (other, theirs) in itertools.combinations(parties, 2):
+        shared = [what for what in mine if not mine[what].isdisjoint(theirs[what])]
+        if one.role == other.role and "operator" in shared:
+            shared.remove("operator")
+        if not shared:
+            continue
+        pair = f"{one.role} {one.name!r} and {other.role} {other.name!r} have the same {', '.join(shared)}"
+        if one.role != other.role:
+            raise RoleConflictError(
+                f"{pair}: together they would see everything. Choose a helper that somebody else runs, "
+                f"or masking = 'local'."
+            )
+        raise ConfigError(
+            f"{pair}: every party is listed once, under a name, a certificate, a key and an address of its own. "
+            f"Remove one of the entries, or pin what its own operator gave you."
+        )
+
+
+def _traits(peer: Peer) -> dict[str, frozenset[object]]:
+    """What must tell a party from others, each in one spelling."""
+    pinned = [load_pin(path) for path in peer.pins]
+    return {
+        "operator": frozenset({_plain(peer.operator)}),
+        "name": frozenset({_plain(peer.name)}),
+        "certificate": frozenset(fingerprint(c.public_bytes(Encoding.DER)) for c in pinned),
+        "public key": frozenset(map(key_fingerprint, pinned)),
+        "address": frozenset({(_plain_host(peer.host), peer.port)}),
+    }
 
 
 def _plain(name: str) -> str:
-    """What is left of a name when case and spacing do not count."""
-    return " ".join(name.split()).casefold()
+    """What is left of a name when case, spacing, invisible characters and Unicode's ways to write it do not count."""
+    visible = "".join(c for c in unicodedata.normalize("NFKC", name) if unicodedata.category(c) != "Cf")
+    return unicodedata.normalize("NFKC", " ".join(visible.split()).casefold())
+
+
+def _plain_host(host: str) -> str:
+    """The same for a host: also a trailing dot, forms of one IP address, and names of this machine. Asks no DNS."""
+    host = host.casefold().rstrip(".")
+    with suppress(UnicodeError):
+        host = host.encode("idna").decode("ascii")
+    with suppress(OSError):
+        host = socket.inet_ntoa(socket.inet_aton(host))  # 127.1 and 0x7f000001, as the resolver reads them
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return _THIS_MACHINE if host == "localhost" or host.endswith(".localhost") else host
+    if isinstance(address, ipaddress.IPv6Address):
+        address = address.ipv4_mapped or address
+    return _THIS_MACHINE if address.is_unspecified or str(address) == "::1" else str(address)

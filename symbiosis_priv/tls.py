@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import hmac
 import ssl
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -40,6 +41,7 @@ from symbiosis_priv.certificates import (
     key_fingerprint,
     kind_of,
     load_certificates,
+    load_pin,
     require_identity,
     tenant_name,
 )
@@ -97,24 +99,23 @@ def server_context(*, certificate: Path, key: Path, tenant_authority: Path) -> s
     return _completed(context, certificate=certificate, key=key, trusted=trusted)
 
 
-def client_context(*, certificate: Path, key: Path, provider_certificate: Path) -> ssl.SSLContext:
-    """The tenant's context: TLS 1.3 only, host name checked, and nothing trusted but the pinned file.
+def client_context(*, certificate: Path, key: Path, pins: Sequence[Path]) -> ssl.SSLContext:
+    """The tenant's context: TLS 1.3 only, host name checked, and nothing trusted but the pinned certificates.
 
     Call `check_pin` after the handshake.
 
     Args:
         certificate: the tenant's certificate.
         key: its private key.
-        provider_certificate: the provider's certificate, self-signed or not; several PEM blocks during a
-            rotation, old and new.
+        pins: files with the provider's certificate, self-signed or not, one in each: during a rotation two.
 
     Raises `CertificateError` if a file is missing, expired, of the wrong kind, or the key does not fit.
     """
     require_identity(Identity(certificate, key), kind=Kind.TENANT)
-    pinned = load_certificates(provider_certificate)
-    if not any(kind_of(c) is Kind.PROVIDER and is_current(c) for c in pinned):
+    pinned = [load_pin(path) for path in pins]
+    if not any(map(is_current, pinned)):
         raise CertificateError(
-            f"{provider_certificate} holds no current provider certificate: ask the provider's operator for "
+            f"{_listed(pins)} has expired or is not valid yet: check the clock, or ask the provider's operator for "
             f"the new one (`symbiosis-priv keys rotate` on their side) and compare its fingerprint"
         )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # CERT_REQUIRED and check_hostname
@@ -124,18 +125,18 @@ def client_context(*, certificate: Path, key: Path, provider_certificate: Path) 
     return _completed(context, certificate=certificate, key=key, trusted=pinned)
 
 
-def check_pin(connection: TlsConnection, *, provider_certificate: Path) -> None:
-    """Raises `CertificateError` unless the peer's own certificate is in the pinned file.
+def check_pin(connection: TlsConnection, *, pins: Sequence[Path]) -> None:
+    """Raises `CertificateError` unless the peer's own certificate is a pinned one.
 
-    The handshake alone would also accept what an authority in that file has issued to somebody else.
+    The handshake alone would also accept what somebody who may sign has issued to somebody else.
     """
     peer = connection.getpeercert(binary_form=True)
-    pins = [c.public_bytes(Encoding.DER) for c in load_certificates(provider_certificate)]
-    if peer is None or not any(hmac.compare_digest(peer, pin) for pin in pins):
+    pinned = [load_pin(path).public_bytes(Encoding.DER) for path in pins]
+    if peer is None or not any(hmac.compare_digest(peer, pin) for pin in pinned):
         shown = "no certificate" if peer is None else fingerprint(peer)
         raise CertificateError(
-            f"the provider showed {shown}, which is not pinned in {provider_certificate}: if its operator "
-            f"confirms that fingerprint, append the new certificate to the file"
+            f"the provider showed {shown}, which is not pinned in {_listed(pins)}: if its operator confirms that "
+            f"fingerprint, name the new certificate's file as next_certificate in federation.toml"
         )
 
 
@@ -185,6 +186,10 @@ def handshake_error(error: OSError, *, peer: str) -> CertificateError | Connecti
     return ConnectionLostError(
         f"no TLS 1.3 connection with {peer} ({reason}): check the address, and that both sides run symbiosis-priv"
     )
+
+
+def _listed(pins: Sequence[Path]) -> str:
+    return " and ".join(map(str, pins))
 
 
 def _completed(

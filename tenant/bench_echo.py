@@ -101,12 +101,12 @@ class EchoClient:
         context = client_context(
             certificate=federation.tenant_certificate,
             key=federation.tenant_key,
-            provider_certificate=peer.certificate,
+            pins=peer.pins,
         )
         raw = socket.create_connection((peer.host, port), timeout=_TIMEOUT_S)
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = context.wrap_socket(raw, server_hostname=peer.host)
-        check_pin(self._connection, provider_certificate=peer.certificate)
+        check_pin(self._connection, pins=peer.pins)
         self._connection.sendall(_HEADER.pack(up, down, repetitions))
         self._request, self._reply = bytes(up), bytearray(down)
 

@@ -85,7 +85,7 @@ class Channel:
         self.peer = peer
         self.traffic = Traffic()
         self._hello = wire.Hello(version=wire.VERSION, role=peer.role, model_digest=model_digest)
-        self._context = tls.client_context(certificate=certificate, key=key, provider_certificate=peer.certificate)
+        self._context = tls.client_context(certificate=certificate, key=key, pins=peer.pins)
         self._deadline_s = deadline_s
         self._wiretap = wiretap
         self._lock = threading.Lock()
@@ -180,7 +180,7 @@ class Channel:
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             try:
                 self._socket = self._context.wrap_socket(raw, server_hostname=self.peer.host)
-                tls.check_pin(self._socket, provider_certificate=self.peer.certificate)
+                tls.check_pin(self._socket, pins=self.peer.pins)
             except OSError as error:
                 raw.close()
                 raise tls.handshake_error(error, peer=self._name) from error

@@ -36,7 +36,7 @@ from symbiosis_priv.errors import (
     SymbiosisError,
     VerificationError,
 )
-from symbiosis_priv.federation import Federation, Peer, check_roles
+from symbiosis_priv.federation import Federation, Peer, check_parties
 from symbiosis_priv.keystream import SessionSecret
 from symbiosis_priv.ring import Direction, in_range
 from symbiosis_priv.weights import WeightStore
@@ -281,7 +281,7 @@ class _Runtime:
         quarantined: Collection[str],
     ) -> None:
         helpers = federation.helpers if "helper" in scheme.roles else ()
-        check_roles(federation.executors, helpers)
+        check_parties([*federation.executors, *helpers])
         self.process = os.getpid()
         self.pools: dict[tuple[int, Direction], NoisePool] = {}
         self._facts = preparation.facts

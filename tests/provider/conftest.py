@@ -120,9 +120,7 @@ class Keys:
     def context(self, tenant: str = "alice") -> ssl.SSLContext:
         others = {"stranger": self.stranger, "namesake": self.namesake}
         identity = others.get(tenant) or self.tenants[tenant]
-        return client_context(
-            certificate=identity.certificate, key=identity.key, provider_certificate=self.provider.certificate
-        )
+        return client_context(certificate=identity.certificate, key=identity.key, pins=[self.provider.certificate])
 
 
 @pytest.fixture(scope="session")

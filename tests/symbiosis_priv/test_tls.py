@@ -40,9 +40,9 @@ class Keys:
     expired_tenant: Identity
     expired_provider: Identity
 
-    def pins(self, *identities: Identity) -> Path:
-        """A pinned file with the certificates of these identities, in this order."""
-        path = self.directory / ("+".join(identity.certificate.stem for identity in identities) + ".pins")
+    def bundle(self, *identities: Identity) -> Path:
+        """One file with the certificates of these identities, in this order."""
+        path = self.directory / ("+".join(identity.certificate.stem for identity in identities) + ".bundle")
         path.write_bytes(b"".join(identity.certificate.read_bytes() for identity in identities))
         return path
 
@@ -95,9 +95,16 @@ def server(keys: Keys, identity: Identity | None = None, *, tenants: Path | None
     )
 
 
-def client(keys: Keys, pins: Path, identity: Identity | None = None) -> ssl.SSLContext:
+Pins = Path | list[Path]
+
+
+def files(pins: Pins) -> list[Path]:
+    return [pins] if isinstance(pins, Path) else pins
+
+
+def client(keys: Keys, pins: Pins, identity: Identity | None = None) -> ssl.SSLContext:
     identity = identity or keys.tenant
-    return tls.client_context(certificate=identity.certificate, key=identity.key, provider_certificate=pins)
+    return tls.client_context(certificate=identity.certificate, key=identity.key, pins=files(pins))
 
 
 def careless(protocol: ssl._SSLMethod, identity: Identity | None) -> ssl.SSLContext:
@@ -149,7 +156,7 @@ def _serve(listener: socket.socket, context: ssl.SSLContext) -> TenantIdentity |
 
 
 def connect(
-    serving: ssl.SSLContext, calling: ssl.SSLContext, *, pins: Path | None = None, hostname: str = "localhost"
+    serving: ssl.SSLContext, calling: ssl.SSLContext, *, pins: Pins | None = None, hostname: str = "localhost"
 ) -> Outcome:
     """One connection as the packages make it: handshake, pin, then the first read."""
     finished = False
@@ -164,7 +171,7 @@ def connect(
             ):
                 finished = True
                 if pins is not None:
-                    tls.check_pin(secured, provider_certificate=pins)
+                    tls.check_pin(secured, pins=files(pins))
                 answer = secured.recv(64)
         except SymbiosisError as error:
             answer = error
@@ -193,7 +200,7 @@ def test_the_right_certificates(keys: Keys, name: str, hostname: str) -> None:
 
 def test_a_self_signed_tenant_that_the_provider_lists(keys: Keys) -> None:
     pins = keys.provider.certificate
-    tenants = keys.pins(keys.authority, keys.lone_tenant)
+    tenants = keys.bundle(keys.authority, keys.lone_tenant)
     serving = server(keys, tenants=tenants)
     assert connect(serving, client(keys, pins, keys.lone_tenant), pins=pins).tenant == "mallory"
     assert connect(serving, client(keys, pins), pins=pins).tenant == "alice"
@@ -285,15 +292,13 @@ def test_rotation_with_both_pins(tmp_path: Path, keys: Keys, self_signed: bool, 
         provider = certificates.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")
     else:
         provider = certificates.issue(tmp_path, authority=keys.authority, kind=Kind.PROVIDER, name="p")
-    old_pin = tmp_path / "old.pins"
+    old_pin = tmp_path / "old.pem"
     old_pin.write_bytes(provider.certificate.read_bytes())
     before = server(keys, provider)
     certificates.rotate(provider.certificate, authority=None if self_signed else keys.authority)
     after = server(keys, provider)
 
-    both = [old_pin.read_bytes(), provider.certificate.read_bytes()]
-    pins = tmp_path / "both.pins"
-    pins.write_bytes(b"".join(both if old_first else reversed(both)))
+    pins = [old_pin, provider.certificate] if old_first else [provider.certificate, old_pin]
     for serving in (before, after):
         assert connect(serving, client(keys, pins), pins=pins) == Outcome(alice(keys), b"welcome", True)
 
@@ -373,24 +378,38 @@ def test_tls_1_2_is_refused(keys: Keys) -> None:
         ("sibling", ["provider"], "unable to get"),
         ("lone", ["provider"], "self.signed certificate"),
         ("expired_provider", ["provider", "expired_provider"], "certificate has expired"),
-        ("tenant", ["provider", "tenant"], "purpose"),
         ("elsewhere", ["elsewhere"], "Hostname mismatch"),
     ],
 )
 def test_the_client_refuses_in_the_handshake(keys: Keys, shown: str, pinned: list[str], message: str) -> None:
-    pins = keys.pins(*(getattr(keys, name) for name in pinned))
+    pins = [getattr(keys, name).certificate for name in pinned]
     outcome = connect(careless_server(getattr(keys, shown)), client(keys, pins), pins=pins)
     assert not outcome.client_finished_handshake
     assert_refused(outcome.client, CertificateError, message)
 
 
+def test_a_tenant_cannot_stand_in_for_a_provider(keys: Keys) -> None:
+    """Even if its certificate were trusted."""
+    calling = client(keys, keys.provider.certificate)
+    calling.load_verify_locations(keys.tenant.certificate)
+    outcome = connect(careless_server(keys.tenant), calling)
+    assert not outcome.client_finished_handshake
+    assert_refused(outcome.client, CertificateError, "purpose")
+
+
 def test_the_pin_refuses_a_sibling_that_the_handshake_accepts(keys: Keys) -> None:
-    pins = keys.pins(keys.provider, keys.authority)
+    """Only where the context trusts more than pins: no pinned file makes it do so."""
+    pins = keys.provider.certificate
     calling = client(keys, pins)
+    calling.load_verify_locations(keys.authority.certificate)
     assert connect(server(keys, keys.sibling), calling).client == b"welcome"
     outcome = connect(server(keys, keys.sibling), calling, pins=pins)
     assert outcome.client_finished_handshake
-    assert_refused(outcome.client, CertificateError, r"sha256:[0-9a-f]{64}, which is not pinned in .*\.pins")
+    assert_refused(
+        outcome.client,
+        CertificateError,
+        r"sha256:[0-9a-f]{64}, which is not pinned in .*provider\.pem.*next_certificate",
+    )
     assert connect(server(keys), calling, pins=pins).client == b"welcome"
 
 
@@ -424,8 +443,10 @@ Build = Callable[[Keys], ssl.SSLContext]
         (lambda k: client(k, k.provider.certificate, k.expired_tenant), r"late\.pem is valid only from"),
         (lambda k: client(k, k.provider.certificate, k.provider), r"is a provider certificate, not a tenant"),
         (lambda k: client(k, k.directory / "none.pem"), r"cannot read .*none\.pem"),
-        (lambda k: client(k, k.expired_provider.certificate), r"old\.pem holds no current provider"),
-        (lambda k: client(k, k.authority.certificate), r"authority\.pem holds no current"),
+        (lambda k: client(k, k.expired_provider.certificate), r"old\.pem has expired"),
+        (lambda k: client(k, k.authority.certificate), r"authority\.pem is no provider certificate"),
+        (lambda k: client(k, k.tenant.certificate), r"alice\.pem is no provider certificate"),
+        (lambda k: client(k, k.bundle(k.provider, k.sibling)), r"holds 2 certificates.*next_certificate"),
     ],
 )
 def test_contexts_refuse_bad_files(keys: Keys, build: Build, message: str) -> None:

@@ -742,7 +742,7 @@ def test_rule_8_no_party_gets_seed_and_row(
     with pytest.raises(RoleConflictError, match="same operator"):
         use()
     assert not someone_knows_both(parties)
-    monkeypatch.setattr("tenant.session.check_roles", lambda executors, helpers: None)
+    monkeypatch.setattr("tenant.session.check_parties", lambda peers: None)
     use()
     assert someone_knows_both(parties)
 

@@ -51,9 +51,7 @@ class Dialler:
             CertificateError: either side's certificate is not the right one.
             TransportError: nobody answers there.
         """
-        context = tls.client_context(
-            certificate=self.certificate, key=self.key, provider_certificate=self.peer.certificate
-        )
+        context = tls.client_context(certificate=self.certificate, key=self.key, pins=self.peer.pins)
         try:
             raw = socket.create_connection((self.peer.host, self.peer.port), timeout=self.deadline_s)
         except OSError as error:
@@ -61,7 +59,7 @@ class Dialler:
         try:
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection = context.wrap_socket(raw, server_hostname=self.peer.host)
-            tls.check_pin(connection, provider_certificate=self.peer.certificate)
+            tls.check_pin(connection, pins=self.peer.pins)
         except OSError as error:
             raw.close()
             raise tls.handshake_error(error, peer=str(self)) from error

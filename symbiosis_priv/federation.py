@@ -99,11 +99,6 @@ class Peer:
         return (self.certificate,) if self.next_certificate is None else (self.certificate, self.next_certificate)
 
     @property
-    def fingerprint(self) -> str:
-        """Of the pinned certificate."""
-        return fingerprint(self.certificate)
-
-    @property
     def key_fingerprint(self) -> str:
         """Of the public key in `certificate`. With the name it tells this party from every other one (rule 11)."""
         return key_fingerprint(load_pin(self.certificate))

@@ -92,8 +92,11 @@ def rotate(*, name: Name, authority: Authority = "authority", directory: Directo
     identity = certificates.rotate(path, authority=signer, days=days)
     _report(identity)
     if certificates.describe(path).kind == Kind.PROVIDER:
-        _next("Send it to your tenants first. They accept the old and the new one once they have run:")
-        _line(f"cat {path.name} >> PINNED.pem")
+        _next(
+            "Send it to your tenants first. They keep it in a file of its own, and accept the old and the new one once "
+            "this provider's entry in federation.toml says:",
+            f"next_certificate = {json.dumps(f'keys/{path.stem}-next.pem')}",
+        )
     _next("Then restart whatever uses the pair; it reads the files when it starts.")
 
 

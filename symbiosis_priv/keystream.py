@@ -2,7 +2,7 @@
 
 Theory of operation. A session draws one 256-bit secret. Everything else is derived with HKDF-SHA256 (RFC 5869):
 
-    session secret --"helper", fingerprint--> helper seed      (all that a helper ever receives)
+    session secret --"helper", name, key fingerprint--> helper seed      (all that a helper ever receives)
     helper seed    --"mask", group_name, direction--> AES-256 key   (one keystream per layer group and direction)
 
 Row r of a keystream occupies its own whole AES blocks, starting at block `r * ceil(4 d / 16)`: any row can be made
@@ -81,10 +81,10 @@ class SessionSecret:
         self._lock = threading.Lock()
         self._next_row: defaultdict[tuple[str, str], int] = defaultdict(int)
 
-    def seed_for(self, holder: str) -> bytes:
-        """The seed that `holder` (a helper's certificate fingerprint) may know. 32 bytes."""
+    def seed_for(self, *holder: str) -> bytes:
+        """The seed that `holder` may know, 32 bytes: for a helper, its name and its key's fingerprint (rule 11)."""
         self._check_alive()
-        return derive(self._secret, "helper", holder)
+        return derive(self._secret, "helper", *holder)
 
     def burn(self, *, group_name: str, direction: str, rows: int) -> int:
         """Take `rows` fresh row indices of a (group, direction) and return the first. They are never returned again."""

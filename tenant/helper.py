@@ -16,7 +16,7 @@ class Helper:
 
     def __init__(self, online: Channel, ahead: Channel, secret: SessionSecret) -> None:
         self.peer = online.peer
-        self.seed = secret.seed_for(self.peer.fingerprint)
+        self.seed = secret.seed_for(self.peer.name, self.peer.key_fingerprint)
         self.channels = (online, ahead)
         self._workers = [ThreadPoolExecutor(1, thread_name_prefix=f"effects-{self.peer.name}") for _ in self.channels]
 

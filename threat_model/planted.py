@@ -1,8 +1,8 @@
 """Faults on purpose: each is a mistake that a tenant's code could make, and an attack that must find it.
 
 A suite that only ever reports "hidden" proves nothing. Most faults are planted into a recording: the rows of a real
-run, masked again the wrong way, as an executor would have received them. `reused_pads` breaks the real tenant while
-it runs.
+run, masked again the wrong way, as an executor would have received them. `reused_pads` and `twin_helpers` break the
+real tenant while it runs.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tenant.masking.paper_pool import gaussian
 from threat_model.attacks import Attack, Outcome
 from threat_model.attacks.averaging import Averaging
 from threat_model.attacks.differencing import Differencing
+from threat_model.attacks.parity import EvenMasks
 from threat_model.attacks.row_scale import RowScale
 from threat_model.attacks.sampler_grid import SamplerGrid
 from threat_model.attacks.seeds import SeedRecovery
@@ -100,6 +101,18 @@ def reused_pad_faults(recording: Recording, public: Public) -> list[Fault]:
         Fault(f"reused pad rows, {d}", "rule 3", Differencing(d), recording.views.executor, public, recording)
         for d in DIRECTIONS
     ]
+
+
+@contextmanager
+def twin_helpers() -> Iterator[None]:
+    """While this lasts, all helpers of a session get one seed, as if its entries were one party (rule 11)."""
+    with mock.patch.object(SessionSecret, "seed_for", return_value=secrets.token_bytes(SEED_BYTES)):
+        yield
+
+
+def twin_helper_fault(recording: Recording, public: Public) -> Fault:
+    """A recording of two helpers made under `twin_helpers`."""
+    return Fault("two helpers, one key", "rule 11", EvenMasks(), recording.views.executor, public, recording)
 
 
 def _normal(rows: int, width: int) -> Tensor:

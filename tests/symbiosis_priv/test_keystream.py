@@ -113,8 +113,9 @@ def test_no_block_is_ever_reused() -> None:
 
 def test_helpers_know_no_seed_but_their_own() -> None:
     secret = SessionSecret()
-    seeds = [secret.seed_for(helper) for helper in ("a", "b", "ab")]
-    assert len(set(seeds)) == 3
+    holders = [("a",), ("b",), ("ab",), ("a", "b"), ("a", "bc"), ("ab", "c")]
+    seeds = [secret.seed_for(*holder) for holder in holders]
+    assert len(set(seeds)) == len(holders)
     assert all(len(seed) == 32 for seed in seeds)
     assert secret.seed_for("a") == seeds[0]
 

@@ -5,7 +5,7 @@ planted breach does not. A checker that nothing can fail proves nothing.
     2  fresh secrets per process; nothing is resumed     7  replies are bound to requests, compared exactly
     3  a row is burnt before it leaves, and used once    8  executor and helper are never the same operator
     4  siblings share a mask, nothing else does          9  what stays visible depends on shapes alone
-    5  no scale, loss, label or token id leaves
+    5  no scale, loss, label or token id leaves         11  parties are pairwise distinct, seeds bound to them
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from transformers import AutoModelForCausalLM
 from symbiosis_priv import wire
 from symbiosis_priv.errors import (
     BurntRowError,
+    ConfigError,
     ProtocolError,
     QuarantinedError,
     RoleConflictError,
@@ -830,3 +831,48 @@ def test_rule_9_a_bucket_hides_exact_row_counts(
         expected = (rows.to(torch.int64) @ weight.t()).to(torch.int32)
         assert torch.equal(session.product(1, "forward", rows), expected)
     assert [heard.request.rows for heard in executor.executed] == [16, 16, 16, 32, 48]
+
+
+# Rule 11. Parties are pairwise distinct, and a seed is bound to its holder's entry and key.
+
+
+def masks_are_even(session: Session, executor: ScriptedProvider) -> bool:
+    """Whether the lowest bit of all that an executor is sent is the row's own."""
+    xq = ring_rows(session._preparation)
+    session.product(QKV, FORWARD, xq)
+    rows = executor.executed[-1].rows
+    assert rows is not None
+    return not bool(((rows - xq) & 1).any())
+
+
+def test_rule_11_two_helpers_never_expand_one_stream(
+    new_session: NewSession, executor: ScriptedProvider, helper: ScriptedProvider, monkeypatch: Patch
+) -> None:
+    """Also not if somebody takes the check away: two entries have two seeds, whoever holds them."""
+    twins = [helper.peer("helper", name=name) for name in ("one", "other")]
+    refused = new_session("pad", [executor], twins)
+    with pytest.raises(ConfigError, match=r"helper 'one' and helper 'other' have the same certificate, public key"):
+        masks_are_even(refused, executor)
+    assert executor.heard == helper.heard == []
+    monkeypatch.setattr("tenant.session.check_parties", lambda peers: None)
+    assert not masks_are_even(new_session("pad", [executor], twins), executor)
+    seed_for = SessionSecret.seed_for
+    monkeypatch.setattr(SessionSecret, "seed_for", lambda secret, name, key: seed_for(secret, key))
+    assert masks_are_even(new_session("pad", [executor], twins), executor)
+
+
+def test_rule_11_a_quarantined_executor_is_not_asked_under_another_name(
+    new_session: NewSession, executor: ScriptedProvider, frames: Callable[..., bytes], monkeypatch: Patch
+) -> None:
+    executor.behaviour = spoils(frames)
+    twins = [executor.peer("executor", name=name) for name in ("one", "other")]
+
+    def asked() -> int:
+        session = new_session("local", twins)
+        with pytest.raises((ConfigError, VerificationError)):
+            session.product(QKV, FORWARD, ring_rows(session._preparation))
+        return len(executor.executed)
+
+    assert asked() == 0
+    monkeypatch.setattr("tenant.session.check_parties", lambda peers: None)
+    assert asked() == 2

@@ -11,13 +11,14 @@ from symbiosis_priv.ring import BACKWARD, FORWARD, Direction
 from threat_model.attacks import Attack
 from threat_model.attacks.averaging import Averaging
 from threat_model.attacks.differencing import Differencing
+from threat_model.attacks.parity import EvenMasks
 from threat_model.attacks.row_scale import RowScale
 from threat_model.attacks.sampler_grid import SamplerGrid
 from threat_model.attacks.seeds import SeedRecovery
 from threat_model.lab import Lab, Recording, Workload
-from threat_model.planted import Fault, plant, reused_pad_faults, reused_pads
+from threat_model.planted import Fault, plant, reused_pad_faults, reused_pads, twin_helper_fault, twin_helpers
 from threat_model.public import Public, alone
-from threat_model.schemes import LOCAL, NONE, PAD, paper_pool
+from threat_model.schemes import LOCAL, NONE, PAD, PADS, paper_pool
 from threat_model.suite import examine
 
 SMALL = Workload(steps=4, generations=2, prompts=16, new_tokens=3, game_rows=256)
@@ -78,6 +79,17 @@ def test_reused_pad_rows_are_found_in_a_real_session(lab: Lab) -> None:
         assert outcome.success == 1.0
         assert outcome.figures["pairs claimed"] > 10
         assert outcome.broken
+
+
+def test_two_helpers_with_one_key_are_found_in_a_real_session(lab: Lab) -> None:
+    with twin_helpers():
+        recording = lab.record(PADS, SMALL)
+    outcome = twin_helper_fault(recording, lab.public).outcome()
+    assert outcome.success >= 0.99
+    assert outcome.broken
+    sound = examine(EvenMasks(), lab.record(PADS, SMALL), lab).outcome
+    assert sound is not None
+    assert not sound.broken
 
 
 @pytest.mark.parametrize("direction", [FORWARD, BACKWARD])

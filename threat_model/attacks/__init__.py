@@ -14,6 +14,7 @@ from threat_model.attacks.collusion import Collusion, PartialCollusion
 from threat_model.attacks.differencing import Differencing
 from threat_model.attacks.gradients import BlockLabels, HeadLabels
 from threat_model.attacks.other_parties import HelperAlone, MixedBatches
+from threat_model.attacks.parity import EvenMasks
 from threat_model.attacks.repeats import RepeatedRows
 from threat_model.attacks.row_scale import RowScale
 from threat_model.attacks.sampler_grid import SamplerGrid
@@ -37,6 +38,7 @@ ATTACKS: tuple[Attack[Any, Any], ...] = (
     AdapterExtraction(),
     SeedRecovery(),
     SamplerGrid(),
+    EvenMasks(),
     RowScale(),
     Uniformity(),
     *(Distinguisher(direction) for direction in DIRECTIONS),

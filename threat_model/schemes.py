@@ -13,24 +13,6 @@ from threat_model.views import Party
 
 OUTSIDERS: frozenset[Party] = frozenset({"network", "neighbour"})
 
-FALLS_OPEN = frozenset(
-    {
-        "tokens, first layer",
-        "tokens, deep layer",
-        "adapter by least squares",
-        "labels from head gradients",
-        "candidate subtraction, forward",
-        "candidate subtraction, backward",
-        "two-row distinguisher, forward",
-        "two-row distinguisher, backward",
-    }
-)
-"""What must succeed where rows can be read: an attack that fails here proves nothing by failing elsewhere."""
-
-
-FALLS_TO_COLLUSION = frozenset({"collusion, forward", "collusion, backward"})
-"""What must succeed where rows are hidden from each party, but not from all of them together."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
@@ -62,13 +44,6 @@ class Scheme:
     def hides_from(self) -> frozenset[Party]:
         """Parties that must learn nothing about rows; nobody outside ever may."""
         return OUTSIDERS | self.masking.hides_from
-
-    @property
-    def falls_to(self) -> frozenset[str]:
-        """Attacks that must succeed."""
-        if "executor" not in self.hides_from:
-            return FALLS_OPEN
-        return frozenset() if "executor+helper" in self.hides_from else FALLS_TO_COLLUSION
 
 
 def variant(scheme: masking.Scheme, *, name: str | None = None, helpers: int = 1, **settings: Any) -> Scheme:

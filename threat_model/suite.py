@@ -35,7 +35,7 @@ class Cell:
     """One attack on one scheme.
 
     `promised` says whether the scheme claims to hide rows from the attack's party; `expected` whether the verdict is
-    what claim (or `Scheme.falls_to`) says it must be.
+    what claim (or `Attack.decisive`) says it must be.
     """
 
     attack: Attack[Any, Any]
@@ -157,6 +157,6 @@ def _is_expected(attack: Attack[Any, Any], scheme: Scheme, verdict: Verdict, *, 
         return verdict in (Verdict.HIDDEN, Verdict.ABSENT)
     if attack.by_design:
         return verdict is Verdict.BY_DESIGN
-    if attack.name in scheme.falls_to:
+    if attack.decisive and (scheme.helpers or "helper" not in attack.party):
         return verdict in (Verdict.BROKEN, Verdict.BY_DESIGN)
     return True

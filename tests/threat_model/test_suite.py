@@ -65,6 +65,15 @@ def test_hidden_cells_miss_their_interval_no_more_often_than_intervals_do(quick:
     assert outside <= 9  # about 0.7 expected: P < 1e-8
 
 
+def test_decisive_attacks_succeed_where_nothing_is_promised(quick: Suite) -> None:
+    open_cells = [c for c in quick.cells if c.attack.decisive and c.attack.party not in c.scheme.hides_from]
+    fallen = {(c.attack.name, c.scheme.name) for c in open_cells if c.outcome and c.outcome.broken}
+    assert len({attack for attack, _ in fallen}) == sum(a.decisive for a in ATTACKS)
+    readable = [c for c in open_cells if c.attack.party == "executor"]
+    assert {c.scheme.name for c in readable} == set(READABLE)
+    assert {(c.attack.name, c.scheme.name) for c in readable} <= fallen
+
+
 def test_what_no_scheme_hides_is_found_on_every_scheme(quick: Suite) -> None:
     for cell in quick.cells:
         if cell.attack.by_design:

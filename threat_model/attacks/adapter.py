@@ -58,6 +58,7 @@ class AdapterExtraction(Attack[ExecutorView, Mapping[str, Stolen]]):
     name = "adapter by least squares"
     family = "adapter"
     party = "executor"
+    decisive = True
     sees = "forward rows of generations"
     source = "Symbiosis Figure 8; DESIGN §6"
     metric = "v, o and down projections with BA within 1 %"

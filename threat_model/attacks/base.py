@@ -83,6 +83,8 @@ class Attack(ABC, Generic[V, G]):
     """One named attack.
 
     `by_design` marks what no scheme hides: it must succeed everywhere, and the report lists it under "not hidden".
+    `decisive` marks what must succeed wherever a scheme promises nothing against its party: an attack that fails there
+    proves nothing by failing elsewhere.
     """
 
     name: str
@@ -93,6 +95,7 @@ class Attack(ABC, Generic[V, G]):
     metric: ClassVar[str]
     chance: ClassVar[str]
     by_design: ClassVar[bool] = False
+    decisive: ClassVar[bool] = False
 
     @abstractmethod
     def run(self, view: V, public: Public, rng: torch.Generator) -> G | None:

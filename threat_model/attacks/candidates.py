@@ -24,6 +24,7 @@ class CandidateSubtraction(Attack[ExecutorView, Subtraction]):
 
     family = "noise removal"
     party = "executor"
+    decisive = True
     sees = "rows, and noises whose effect it was asked for"
     source = "DESIGN §6; against Symbiosis §3.8"
     metric = "rows within 1 %"

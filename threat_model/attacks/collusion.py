@@ -50,6 +50,7 @@ class Collusion(_Collusion):
     """The executor and every helper."""
 
     party = "executor+helper"
+    decisive = True
     sees = "masked rows, every seed and row range"
     source = "DESIGN §3, rule 8"
 

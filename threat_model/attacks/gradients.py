@@ -23,6 +23,7 @@ class HeadLabels(Attack[ExecutorView, Labels]):
     name = "labels from head gradients"
     family = "text"
     party = "executor"
+    decisive = True
     sees = "backward rows of the LM head"
     source = "iDLG, arXiv 2001.02610"
     metric = "labels"

@@ -37,6 +37,7 @@ class FirstLayerTokens(Attack[ExecutorView, Labels]):
     name = "tokens, first layer"
     family = "text"
     party = "executor"
+    decisive = True
     sees = "rows of the first layer group"
     source = "DESIGN §6"
     metric = "tokens"
@@ -62,6 +63,7 @@ class DeepLayerTokens(Attack[ExecutorView, Labels]):
     name = "tokens, deep layer"
     family = "text"
     party = "executor"
+    decisive = True
     sees = "rows of the second block alone"
     source = "activation matching; DESIGN §6"
     metric = "tokens"

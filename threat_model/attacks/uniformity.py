@@ -86,6 +86,7 @@ class Distinguisher(Attack[ExecutorView, Verdicts]):
 
     family = "statistics"
     party = "executor"
+    decisive = True
     sees = "rows of a game with two rows that it chose, half of them labelled"
     source = "indistinguishability under chosen plaintext"
     metric = "coins called right"

@@ -21,6 +21,7 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.pytorch_utils import Conv1D
 from transformers.trainer_utils import get_last_checkpoint
 
 from symbiosis_priv.errors import ConfigError
@@ -114,7 +115,11 @@ def finetune(
         _check_length(model, options.sequence_length)
         set_seed(options.seed)
         lora = LoraConfig(
-            task_type="CAUSAL_LM", target_modules="all-linear", r=options.rank, lora_alpha=2 * options.rank
+            task_type="CAUSAL_LM",
+            target_modules="all-linear",
+            r=options.rank,
+            lora_alpha=2 * options.rank,
+            fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
         )
         peft_model = get_peft_model(model, lora)
         meter = _Meter(peft_model, on_progress)

@@ -1,4 +1,4 @@
-"""`from_pretrained` for a split model: only the tenant's tensors are loaded, frozen linears become `RemoteLinear`.
+"""`from_pretrained` for a split model: only the tenant's tensors are loaded, frozen linears become `RemoteLayer`s.
 
 transformers builds the model on the meta device and hands it to this quantizer before any weight is read. Their keys in
 the checkpoint are declared as expected leftovers, so that a full checkpoint and one without them load alike.
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
@@ -22,8 +23,8 @@ from symbiosis_priv.errors import CheckpointError, SymbiosisError
 from tenant.backend import Backend
 from tenant.config import QUANT_METHOD, RemoteConfig
 from tenant.connect import open_backend
-from tenant.offloaded import OffloadedBias
-from tenant.remote_linear import LayerGroup, RemoteLinear
+from tenant.offloaded import OffloadedParameter
+from tenant.remote_linear import LayerGroup, RemoteConv1D, RemoteLayer, RemoteLinear
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +44,13 @@ class RemoteQuantizer(HfQuantizer):
         return model
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        own = next(p for p in model.parameters() if not isinstance(p, OffloadedBias))
+        own = next(p for p in model.parameters() if not isinstance(p, OffloadedParameter))
         for module in model.modules():
-            if isinstance(module, RemoteLinear):
+            if isinstance(module, RemoteLayer):
                 module.seal(dtype=own.dtype, device=own.device)
+            elif isinstance(module, PreTrainedModel):
+                # architectures take other paths through quantised weights, which the model at home does not take
+                vars(module.config).pop("_is_quantized", None)
         return model
 
     @property
@@ -62,7 +66,7 @@ class RemoteQuantizer(HfQuantizer):
 
 
 def split(model: PreTrainedModel, backend: Backend) -> None:
-    """Replace every linear that the manifest names by a `RemoteLinear`.
+    """Replace every linear that the manifest names by a `RemoteLinear`, every `Conv1D` by a `RemoteConv1D`.
 
     Raises:
         CheckpointError: the model has none of them, or with other widths.
@@ -70,7 +74,7 @@ def split(model: PreTrainedModel, backend: Backend) -> None:
     modules = dict(model.named_modules())
     prefix = model.base_model_prefix + "."
     ignored = set(model._keys_to_ignore_on_load_unexpected or ())
-    replaced = 0
+    replaced: dict[nn.Module, RemoteLayer] = {}
     for index, facts in enumerate(backend.facts):
         group = LayerGroup(backend, index)
         for member, (name, outputs) in enumerate(zip(facts.entry.members, facts.entry.outputs, strict=True)):
@@ -80,20 +84,24 @@ def split(model: PreTrainedModel, backend: Backend) -> None:
                 continue  # a head that this task does not have
             if widths(modules[found]) != (facts.entry.inputs, outputs):
                 raise CheckpointError(f"{found} has other widths than the federation's model; the same base model?")
-            with torch.device("meta"):
-                bias = modules[found].bias is not None
-                remote = RemoteLinear(facts.entry.inputs, outputs, group=group, member=member, bias=bias)
-            parent, _, leaf = found.rpartition(".")
-            setattr(modules[parent], leaf, remote)
-            replaced += 1
+            replaced[modules[found]] = _remote(modules[found], group, member)
     if not replaced:
         raise CheckpointError(f"{type(model).__name__} has none of the federation's layers; the same base model?")
+    for parent in list(model.modules()):
+        for leaf, child in list(parent._modules.items()):  # a module may have several names
+            if child in replaced:
+                setattr(parent, leaf, replaced[child])
     model._keys_to_ignore_on_load_unexpected = ignored
+
+
+def _remote(linear: nn.Module, group: LayerGroup, member: int) -> RemoteLayer:
+    kind = RemoteConv1D if isinstance(linear, Conv1D) else RemoteLinear
+    return kind(*widths(linear), group=group, member=member, bias=linear.bias is not None)
 
 
 def backend_of(model: nn.Module) -> Backend:
     """The backend behind a split model, also when PEFT has wrapped it."""
     for module in model.modules():
-        if isinstance(module, RemoteLinear):
+        if isinstance(module, RemoteLayer):
             return module.group.backend
     raise SymbiosisError("this model was not loaded with RemoteConfig")

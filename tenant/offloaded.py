@@ -1,124 +1,218 @@
-"""What an offloaded layer shows in place of its weight and bias: 0 elements, their metadata, and refusals by name.
+"""What an offloaded layer shows in place of its weight and bias: their metadata, and refusals by name.
 
-Whoever would compute with a weight that is not there gets an error that says who asked and what works instead, where
-zeros or garbage would train a wrong adapter in silence.
+Shape, number of elements, dtype and device are those of the whole parameter, so that PEFT sizes its adapters and counts
+parameters as at home. Bytes are those of what is here, none. Whoever would compute with the values gets an error that
+says who asked and what works instead, where zeros or garbage would train a wrong adapter in silence.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from symbiosis_priv.errors import UnsupportedMethodError
 
-# What may be asked of a weight that is not there: where it is and what it is made of, never what is in it.
-_METADATA = frozenset(
+# Where a parameter is and what it is made of, never what is in it.
+_METHODS = frozenset(
     (
         *("to", "cpu", "cuda", "type", "float", "double", "half", "bfloat16", "detach", "clone", "requires_grad_"),
-        *("is_floating_point", "is_complex", "numel", "nelement", "element_size", "dim", "is_contiguous", "data_ptr"),
-        *("untyped_storage", "storage_offset", "__repr__", "__hash__", "__reduce_ex__"),
+        *("is_floating_point", "is_complex", "is_contiguous", "data_ptr", "untyped_storage", "storage_offset"),
+        *("__hash__", "_has_compatible_shallow_copy_type"),
     )
 )
 _ATTRIBUTES = frozenset(
     (
-        *("dtype", "device", "layout", "requires_grad", "grad", "grad_fn", "is_leaf", "ndim", "nbytes", "itemsize"),
-        *("is_meta", "is_cpu", "is_cuda", "is_mps", "is_xpu", "is_xla", "is_sparse", "is_nested", "is_quantized"),
-        *("_version", "_backward_hooks"),
+        *("dtype", "device", "layout", "requires_grad", "grad", "grad_fn", "is_leaf", "retains_grad", "data"),
+        *("nbytes", "is_meta", "is_cpu", "is_cuda", "is_mps", "is_xpu", "is_xla", "is_sparse", "is_nested"),
+        *("is_quantized", "_version", "_backward_hooks"),
     )
 )
-# What tools that list parameters ask besides, and `Module.to`.
-_LISTED = frozenset(("shape", "size", "data", "_has_compatible_shallow_copy_type"))
-_METHODS = {
-    "dora": "DoRA (it normalises by the columns of W)",
-    "pissa": "PiSSA (it factorises W)",
-    "olora": "OLoRA (it factorises W)",
-    "loftq": "LoftQ (it re-quantises W)",
-    "corda": "CorDA (it factorises W)",
-    "eva": "EVA",
-    "loha": "LoHa (its update is the size of W)",
-    "lokr": "LoKr (its update is the size of W)",
-    "merge": "merging an adapter into W",
-    "unmerge": "merging an adapter into W",
-    "resized": "resizing the LM head",
+# What the whole parameter would answer, and the bytes that an element takes here.
+_SIZES: dict[str, Callable[..., Any]] = {
+    "shape.__get__": lambda shape: shape,
+    "size": lambda shape, dim=None: shape if dim is None else shape[dim],
+    "dim": len,
+    "ndimension": len,
+    "ndim.__get__": len,
+    "__len__": lambda shape: shape[0],
+    "numel": torch.Size.numel,
+    "nelement": torch.Size.numel,
+    "element_size": lambda shape: 0,
+    "itemsize.__get__": lambda shape: 0,
 }
 
 
-class OffloadedWeight(Tensor):
-    """A 0-element weight that answers for dtype and device and refuses to be read."""
+class OffloadedParameter(nn.Parameter):
+    """A frozen parameter that is not here.
+
+    Args:
+        shape: the whole parameter's.
+        dtype, device: as of any tensor.
+    """
+
+    _is_hf_initialized = True  # nothing here for transformers to initialise
+    _whole: torch.Size
+
+    def __new__(
+        cls, shape: Sequence[int], *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> Self:
+        return cls._of(torch.empty(0, dtype=dtype, device=device), torch.Size(shape))
+
+    @classmethod
+    def _of(cls, nothing: Tensor, shape: torch.Size) -> Self:
+        parameter: Self = Tensor._make_subclass(cls, nothing, False)
+        parameter._whole = shape
+        return parameter
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         name = _name(func)
         attribute, _, access = name.partition(".")
-        if attribute not in (_ATTRIBUTES if access else _METADATA) or _unfreezes(func, args, kwargs):
-            raise UnsupportedMethodError(
-                f"{_who()} needs the base weight, which stays at the providers. Train LoRA, IA3, OFT, VeRA, AdaLoRA, "
-                f"prefix or prompt tuning here; merge or initialise from W on the full checkpoint "
-                f"(refused: Tensor.{attribute})."
-            )
-        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.clone()  # torch's own would lose the class
-
-
-class OffloadedBias(nn.Parameter):
-    """A 0-element bias that cannot be trained. It is listed among the parameters, so that BitFit finds and asks it."""
-
-    _is_hf_initialized = True
+        asked = args[0] if args and isinstance(args[0], OffloadedParameter) else None
+        if asked is not None and name in _SIZES:
+            return _SIZES[name](asked._whole, *args[1:], **kwargs)
+        if _unfreezes(name, args, kwargs):
+            raise UnsupportedMethodError(cls._no_training())
+        known = attribute in (_ATTRIBUTES if access else _METHODS)
+        if not known or (name == "data.__set__" and not isinstance(args[1], OffloadedParameter)):
+            raise UnsupportedMethodError(f"{cls._no_reading()} (refused: Tensor.{attribute})")
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+            if asked is None or result is asked or not isinstance(result, Tensor) or attribute == "grad":
+                return result
+            return asked._of(result, asked._whole)  # a copy is as empty as the original
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if _unfreezes(func, args, kwargs):
-            raise UnsupportedMethodError(
-                "the bias of an offloaded layer cannot be trained here (BitFit, or bias='all' or '..._only' in a PEFT "
-                "configuration); use bias='none', or lora_bias=True for a bias of the adapter's own"
-            )
-        attribute, _, access = _name(func).partition(".")
-        if attribute not in _LISTED | (_ATTRIBUTES if access else _METADATA):
-            raise UnsupportedMethodError(
-                f"{_who()} needs the bias of an offloaded layer, which is in that layer's output already; use a method "
-                f"that leaves it alone, such as LoRA (refused: Tensor.{attribute})."
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+    def _no_training(cls) -> str:
+        raise NotImplementedError
+
+    @classmethod
+    def _no_reading(cls) -> str:
+        raise NotImplementedError
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        memo[id(self)] = twin = self._of(torch.empty(0, dtype=self.dtype, device=self.device), self._whole)
+        return twin
+
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's takes a keyword that torch alone knows
+        return f"{type(self).__name__}({tuple(self._whole)}, dtype={self.dtype}, device='{self.device}')"
 
 
-def _unfreezes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+class OffloadedWeight(OffloadedParameter):
+    """The weight of an offloaded `nn.Linear`. Listed among the parameters, which tools ask for dtype and device."""
+
+    layer: ClassVar[str] = "nn.Linear"
+    adapters: ClassVar[tuple[str, ...]] = (
+        *("Lora", "AdaLora", "BOFT", "C3A", "FourierFT", "Gralora", "IA3", "Lily", "LoHa", "LoKr", "Miss", "OFT"),
+        *("Poly", "Pvera", "RandLora", "Road", "UniLora", "VBLoRA", "Vera", "WaveFT"),
+    )
+    """PEFT's methods that work on such a layer."""
+
+    @classmethod
+    def _no_training(cls) -> str:
+        return (
+            "the weight of an offloaded layer cannot be trained itself: it stays at the providers. Train an adapter "
+            "on that layer (LoRA, for one), and switch on the gradients of the tenant's own parameters only"
+        )
+
+    @classmethod
+    def _no_reading(cls) -> str:
+        who, advice = _reader()
+        advice = advice or (
+            f"On an offloaded {cls.layer}, PEFT's {', '.join(cls.adapters)} work, and whatever leaves it alone, such "
+            f"as prompt tuning"
+        )
+        return f"{who} needs the base weight, which stays at the providers. {advice}"
+
+
+class OffloadedConv1DWeight(OffloadedWeight):
+    """The weight of an offloaded `Conv1D`."""
+
+    layer = "Conv1D"
+    adapters = (
+        *("Lora", "AdaLora", "FourierFT", "Gralora", "IA3", "Pvera", "RandLora", "UniLora", "VBLoRA", "Vera"),
+        "WaveFT",
+    )
+
+
+class OffloadedBias(OffloadedParameter):
+    """The bias of an offloaded layer, which is in that layer's output already."""
+
+    @classmethod
+    def _no_training(cls) -> str:
+        return (
+            "the bias of an offloaded layer cannot be trained here (BitFit, or bias='all' or '..._only' in a PEFT "
+            "configuration); use bias='none', or lora_bias=True for a bias of the adapter's own"
+        )
+
+    @classmethod
+    def _no_reading(cls) -> str:
+        who, _ = _reader()
+        return (
+            f"{who} needs the bias of an offloaded layer, which is in that layer's output already; use a method that "
+            f"leaves it alone, such as LoRA"
+        )
+
+
+def _unfreezes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call on a tensor turns its gradient on."""
-    if _name(func) not in ("requires_grad_", "requires_grad.__set__"):
+    if name not in ("requires_grad_", "requires_grad.__set__"):
         return False
-    return bool(args[1] if len(args) > 1 else (kwargs or {}).get("requires_grad", True))
+    return bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
 
 
 def _name(func: Callable[..., Any]) -> str:
     """`clone`, or `dtype.__get__` for an attribute."""
     name = getattr(func, "__name__", "")
     owner = getattr(getattr(func, "__self__", None), "__name__", "")
-    return f"{owner}.{name}" if name in ("__get__", "__set__") else name
+    return f"{owner}.{name}" if name in ("__get__", "__set__", "__delete__") else name
 
 
-def _who() -> str:
-    """Who reads the weight, from the code that is running: a PEFT method, or else a function."""
-    frame: FrameType | None = sys._getframe(2)
+# Who asks, as far as a word in a function's or module's name tells, and what works instead of that.
+_APART = (
+    "Adapters stay apart here. Merge at home: PeftModel.from_pretrained(full_model, 'my-adapter').merge_and_unload()"
+)
+_START = "Use LoRA with init_lora_weights=True, 'gaussian' or 'orthogonal'"
+_READERS: dict[str, tuple[str, str | None]] = {
+    "dora": ("DoRA (it normalises by the columns of W)", None),
+    "pissa": ("PiSSA (it factorises W)", _START),
+    "olora": ("OLoRA (it factorises W)", _START),
+    "loftq": ("LoftQ (it re-quantises W)", _START),
+    "corda": ("CorDA (it factorises W)", _START),
+    "mica": ("MiCA (it factorises W)", _START),
+    "merge": ("merging an adapter into W", _APART),
+    "unmerge": ("merging an adapter into W", _APART),
+    "resized": ("resizing the LM head", "Resize it and save the checkpoint first, then have providers serve that"),
+}
+
+
+def _reader() -> tuple[str, str | None]:
+    """Who reads a parameter, from the code that is running, and what to do instead if that is known."""
+    frame: FrameType | None = sys._getframe(1)
     caller = "this"
     while frame is not None:
-        module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
-        if caller == "this" and not module.startswith("torch."):
+        module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_qualname
+        if caller == "this" and module != __name__ and not module.startswith("torch."):
             caller = f"{module}.{function}()"
         if module.startswith(("peft.", "transformers.")):
-            for part in (function, *module.split(".")):
-                for word in part.lower().split("_"):
-                    if word in _METHODS:
-                        return _METHODS[word]
+            for word in f"{function}.{module}".lower().replace("_", ".").split("."):
+                if word in _READERS:
+                    return _READERS[word]
+        if module.startswith("peft.tuners."):
+            return f"PEFT's {module.split('.')[2]}", None
+        if module.startswith("transformers.models."):
+            return (
+                f"the model's own code ({function})",
+                "It computes with that weight beside the layer, so this model cannot be split for what you do with "
+                "it; use another base model",
+            )
         frame = frame.f_back
-    return caller
+    return caller, None

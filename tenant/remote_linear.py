@@ -1,4 +1,4 @@
-"""The linears that are not there: `RemoteLinear` stands where a frozen `nn.Linear` or `Conv1D` stood.
+"""The linears that are not there: `RemoteLinear` and `RemoteConv1D` stand where an `nn.Linear` or `Conv1D` stood.
 
 Siblings (q/k/v, gate/up) receive the same tensor one after the other. The first of them runs the whole group in one
 request, and the others pick up their part, forward and backward alike: one round trip, one mask (rule 4). What makes
@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import copy
 import weakref
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from transformers.pytorch_utils import Conv1D
 
 from symbiosis_priv.errors import UnsupportedMethodError
 from symbiosis_priv.ring import BACKWARD, FORWARD
 from tenant.backend import Backend
-from tenant.offloaded import OffloadedBias, OffloadedWeight
+from tenant.offloaded import OffloadedBias, OffloadedConv1DWeight, OffloadedParameter, OffloadedWeight
 
 
 class LayerGroup:
@@ -110,33 +111,29 @@ class _GroupLinear(torch.autograd.Function):
         return ctx.group.backward(grads).to(ctx.dtype), None
 
 
-class RemoteLinear(nn.Linear):
-    """A frozen linear whose weight is at the providers. An `nn.Linear` to PEFT, with nothing in it.
+class RemoteLayer(nn.Module):
+    """A frozen linear whose weight is at the providers. To PEFT it is what stood there, with nothing in it.
 
     Args:
-        inputs: in_features.
-        outputs: out_features.
+        weight: in place of the weight.
+        bias: in place of the bias, if the linear has one. The group adds it.
         group: the layer group it belongs to.
         member: its place in the group.
-        bias: whether the linear has one. The group adds it; here is only something that refuses to be trained.
     """
 
-    _is_hf_initialized = True  # nothing here for transformers to initialise
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
-    def __init__(self, inputs: int, outputs: int, *, group: LayerGroup, member: int, bias: bool = False) -> None:
+    def __init__(self, *, weight: OffloadedWeight, bias: OffloadedBias | None, group: LayerGroup, member: int) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features = inputs, outputs
-        nothing = torch.empty(0, dtype=torch.float32, device="cpu")  # until `seal` knows the model's dtype and device
-        self.register_parameter("bias", OffloadedBias(nothing, False) if bias else None)
+        self.weight, self.bias = weight, bias
         self.group, self.member = group, member
-        # a buffer outside the state dict: nobody looks for it in a checkpoint, saves it or trains it
-        self.register_buffer("weight", nothing, persistent=False)
 
     def seal(self, *, dtype: torch.dtype, device: torch.device) -> None:
-        """Once the checkpoint is loaded, replace the empty weight by one that says no to readers."""
-        self.weight = torch.empty(0, dtype=dtype, device=device).as_subclass(OffloadedWeight)
-        if self.bias is not None:
-            self.bias = OffloadedBias(torch.empty(0, dtype=dtype, device=device), False)
+        """Once the checkpoint is loaded, take the dtype and device of the tensors that were."""
+        for name, parameter in list(self.named_parameters(recurse=False)):
+            if isinstance(parameter, OffloadedParameter):
+                setattr(self, name, type(parameter)(parameter.shape, dtype=dtype, device=device))
 
     def forward(self, input: Tensor) -> Tensor:
         return self.group.output(input, self.member)
@@ -149,7 +146,7 @@ class RemoteLinear(nn.Linear):
     ) -> None:
         unexpected.extend(key for key in state_dict if strict and key.startswith(prefix))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteLinear:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """As part of a model. A copy of one layer alone is PEFT's way to train the layer itself."""
         if not memo:
             raise UnsupportedMethodError(
@@ -157,9 +154,35 @@ class RemoteLinear(nn.Linear):
                 "Name it in target_modules instead of modules_to_save (where PEFT puts a classification head by "
                 "itself, if there is a task_type)"
             )
-        twin = memo[id(self)] = RemoteLinear.__new__(RemoteLinear)
+        twin = memo[id(self)] = type(self).__new__(type(self))
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return twin
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, group={self.group.index}"
+
+
+class RemoteLinear(RemoteLayer, nn.Linear):  # type: ignore[misc]  # torch declares a Tensor where it sets a Parameter
+    """In place of an `nn.Linear`."""
+
+    def __init__(self, inputs: int, outputs: int, *, group: LayerGroup, member: int, bias: bool = False) -> None:
+        super().__init__(
+            weight=OffloadedWeight((outputs, inputs)),
+            bias=OffloadedBias((outputs,)) if bias else None,
+            group=group,
+            member=member,
+        )
+        self.in_features, self.out_features = inputs, outputs
+
+
+class RemoteConv1D(RemoteLayer, Conv1D):  # type: ignore[misc]
+    """In place of a `Conv1D`, whose weight is transposed: PEFT tells the two apart, here as at home."""
+
+    def __init__(self, inputs: int, outputs: int, *, group: LayerGroup, member: int, bias: bool = True) -> None:
+        super().__init__(
+            weight=OffloadedConv1DWeight((inputs, outputs)),
+            bias=OffloadedBias((outputs,)) if bias else None,
+            group=group,
+            member=member,
+        )
+        self.nx, self.nf = inputs, outputs

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from symbiosis_priv.ring import Direction
 from tenant.backend import Backend, RingBackend
-from tenant.remote_linear import RemoteLinear
+from tenant.remote_linear import RemoteLayer
 from threat_model.public import Public
 from threat_model.views import Recorder
 
@@ -84,7 +84,7 @@ class Witness(Backend):
     @classmethod
     def install(cls, model: nn.Module, recorder: Recorder, public: Public, truth: Truth) -> Witness:
         """Put a witness into every group of a split model."""
-        groups = {id(m.group): m.group for m in model.modules() if isinstance(m, RemoteLinear)}
+        groups = {id(m.group): m.group for m in model.modules() if isinstance(m, RemoteLayer)}
         witness = cls(next(iter(groups.values())).backend, recorder, public, truth)
         for group in groups.values():
             group.backend = witness

@@ -31,7 +31,7 @@ from tenant.generate import open_model
 from tenant.hf import backend_of
 from tenant.ledger import ledger_of, since
 from tenant.quality import compare
-from tenant.remote_linear import RemoteLinear
+from tenant.remote_linear import RemoteLayer
 from tenant.session import Ledger
 
 Report = Callable[[str, int, int, str], None]
@@ -225,5 +225,5 @@ def _positions(config: Any) -> int:
 def _tensor_bytes(model: nn.Module) -> tuple[int, int]:
     """(bytes of all parameters, shared ones once; bytes of offloaded layers)."""
     tensors = {id(t): t for t in model.parameters()}
-    offloaded = [t for m in model.modules() if isinstance(m, RemoteLinear) for t in (*m.parameters(), *m.buffers())]
+    offloaded = [t for m in model.modules() if isinstance(m, RemoteLayer) for t in (*m.parameters(), *m.buffers())]
     return sum(t.nbytes for t in tensors.values()), sum(t.nbytes for t in offloaded)

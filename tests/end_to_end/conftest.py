@@ -17,6 +17,7 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+from transformers.pytorch_utils import Conv1D
 
 from symbiosis_priv.local import LocalFederation
 from tenant import RemoteConfig, backend_of
@@ -88,7 +89,13 @@ def open_model() -> Iterator[Open]:
             if not adapter:
                 return model
             torch.manual_seed(11)
-            lora = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=4, init_lora_weights=False)
+            lora = LoraConfig(
+                task_type="CAUSAL_LM",
+                target_modules="all-linear",
+                r=4,
+                init_lora_weights=False,
+                fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
+            )
             return get_peft_model(model, lora)
 
         yield open_model

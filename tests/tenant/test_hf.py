@@ -35,7 +35,7 @@ from symbiosis_priv.errors import CheckpointError, NonFiniteError, SymbiosisErro
 from symbiosis_priv.federation import Federation
 from symbiosis_priv.weights import WeightStore
 from tenant import RemoteConfig, backend_of
-from tenant.remote_linear import RemoteLinear
+from tenant.remote_linear import RemoteLayer
 
 if TYPE_CHECKING:
     from tests.tenant.conftest import NewFederation, NewProvider, ScriptedProvider, Tape
@@ -78,7 +78,7 @@ def test_every_frozen_linear_is_remote_and_everything_else_is_loaded(
     path: Path = request.getfixturevalue(name)
     model = load(path, masking="simulate")
     members = {m for entry in WeightStore(path).manifest().groups for m in entry.members}
-    remote = {n for n, m in model.named_modules() if isinstance(m, RemoteLinear)}
+    remote = {n for n, m in model.named_modules() if isinstance(m, RemoteLayer)}
     assert remote == members
     offloaded = {f"{n}.{kind}" for n in members for kind in ("weight", "bias")}
     state = model.state_dict()
@@ -152,7 +152,7 @@ def test_half_precision(load: Load, llama: Path, dtype: torch.dtype) -> None:
     """The tenant's tensors are rounded, the products are not."""
     model = load(llama, masking="simulate", dtype=dtype)
     assert {p.dtype for p in model.parameters()} == {dtype}
-    assert {m.weight.dtype for m in model.modules() if isinstance(m, RemoteLinear)} == {dtype}
+    assert {m.weight.dtype for m in model.modules() if isinstance(m, RemoteLayer)} == {dtype}
     adapted: Any = get_peft_model(model, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
     out = adapted(input_ids=IDS, labels=IDS)
     out.loss.backward()
@@ -203,6 +203,25 @@ def test_non_finite_gradients_raise_before_a_byte_of_them_is_sent(
     with pytest.raises(NonFiniteError):
         loss.backward()
     assert len(tape.executed()) == sent
+
+
+def test_offloaded_weights_count_as_parameters_but_take_no_memory(load: Load, llama: Path) -> None:
+    full, split = LlamaForCausalLM.from_pretrained(llama), load(llama, masking="simulate")
+    assert split.num_parameters() == full.num_parameters()
+    own = [p for n, p in split.named_parameters() if "norm" in n or "embed" in n]
+    assert split.get_memory_footprint(return_buffers=False) == sum(p.nbytes for p in own)
+    lora = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", r=4)
+    counts = [get_peft_model(model, lora).get_nb_trainable_parameters() for model in (full, split)]
+    assert counts[0] == counts[1]
+
+
+def test_an_optimizer_may_be_given_every_parameter(load: Load, llama: Path) -> None:
+    model: Any = get_peft_model(load(llama, masking="simulate"), LoraConfig(target_modules=["q_proj"]))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    assert len(optimizer.state) == len([p for p in model.parameters() if p.requires_grad])
 
 
 # Checkpoints

@@ -14,10 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from peft import (
     AdaLoraConfig,
+    AdaptionPromptConfig,
     HRAConfig,
     IA3Config,
-    LoHaConfig,
-    LoKrConfig,
     LoraConfig,
     OFTConfig,
     PeftConfig,
@@ -350,11 +349,30 @@ def test_a_weight_has_no_bytes_and_knows_its_place(qkv: Siblings) -> None:
     for module in qkv:
         assert isinstance(module, nn.Linear)
         assert isinstance(module.weight, OffloadedWeight)
-        assert module.weight.numel() == module.weight.untyped_storage().nbytes() == 0
+        assert module.weight.untyped_storage().nbytes() == module.weight.nbytes == module.weight.element_size() == 0
+        assert module.weight.shape == (module.out_features, module.in_features)
+        assert module.weight.numel() == module.out_features * module.in_features
         assert module.weight.dtype == torch.float32
         assert module.weight.device.type == "cpu"
-        assert list(module.parameters()) == []
         assert module.state_dict() == {}
+
+
+def test_copies_of_a_weight_are_as_empty(qkv: Siblings) -> None:
+    """What is done to a weight before it is computed with makes no tensor of it that could be computed with."""
+    weight = qkv[1].weight
+    for twin in (
+        weight.detach(),
+        weight.clone(),
+        weight.data,
+        weight.to(torch.bfloat16).to("cpu").float(),
+        copy.deepcopy(weight),
+        weight.requires_grad_(False),
+    ):
+        assert isinstance(twin, OffloadedWeight)
+        assert twin.shape == twin.size() == (32, 64)
+        assert (twin.size(0), twin.dim(), twin.ndim, len(twin), twin.nbytes) == (32, 2, 2, 32, 0)
+    assert qkv[0].to(torch.float64).weight.dtype == torch.float64
+    assert repr(weight) == "OffloadedWeight((32, 64), dtype=torch.float32, device='cpu')"
 
 
 @pytest.mark.parametrize(
@@ -363,8 +381,12 @@ def test_a_weight_has_no_bytes_and_knows_its_place(qkv: Siblings) -> None:
         lambda w: w + 1,
         lambda w: w @ w,
         lambda w: w.sum(),
-        lambda w: w.shape,
-        lambda w: w.data,
+        lambda w: w.data + 1,
+        lambda w: w.data.clamp_(-1, 1),
+        lambda w: w.detach().float().sum(),
+        lambda w: w.T,
+        lambda w: torch.cat([torch.zeros(2, 64), w]),
+        lambda w: setattr(w, "data", torch.zeros(64, 64)),
         lambda w: torch.linalg.norm(w),
         lambda w: torch.nn.functional.linear(torch.zeros(2, 64), w),
         lambda w: w.tolist(),
@@ -375,6 +397,11 @@ def test_a_weight_has_no_bytes_and_knows_its_place(qkv: Siblings) -> None:
 def test_a_weight_cannot_be_read(qkv: Siblings, read: Callable[[Tensor], object]) -> None:
     with pytest.raises(UnsupportedMethodError, match="stays at the providers"):
         read(qkv[0].weight)
+
+
+def test_a_weight_cannot_be_trained(qkv: Siblings) -> None:
+    with pytest.raises(UnsupportedMethodError, match="weight of an offloaded layer cannot be trained itself"):
+        nn.ModuleList(qkv).requires_grad_(True)
 
 
 # PEFT
@@ -420,25 +447,25 @@ def test_methods_that_need_no_base_weight_train(load: Callable[[], PreTrainedMod
     assert any(not torch.equal(before[n], p) for n, p in model.named_parameters() if n in before)
 
 
-REFUSED: dict[str, tuple[str, Callable[[], PeftConfig]]] = {
-    "dora": ("DoRA", lambda: LoraConfig(target_modules="all-linear", use_dora=True)),
-    "pissa": ("PiSSA", lambda: LoraConfig(target_modules="all-linear", init_lora_weights="pissa")),
-    "pissa fast": ("PiSSA", lambda: LoraConfig(target_modules="all-linear", init_lora_weights="pissa_niter_4")),  # type: ignore[arg-type]
-    "olora": ("OLoRA", lambda: LoraConfig(target_modules="all-linear", init_lora_weights="olora")),
-    "loha": ("LoHa", lambda: LoHaConfig(target_modules=["q_proj"])),
-    "lokr": ("LoKr", lambda: LoKrConfig(target_modules=["q_proj"])),
-    "a method without a name here": (r"peft\.tuners\.hra\.", lambda: HRAConfig(target_modules=["q_proj"])),
+ADAPTERS = r"On an offloaded nn\.Linear, PEFT's Lora, "
+STARTS = "Use LoRA with init_lora_weights=True"
+REFUSED: dict[str, tuple[str, str, Callable[[], PeftConfig]]] = {
+    "dora": ("DoRA", ADAPTERS, lambda: LoraConfig(target_modules="all-linear", use_dora=True)),
+    "pissa": ("PiSSA", STARTS, lambda: LoraConfig(target_modules="all-linear", init_lora_weights="pissa")),
+    "pissa fast": ("PiSSA", STARTS, lambda: LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa_niter_4")),  # type: ignore[arg-type]
+    "olora": ("OLoRA", STARTS, lambda: LoraConfig(target_modules="all-linear", init_lora_weights="olora")),
+    "a method without a name here": ("PEFT's hra", ADAPTERS, lambda: HRAConfig(target_modules=["q_proj"])),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_methods_that_read_the_base_weight_are_refused_by_name(load: Callable[[], PreTrainedModel], name: str) -> None:
-    title, config = REFUSED[name]
+    title, advice, config = REFUSED[name]
 
     def use() -> None:
         get_peft_model(load(), config())(input_ids=torch.arange(8).view(1, 8))
 
-    with pytest.raises(UnsupportedMethodError, match=f"^{title}.* needs the base weight.*Train LoRA"):
+    with pytest.raises(UnsupportedMethodError, match=rf"^{title}.* needs the base weight, .*providers\. {advice}"):
         use()
 
 
@@ -497,7 +524,7 @@ def test_a_bias_that_is_not_here_is_no_burden(biased: Any) -> None:
     """It is listed, moved and copied with the model, but neither saved nor missed; computing with it is an error."""
     bias = biased.get_submodule("transformer.h.0.attn.c_attn").bias
     assert isinstance(bias, nn.Parameter)
-    assert bias.shape == (0,)
+    assert (bias.shape, bias.nbytes) == ((192,), 0)
     twin = copy.deepcopy(biased).to(torch.float64)
     for model in (biased, twin):
         assert not any(name.endswith("c_attn.bias") for name in model.state_dict())
@@ -510,6 +537,16 @@ def test_a_bias_that_is_not_here_is_no_burden(biased: Any) -> None:
             stand_in + 1
     with pytest.raises(RuntimeError, match="Unexpected key"):
         biased.load_state_dict(biased.state_dict() | {"transformer.h.0.attn.c_attn.bias": torch.zeros(192)})
+
+
+def test_adapters_that_ask_a_block_for_any_parameter(load: Callable[[], PreTrainedModel]) -> None:
+    """LLaMA-Adapter takes dtype and device of an attention's first parameter, and all of an attention is offloaded."""
+    config = AdaptionPromptConfig(adapter_len=4, adapter_layers=1, task_type="CAUSAL_LM")
+    model: Any = get_peft_model(load(), config)
+    model(input_ids=torch.arange(8).view(1, 8), labels=torch.arange(8).view(1, 8)).loss.backward()
+    gradients = [p.grad for p in model.parameters() if p.requires_grad]
+    assert gradients
+    assert any(g is not None and bool(g.any()) for g in gradients)
 
 
 def test_disabled_adapters_give_the_base_model(load: Callable[[], PreTrainedModel]) -> None:

@@ -93,6 +93,8 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         max_batch_rows: rows of different requests that may share one product.
         warm_up: load every layer group, and choose its kernels, in idle moments after the start; if false, each when
             it is first asked for.
+        float_path: `float` in the file: also serve float products, which only masking = "paper-pool" needs.
+        float_memory_mib: what their weights may take; the least recently used layer groups are dropped first.
     """
 
     endpoint: str = INPROC
@@ -101,6 +103,13 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     threads: _Count | None = None
     max_batch_rows: _Count = 16_384
     warm_up: bool = True
+    float_path: bool = msgspec.field(default=False, name="float")
+    float_memory_mib: _Count = 2048
+
+    @property
+    def float_memory(self) -> int | None:
+        """Bytes for weights of the float path; None if it is off."""
+        return self.float_memory_mib * MIB if self.float_path else None
 
     def __post_init__(self) -> None:
         if self.kernel != "auto" and self.kernel not in KERNELS:
@@ -202,4 +211,6 @@ tenant_authority = "keys/authority.pem"
 # threads = 8                    # torch threads
 # max_batch_rows = 16384         # rows of different tenants in one product
 # warm_up = true                 # load all layers in idle moments; false: each when it is first asked for
+# float = false                  # float products too, for tenants with masking = "paper-pool"
+# float_memory_mib = 2048        # their weights in memory; the least recently used layers go first
 """

@@ -164,6 +164,8 @@ class Connection:
             _bad("say hello first")
         if self._role != wanted:
             raise Refusal(wire.ErrorCode.ROLE_REFUSED, f"this connection is served in the role {self._role!r}")
+        if request.arithmetic != "ring" and not self._service.config.executor.float_path:
+            raise Refusal(wire.ErrorCode.NOT_SERVED, "float products are off here ([executor] float = false)")
         groups = self._service.manifest.groups
         if request.group >= len(groups):
             _bad(f"group {request.group} is not one of {len(groups)}")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from provider.config import ProviderConfig
+from provider.floats import FloatGroups
 from symbiosis_priv.checkpoint import resolve
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.kernels import RingMatrix
@@ -39,14 +38,6 @@ def _usable(device: str) -> torch.device:
     return torch.device(device)
 
 
-@dataclass(frozen=True)
-class _FloatGroup:
-    """float32 `weight` `[o, d]`, `bias` `[o]` or None; members stacked like the ring's."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-
 class ServedModel:
     """Products of every layer group. Not thread-safe: it belongs to the executor.
 
@@ -54,14 +45,17 @@ class ServedModel:
         store: the base model.
         device: where products run; ConfigError if this machine or this torch has none such.
         kernel: "auto" or a name in `kernels.KERNELS`.
+        float_memory: bytes for weights of the float path; None if there is no float path.
     """
 
-    def __init__(self, store: WeightStore, *, device: str = "cpu", kernel: str = "auto") -> None:
+    def __init__(
+        self, store: WeightStore, *, device: str = "cpu", kernel: str = "auto", float_memory: int | None = None
+    ) -> None:
         self._store = store
         self._device = _usable(device)
         self._kernel = kernel
         self._ring: dict[int, RingMatrix] = {}
-        self._float: dict[int, _FloatGroup] = {}
+        self._floats = None if float_memory is None else FloatGroups(store, device=self._device, memory=float_memory)
 
     @property
     def manifest(self) -> Manifest:
@@ -71,7 +65,7 @@ class ServedModel:
     @property
     def groups_loaded(self) -> int:
         """Layer groups in memory."""
-        return len(self._ring.keys() | self._float.keys())
+        return len({*self._ring, *(self._floats.loaded if self._floats else ())})
 
     def product(self, rows: Tensor, *, group: int, direction: Direction, arithmetic: Arithmetic) -> Tensor:
         """`rows @ W.T` forward, `rows @ W` backward.
@@ -83,14 +77,16 @@ class ServedModel:
 
         Returns:
             `[r, outputs]`, contiguous, on the CPU, of the dtype of `rows`.
+
+        Raises:
+            ConfigError: floats are asked for and there is no float path; the gateway refuses such requests before.
         """
         if arithmetic == "ring":
             return self._ring_group(group).product(rows, transposed=direction != FORWARD).cpu()
-        operand = self._float_group(group)
-        rows = rows.to(self._device)
-        if direction != FORWARD:
-            return (rows @ operand.weight).cpu()
-        return linear(rows, operand.weight, operand.bias if arithmetic == "float" else None).cpu()
+        if self._floats is None:
+            raise ConfigError("float products are not served here: set float = true under [executor]")
+        operand = self._floats.group(group)
+        return operand.product(rows.to(self._device), direction=direction, biased=arithmetic == "float").cpu()
 
     def mask_rows(self, request: Effect) -> Tensor:
         """The keystream rows whose product is the effect that a tenant asked for; int32 `[rows, inputs]`."""
@@ -118,16 +114,3 @@ class ServedModel:
                 kernel=self._kernel,
             )
         return matrix
-
-    def _float_group(self, index: int) -> _FloatGroup:
-        operand = self._float.get(index)
-        if operand is None:
-            layers = self._store.layers(index)
-            weight = torch.cat([layer.weight.to(self._device, torch.float32) for layer in layers])
-            biases = [
-                torch.zeros(len(m.weight), dtype=torch.float32, device="cpu") if m.bias is None else m.bias.float()
-                for m in layers
-            ]
-            bias = torch.cat(biases).to(self._device) if any(m.bias is not None for m in layers) else None
-            operand = self._float[index] = _FloatGroup(weight, bias)
-        return operand

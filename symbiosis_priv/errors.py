@@ -33,6 +33,8 @@ _NEXT_STEP = {
     "too_large": "send fewer rows at once (smaller batches), or ask its operator for higher [limits]",
     "wrong_model": "pin your own copy's digest (`symbiosis-priv provider manifest MODEL`) and use a provider of it",
     "role_refused": "use another provider for this role, or ask its operator; nobody is served in both roles",
+    "not_served": "only masking = 'paper-pool' needs floats: choose masking = 'pad', or ask its operator to set "
+    "float = true under [executor]",
     "busy": "try again later",
     "stopping": "try again once its operator has started it",
     "internal": "ask its operator",

@@ -38,8 +38,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from symbiosis_priv.certificates import fingerprint, key_fingerprint, load_pin
 from symbiosis_priv.errors import CertificateError, ConfigError, RoleConflictError
-from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
-from symbiosis_priv.wire import Role
+from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, Role
 
 T = TypeVar("T")
 _PORT_DIGITS = 5

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv.errors import FrameTooLargeError, ProtocolError
+from symbiosis_priv.limits import Role as Role
 from symbiosis_priv.ring import Direction
 
 VERSION = 2
@@ -38,7 +39,6 @@ NONCE_BYTES = 16
 Arithmetic = Literal["ring", "float", "float_bias_free"]
 """How a product is computed: exact ring; float with bias (forward); float without (`float_bias_free`, or backward)."""
 
-Role = Literal["executor", "helper"]
 Text = Annotated[str, msgspec.Meta(max_length=512)]
 Rows = Annotated[int, msgspec.Meta(ge=0, le=MAX_ROWS)]
 Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
@@ -53,6 +53,7 @@ class ErrorCode(StrEnum):
     TOO_LARGE = "too_large"
     WRONG_MODEL = "wrong_model"
     ROLE_REFUSED = "role_refused"
+    NOT_SERVED = "not_served"
     BUSY = "busy"
     STOPPING = "stopping"
     INTERNAL = "internal"

@@ -152,7 +152,7 @@ class Lab:
                     tls=TlsConfig(
                         certificate=identity.certificate, key=identity.key, tenant_authority=authority.certificate
                     ),
-                    executor=ExecutorConfig(kernel="int32"),
+                    executor=ExecutorConfig(kernel="int32", float_path=True),
                 )
             )
             self._stack.enter_context(provider)

@@ -12,11 +12,10 @@ import typer
 
 from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.files import write_atomically
-from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
+from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, Role
 
 if TYPE_CHECKING:  # torch, Hypothesis and the tenant's packages: not for --help
     from symbiosis_priv.federation import Peer
-    from symbiosis_priv.wire import Role
     from threat_model.conformance import Oracle, Outcome, Subject, Violation
 
 _VALUES = 1000  # entries of a counterexample's rows that the JSON file lists
@@ -33,7 +32,7 @@ def verify(
         typer.Option(help="With --address: your certificate, issued by the provider's tenant authority (mutual TLS)."),
     ] = None,
     tenant_key: Annotated[Path | None, typer.Option(help="With --address: its private key.")] = None,
-    role: Annotated[str, typer.Option(help="With --address: executor or helper.")] = "executor",
+    role: Annotated[Role, typer.Option(help="With --address: the role to test.")] = "executor",
     weight_bits: Annotated[
         int,
         typer.Option(min=MIN_WEIGHT_BITS, max=MAX_WEIGHT_BITS, help="With --address: bits of a quantised weight."),
@@ -45,6 +44,9 @@ def verify(
             "used, and the float path is not tested."
         ),
     ] = None,
+    floats: Annotated[
+        bool, typer.Option("--float", help="Fail an executor that serves no floats (only paper-pool needs them).")
+    ] = False,
     examples: Annotated[int, typer.Option(min=1, help="Random requests per property.")] = 40,
     seed: Annotated[int | None, typer.Option(help="Repeat the run that printed this seed.")] = None,
     deadline: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for one answer.")] = 30.0,
@@ -59,7 +61,7 @@ def verify(
         raise ConfigError("--federation and --address exclude each other: the file names the addresses")
     chosen = secrets.randbelow(2**32) if seed is None else seed
     subjects = (
-        _federation(federation, model, seed=chosen, deadline=deadline)
+        _federation(federation, model, floats=floats, seed=chosen, deadline=deadline)
         if federation is not None
         else _single(
             address=address,
@@ -69,6 +71,7 @@ def verify(
             role=role,
             model=model,
             weight_bits=weight_bits,
+            floats=floats,
             seed=chosen,
             deadline=deadline,
         )
@@ -83,7 +86,7 @@ def verify(
     raise typer.Exit(0 if passed else 1)
 
 
-def _federation(path: Path, model: str | None, *, seed: int, deadline: float) -> list[Subject]:
+def _federation(path: Path, model: str | None, *, floats: bool, seed: int, deadline: float) -> list[Subject]:
     from symbiosis_priv.federation import load_federation
     from threat_model.conformance import Dialler, Subject
 
@@ -94,7 +97,7 @@ def _federation(path: Path, model: str | None, *, seed: int, deadline: float) ->
         dialler = Dialler(
             peer, certificate=federation.tenant_certificate, key=federation.tenant_key, deadline_s=deadline
         )
-        return Subject(dialler, oracle, executors)
+        return Subject(dialler, oracle, executors, require_floats=floats)
 
     executors = [subject(peer) for peer in federation.executors]
     return executors + [subject(peer, executors) for peer in federation.helpers]
@@ -106,9 +109,10 @@ def _single(
     certificate: Path | None,
     tenant_certificate: Path | None,
     tenant_key: Path | None,
-    role: str,
+    role: Role,
     model: str | None,
     weight_bits: int,
+    floats: bool,
     seed: int,
     deadline: float,
 ) -> list[Subject]:
@@ -124,13 +128,11 @@ def _single(
             f"--address needs --tenant-certificate and --tenant-key: {_IDENTITY}. Ask the provider's operator to "
             f"issue one (`symbiosis-priv keys tenant`), or to trust yours"
         )
-    if role not in ("executor", "helper"):
-        raise ConfigError(f"--role {role} is neither executor nor helper")
-    kind: Role = "helper" if role == "helper" else "executor"
     host, port = parse_address(address)
-    peer = Peer(name=address, operator="unknown", role=kind, host=host, port=port, certificate=certificate)
+    peer = Peer(name=address, operator="unknown", role=role, host=host, port=port, certificate=certificate)
     oracle = _oracle(model, weight_bits=weight_bits, digest=None, seed=seed)
-    return [Subject(Dialler(peer, certificate=tenant_certificate, key=tenant_key, deadline_s=deadline), oracle)]
+    dialler = Dialler(peer, certificate=tenant_certificate, key=tenant_key, deadline_s=deadline)
+    return [Subject(dialler, oracle, require_floats=floats)]
 
 
 def _oracle(model: str | None, *, weight_bits: int, digest: str | None, seed: int) -> Oracle:
@@ -188,7 +190,13 @@ def _passed(outcomes: Sequence[Outcome]) -> bool:
     return providers == tested and not any(o.verdict in ("broken", "no answer") for o in outcomes)
 
 
-_STYLE = {"holds": "green", "broken": "bold red", "no answer": "bold yellow", "not tested": "dim"}
+_STYLE = {
+    "holds": "green",
+    "broken": "bold red",
+    "no answer": "bold yellow",
+    "not served": "dim",
+    "not tested": "dim",
+}
 
 
 def _show(outcomes: Sequence[Outcome], *, digest: str, seed: int, seconds: float) -> None:
@@ -219,15 +227,24 @@ def _show(outcomes: Sequence[Outcome], *, digest: str, seed: int, seconds: float
             console.print(f"\n[bold red]{by} breaks {o.property.name}[/]: {o.property.claim}", highlight=False)
             for line in o.violation.lines():
                 console.print(f"  {escape(_printable(line))}", highlight=False)
-        elif o.reason is not None:
-            text = f"{o.provider}, {o.property.name}: {o.verdict}: {o.reason}"
-            console.print(escape(_printable(text)), style=_STYLE[o.verdict], highlight=False)
+    for (provider, verdict, reason), names in _reasons(outcomes).items():
+        text = f"{provider}, {', '.join(names)}: {verdict}: {reason}"
+        console.print(escape(_printable(text)), style=_STYLE[verdict], highlight=False)
     total = sum(o.examples for o in outcomes)
     console.print(
         f"\n{total} examples in {seconds:.1f} s; --seed {seed} repeats them. They show how these were answered, "
         "not how later ones will be: for those, every session verifies each of its answers.",
         highlight=False,
     )
+
+
+def _reasons(outcomes: Sequence[Outcome]) -> dict[tuple[str, str, str], list[str]]:
+    """Each reason why something was not judged, once, with the properties that it is about."""
+    reasons: dict[tuple[str, str, str], list[str]] = {}
+    for o in outcomes:
+        if o.reason is not None:
+            reasons.setdefault((o.provider, o.verdict, o.reason), []).append(o.property.name)
+    return reasons
 
 
 def _printable(text: str) -> str:

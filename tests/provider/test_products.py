@@ -11,7 +11,7 @@ import torch
 import zmq
 from torch import Tensor
 
-from provider.config import INPROC
+from provider.config import INPROC, ExecutorConfig
 from provider.executor import Context, Executor
 from provider.model import ServedModel
 from provider.server import Provider
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tests.provider.conftest import Client, Configure, Connect, Requests
 
 ROWS = (0, 1, 7, 33)
+FLOATS = ExecutorConfig(threads=1, float_path=True)
 ARITHMETICS: tuple[wire.Arithmetic, ...] = ("float", "float_bias_free")
 
 
@@ -79,15 +80,18 @@ def test_ring_products_are_exact(connect: Connect, store: WeightStore, requests:
     check_ring(connect(), store, requests)
 
 
-def test_float_products_are_within_the_rounding_bound(connect: Connect, store: WeightStore, requests: Requests) -> None:
-    check_float(connect(), store, requests)
+def test_float_products_are_within_the_rounding_bound(
+    configure: Configure, connect: Connect, store: WeightStore, requests: Requests
+) -> None:
+    with Provider(configure(executor=FLOATS)) as provider:
+        check_float(connect(to=provider), store, requests)
 
 
 def test_transposed_weights_and_biases(
     configure: Configure, connect: Connect, gpt2_store: WeightStore, requests: Requests
 ) -> None:
     assert any(layer.bias is not None for layer in gpt2_store.layers(0))
-    with Provider(configure(checkpoint=gpt2_store.path)) as provider:
+    with Provider(configure(checkpoint=gpt2_store.path, executor=FLOATS)) as provider:
         client = connect(to=provider)
         check_ring(client, gpt2_store, requests)
         check_float(client, gpt2_store, requests)

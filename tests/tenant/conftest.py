@@ -267,7 +267,9 @@ def new_provider(identities: Identities, store: WeightStore) -> Iterator[NewProv
     with contextlib.ExitStack() as running:
 
         def make(*, store: WeightStore = store, **limits: int) -> ScriptedProvider:
-            provider = ScriptedProvider(ServedModel(store), identities.provider(), identities.authority, **limits)
+            provider = ScriptedProvider(
+                ServedModel(store, float_memory=1 << 30), identities.provider(), identities.authority, **limits
+            )
             running.callback(provider.close)
             return provider
 

@@ -25,6 +25,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from provider import connection, model
 from provider.config import ExecutorConfig, Limits, ModelConfig, ProviderConfig, TlsConfig
 from provider.executor import Executor
+from provider.floats import FloatGroup, FloatGroups
 from provider.model import ServedModel
 from provider.server import Provider
 from symbiosis_priv import certificates, testing, wire
@@ -78,7 +79,7 @@ class Place:
     def store(self) -> WeightStore:
         return WeightStore(self.checkpoint, cache=self.folder / "cache")
 
-    def config(self, *, checkpoint: Path | None = None, **limits: int) -> ProviderConfig:
+    def config(self, *, checkpoint: Path | None = None, floats: bool = True, **limits: int) -> ProviderConfig:
         return ProviderConfig(
             name="alpha",
             listen="127.0.0.1:0",
@@ -90,7 +91,7 @@ class Place:
                 tenant_authority=self.authority.certificate,
             ),
             limits=msgspec.structs.replace(Limits(max_rows=2048), **limits),
-            executor=ExecutorConfig(threads=1),
+            executor=ExecutorConfig(threads=1, float_path=floats),
         )
 
     def dialler(self, provider: Provider, role: wire.Role) -> Dialler:
@@ -182,6 +183,23 @@ def test_a_provider_with_small_limits_passes(judge: Judge, place: Place) -> None
     assert not broken(judge(config=place.config(max_rows=3, max_connections_per_tenant=5)))
 
 
+def test_a_provider_without_floats_passes_unless_floats_are_asked_for(
+    judge: Judge, place: Place, oracle: CheckpointOracle
+) -> None:
+    config = place.config(floats=False)
+    outcomes = judge(config=config)
+    assert not broken(outcomes)
+    floats = {p.name for p in PROPERTIES if p.floats}
+    assert {name for name, o in outcomes.items() if o.verdict == "not served"} == floats
+    assert all("float = true under [executor]" in str(outcomes[name].reason) for name in floats)
+    chosen = [p for p in PROPERTIES if p.floats or p.name == "ring-exact"]
+    with Provider(config) as provider:
+        subject = Subject(place.dialler(provider, "executor"), oracle, require_floats=True)
+        required = {o.property.name: o for o in verify([subject], chosen, examples=EXAMPLES, seed=1)}
+    assert broken(required) == floats
+    assert required["ring-exact"].verdict == "holds"
+
+
 def test_a_provider_that_grants_one_connection_is_not_accused(judge: Judge, place: Place) -> None:
     outcomes = judge("batching", "ring-exact", config=place.config(max_connections_per_tenant=1))
     assert outcomes["ring-exact"].verdict == "holds"
@@ -232,16 +250,16 @@ def test_one_weight_altered_by_one_unit_is_found_at_a_helper(judge: Judge, monke
 def test_one_float_weight_altered_by_one_step_is_found(
     judge: Judge, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
-    honest = ServedModel._float_group
+    honest = FloatGroups.group
 
-    def altered(self: ServedModel, index: int) -> Any:
+    def altered(self: FloatGroups, index: int) -> FloatGroup:
+        loaded = index in self.loaded
         operand = honest(self, index)
-        if index == 1 and not hasattr(self, "_altered"):
-            self._altered = True  # type: ignore[attr-defined]
+        if index == 1 and not loaded:
             operand.weight[5, 33] += steps * operand.weight[5].abs().max() / 511
         return operand
 
-    monkeypatch.setattr(ServedModel, "_float_group", altered)
+    monkeypatch.setattr(FloatGroups, "group", altered)
     outcome = judge("every-layer")["every-layer"]
     assert outcome.violation is not None
     case = outcome.violation.case
@@ -513,6 +531,7 @@ def test_a_provider_that_is_gone_is_not_called_a_liar(place: Place, oracle: Chec
     outcomes = list(verify([Subject(dialler, oracle)], PROPERTIES, examples=EXAMPLES, seed=0))
     assert [o.verdict for o in outcomes[:2]] == ["no answer"] * 2
     assert {o.verdict for o in outcomes[2:]} == {"not tested"}
+    assert {o.reason for o in outcomes[2:]} == {"it has not answered at all"}
     assert outcomes[0].reason is not None
     assert "is it running?" in outcomes[0].reason
 
@@ -575,7 +594,10 @@ def test_a_federation_from_the_command_line(local: LocalFederation, place: Place
     assert document["passed"] is True
     assert document["seed"] == 5
     tested = {(o["provider"], o["property"]): o["verdict"] for o in document["outcomes"]}
-    assert set(tested.values()) == {"holds"}
+    floats = {p.name for p in PROPERTIES if p.floats}
+    assert {verdict for (_, name), verdict in tested.items() if name not in floats} == {"holds"}
+    assert {verdict for (_, name), verdict in tested.items() if name in floats} == {"not served"}
+    assert done.stdout.count("it serves no floats") == 1
     assert ("helper", "effect-agreement") in tested
 
 
@@ -602,6 +624,25 @@ def test_one_provider_by_address_and_the_wrong_checkpoint(
     counterexample = outcomes["every-layer"]["counterexample"]
     assert counterexample["direction"] == "forward"
     assert counterexample["difference"]["got"] != counterexample["difference"]["expected"]
+
+
+def test_the_wrong_role_is_said_once_with_what_to_do(
+    local: LocalFederation, place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = local.directory / "keys"
+    with pytest.raises(typer.Exit) as end:
+        verify_command(
+            address=local.address("helper"),
+            certificate=keys / "helper.pem",
+            tenant_certificate=keys / "tenant.pem",
+            tenant_key=keys / "tenant.key",
+            model=str(place.checkpoint),
+            examples=3,
+        )
+    assert end.value.exit_code == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.count("does not serve this tenant as executor") == 1
+    assert "--role helper" in shown
 
 
 def test_what_is_missing_is_said(place: Place) -> None:

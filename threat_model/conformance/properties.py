@@ -33,7 +33,7 @@ def _check_digest(subject: Subject, run: Run) -> None:
             reply = hello(probe, subject.role, digest)
             health, _ = probe.ask(wire.Health())
         if isinstance(reply, wire.Failure) and reply.code == wire.ErrorCode.ROLE_REFUSED:
-            raise NotTested(f"it does not serve this tenant as {subject.role}: {describe(reply)}")
+            raise subject.wrong_role(reply)
         if digest == pinned and not (isinstance(reply, wire.Welcome) and reply.model_digest == pinned):
             raise Violation(f"asked for {pinned}, it answers {describe(reply)}")
         if digest != pinned and not isinstance(reply, wire.Failure):

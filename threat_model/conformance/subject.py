@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from symbiosis_priv import wire
@@ -113,6 +115,10 @@ class NotTested(Exception):
     """The property says nothing about this provider; the message says why."""
 
 
+class WrongRole(NotTested):
+    """The provider refuses the role that it is tested in, so no property says anything about it."""
+
+
 @dataclass
 class Subject:
     """One provider in one role, under test.
@@ -121,11 +127,13 @@ class Subject:
         dialler: how to reach it.
         oracle: what it should answer.
         executors: for a helper: executors to compare its effects with.
+        require_floats: whether an executor has to serve floats; else one that says that it serves none is not asked.
     """
 
     dialler: Dialler
     oracle: Oracle
     executors: Sequence[Subject] = ()
+    require_floats: bool = False
     _probe: Probe | None = None
     _welcome: wire.Welcome | None = None
 
@@ -146,6 +154,24 @@ class Subject:
             self._connected()
             assert self._welcome is not None
         return self._welcome
+
+    @functools.cached_property
+    def floats(self) -> bool:
+        """Whether float answers are asked for and judged; asks the provider the first time."""
+        if self.role != "executor" or not self.oracle.floats:
+            return False
+        return self.require_floats or self._serves_floats()
+
+    def _serves_floats(self) -> bool:
+        """Only its own word that it does not counts; whatever else it answers, the properties shall find."""
+        index = self.oracle.sampled[0]
+        width, _ = self.oracle.widths(index, FORWARD)
+        nothing = Case(index, FORWARD, "float", torch.empty((0, width), dtype=torch.float32))
+        try:
+            reply, _ = self.exchange(nothing, nothing.header(self.role))
+        except (Violation, TransportError):
+            return True
+        return not (isinstance(reply, wire.Failure) and reply.code == wire.ErrorCode.NOT_SERVED)
 
     def row_limit(self, index: int) -> int:
         """How many rows of a group one request may have."""
@@ -252,9 +278,19 @@ class Subject:
             health, _ = probe.ask(wire.Health())
             if isinstance(health, wire.HealthReport):
                 reply = hello(probe, self.role, health.model_digest)
+        if isinstance(reply, wire.Failure) and reply.code == wire.ErrorCode.ROLE_REFUSED:
+            raise self.wrong_role(reply)
         if not isinstance(reply, wire.Welcome):
-            raise NotTested(f"it does not serve this tenant as {self.role}: {describe(reply)}")
+            raise NotTested(f"it does not welcome this tenant: {describe(reply)}")
         return reply
+
+    def wrong_role(self, reply: wire.Failure) -> WrongRole:
+        """What to say of a provider that refuses the role."""
+        other = "helper" if self.role == "executor" else "executor"
+        return WrongRole(
+            f"it does not serve this tenant as {self.role} ({reply.detail}): test it with --role {other}, or correct "
+            f"its role in federation.toml"
+        )
 
 
 def hello(probe: Probe, role: wire.Role, digest: str) -> wire.Reply:

@@ -14,12 +14,15 @@ from hypothesis.strategies import SearchStrategy
 
 from symbiosis_priv import wire
 from symbiosis_priv.errors import SymbiosisError, TransportError
-from threat_model.conformance.subject import NotTested, Subject, Violation
+from threat_model.conformance.subject import NotTested, Subject, Violation, WrongRole
 
-Verdict = Literal["holds", "broken", "not tested", "no answer"]
+Verdict = Literal["holds", "broken", "not served", "not tested", "no answer"]
 T = TypeVar("T")
 _PATIENCE = 2  # properties without an answer, after which the rest is not waited for
 _SHRINKING_S = 8.0
+_NO_FLOATS = (
+    "it serves no floats, which only masking = 'paper-pool' needs; its operator sets float = true under [executor]"
+)
 
 
 @dataclass
@@ -103,6 +106,7 @@ class Outcome:
     Args:
         reason: why it was not tested, or why there was no answer.
         culprit: who broke it.
+        wrong_role: whether it refuses the role, and so every property.
     """
 
     provider: str
@@ -114,6 +118,7 @@ class Outcome:
     reason: str | None = None
     violation: Violation | None = None
     culprit: str | None = None
+    wrong_role: bool = False
 
 
 def run_property(
@@ -124,15 +129,19 @@ def run_property(
     begun = time.monotonic()
     verdict: Verdict = "holds"
     reason = violation = culprit = None
+    wrong_role = False
     try:
         if chosen.floats and not subject.oracle.floats:
             raise NotTested("needs the checkpoint (--model)")
-        _ = subject.welcome  # now, and not in the middle of drawing an example
-        chosen.check(subject, run)
+        _ = subject.welcome, subject.floats  # now, and not in the middle of drawing an example
+        if chosen.floats and not subject.floats:
+            verdict, reason = "not served", _NO_FLOATS
+        else:
+            chosen.check(subject, run)
     except Violation as found:
         verdict, violation, culprit = "broken", found, found.culprit or subject.name
     except NotTested as why:
-        verdict, reason = "not tested", str(why)
+        verdict, reason, wrong_role = "not tested", str(why), isinstance(why, WrongRole)
     except SymbiosisError as error:  # refused certificates, silence, a frame that ends in the middle
         subject.close()
         verdict, reason = "no answer", str(error)
@@ -146,6 +155,7 @@ def run_property(
         reason=reason,
         violation=violation,
         culprit=culprit,
+        wrong_role=wrong_role,
     )
 
 
@@ -165,14 +175,20 @@ def verify(
         tick: called once per example.
     """
     for subject in subjects:
-        silent = 0
+        silent, answered = 0, False
+        hopeless: str | None = None
         try:
             for chosen in (p for p in properties if subject.role in p.roles):
-                if silent == _PATIENCE:  # it is gone: do not wait for every deadline
-                    yield Outcome(subject.name, subject.role, chosen, "not tested", reason="it has stopped answering")
+                if hopeless is not None:
+                    yield Outcome(subject.name, subject.role, chosen, "not tested", reason=hopeless)
                     continue
                 outcome = run_property(chosen, subject, examples=examples, seed=seed, tick=tick)
                 silent = silent + 1 if outcome.verdict == "no answer" else 0
+                answered = answered or not silent
+                if silent == _PATIENCE:  # it is gone: do not wait for every deadline
+                    hopeless = "it has stopped answering" if answered else "it has not answered at all"
+                elif outcome.wrong_role:
+                    hopeless = outcome.reason
                 yield outcome
         finally:
             subject.close()

@@ -13,7 +13,6 @@ handed out by `RowCounter` exactly once, and neither secret nor counter survives
 
 from __future__ import annotations
 
-import os
 import secrets
 import threading
 from collections import defaultdict
@@ -27,6 +26,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from torch import Tensor
 
 from symbiosis_priv.errors import BurntRowError, RangeError
+from symbiosis_priv.forks import generation
 
 SEED_BYTES = 32
 MAX_ROW = 1 << 63
@@ -77,7 +77,7 @@ class SessionSecret:
 
     def __init__(self) -> None:
         self._secret = secrets.token_bytes(SEED_BYTES)
-        self._process = os.getpid()
+        self._generation = generation()
         self._lock = threading.Lock()
         self._next_row: defaultdict[tuple[str, str], int] = defaultdict(int)
 
@@ -99,7 +99,7 @@ class SessionSecret:
     @property
     def alive(self) -> bool:
         """False in a forked child."""
-        return os.getpid() == self._process
+        return generation() == self._generation
 
     def _check_alive(self) -> None:
         if not self.alive:

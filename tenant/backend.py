@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -45,6 +45,13 @@ class Backend(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release threads and connections. A closed backend cannot be used again."""
+
+    def __enter__(self) -> Self:
+        """`with backend_of(model):` closes it at the end of the block, whatever happens in it."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 class RingProduct(Protocol):

@@ -3,19 +3,23 @@
 A request is a fixed run of bytes. If the connection breaks, the *same bytes* are sent again on a new one, until the
 deadline: providers keep no state between requests, so this is safe, and it never draws a second mask for
 the same row (rule 3). Whatever comes back is checked against the request it should answer (rule 7) before
-memory is taken for it. Waiting is always bounded by the request's deadline.
+memory is taken for it. Waiting is always bounded by the request's deadline, and done in slices of two seconds, between
+which `tenant.notices` may say what is being waited for.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import secrets
+import select
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -31,6 +35,9 @@ from symbiosis_priv.errors import (
     TransportError,
 )
 from symbiosis_priv.federation import Peer
+from tenant.notices import FIRST_S, Notices
+
+DEADLINE_OPTION = "RemoteConfig(deadline_s=...)"
 
 T = TypeVar("T")
 _RECORD = 16 * 1024  # the most that a TLS record carries: the head travels with what fits beside it
@@ -69,6 +76,7 @@ class Channel:
         key: its private key.
         model_digest: what the provider must serve.
         deadline_s: how long one request may take, reconnecting included.
+        notices: who says what is being waited for; with it, what the option for `deadline_s` is called.
         wiretap: an observer of every frame, or None.
     """
 
@@ -80,6 +88,7 @@ class Channel:
         key: Path,
         model_digest: str,
         deadline_s: float,
+        notices: Notices | None = None,
         wiretap: Wiretap | None = None,
     ) -> None:
         self.peer = peer
@@ -87,10 +96,13 @@ class Channel:
         self._hello = wire.Hello(version=wire.VERSION, role=peer.role, model_digest=model_digest)
         self._context = tls.client_context(certificate=certificate, key=key, pins=peer.pins)
         self._deadline_s = deadline_s
+        self._notices = notices or Notices(option=DEADLINE_OPTION)
         self._wiretap = wiretap
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._socket: ssl.SSLSocket | None = None
+        self._socket: socket.socket | None = None
+        self._slice = 0.0  # the socket's timeout
+        self._began = 0.0
         self._welcome: wire.Welcome | None = None
 
     def welcome(self) -> wire.Welcome:
@@ -123,15 +135,24 @@ class Channel:
         if (connection := self._socket) is not None:
             with contextlib.suppress(OSError):  # wakes its reader; SSLSocket's own would drop the TLS state under it
                 socket.socket.shutdown(connection, socket.SHUT_RDWR)
-        with self._lock:
+        if self._lock.acquire(blocking=False):  # else the request in flight drops the connection as it fails
             self._drop()
+            self._lock.release()
+
+    def abandon(self) -> None:
+        """In a forked child: let go of the parent's connection without a byte on it. This channel is not used again."""
+        self._closed.set()
+        self._drop()
 
     def _persist(self, attempt: Callable[[float], T]) -> T:
-        deadline = time.monotonic() + self._deadline_s
+        self._began = time.monotonic()
+        deadline = self._began + self._deadline_s
         pause = _FIRST_PAUSE_S
         while True:
             try:
-                return attempt(deadline)
+                result = attempt(deadline)
+                self._notices.answered(self._name)
+                return result
             except TransportError as error:
                 self._drop()
                 if self._closed.is_set():
@@ -139,9 +160,10 @@ class Channel:
                 if time.monotonic() + pause >= deadline:
                     raise DeadlineExceededError(
                         f"no answer from {self._name} within {self._deadline_s:g} s (last: {error}). Is it running? "
-                        f"RemoteConfig(deadline_s=...) waits longer."
+                        f"{self._notices.option} waits longer."
                     ) from error
                 self.traffic.reconnects += 1
+                self._say(deadline, str(error))
                 self._closed.wait(pause)
                 pause = min(2 * pause, _LAST_PAUSE_S)
             except BaseException:
@@ -174,15 +196,18 @@ class Channel:
             if self._closed.is_set():
                 raise ConnectionLostError(f"{self._name} is asked no more")
             try:
-                raw = socket.create_connection((self.peer.host, self.peer.port), timeout=_left(deadline))
+                raw = self._dial(deadline)
             except OSError as error:
                 raise ConnectionLostError(f"cannot reach {self._name}: {error}") from error
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             try:
-                self._socket = self._context.wrap_socket(raw, server_hostname=self.peer.host)
-                tls.check_pin(self._socket, pins=self.peer.pins)
+                connection = self._context.wrap_socket(
+                    raw, server_hostname=self.peer.host, do_handshake_on_connect=False
+                )
+                self._socket = connection
+                self._within(deadline, connection.do_handshake, "it has not finished the TLS handshake")
+                tls.check_pin(connection, pins=self.peer.pins)
             except OSError as error:
-                raw.close()
                 raise tls.handshake_error(error, peer=self._name) from error
             self._send(self._hello, None, deadline)
             reply, _ = self._receive(deadline, expect=None, max_payload=0)
@@ -193,18 +218,33 @@ class Channel:
             self._welcome = reply
         return self._welcome
 
+    def _dial(self, deadline: float) -> socket.socket:
+        """Like `socket.create_connection`, but `close` can reach a socket that is still connecting."""
+        refusal: OSError | None = None
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            self.peer.host, self.peer.port, type=socket.SOCK_STREAM
+        ):
+            candidate = self._socket = socket.socket(family, kind, protocol)
+            try:
+                candidate.setblocking(False)
+                self._slice = 0.0
+                if (code := candidate.connect_ex(address)) == errno.EINPROGRESS:
+                    code = self._within(deadline, partial(_connected, candidate), "it does not take the connection")
+                if code:
+                    raise OSError(code, os.strerror(code))
+                return candidate
+            except OSError as error:
+                refusal = error
+                candidate.close()
+        assert refusal is not None  # getaddrinfo raises if it finds no address
+        raise refusal
+
     def _send(self, message: wire.Message, payload: Tensor | None, deadline: float) -> None:
         body = memoryview(b"") if payload is None else wire.as_bytes(payload)
         head = wire.encode(message, payload_bytes=len(body))
-        assert self._socket is not None
-        try:
-            self._socket.settimeout(_left(deadline))
-            beside = _RECORD - len(head)
-            self._socket.sendall(head + body[:beside])
-            if len(body) > beside:
-                self._socket.sendall(body[beside:])
-        except OSError as error:
-            raise self._lost(error) from error
+        beside = _RECORD - len(head)
+        self._write(head + body[:beside], deadline)
+        self._write(body[beside:], deadline)
         self.traffic.bytes_sent += len(head) + len(body)
 
     def _receive(
@@ -228,18 +268,43 @@ class Channel:
         self._read(wire.as_bytes(answer), deadline)
         return reply, answer
 
+    def _write(self, data: bytes | memoryview, deadline: float) -> None:
+        assert self._socket is not None
+        view = memoryview(data)
+        while view:
+            try:
+                count = self._within(deadline, partial(self._socket.send, view), "it does not take the request")
+            except OSError as error:
+                raise self._lost(error) from error
+            view = view[count:]
+
     def _read(self, buffer: bytearray | memoryview, deadline: float) -> None:
         assert self._socket is not None
         view = memoryview(buffer)
         while view:
             try:
-                self._socket.settimeout(_left(deadline))
-                count = self._socket.recv_into(view)
+                count = self._within(deadline, partial(self._socket.recv_into, view), "it has not answered yet")
             except OSError as error:
                 raise self._lost(error) from error
             if not count:
                 raise ConnectionLostError(f"{self._name} closed the connection")
             view = view[count:]
+
+    def _within(self, deadline: float, operation: Callable[[], T], why: str) -> T:
+        """What a socket operation gives, tried again from slice to slice up to the deadline."""
+        assert self._socket is not None
+        while (left := deadline - time.monotonic()) > 0 and not self._closed.is_set():
+            if self._slice != (length := min(left, FIRST_S)):  # a system call, and there are thousands of records
+                self._slice = length
+                self._socket.settimeout(length)
+            try:
+                return operation()
+            except TimeoutError:
+                self._say(deadline, why)
+        raise TimeoutError(why)
+
+    def _say(self, deadline: float, why: str) -> None:
+        self._notices.waiting(self._name, since=self._began, until=deadline, why=why)
 
     def _lost(self, error: OSError) -> Exception:
         if self._welcome is None:  # a refused certificate shows up at the first read, see tls
@@ -268,5 +333,10 @@ def fresh_nonce() -> bytes:
     return secrets.token_bytes(wire.NONCE_BYTES)
 
 
-def _left(deadline: float) -> float:
-    return max(deadline - time.monotonic(), 1e-3)
+def _connected(candidate: socket.socket) -> int:
+    """Wait until a connection is made or refused, as long as the socket's timeout allows; the error's number, or 0."""
+    poll = select.poll()
+    poll.register(candidate, select.POLLOUT)
+    if not poll.poll(1e3 * (candidate.gettimeout() or 0.0)):
+        raise TimeoutError
+    return candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)

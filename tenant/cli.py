@@ -223,6 +223,7 @@ def _remote(federation: Path, masking: str, *, deadline_s: float, checkpoint: Pa
         masking=masking,
         deadline_s=deadline_s,
         checkpoint=checkpoint,
+        surface="command line",
     )
 
 

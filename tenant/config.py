@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from transformers.quantizers.auto import register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -43,6 +43,7 @@ class RemoteConfig(QuantizationConfigMixin):
         paper_pool_size: noises per layer of "paper-pool".
         paper_noise_scale: their standard deviation as a multiple of the activations'.
         wiretap: an observer of every frame on the wire, for tests and reviewers.
+        surface: how messages name these options: as arguments in "python", or as flags of the "command line".
     """
 
     federation: str | Path | None = None
@@ -57,6 +58,7 @@ class RemoteConfig(QuantizationConfigMixin):
     paper_pool_size: int = 4
     paper_noise_scale: float = 16.0
     wiretap: Wiretap | None = None
+    surface: Literal["python", "command line"] = "python"
     quant_method: str = QUANT_METHOD  # type: ignore[assignment]  # transformers writes it down and passes it back
 
     def __post_init__(self) -> None:
@@ -74,6 +76,12 @@ class RemoteConfig(QuantizationConfigMixin):
         for name, low in lowest.items():
             if not getattr(self, name) >= low:
                 raise ConfigError(f"{name} = {getattr(self, name)} is below {low}")
+
+    def option(self, name: str, example: str | None = None) -> str:
+        """What the user would write to set an option, to `example` for instance."""
+        if self.surface == "python":
+            return f"RemoteConfig({name}={'...' if example is None else repr(example)})"
+        return f"--{name.replace('_', '-')}" + (f" {example}" if example else "")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteConfig:
         """transformers copies its configurations; a wiretap must stay the very object that its owner holds."""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -18,7 +15,7 @@ from symbiosis_priv.errors import CheckpointError
 from symbiosis_priv.federation import Federation, load_federation
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
 from symbiosis_priv.weights import Progress, WeightStore
-from tenant.backend import Backend, RingBackend, RingProduct
+from tenant.backend import Backend, RingBackend
 from tenant.config import RemoteConfig
 from tenant.facts import GroupFacts, Preparation, prepare
 from tenant.masking.registry import scheme_named
@@ -76,7 +73,7 @@ class Opening:
         return store, [GroupFacts.of(entry, store.group(i)) for i, entry in enumerate(manifest.groups)]
 
     def session(self, scheme: SessionScheme) -> Backend:
-        """A session with the federation that masks by `scheme`; it closes itself when the model is gone.
+        """A session with the federation that masks by `scheme`.
 
         Raises:
             CheckpointError: the scheme multiplies on the tenant, which has not got the weights.
@@ -84,19 +81,19 @@ class Opening:
         config, preparation, store = self.config, self.preparation, self._full_store
         if scheme.own_weights and (store is None or store.manifest().digest != self.federation.model_digest):
             raise CheckpointError(
-                f"masking = {scheme.name!r} multiplies on the tenant: pass RemoteConfig(checkpoint='FULL_CHECKPOINT')"
+                f"masking = {scheme.name!r} multiplies on the tenant: "
+                f"pass {config.option('checkpoint', 'FULL_CHECKPOINT')}"
             )
         options = SessionOptions(
             masking=scheme.name,
             deadline_s=config.deadline_s,
+            deadline_option=config.option("deadline_s"),
             pool_memory=config.pool_memory_mib << 20,
             row_bucket=config.row_bucket,
             wiretap=config.wiretap,
         )
         session = Session(self.federation, preparation, options=options, store=store)
-        backend = RingBackend([facts.with_headroom(scheme.headroom_bits) for facts in preparation.facts], session)
-        weakref.finalize(backend, _close, session, process=os.getpid()).atexit = False
-        return backend
+        return RingBackend([facts.with_headroom(scheme.headroom_bits) for facts in preparation.facts], session)
 
     @cached_property
     def _full_store(self) -> WeightStore | None:
@@ -106,13 +103,6 @@ class Opening:
 
     def _store(self, weight_bits: int) -> WeightStore:
         return WeightStore(resolve(self.config.checkpoint or self._model), weight_bits=weight_bits, cache=self._cache)
-
-
-def _close(products: RingProduct, *, process: int) -> None:
-    """Close the session of a model that is gone, for those who do not call `backend_of(model).close()`."""
-    if os.getpid() == process:  # a fork's copy closes nothing of its parent's
-        # on a thread of its own: collection can happen on one that closing would wait for
-        threading.Thread(target=products.close, name="close", daemon=True).start()
 
 
 @contextmanager

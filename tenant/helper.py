@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 from torch import Tensor
 
 from symbiosis_priv import wire
 from symbiosis_priv.keystream import SessionSecret
 from tenant.channel import Channel
+from tenant.worker import Worker
 
 
 class Helper:
@@ -18,17 +19,12 @@ class Helper:
         self.peer = online.peer
         self.seed = secret.seed_for(self.peer.name, self.peer.key_fingerprint)
         self.channels = (online, ahead)
-        self._workers = [ThreadPoolExecutor(1, thread_name_prefix=f"effects-{self.peer.name}") for _ in self.channels]
+        self.workers = [Worker(f"effects-{self.peer.name}") for _ in self.channels]
 
     def submit(self, request: wire.Effect, *, outputs: int, ahead: bool) -> Future[Tensor]:
         """Ask for an effect; unverified."""
-        return self._workers[ahead].submit(self.channels[ahead].request, request, None, outputs=outputs)
+        return self.workers[ahead].submit(self.channels[ahead].request, request, None, outputs=outputs)
 
     def drop_orders(self) -> None:
         """Send nothing more of what was ordered ahead."""
         self.channels[True].close()
-
-    def close(self) -> None:
-        for worker, channel in zip(self._workers, self.channels, strict=True):
-            worker.shutdown(wait=False, cancel_futures=True)
-            channel.close()

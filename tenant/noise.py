@@ -16,7 +16,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +26,7 @@ from symbiosis_priv.errors import SymbiosisError, TransportError
 from symbiosis_priv.keystream import SessionSecret
 from symbiosis_priv.ring import Direction
 from tenant.facts import GroupFacts
+from tenant.worker import Worker
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +44,11 @@ class Pad:
 class EffectSource(ABC):
     """Where pads come from. One instance serves every layer group of a session.
 
-    `verified` counts rows of effects that somebody else computed and that were checked.
+    `verified` counts rows of effects that somebody else computed and that were checked. `workers` are the threads
+    behind its promises: whoever made the source stops and joins them.
     """
+
+    workers: Sequence[Worker] = ()
 
     def __init__(self, facts: Sequence[GroupFacts], secret: SessionSecret) -> None:
         self._facts = facts
@@ -58,10 +62,6 @@ class EffectSource(ABC):
         Args:
             ahead: made for a pool; must not delay pads that somebody is waiting for.
         """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Stop the threads behind the promises."""
 
     def _burn(self, index: int, direction: Direction, rows: int) -> tuple[str, int]:
         group = self._facts[index].entry.name
@@ -107,7 +107,7 @@ class NoisePool:
         *,
         index: int,
         direction: Direction,
-        refill: ThreadPoolExecutor,
+        refill: Worker,
         memory: PoolMemory,
         row_bytes: int,
         max_rows: int,
@@ -193,6 +193,12 @@ def _slice(effect: Future[Tensor], part: slice) -> Future[Tensor]:
 
     effect.add_done_callback(finish)
     return out
+
+
+def padded(rows: Tensor, *, bucket: int) -> Tensor:
+    """`rows` and as many rows of zeros as bring their number to a multiple of `bucket`; no copy if none are needed."""
+    missing = -len(rows) % bucket
+    return torch.cat([rows, rows.new_zeros(missing, rows.shape[1])]) if missing else rows
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

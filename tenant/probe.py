@@ -14,6 +14,7 @@ from symbiosis_priv.federation import Federation, Peer
 from symbiosis_priv.keystream import SEED_BYTES
 from symbiosis_priv.ring import FORWARD
 from tenant.channel import Channel, fresh_nonce
+from tenant.notices import Notices
 
 _ROUND_TRIPS = 20
 
@@ -26,6 +27,7 @@ def probe(peer: Peer, federation: Federation, *, timeout: float) -> float:
         key=federation.tenant_key,
         model_digest=federation.model_digest,
         deadline_s=timeout,
+        notices=Notices(option="--timeout"),
     )
     try:
         channel.welcome()

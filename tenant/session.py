@@ -11,23 +11,31 @@ The hot path, top to bottom, for one layer group:
 A provider that fails a check is quarantined: nothing is sent to it again, the cached verification keys are dropped,
 and the same masked rows go to the next executor of the federation, if there is one. Both checks end alike, so that
 nobody learns which of them a lie has failed. The secret, the counters, the pools and the connections belong to one
-process: after a fork the child starts with fresh ones (rule 2).
+process: after a fork the child starts with fresh ones (rules 2 and 12).
+
+A session ends when it is closed, when nobody holds it any longer, or with the program. Its threads are told to stop,
+its connections are shut down, which wakes whoever reads from them, and the threads are joined while the interpreter is
+still whole: see `tenant.worker`.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import functools
 import logging
 import os
 import threading
-from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from symbiosis_priv import wire
+from symbiosis_priv.certificates import key_fingerprint, load_pin
 from symbiosis_priv.errors import (
     DeadlineExceededError,
     ProtocolError,
@@ -40,14 +48,18 @@ from symbiosis_priv.federation import Federation, Peer, check_parties
 from symbiosis_priv.keystream import SessionSecret
 from symbiosis_priv.ring import Direction, in_range
 from symbiosis_priv.weights import WeightStore
-from tenant.channel import Channel, Wiretap, fresh_nonce
+from tenant.channel import DEADLINE_OPTION, Channel, Wiretap, fresh_nonce
 from tenant.facts import GroupFacts, Preparation
 from tenant.helper import Helper
 from tenant.masking.registry import session_scheme
 from tenant.masking.scheme import Materials, SessionScheme
-from tenant.noise import NoisePool, Pad, PoolMemory, joined
+from tenant.noise import NoisePool, Pad, PoolMemory, joined, padded
+from tenant.notices import Notices
+from tenant.worker import Worker
 
 log = logging.getLogger(__name__)
+
+_JOIN_S = 5.0  # for what a thread is in the middle of: a product, or a name that is being looked up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +69,7 @@ class SessionOptions:
     Args:
         masking: the name of a `SessionScheme`.
         deadline_s: how long one request may take, reconnecting included.
+        deadline_option: what the user calls that, for messages.
         pool_memory: bytes that pads drawn ahead may take.
         row_bucket: row counts are rounded up to a multiple of this before anything is sent.
         wiretap: an observer of every frame (tests, reviewers), or None.
@@ -64,6 +77,7 @@ class SessionOptions:
 
     masking: str = "pad"
     deadline_s: float = 120.0
+    deadline_option: str = DEADLINE_OPTION
     pool_memory: int = 256 << 20
     row_bucket: int = 1
     wiretap: Wiretap | None = None
@@ -117,24 +131,26 @@ class Session:
         self._options = options
         self._store = store
         self._rejected = self._verified = self._products = self._rows = 0
-        self._quarantined: set[str] = set()
+        self._keys_of = functools.cache(keys_of)  # as they are now, whatever becomes of the pinned files
+        self._quarantined: set[str] = set()  # public keys: a liar by another name is the same liar
         self._lock = threading.RLock()
         self._closed = False
         self._runtime: _Runtime | None = None
+        self._finalizer: weakref.finalize[..., Session] | None = None
+        _sessions.add(self)
 
     def product(self, index: int, direction: Direction, rows: Tensor) -> Tensor:
         """One exact product, masked and verified. int32 `[r, d]` in, int32 `[r, o]` out."""
         with self._lock:
             runtime = self._live()
-            if helper := next((h for h in runtime.helpers if h.peer.name in self._quarantined), None):
+            if helper := next((h for h in runtime.helpers if self._is_quarantined(h.peer)), None):
                 raise QuarantinedError(f"helper {helper.peer.name!r} is quarantined; nothing more is sent")
-            if all(channel.peer.name in self._quarantined for channel in runtime.executors):
+            if all(self._is_quarantined(channel.peer) for channel in runtime.executors):
                 raise QuarantinedError(
                     "every executor of the federation is quarantined for this session; nothing more is sent"
                 )
             limit = runtime.row_limit(self._preparation.facts[index])
-            padding = -len(rows) % self._options.row_bucket
-            sent = torch.cat([rows, rows.new_zeros(padding, rows.shape[1])]) if padding else rows
+            sent = padded(rows, bucket=self._options.row_bucket)
             parts = [self._masked(runtime, index, direction, part) for part in sent.split(limit)]
             self._products += 1
             self._rows += len(rows)
@@ -148,7 +164,7 @@ class Session:
         outside: list[Peer] = []
         lie: SymbiosisError | None = None
         for channel in runtime.executors:
-            if channel.peer.name in self._quarantined:
+            if self._is_quarantined(channel.peer):
                 continue
             try:
                 answer = self._ask(channel, index, direction, masked)
@@ -192,7 +208,7 @@ class Session:
         if not all(pad.effect.done() for pad in pads):
             raise DeadlineExceededError(
                 f"no effects from the helpers within {waited:g} s. Are they running? "
-                f"RemoteConfig(deadline_s=...) waits longer."
+                f"{self._options.deadline_option} waits longer."
             )
         try:
             return joined([pad.effect.result() for pad in pads])
@@ -204,8 +220,11 @@ class Session:
         self._rejected += 1
         self._quarantine(peer)
 
+    def _is_quarantined(self, peer: Peer) -> bool:
+        return not self._quarantined.isdisjoint(self._keys_of(peer))
+
     def _quarantine(self, *peers: Peer) -> None:
-        self._quarantined.update(peer.name for peer in peers)
+        self._quarantined.update(*map(self._keys_of, peers))
         self._preparation.forget_keys()
         for helper in self._runtime.helpers if self._runtime else ():
             if helper.peer in peers:
@@ -224,15 +243,19 @@ class Session:
     def _live(self) -> _Runtime:
         if self._closed:
             raise SymbiosisError("this session is closed; load the model again")
-        if self._runtime is None or self._runtime.process != os.getpid():
-            self._runtime = _Runtime(
+        if self._runtime is None:
+            runtime = _Runtime(
                 self._federation,
                 self._preparation,
                 self._scheme,
                 self._options,
                 self._store,
-                quarantined=self._quarantined,
+                is_quarantined=self._is_quarantined,
             )
+            # for those who do not call `backend_of(model).close()`
+            self._finalizer = weakref.finalize(self, runtime.close_in_background)
+            self._finalizer.atexit = False  # `_close_all` closes what is open then, and waits for it
+            self._runtime = runtime
         return self._runtime
 
     def ledger(self) -> Ledger:
@@ -259,12 +282,38 @@ class Session:
         )
 
     def close(self) -> None:
-        """Close connections and forget the secret."""
+        """Close connections and forget the secret. A product that another thread waits for fails."""
+        self._closed = True
+        if (runtime := self._runtime) is not None:
+            runtime.close()  # wakes whoever holds the lock
         with self._lock:
-            self._closed = True
             if self._runtime is not None:
                 self._runtime.close()
-                self._runtime = None
+            self._forget_runtime()
+
+    def _begin_again(self) -> None:
+        """In a forked child: nothing of the parent's is used or disturbed, nor a lock that one of its threads held."""
+        self._lock = threading.RLock()
+        if self._runtime is not None:
+            self._runtime.abandon()
+        self._forget_runtime()
+
+    def _forget_runtime(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        self._runtime = self._finalizer = None
+
+
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def _begin_all_again() -> None:
+    _open.clear()
+    for session in _sessions:
+        session._begin_again()
+
+
+os.register_at_fork(after_in_child=_begin_all_again)
 
 
 class _Runtime:
@@ -278,15 +327,15 @@ class _Runtime:
         options: SessionOptions,
         store: WeightStore | None,
         *,
-        quarantined: Collection[str],
+        is_quarantined: Callable[[Peer], bool],
     ) -> None:
         helpers = federation.helpers if "helper" in scheme.roles else ()
         check_parties([*federation.executors, *helpers])
-        self.process = os.getpid()
         self.pools: dict[tuple[int, Direction], NoisePool] = {}
         self._facts = preparation.facts
         self._memory = PoolMemory(options.pool_memory)
-        self._refill = ThreadPoolExecutor(1, thread_name_prefix="refill")
+        self._refill = Worker("refill")
+        notices = Notices(option=options.deadline_option)
 
         def channel(peer: Peer) -> Channel:
             return Channel(
@@ -295,15 +344,18 @@ class _Runtime:
                 key=federation.tenant_key,
                 model_digest=federation.model_digest,
                 deadline_s=options.deadline_s,
+                notices=notices,
                 wiretap=options.wiretap,
             )
 
-        self.executors = [channel(peer) for peer in federation.executors if peer.name not in quarantined]
+        self.executors = [channel(peer) for peer in federation.executors if not is_quarantined(peer)]
         secret = SessionSecret()
         self.helpers = [Helper(channel(peer), channel(peer), secret) for peer in helpers]
         self.source = scheme.effects(
             Materials(facts=self._facts, secret=secret, helpers=self.helpers, keys=preparation.keys, store=store)
         )
+        self.closed = False
+        _open.add(self)
 
     def take(self, index: int, direction: Direction, rows: int) -> list[Pad]:
         """Fresh pads for `rows` rows; none without masking."""
@@ -332,14 +384,50 @@ class _Runtime:
         return [self.executors[0].welcome(), *(helper.channels[0].welcome() for helper in self.helpers)]
 
     def close(self) -> None:
-        """Stop threads, close connections."""
-        self._refill.shutdown(cancel_futures=True)
-        if self.source is not None:
-            self.source.close()
-        for helper in self.helpers:
-            helper.close()
-        for channel in self.executors:
+        """Stop threads and close connections, for good. Waits for the threads, up to `_JOIN_S` in all."""
+        self.closed = True
+        workers, channels = self._workers(), self._channels()
+        for worker in workers:
+            worker.stop()
+        for channel in channels:
             channel.close()
+        until = time.monotonic() + _JOIN_S
+        if not all(worker.join(max(0.0, until - time.monotonic())) for worker in workers):
+            log.warning("a session's thread is still busy %g s after it was told to stop", _JOIN_S)
+        _open.discard(self)
+
+    def close_in_background(self) -> None:
+        """The same for a finaliser, which may run on a thread that closing would wait for."""
+        if not self.closed:
+            with contextlib.suppress(RuntimeError):  # no more threads: the program ends, and `_close_all` is next
+                threading.Thread(target=self.close, name="close").start()
+
+    def abandon(self) -> None:
+        """Let go of connections that a forked child shares with its parent, without a word to the other side."""
+        for channel in self._channels():
+            channel.abandon()
+
+    def _workers(self) -> list[Worker]:
+        source = self.source.workers if self.source is not None else ()
+        return [self._refill, *source, *(worker for helper in self.helpers for worker in helper.workers)]
+
+    def _channels(self) -> list[Channel]:
+        return [*self.executors, *(channel for helper in self.helpers for channel in helper.channels)]
+
+
+_open: set[_Runtime] = set()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Whatever a script has left open; afterwards no thread of ours is in the way of the interpreter's end."""
+    for runtime in tuple(_open):
+        runtime.close()
+
+
+def keys_of(peer: Peer) -> frozenset[str]:
+    """Fingerprints of the public keys that a provider may show."""
+    return frozenset(key_fingerprint(load_pin(path)) for path in peer.pins)
 
 
 def row_limit(facts: GroupFacts, welcomes: Sequence[wire.Welcome]) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from symbiosis_priv.keystream import SessionSecret, expand, mask_key
 from symbiosis_priv.ring import Direction
@@ -12,6 +11,7 @@ from tenant.backend import Simulation
 from tenant.facts import GroupFacts
 from tenant.masking.scheme import Materials, SessionScheme
 from tenant.noise import EffectSource, Pad
+from tenant.worker import Worker
 
 
 class Local(SessionScheme):
@@ -36,14 +36,10 @@ class LocalSource(EffectSource):
         super().__init__(facts, secret)
         self._products = Simulation(store)
         self._seed = secret.seed_for("local")
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="local-effects")
+        self.workers = [Worker("local-effects")]
 
     def draw(self, index: int, direction: Direction, rows: int, *, ahead: bool) -> Pad:
         group, first = self._burn(index, direction, rows)
         key = mask_key(self._seed, group_name=group, direction=direction)
         mask = expand(key, first_row=first, rows=rows, width=self._facts[index].inputs(direction))
-        return Pad(mask, self._worker.submit(self._products.product, index, direction, mask))
-
-    def close(self) -> None:
-        self._worker.shutdown(cancel_futures=True)
-        self._products.close()
+        return Pad(mask, self.workers[0].submit(self._products.product, index, direction, mask))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 from torch import Tensor
 
@@ -22,6 +22,7 @@ from tenant.helper import Helper
 from tenant.masking.scheme import Materials, SessionScheme
 from tenant.noise import EffectSource, Pad
 from tenant.verifier import VerificationKeys
+from tenant.worker import Worker
 
 
 class OneTimePads(SessionScheme):
@@ -51,7 +52,7 @@ class PadSource(EffectSource):
         super().__init__(facts, secret)
         self._helpers = helpers
         self._keys = keys
-        self._joiners = [ThreadPoolExecutor(1, thread_name_prefix="effects-join") for _ in range(2)]
+        self.workers = [Worker("effects-join") for _ in range(2)]
         self._count = threading.Lock()  # both joiners count
 
     def draw(self, index: int, direction: Direction, rows: int, *, ahead: bool) -> Pad:
@@ -75,7 +76,7 @@ class PadSource(EffectSource):
         mask = shares[0][1]
         for _, share, _ in shares[1:]:
             mask = mask + share
-        return Pad(mask, self._joiners[ahead].submit(self._join, index, direction, shares))
+        return Pad(mask, self.workers[ahead].submit(self._join, index, direction, shares))
 
     def _join(self, index: int, direction: Direction, shares: list[tuple[Helper, Tensor, Future[Tensor]]]) -> Tensor:
         total: Tensor | None = None
@@ -95,7 +96,3 @@ class PadSource(EffectSource):
     def _lie(self, helper: Helper, index: int, direction: Direction) -> VerificationError:
         group = self._facts[index].entry.name
         return VerificationError(provider=helper.peer.name, group_name=group, direction=direction, what="an effect")
-
-    def close(self) -> None:
-        for joiner in self._joiners:
-            joiner.shutdown(wait=False, cancel_futures=True)

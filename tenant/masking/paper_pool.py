@@ -24,6 +24,8 @@ from tenant.backend import Backend
 from tenant.channel import Channel, Wiretap, fresh_nonce
 from tenant.facts import Preparation
 from tenant.masking.scheme import Scheme
+from tenant.noise import padded
+from tenant.notices import Notices
 
 if TYPE_CHECKING:
     from tenant.connect import Opening
@@ -53,6 +55,8 @@ class PaperPool(Scheme):
             pool_size=config.paper_pool_size,
             noise_scale=config.paper_noise_scale,
             deadline_s=config.deadline_s,
+            row_bucket=config.row_bucket,
+            notices=Notices(option=config.option("deadline_s")),
             wiretap=config.wiretap,
         )
 
@@ -63,6 +67,7 @@ class PaperPoolBackend(Backend):
     Args:
         pool_size: noises per (layer group, direction).
         noise_scale: standard deviation of the noise, as a multiple of the first rows' root mean square.
+        row_bucket: row counts are rounded up to a multiple of this before anything is sent.
     """
 
     def __init__(
@@ -73,11 +78,13 @@ class PaperPoolBackend(Backend):
         pool_size: int,
         noise_scale: float,
         deadline_s: float,
+        row_bucket: int = 1,
+        notices: Notices | None = None,
         wiretap: Wiretap | None = None,
     ) -> None:
         warnings.warn(WARNING, UserWarning, stacklevel=2)
         self.facts = preparation.facts
-        self._pool_size, self._noise_scale = pool_size, noise_scale
+        self._pool_size, self._noise_scale, self._row_bucket = pool_size, noise_scale, row_bucket
         self._secret = SessionSecret()
         self._seed = self._secret.seed_for("paper-pool")
         self._pools: dict[tuple[int, Direction], tuple[Tensor, Tensor]] = {}
@@ -87,6 +94,7 @@ class PaperPoolBackend(Backend):
             key=federation.tenant_key,
             model_digest=federation.model_digest,
             deadline_s=deadline_s,
+            notices=notices,
             wiretap=wiretap,
         )
 
@@ -100,10 +108,11 @@ class PaperPoolBackend(Backend):
         if (index, direction) not in self._pools:
             self._pools[index, direction] = self._make_pool(index, direction, x)
         noise, effect = self._pools[index, direction]
+        x = padded(x, bucket=self._row_bucket)
         picks = self._picks(index, direction, len(x))
         # the online request is the biased forward; only the noise's own product is bias-free
         answer = self._ask(index, direction, x + noise[picks], "float" if direction == FORWARD else "float_bias_free")
-        return (answer - effect[picks]).to(device=rows.device, dtype=torch.float64)
+        return (answer - effect[picks])[: len(rows)].to(device=rows.device, dtype=torch.float64)
 
     def close(self) -> None:
         self._channel.close()

@@ -106,10 +106,12 @@ def test_one_row_requests_do_not_keep_the_model_in_memory(
     requests: Requests,
     save_llama: Callable[..., Path],
     cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
     on: bool,
 ) -> None:
     """Of 48 MiB of float weights, a provider keeps what it is allowed, or nothing."""
     bound = 8
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(1 << 16))  # what is freed goes back to the system at once
     path = save_llama(hidden_size=512, intermediate_size=1536, num_hidden_layers=4)
     store = WeightStore(path, cache=cache)
     assert sum(sizes(store)) > 48 * MIB

@@ -188,12 +188,41 @@ def test_a_secret_is_not_printed() -> None:
 
 
 FORKED = """
+import multiprocessing
 import os
+import subprocess
+import sys
 from symbiosis_priv.errors import BurntRowError
 from symbiosis_priv.keystream import SessionSecret
 
 secret = SessionSecret()
 secret.burn(group_name="g", direction="forward", rows=3)
+if "same process id" in sys.argv:  # as in a new pid namespace, or when an id is used again
+    os.getpid = lambda: 1
+
+
+def use(_=None):
+    try:
+        secret.burn(group_name="g", direction="forward", rows=1)
+    except BurntRowError:
+        os._exit(7)
+
+
+def fork(work):
+    if not (child := os.fork()):
+        work()
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+assert fork(use) == 7
+assert fork(lambda: os._exit(fork(use))) == 7, "a grandchild could use it"
+worker = multiprocessing.get_context("fork").Process(target=use)
+worker.start()
+worker.join()
+assert worker.exitcode == 7
+subprocess.run([sys.executable, "-c", ""], check=True)  # vfork and exec: nothing of ours runs in between
+
 child = os.fork()
 if child == 0:
     refused = 0
@@ -210,9 +239,10 @@ assert secret.alive and secret.burn(group_name="g", direction="forward", rows=1)
 """
 
 
-def test_a_forked_child_finds_the_secret_dead() -> None:
+@pytest.mark.parametrize("ids", ["own process id", "same process id"])
+def test_a_forked_child_finds_the_secret_dead(ids: str) -> None:
     """In a process of its own: forking this one, with torch's threads in it, is undefined."""
-    subprocess.run([sys.executable, "-c", FORKED], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", FORKED, ids], check=True, timeout=60)
 
 
 @pytest.mark.parametrize(

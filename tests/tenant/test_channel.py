@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,6 +27,7 @@ from symbiosis_priv.errors import (
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.weights import WeightStore
 from tenant.channel import Channel, fresh_nonce
+from tenant.notices import Notices
 
 if TYPE_CHECKING:
     from tests.tenant.conftest import Heard, Identities, NewProvider, ScriptedProvider, Tape
@@ -237,6 +240,78 @@ def test_nobody_there_is_a_deadline_too(executor: ScriptedProvider, connect: New
         ask(connect(executor, deadline_s=0.2))
 
 
+class Clock:
+    """Time that passes as a test says."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_wait_is_announced_and_announced_again_but_not_too_often(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("tenant.notices.time.monotonic", clock)
+    notices = Notices(option="--deadline-s")
+    said = []
+    for second in range(60):
+        clock.now = 1000.0 + second
+        notices.waiting("helper 'beta'", since=1000.0, until=1120.0, why="it has not answered yet")
+        notices.waiting("executor 'alpha'", since=1000.0, until=1120.0, why="cannot reach it")
+        said.append(len(caplog.messages))
+    assert [second for second in range(1, 60) if said[second] > said[second - 1]] == [2, 12, 22, 32, 42, 52]
+    assert said[-1] == 12
+    for part in ("helper 'beta' since", "(2 s), until", "it has not answered yet. --deadline-s changes how long"):
+        assert part in caplog.messages[0]
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+    notices.answered("helper 'beta'")
+    notices.answered("helper 'beta'")
+    assert caplog.messages[12:] == ["helper 'beta' has answered after 59 s"]
+
+
+@pytest.mark.parametrize("fate", ["silent", "gone", "mute"])
+def test_who_does_not_answer_is_named_while_it_is_waited_for(
+    executor: ScriptedProvider,
+    connect: NewChannel,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fate: str,
+) -> None:
+    """Silent after the request, not there at all, or taking connections and saying nothing."""
+    monkeypatch.setattr("tenant.notices.FIRST_S", 0.1)
+    monkeypatch.setattr("tenant.channel.FIRST_S", 0.1)
+    asked = threading.Event()
+
+    def say_nothing(heard: Heard, reply: wire.Result, answer: Tensor) -> None:
+        asked.set()
+        executor.closing.wait()
+
+    executor.behaviour = say_nothing
+    peer = executor.peer("executor")
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        if fate == "gone":
+            executor.close()
+        elif fate == "mute":
+            peer = replace(peer, port=mute.getsockname()[1])
+        channel = connect(peer, deadline_s=0.6, notices=Notices(option="--deadline-s"))
+        with pytest.raises(DeadlineExceededError, match="--deadline-s waits longer"):
+            ask(channel)
+    why = {"silent": "it has not answered yet", "gone": "cannot reach", "mute": "it has not finished the TLS handshake"}
+    (message,) = caplog.messages
+    assert f"waiting for executor '{peer.name}' at 127.0.0.1:{peer.port} since " in message
+    assert why[fate] in message
+
+
+def test_an_answer_in_time_says_nothing(
+    executor: ScriptedProvider, connect: NewChannel, caplog: pytest.LogCaptureFixture
+) -> None:
+    ask(connect(executor))
+    assert caplog.messages == []
+
+
 def test_closing_wakes_a_request_of_another_thread(executor: ScriptedProvider, connect: NewChannel) -> None:
     asked = threading.Event()
 
@@ -317,6 +392,6 @@ def test_a_nonce_is_never_the_same() -> None:
 def test_tls_is_13_with_both_sides_authenticated(executor: ScriptedProvider, connect: NewChannel) -> None:
     channel = connect(executor)
     ask(channel)
-    assert channel._socket is not None
+    assert isinstance(channel._socket, ssl.SSLSocket)
     assert channel._socket.version() == "TLSv1.3"
     assert channel._socket.context.verify_mode == ssl.CERT_REQUIRED

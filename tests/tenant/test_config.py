@@ -83,3 +83,12 @@ def test_what_is_written_down_is_plain_and_holds_no_wiretap() -> None:
     assert "wiretap" not in written
     assert written["federation"] == "federation.toml"
     json.dumps(written)
+
+
+def test_options_are_named_as_the_user_writes_them() -> None:
+    code = RemoteConfig(federation="federation.toml")
+    shell = RemoteConfig(federation="federation.toml", surface="command line")
+    assert code.option("deadline_s") == "RemoteConfig(deadline_s=...)"
+    assert code.option("checkpoint", "FULL") == "RemoteConfig(checkpoint='FULL')"
+    assert shell.option("deadline_s") == "--deadline-s"
+    assert shell.option("checkpoint", "FULL") == "--checkpoint FULL"

@@ -20,6 +20,7 @@ from symbiosis_priv.weights import WeightStore
 from tenant.facts import Preparation
 from tenant.masking.local import LocalSource
 from tenant.noise import EffectSource, NoisePool, Pad, PoolMemory, joined
+from tenant.worker import Worker
 
 TIMEOUT_S = 20.0
 
@@ -52,7 +53,7 @@ class Pools:
         self.source = source
         self.memory = Ledger(memory)
         self._facts = preparation.facts
-        self._refill = ThreadPoolExecutor(1)
+        self._refill = Worker("refill")
         self._pools: dict[tuple[int, Direction], NoisePool] = {}
 
     def pool(self, index: int, direction: Direction) -> NoisePool:
@@ -75,8 +76,9 @@ class Pools:
         self._refill.submit(lambda: None).result(TIMEOUT_S)
 
     def close(self) -> None:
-        self._refill.shutdown()
-        self.source.close()
+        for worker in (self._refill, *self.source.workers):
+            worker.stop()
+            assert worker.join(TIMEOUT_S)
 
 
 @pytest.fixture
@@ -182,9 +184,6 @@ class Flaky(EffectSource):
             effect.set_result(torch.zeros(rows, 1, dtype=torch.int32))
         return Pad(torch.arange(first, first + rows, dtype=torch.int32)[:, None], effect)
 
-    def close(self) -> None:
-        pass
-
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_pool_recovers_from_a_helper_that_was_away(preparation: Preparation, at_once: bool) -> None:
@@ -248,6 +247,6 @@ def test_a_split_pad_keeps_its_promise_whenever_it_is_fulfilled(preparation: Pre
 
 def test_a_source_dies_with_its_process(preparation: Preparation, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Flaky(preparation, ValueError())
-    monkeypatch.setattr("symbiosis_priv.keystream.os.getpid", lambda: -1)
+    monkeypatch.setattr("symbiosis_priv.keystream.generation", lambda: -1)
     with pytest.raises(BurntRowError, match="forked"):
         source.draw(0, FORWARD, 1, ahead=False)

@@ -17,6 +17,7 @@ import pickle
 import select
 import signal
 import struct
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -875,4 +876,58 @@ def test_rule_11_a_quarantined_executor_is_not_asked_under_another_name(
 
     assert asked() == 0
     monkeypatch.setattr("tenant.session.check_parties", lambda peers: None)
-    assert asked() == 2
+    assert asked() == 1
+    monkeypatch.setattr("tenant.session.keys_of", lambda peer: frozenset({peer.name}))
+    assert asked() == 1 + 2
+
+
+# Rule 12. A secret lives in one process: forks are noticed by a fork hook, not by comparing process ids.
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_rule_12_a_fork_is_noticed_where_process_ids_are_the_same(
+    new_session: NewSession, executor: ScriptedProvider, helper: ScriptedProvider, monkeypatch: Patch
+) -> None:
+    """As in a new pid namespace, and while another thread of the parent is in the middle of a product."""
+    monkeypatch.setattr("os.getpid", lambda: 1)
+    session = new_session("pad", [executor], [helper])
+    session.product(QKV, FORWARD, xq := ring_rows(session._preparation))
+    busy, done = threading.Event(), threading.Event()
+
+    def hold_its_lock() -> None:
+        with session._lock:
+            busy.set()
+            done.wait(20)
+
+    thread = threading.Thread(target=hold_its_lock)
+    thread.start()
+    assert busy.wait(20)
+    in_child = in_a_fork(lambda: session.product(QKV, FORWARD, xq).numpy().tobytes())
+    done.set()
+    thread.join()
+    assert in_child == session.product(QKV, FORWARD, xq).numpy().tobytes()
+    assert repeats(masks_of(executor.executed, xq)) == 0
+    assert len({h.request.seed for h in helper.effects if isinstance(h.request, wire.Effect)}) == 2
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_rule_12_breach_forks_go_unnoticed(monkeypatch: Patch) -> None:
+    monkeypatch.setattr("os.getpid", lambda: 1)
+    monkeypatch.setattr("symbiosis_priv.keystream.generation", os.getpid)
+    assert a_fork_takes_the_same_rows(SessionSecret())
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_rule_12_a_child_leaves_its_parents_connections_alone(
+    new_session: NewSession, executor: ScriptedProvider
+) -> None:
+    session = new_session("local", [executor])
+    session.product(QKV, FORWARD, xq := ring_rows(session._preparation))
+
+    def close() -> bytes:
+        session.close()
+        return b"closed"
+
+    assert in_a_fork(close) == b"closed"
+    session.product(QKV, FORWARD, xq)
+    assert len(executor.hellos) == 1

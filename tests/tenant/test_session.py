@@ -30,6 +30,7 @@ from symbiosis_priv.errors import (
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.ring import BACKWARD, DIRECTIONS, FORWARD, Direction, quantise_rows
 from symbiosis_priv.weights import WeightStore
+from tenant.backend import RingBackend
 from tenant.facts import Preparation, prepare
 from tenant.session import Session
 from tenant.verifier import VerificationKeys
@@ -447,8 +448,8 @@ def test_a_lying_helper_is_asked_for_nothing_that_was_ordered_ahead(
         session.product(DOWN, FORWARD, ring_rows(session._preparation, DOWN, FORWARD, 1))
     caught.set()
     runtime: Any = session._runtime
-    runtime._refill.shutdown()
-    runtime.helpers[0]._workers[True].shutdown()  # whatever was ordered has gone out by now, or never will
+    for worker in (runtime._refill, runtime.helpers[0].workers[True]):
+        worker.submit(lambda: None).result(20)  # whatever was ordered has gone out by now, or never will
     assert len([h for h in helper.effects if h.request.rows > 1]) == 1
 
 
@@ -461,9 +462,7 @@ def test_a_quarantine_outlives_a_fork(
     session = new_session("local", [first, second])
     rows = ring_rows(session._preparation, OUT, FORWARD, 3)
     session.product(OUT, FORWARD, rows)
-    runtime: Any = session._runtime
-    runtime.close()
-    runtime.process = -1  # as a child finds it
+    session._begin_again()  # as a forked child does
     assert torch.equal(session.product(OUT, FORWARD, rows), product_of(store, OUT, FORWARD, rows))
     assert (len(first.hellos), len(second.hellos)) == (1, 2)
 
@@ -586,6 +585,33 @@ def test_a_refusal_is_told_in_the_providers_words(
     session = new_session("none", [executor])
     with pytest.raises(ProviderError, match="answered internal: out of order"):
         session.product(OUT, FORWARD, ring_rows(session._preparation, OUT, FORWARD, 1))
+
+
+def test_closing_fails_a_product_that_another_thread_waits_for(
+    executor: ScriptedProvider, new_session: NewSession
+) -> None:
+    asked = threading.Event()
+
+    def say_nothing(heard: Heard, reply: wire.Result, answer: Tensor) -> None:
+        asked.set()
+        executor.closing.wait()
+
+    executor.behaviour = say_nothing
+    session = new_session("local", [executor], deadline_s=60.0)
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(session.product, OUT, FORWARD, ring_rows(session._preparation, OUT, FORWARD, 1))
+        assert asked.wait(20)
+        session.close()
+        assert isinstance(waiting.exception(20), SymbiosisError)
+
+
+def test_a_backend_closes_itself_after_a_with_block(executor: ScriptedProvider, new_session: NewSession) -> None:
+    session = new_session("none", [executor])
+    rows = ring_rows(session._preparation, OUT, FORWARD, 1)
+    with RingBackend(session._preparation.facts, session) as backend:
+        backend.linear(OUT, FORWARD, rows.float())
+    with pytest.raises(SymbiosisError, match="closed; load the model again"):
+        session.product(OUT, FORWARD, rows)
 
 
 def test_a_closed_session_says_so(executor: ScriptedProvider, new_session: NewSession) -> None:

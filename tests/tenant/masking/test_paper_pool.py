@@ -181,6 +181,18 @@ def test_no_rows_and_too_many_rows(open_backend: Open, store: WeightStore, new_p
     assert {type(heard.request) for heard in executor.heard} == {wire.Execute}
 
 
+def test_row_counts_are_rounded_up_to_a_bucket(
+    open_backend: Open, store: WeightStore, new_provider: NewProvider
+) -> None:
+    executor = new_provider()
+    backend = open_backend(store, provider=executor, row_bucket=8)
+    x = torch.randn(13, 64)
+    for count in (1, 8, 13):
+        got = backend.linear(0, FORWARD, x[:count])
+        assert torch.allclose(got, x[:count].double() @ weights(store).t(), atol=1e-3)
+    assert [heard.request.rows for heard in executor.executed[1:]] == [8, 8, 16]
+
+
 def weights(store: WeightStore) -> Tensor:
     return torch.cat([layer.weight.double() for layer in store.layers(0)])
 

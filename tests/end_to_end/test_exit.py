@@ -1,0 +1,93 @@
+"""A script that follows the README inside `main()` and never closes anything: it ends with status 0, and soon."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from symbiosis_priv.local import LocalFederation
+
+TIMEOUT_S = 120.0
+# A release is held to twenty runs, one at a time, of 2 s each on a machine that does nothing else.
+RUNS = int(os.environ.get("SYMBIOSIS_PRIV_EXIT_RUNS", "1"))
+SOON_S = float(os.environ.get("SYMBIOSIS_PRIV_EXIT_S", "20"))  # busy machines; the deadline would be 120
+
+SCRIPT = """
+import sys
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from tenant import RemoteConfig
+
+federation, checkpoint, runs = sys.argv[1:]
+
+
+def main():
+    torch.set_num_threads(1)
+    remote = RemoteConfig(federation=federation, masking="pad")
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, quantization_config=remote)
+    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
+    ids = torch.arange(24) % 60
+    dataset = [{"input_ids": ids, "labels": ids}] * 4
+    arguments = TrainingArguments(runs, max_steps=2, report_to=[], save_strategy="no", disable_tqdm=True, use_cpu=True)
+    Trainer(model=model, args=arguments, train_dataset=dataset).train()
+    model.generate(input_ids=ids[None, :4], max_new_tokens=2, do_sample=False, pad_token_id=0)
+    model(input_ids=ids[None], labels=ids[None]).loss.backward()  # leaves pads on order
+    print("ready", flush=True)
+    sys.stdin.readline()
+    print("last line", flush=True)
+
+
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def wide(save_llama: Callable[..., Path]) -> Path:
+    """Wide enough that a thread is inside a product when the program ends."""
+    path = save_llama(hidden_size=1024, intermediate_size=1024, num_hidden_layers=1)
+    Tokenizer(WordLevel({"a": 0}, unk_token="a")).save(str(path / "tokenizer.json"))
+    return path
+
+
+@pytest.fixture
+def federation(wide: Path, tmp_path: Path) -> Iterator[LocalFederation]:
+    with LocalFederation(wide, tmp_path, provider_options={"executor": {"threads": 1}}) as federation:
+        yield federation
+
+
+@pytest.mark.parametrize("fate", ["alive", "killed"])
+def test_a_script_that_closes_nothing_ends_well(
+    wide: Path, federation: LocalFederation, tmp_path: Path, fate: str
+) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, str(tmp_path / "script.py"), str(federation.federation), str(wide), str(tmp_path)]
+    pipe = subprocess.PIPE
+    for number in range(RUNS):
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as run:
+            try:
+                assert run.stdout is not None
+                assert "ready\n" in iter(run.stdout.readline, ""), run.communicate(timeout=TIMEOUT_S)[1]
+                if fate == "killed":
+                    for name in federation.names:
+                        federation.kill(name)
+                started = time.monotonic()
+                _, errors = run.communicate("go on\n", timeout=TIMEOUT_S)
+                seconds = time.monotonic() - started
+            finally:
+                run.kill()
+        print(f"{fate}, run {number}: status {run.returncode} after {seconds:.2f} s")
+        assert run.returncode == 0, errors
+        assert seconds < SOON_S, errors
+        if fate == "killed" and number + 1 < RUNS:
+            for name in federation.names:
+                federation.restart(name)

@@ -1,0 +1,64 @@
+"""A worker does its jobs in order, and never outlasts its owner's wish to end."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from symbiosis_priv.errors import SymbiosisError
+from tenant.worker import Worker
+
+TIMEOUT_S = 20.0
+
+
+def test_jobs_run_in_order_and_hand_back_results_and_errors() -> None:
+    worker, done = Worker("test"), list[int]()
+    futures = [worker.submit(done.append, number) for number in range(100)]
+    failing = worker.submit(int, "no number")
+    assert [future.result(TIMEOUT_S) for future in futures] == [None] * 100
+    assert done == list(range(100))
+    with pytest.raises(ValueError, match="no number"):
+        failing.result(TIMEOUT_S)
+    worker.stop()
+    assert worker.join(TIMEOUT_S)
+
+
+def test_what_waits_fails_when_the_worker_is_stopped() -> None:
+    worker, begun, go_on = Worker("test"), threading.Event(), threading.Event()
+
+    def work() -> str:
+        begun.set()
+        go_on.wait(TIMEOUT_S)
+        return "done"
+
+    first, waiting = worker.submit(work), worker.submit(work)
+    assert begun.wait(TIMEOUT_S)
+    worker.stop()
+    assert not worker.join(0)
+    go_on.set()
+    assert first.result(TIMEOUT_S) == "done"
+    for refused in (waiting, worker.submit(work)):
+        with pytest.raises(SymbiosisError, match="closed"):
+            refused.result(TIMEOUT_S)
+    assert worker.join(TIMEOUT_S)
+
+
+def test_a_cancelled_job_is_left_out() -> None:
+    worker, go_on, done = Worker("test"), threading.Event(), list[str]()
+    worker.submit(go_on.wait, TIMEOUT_S)
+    assert worker.submit(done.append, "cancelled").cancel()
+    last = worker.submit(done.append, "kept")
+    go_on.set()
+    last.result(TIMEOUT_S)
+    assert done == ["kept"]
+    worker.stop()
+    assert worker.join(TIMEOUT_S)
+
+
+def test_an_idle_worker_has_no_thread() -> None:
+    before = threading.active_count()
+    worker = Worker("test")
+    assert threading.active_count() == before
+    worker.stop()
+    assert worker.join(0)

@@ -23,10 +23,10 @@ parser.add_argument("--steps", type=int, default=100)
 args = parser.parse_args()
 
 remote = RemoteConfig(federation=args.federation, masking="pad")
-base = AutoModelForCausalLM.from_pretrained(args.model, quantization_config=remote)
+base = AutoModelForCausalLM.from_pretrained(args.model, quantization_config=remote, trust_remote_code=False)
 model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=8))
 
-tokenizer = AutoTokenizer.from_pretrained(args.model)
+tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 documents = [line for line in args.text.read_text(encoding="utf-8").splitlines() if line.strip()]
 trainer = Trainer(

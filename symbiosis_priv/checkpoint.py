@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from symbiosis_priv.errors import CheckpointError
+from symbiosis_priv.trust import vet
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -21,22 +22,26 @@ def resolve(model: str | Path) -> Path:
     """The local folder of a checkpoint: a path as it is, a hub name through the Hugging Face cache.
 
     Raises:
-        CheckpointError: neither a folder with a config.json nor a model that the hub client can fetch.
+        CheckpointError: neither a folder with a config.json nor a model that the hub client can fetch, or a folder that
+            would decide what only its user may (`trust.vet`).
     """
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise CheckpointError(f"{path} has no config.json; point at a Hugging Face checkpoint folder")
+        vet(path)
         return path.resolve()
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(str(model), allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt"]))
+        folder = Path(snapshot_download(str(model), allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
             f"{model} is no checkpoint folder here and could not be fetched; name one that holds a config.json: {error}"
         ) from error
+    vet(folder)
+    return folder
 
 
 class _Index(msgspec.Struct):
@@ -94,6 +99,10 @@ class Checkpoint:
         """Every tensor name."""
         return list(self._location)
 
+    def files(self) -> list[str]:
+        """The names of the files that hold them."""
+        return sorted(set(self._location.values()))
+
     def tensor(self, name: str) -> Tensor:
         """Read one tensor, in the dtype it is stored in."""
         try:
@@ -108,7 +117,7 @@ class Checkpoint:
 
     def signature(self) -> str:
         """Changes whenever a weight file is replaced: a hash of names, sizes and modification times."""
-        stats = [(name, (self.path / name).stat()) for name in sorted(set(self._location.values()))]
+        stats = [(name, (self.path / name).stat()) for name in self.files()]
         rows = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
         config = (self.path / "config.json").read_bytes()
         return hashlib.sha256(msgspec.json.encode(rows) + config).hexdigest()

@@ -23,6 +23,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis_priv.errors import UnsupportedModelError
+from symbiosis_priv.trust import on_this_machine, vet
 
 _TRACE_LENGTH = 4
 _STACKED = 0.25  # of the linears' weights; a recurrence's small gates may be stacks
@@ -111,16 +112,8 @@ def discover(path: Path) -> Skeleton:
         UnsupportedModelError: the architecture is unknown to transformers or cannot be split, or the weights are
             quantised already.
     """
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # whatever transformers makes of a file that somebody else wrote
-        raise UnsupportedModelError(f"{path} is of no model type that transformers knows: {error}") from error
-    if quantised := getattr(config, "quantization_config", None):
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        raise UnsupportedModelError(
-            f"the weights in {path} are quantised already ({method}); use one in float32, bfloat16 or float16"
-        )
-    model = _skeleton(config)
+    with on_this_machine():
+        model = _skeleton(load_config(path))
     _refuse_stacked(model)
     kept = _tied_modules(model)
     linears = {n: m for n, m in model.named_modules() if is_linear(m) and n not in kept}
@@ -141,6 +134,22 @@ def discover(path: Path) -> Skeleton:
         biased=frozenset(n for n, m in offloaded.items() if m.bias is not None),
         names=StoredNames(model, offloaded),
     )
+
+
+def load_config(path: Path) -> PreTrainedConfig:
+    """The configuration of the checkpoint in `path`, as transformers understands it.
+
+    Raises:
+        CheckpointError: the folder would decide what only its user may (`trust.vet`).
+        UnsupportedModelError: transformers does not know the model type, or the weights are quantised already.
+    """
+    vet(path)
+    with on_this_machine():
+        try:
+            config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        except Exception as error:  # whatever transformers makes of a file that somebody else wrote
+            raise UnsupportedModelError(f"{path} is of no model type that transformers knows: {error}") from error
+    return config
 
 
 def _skeleton(config: PreTrainedConfig) -> PreTrainedModel:

@@ -187,23 +187,23 @@ def check(
 ) -> None:
     """Measure here, without a provider, what the ring's arithmetic does to a model's quality."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     from tenant.config import RemoteConfig
-    from tenant.corpus import load_tokenizer, read_documents, to_blocks
+    from tenant.corpus import read_documents, to_blocks
     from tenant.hf import backend_of
+    from tenant.loading import load_model, load_tokenizer
     from tenant.quality import compare
 
     _quiet()
     tokenizer = load_tokenizer(model)
     simulate = RemoteConfig(masking="simulate", weight_bits=weight_bits)
-    split = AutoModelForCausalLM.from_pretrained(model, quantization_config=simulate, dtype=torch.float32).eval()
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    split = load_model(model, remote=simulate, dtype=torch.float32)
+    reference = load_model(model, dtype=torch.float32)
     limit = getattr(reference.config, "max_position_embeddings", sequence_length)
     ids = to_blocks(read_documents(text), tokenizer, length=min(sequence_length, limit))[:blocks]
     ring = compare(reference, split, ids)
     backend_of(split).close()
-    bf16 = compare(reference, AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval(), ids)
+    bf16 = compare(reference, load_model(model, dtype=torch.bfloat16), ids)
     Console().print(_quality_table({f"ring, {weight_bits} bits": ring, "bf16": bf16}))
 
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from transformers.quantizers.auto import register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.errors import CheckpointError, ConfigError
+from symbiosis_priv.trust import QUANT_METHOD
 from tenant.channel import Wiretap
 from tenant.masking.registry import DEFAULT_MASKING, registered, scheme_named
 from tenant.verifier import DEFAULT_COLUMNS
-
-QUANT_METHOD = "symbiosis-priv"
 
 
 @register_quantization_config(QUANT_METHOD)
@@ -59,7 +57,7 @@ class RemoteConfig(QuantizationConfigMixin):
     paper_noise_scale: float = 16.0
     wiretap: Wiretap | None = None
     surface: Literal["python", "command line"] = "python"
-    quant_method: str = QUANT_METHOD  # type: ignore[assignment]  # transformers writes it down and passes it back
+    quant_method: str = QUANT_METHOD  # type: ignore[assignment]  # by which transformers finds the quantizer
 
     def __post_init__(self) -> None:
         import tenant.hf  # noqa: F401  # registers the quantizer that transformers will look for
@@ -84,10 +82,17 @@ class RemoteConfig(QuantizationConfigMixin):
         return f"--{name.replace('_', '-')}" + (f" {example}" if example else "")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteConfig:
-        """transformers copies its configurations; a wiretap must stay the very object that its owner holds."""
-        return copy.copy(self)
+        """transformers copies its configurations; what is used must be the very object that the user passed."""
+        return self
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for transformers; paths as strings, no wiretap."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "wiretap"}
-        return {k: str(v) if isinstance(v, Path) else v for k, v in values.items()}
+        """What may be written into a folder: a name. Paths, and who masks how, are the tenant's own business."""
+        return {"quant_method": self.quant_method}
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> NoReturn:
+        """Refused: transformers calls this with what a checkpoint's config.json says (rule 10)."""
+        raise CheckpointError(
+            f"a quantization_config of {QUANT_METHOD} comes from a folder, and a checkpoint does not decide how it is "
+            f"masked and verified; delete that entry from its config.json, and pass RemoteConfig(...) yourself"
+        )

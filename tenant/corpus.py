@@ -1,31 +1,14 @@
-"""Tokenizers, and plain text files as blocks of tokens."""
+"""Plain text files as blocks of tokens."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from symbiosis_priv.errors import CheckpointError, ConfigError
+from symbiosis_priv.errors import ConfigError
 
 _MAX_HELD_OUT = 16  # loss is measured on them twice, and every block costs round trips
-
-
-def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a checkpoint.
-
-    Raises:
-        CheckpointError: it has none.
-    """
-    missing = CheckpointError(f"{model} has no tokenizer; add it: tokenizer.save_pretrained({str(model)!r})")
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError, TypeError) as error:
-        raise missing from error
-    # without files, transformers makes some tokenizers up, and those know no text
-    if set(tokenizer("text")["input_ids"]) <= set(tokenizer.all_special_ids):
-        raise missing
-    return tokenizer
 
 
 def read_documents(path: Path) -> list[str]:

@@ -14,7 +14,6 @@ from typing import Any
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import (
-    AutoModelForCausalLM,
     PrinterCallback,
     Trainer,
     TrainerCallback,
@@ -26,9 +25,10 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from symbiosis_priv.errors import ConfigError
 from tenant.config import RemoteConfig
-from tenant.corpus import hold_out, load_tokenizer, read_documents, to_blocks
+from tenant.corpus import hold_out, read_documents, to_blocks
 from tenant.hf import backend_of
 from tenant.ledger import ledger_of, since
+from tenant.loading import load_model, load_tokenizer
 from tenant.session import Ledger
 
 Progress = Callable[[int, int, float], None]
@@ -109,7 +109,7 @@ def finetune(
     _check_output(output, resume=options.resume)
     blocks = to_blocks(read_documents(text), load_tokenizer(model_path), length=options.sequence_length)
     train, held_out = hold_out(blocks)
-    model = AutoModelForCausalLM.from_pretrained(model_path, quantization_config=remote, dtype=options.dtype)
+    model = load_model(model_path, remote=remote, dtype=options.dtype)
     backend = backend_of(model)
     try:
         _check_length(model, options.sequence_length)

@@ -7,17 +7,16 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from peft import PeftModel
 from transformers import (
-    AutoModelForCausalLM,
     PreTrainedTokenizerBase,
     TextStreamer,
     set_seed,
 )
 
 from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.trust import vet_adapter
 from tenant.config import RemoteConfig
-from tenant.corpus import load_tokenizer
+from tenant.loading import load_adapter, load_model, load_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +54,11 @@ def open_model(
         ConfigError: `adapter` is no PEFT folder.
         SymbiosisError: whatever loading raises.
     """
-    if adapter is not None and not (adapter / "adapter_config.json").is_file():
-        raise ConfigError(f"{adapter} is no PEFT folder: it has no adapter_config.json")
-    model: Any = AutoModelForCausalLM.from_pretrained(model_path, quantization_config=remote, dtype=dtype)
     if adapter is not None:
-        model = PeftModel.from_pretrained(model, str(adapter))
-    return model.eval(), load_tokenizer(model_path)
+        vet_adapter(adapter)  # before anything slow
+    tokenizer = load_tokenizer(model_path)
+    model = load_model(model_path, remote=remote, dtype=dtype)
+    return model if adapter is None else load_adapter(model, adapter), tokenizer
 
 
 def generate(
@@ -97,6 +95,7 @@ def generate(
         temperature=decoding.temperature or None,
         top_p=decoding.top_p,
         num_beams=decoding.beams,
+        trust_remote_code=False,  # generation_config.json may ask for a way of decoding that is code on the hub
         pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         **endless,
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if streams else None,

@@ -18,10 +18,12 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
+from symbiosis_priv.checkpoint import Checkpoint
 from symbiosis_priv.discovery import is_linear, widths
 from symbiosis_priv.errors import CheckpointError, SymbiosisError
+from symbiosis_priv.trust import QUANT_METHOD, vet
 from tenant.backend import Backend
-from tenant.config import QUANT_METHOD, RemoteConfig
+from tenant.config import RemoteConfig
 from tenant.connect import open_backend
 from tenant.offloaded import OffloadedParameter
 from tenant.remote_linear import LayerGroup, RemoteConv1D, RemoteLayer, RemoteLinear
@@ -35,9 +37,16 @@ class RemoteQuantizer(HfQuantizer):
 
     quantization_config: RemoteConfig
 
+    def __init__(self, quantization_config: RemoteConfig, **kwargs: Any) -> None:
+        if kwargs.get("pre_quantized", True) or not isinstance(quantization_config, RemoteConfig):
+            raise CheckpointError(
+                "the model's configuration (config.json, or what was passed as `config`) has a quantization_config of "
+                "its own, which transformers prefers to yours; delete it there, and pass RemoteConfig(...) yourself"
+            )
+        super().__init__(quantization_config, **kwargs)
+
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        files = kwargs.get("checkpoint_files")  # of the very revision and subfolder that are being loaded
-        folder = Path(files[0]).parent if files else str(model.config.name_or_path)
+        folder = _vetted(kwargs.get("checkpoint_files"))
         with torch.device("cpu"):  # transformers builds its skeleton on the meta device; ours is real
             backend = open_backend(self.quantization_config, folder)
         split(model, backend)
@@ -51,6 +60,7 @@ class RemoteQuantizer(HfQuantizer):
             elif isinstance(module, PreTrainedModel):
                 # architectures take other paths through quantised weights, which the model at home does not take
                 vars(module.config).pop("_is_quantized", None)
+        del model.config.quantization_config  # config.save_pretrained, loggers and hubs have no use for it
         return model
 
     @property
@@ -63,6 +73,26 @@ class RemoteQuantizer(HfQuantizer):
             "adapters are: get_peft_model(...).save_pretrained(folder)"
         )
         return False
+
+
+def _vetted(files: list[str] | None) -> Path:
+    """The folder of the very revision and subfolder that are being loaded, if its files are those of a checkpoint.
+
+    Raises:
+        CheckpointError: transformers would load other files than those that the keys are made from.
+    """
+    if not files:
+        raise CheckpointError("a split model is loaded from a folder or a hub name, not from a state_dict")
+    folder = Path(files[0]).parent
+    vet(folder)
+    with Checkpoint(folder) as checkpoint:
+        expected = {folder / name for name in checkpoint.files()}
+    if {Path(file) for file in files} != expected:
+        raise CheckpointError(
+            f"transformers loads {', '.join(sorted(Path(file).name for file in files))} from {folder}, but its "
+            f"checkpoint is {', '.join(sorted(path.name for path in expected))}; load it without a variant"
+        )
+    return folder
 
 
 def split(model: PreTrainedModel, backend: Backend) -> None:

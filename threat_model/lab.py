@@ -181,7 +181,9 @@ class Lab:
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # paper-pool says what this report is about to show
-            model: Any = AutoModelForCausalLM.from_pretrained(self.store.path, quantization_config=config)
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                self.store.path, quantization_config=config, trust_remote_code=False
+            )
         backend = backend_of(model)
         try:
             witness = Witness.install(model, recorder, self.public, truth)

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from symbiosis_priv.checkpoint import resolve
+from symbiosis_priv.discovery import load_config
 from symbiosis_priv.federation import load_federation
 from symbiosis_priv.local import LocalFederation
 from tenant.config import RemoteConfig
-from tenant.corpus import hold_out, load_tokenizer, read_documents, to_blocks
+from tenant.corpus import hold_out, read_documents, to_blocks
 from tenant.demo.base_model import cached_base_model
 from tenant.demo.claims import Figures
 from tenant.demo.tamper import rejected
@@ -30,6 +30,7 @@ from tenant.finetune import FineTuned, FineTuning, finetune
 from tenant.generate import open_model
 from tenant.hf import backend_of
 from tenant.ledger import ledger_of, since
+from tenant.loading import load_adapter, load_model, load_tokenizer
 from tenant.quality import compare
 from tenant.remote_linear import RemoteLayer
 from tenant.session import Ledger
@@ -142,14 +143,14 @@ def _figures(
         tenant_bytes, offloaded_bytes = _tensor_bytes(model)
     with _opened(path, simulate, reference.adapter) as (model, _):
         simulated, _ = _continue(model, tokenizer, prompt)
-    full: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    full = load_model(path, dtype=torch.float32)
     full_bytes, _ = _tensor_bytes(full)
     blocks = to_blocks(read_documents(text), tokenizer, length=_sequence_length(path))
     train, held_out = hold_out(blocks)
     with _opened(path, remote, masked.adapter) as (model, _):
         after, generation = _continue(model, tokenizer, prompt)
         # the adapter that was trained on masked rows, in plain PEFT on the ordinary model
-        quality = compare(PeftModel.from_pretrained(full, str(masked.adapter)).eval(), model, held_out or train)
+        quality = compare(load_adapter(full, masked.adapter), model, held_out or train)
     adapters = [load_file(a / "adapter_model.safetensors") for a in (masked.adapter, reference.adapter)]
     equal = sum(name in adapters[1] and torch.equal(t, adapters[1][name]) for name, t in adapters[0].items())
     assert masked.ledger is not None  # a masked run has a session
@@ -213,7 +214,7 @@ def _decoded(tokens: tuple[int, ...], tokenizer: PreTrainedTokenizerBase) -> str
 
 
 def _sequence_length(path: Path) -> int:
-    return min(_SEQUENCE_LENGTH, _positions(AutoConfig.from_pretrained(path)))
+    return min(_SEQUENCE_LENGTH, _positions(load_config(path)))
 
 
 def _positions(config: Any) -> int:

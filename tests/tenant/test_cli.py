@@ -20,10 +20,10 @@ from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.local import LocalFederation
 from tenant import bench_cli, cli, federation_cli
 from tenant.config import RemoteConfig
-from tenant.corpus import load_tokenizer
 from tenant.demo.base_model import Pretraining, make_base_model
 from tenant.demo.text import private_text
 from tenant.generate import Decoding, generate, open_model
+from tenant.loading import load_tokenizer
 
 TINY = Pretraining(steps=4, batch=2, window=16, sentences=300, vocab=320)
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers.quantizers.auto import AutoQuantizationConfig
 
-from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.errors import CheckpointError, ConfigError
+from symbiosis_priv.trust import QUANT_METHOD
 from tenant import RemoteConfig
-from tenant.config import QUANT_METHOD
 from tenant.masking.registry import registered
 
 
@@ -53,36 +52,23 @@ def test_mistakes_are_named(options: dict[str, Any], message: str) -> None:
         RemoteConfig(**{"federation": "federation.toml", **options})
 
 
-def test_transformers_knows_it_by_name() -> None:
-    config = AutoQuantizationConfig.from_dict({"quant_method": QUANT_METHOD, "masking": "simulate", "weight_bits": 8})
-    assert config == RemoteConfig(masking="simulate", weight_bits=8)
+def test_transformers_cannot_make_one_of_what_a_folder_says() -> None:
+    for make in (AutoQuantizationConfig.from_dict, RemoteConfig.from_dict):
+        with pytest.raises(CheckpointError, match=r"pass RemoteConfig\(\.\.\.\) yourself"):
+            make({"quant_method": QUANT_METHOD, "masking": "simulate"})
 
 
-def test_a_copied_configuration_has_the_same_wiretap() -> None:
-    """transformers copies it on the way to the model."""
-
-    class Tap:
-        def sent(self, *frame: Any) -> None: ...
-
-        def received(self, *frame: Any) -> None: ...
-
-    config = RemoteConfig(federation="federation.toml", wiretap=Tap())
-    twin = copy.deepcopy(config)
-    assert twin is not config
-    assert twin.wiretap is config.wiretap
+def test_a_copy_is_the_very_object() -> None:
+    """transformers copies its configurations on the way to the model; what is used is what was passed."""
+    config = RemoteConfig(federation="federation.toml")
+    assert copy.deepcopy(config) is config
+    assert copy.deepcopy({"quantization_config": config})["quantization_config"] is config
 
 
-def test_what_is_written_down_is_plain_and_holds_no_wiretap() -> None:
-    class Tap:
-        def sent(self, *frame: Any) -> None: ...
-
-        def received(self, *frame: Any) -> None: ...
-
-    config = RemoteConfig(federation=Path("federation.toml"), cache=Path("cache"), wiretap=Tap())
-    written = config.to_dict()
-    assert "wiretap" not in written
-    assert written["federation"] == "federation.toml"
-    json.dumps(written)
+def test_what_is_written_down_is_a_name() -> None:
+    config = RemoteConfig(federation=Path("secret/federation.toml"), cache=Path("secret/cache"))
+    assert config.to_dict() == {"quant_method": QUANT_METHOD}
+    assert "secret" not in config.to_json_string(use_diff=False) + config.to_json_string()
 
 
 def test_options_are_named_as_the_user_writes_them() -> None:

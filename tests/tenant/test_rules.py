@@ -1,20 +1,23 @@
-"""The nine rules of the design that may never be broken. Each has a checker; the real code passes it, and code with a
+"""The rules of the design that may never be broken. Each has a checker; the real code passes it, and code with a
 planted breach does not. A checker that nothing can fail proves nothing.
 
     1  masks come from a CSPRG keystream                 6  verify before anything is used; aborts say nothing
     2  fresh secrets per process; nothing is resumed     7  replies are bound to requests, compared exactly
     3  a row is burnt before it leaves, and used once    8  executor and helper are never the same operator
     4  siblings share a mask, nothing else does          9  what stays visible depends on shapes alone
-    5  no scale, loss, label or token id leaves         11  parties are pairwise distinct, seeds bound to them
+    5  no scale, loss, label or token id leaves         10  nothing in a folder overrides the tenant
+                                                        11  parties are pairwise distinct, seeds bound to them
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import os
 import pickle
 import select
+import shutil
 import signal
 import struct
 import threading
@@ -31,10 +34,12 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
+from transformers.quantizers.base import HfQuantizer
 
 from symbiosis_priv import wire
 from symbiosis_priv.errors import (
     BurntRowError,
+    CheckpointError,
     ConfigError,
     ProtocolError,
     QuarantinedError,
@@ -49,6 +54,7 @@ from symbiosis_priv.weights import WeightStore
 from tenant import RemoteConfig, backend_of
 from tenant.channel import Channel
 from tenant.facts import Preparation
+from tenant.hf import RemoteQuantizer
 from tenant.masking.pad import PadSource
 from tenant.noise import Pad
 from tenant.remote_linear import _Pending
@@ -832,6 +838,51 @@ def test_rule_9_a_bucket_hides_exact_row_counts(
         expected = (rows.to(torch.int64) @ weight.t()).to(torch.int32)
         assert torch.equal(session.product(1, "forward", rows), expected)
     assert [heard.request.rows for heard in executor.executed] == [16, 16, 16, 32, 48]
+
+
+# Rule 10. What the tenant asked for is final: a checkpoint folder decides nothing.
+
+
+def masked_rows_reach(executor: ScriptedProvider, folder: Path, remote: RemoteConfig) -> bool:
+    """Whether what an executor gets of the first layer group is masked, by loading a folder and using the model."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, quantization_config=remote)
+    with torch.no_grad():
+        model(input_ids=torch.arange(95).expand(24, -1))
+    backend_of(model).close()
+    rows = executor.executed[0].rows
+    assert rows is not None
+    return is_uniform(rows)
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")  # all that transformers says
+def test_rule_10_a_folder_does_not_turn_masking_off(
+    llama: Path,
+    executor: ScriptedProvider,
+    helper: ScriptedProvider,
+    new_federation: NewFederation,
+    federation_file: Callable[[Federation], Path],
+    tmp_path: Path,
+    monkeypatch: Patch,
+) -> None:
+    federation = federation_file(new_federation([executor], [helper]))
+    remote = RemoteConfig(federation=federation)
+    assert masked_rows_reach(executor, llama, remote)
+    executor.heard.clear()
+    folder = tmp_path / "hostile"
+    shutil.copytree(llama, folder)
+    config = json.loads((folder / "config.json").read_bytes())
+    unmasked = {"quant_method": "symbiosis-priv", "masking": "none", "federation": str(federation)}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": unmasked}))
+    with pytest.raises(CheckpointError, match="does not decide"):
+        masked_rows_reach(executor, folder, remote)
+    assert executor.heard == []
+    # as transformers would have it
+    monkeypatch.setattr(RemoteConfig, "from_dict", classmethod(lambda cls, values: cls(**values)))
+    monkeypatch.setattr(RemoteQuantizer, "__init__", HfQuantizer.__init__)
+    monkeypatch.setattr("tenant.hf.vet", lambda folder: {})
+    monkeypatch.setattr("symbiosis_priv.checkpoint.vet", lambda folder: {})
+    monkeypatch.setattr("symbiosis_priv.discovery.vet", lambda folder: {})
+    assert not masked_rows_reach(executor, folder, remote)
 
 
 # Rule 11. Parties are pairwise distinct, and a seed is bound to its holder's entry and key.

@@ -1,0 +1,139 @@
+"""What a checkpoint folder may decide, and what not (rule 10 of the threat model).
+
+transformers lets a folder override what its user asked for: its `quantization_config` goes before the caller's, it can
+point to other files, name kernels to fetch and run, or bring an adapter that is loaded unasked. Whoever wrote the
+folder is no party that the tenant trusts with that. `vet` refuses such a folder by name; `on_this_machine` keeps
+transformers from asking the hub about a folder that is here. Loading also passes `trust_remote_code=False` everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import constants
+
+from symbiosis_priv.errors import CheckpointError, ConfigError, UnsupportedModelError
+
+QUANT_METHOD = "symbiosis-priv"
+"""The name under which transformers knows `tenant.RemoteConfig`."""
+
+_MAX_JSON_BYTES = 16 << 20
+_QUANTISED = ("quantization_config", "compression_config")
+_OTHER_FILES = ("configuration_files", "transformers_weights")
+_KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object that somebody else wrote.
+
+    Raises:
+        CheckpointError: unreadable, too large, too deep, or no JSON object.
+    """
+    try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise CheckpointError(f"{path} has more than {_MAX_JSON_BYTES >> 20} MiB; is it the right file?")
+        content = json.loads(path.read_text(encoding="utf-8"))  # the parser that transformers uses: no two readings
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}); fetch it again") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}); fetch it again") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is no JSON object; fetch it again")
+    return content
+
+
+def vet(folder: Path) -> dict[str, Any]:
+    """Refuse a checkpoint folder that would decide what only its user may decide; returns its config.json.
+
+    Raises:
+        CheckpointError: config.json is damaged, or something in the folder overrides the user.
+        UnsupportedModelError: the weights are quantised already.
+    """
+    path = folder / "config.json"
+    config = read_json(path)
+    for key, value in _entries(config):
+        if key in _QUANTISED and value:
+            method = value.get("quant_method") if isinstance(value, dict) else value
+            if method != QUANT_METHOD:
+                raise UnsupportedModelError(
+                    f"the weights in {folder} are quantised already ({method}); use one in float32, bfloat16 or float16"
+                )
+            raise CheckpointError(
+                f"{path} carries a {key} of {QUANT_METHOD}, and a checkpoint does not decide how it is masked and "
+                f"verified; if you trust the rest of it, delete that entry"
+            )
+        if key in _OTHER_FILES and value:
+            raise CheckpointError(f"{path} points to other files ({key}); delete that entry, or use another checkpoint")
+        if key in _KERNELS and any(
+            "/" in str(name) for name in (value.values() if isinstance(value, dict) else [value])
+        ):
+            raise CheckpointError(
+                f"{path} names a kernel to fetch and run ({key}); delete that entry, and choose one when you load"
+            )
+    if (folder / "adapter_config.json").exists():
+        raise CheckpointError(
+            f"{folder} holds an adapter beside the model, which would be loaded unasked; move adapter_* elsewhere and "
+            f"load it with PeftModel.from_pretrained(model, folder)"
+        )
+    if (folder / ".metadata").exists():
+        raise CheckpointError(
+            f"{folder} holds a distributed checkpoint (.metadata), which would have to be unpickled; convert it: "
+            f"model.save_pretrained(path)"
+        )
+    return config
+
+
+def vet_adapter(folder: Path) -> None:
+    """Refuse a PEFT folder that would run code, be unpickled, or load more than itself.
+
+    Raises:
+        ConfigError: it is no PEFT folder.
+        CheckpointError: it would, or its adapter_config.json is damaged.
+    """
+    path = folder / "adapter_config.json"
+    if not path.is_file():
+        raise ConfigError(f"{folder} is no PEFT folder: it has no adapter_config.json")
+    config = read_json(path)
+    for key, value in _entries(config):
+        if key in (*_QUANTISED, "megatron_config", "tokenizer_kwargs") and value:
+            raise CheckpointError(f"{path} has an entry {key}, which an adapter does not decide; delete it")
+    if str(config.get("peft_type")).upper() == "XLORA":
+        raise CheckpointError(f"{folder} is an X-LoRA, which loads further adapters from where it likes; use LoRA")
+    if not (folder / "adapter_model.safetensors").is_file():
+        raise CheckpointError(
+            f"{folder} has no adapter_model.safetensors (a .bin would have to be unpickled); save it again with PEFT"
+        )
+
+
+def _entries(value: Any) -> Iterator[tuple[str, Any]]:
+    """Every key with its value, at any depth."""
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            yield from value.items()
+            waiting.extend(value.values())
+        elif isinstance(value, list):
+            waiting.extend(value)
+
+
+_switch = threading.RLock()
+
+
+@contextmanager
+def on_this_machine() -> Iterator[None]:
+    """Nothing is looked up on the hub inside, whatever the files say: as with HF_HUB_OFFLINE=1, for the whole process.
+
+    Every request of the hub's client and every decision of transformers to make one goes by this switch.
+    """
+    with _switch:
+        before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+        try:
+            yield
+        finally:
+            constants.HF_HUB_OFFLINE = before

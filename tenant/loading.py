@@ -1,0 +1,111 @@
+"""Models, tokenizers and adapters from folders that somebody else wrote: what the commands load with.
+
+No code of theirs is run, nothing is unpickled, the hub is not asked about a folder that is here, and a tensor that is
+not there is an error: transformers would make it up at random. (Your own `from_pretrained(...)` calls are yours: there,
+the quantizer refuses what would override a `RemoteConfig`; `trust_remote_code=False` is for you to pass.)
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from symbiosis_priv.checkpoint import resolve
+from symbiosis_priv.errors import CheckpointError, SymbiosisError
+from symbiosis_priv.trust import on_this_machine, vet_adapter
+from tenant.config import RemoteConfig
+
+_LISTED = 3  # names of missing tensors that an error quotes
+
+
+def load_model(
+    model: str | Path,
+    *,
+    remote: RemoteConfig | None = None,
+    dtype: torch.dtype | str = "auto",
+    kind: Any = AutoModelForCausalLM,
+) -> Any:
+    """A model in evaluation mode: split if `remote` says how, whole otherwise.
+
+    Args:
+        model: a checkpoint folder, or a name on the hub.
+        remote: how to split it.
+        dtype: of the tensors here; "auto" for the checkpoint's.
+        kind: a class with `from_pretrained`.
+
+    Raises:
+        CheckpointError: transformers cannot load it as `kind`, or tensors are missing.
+        SymbiosisError: whatever `resolve` and opening a backend raise.
+    """
+    folder = resolve(model)
+    if remote is not None and remote.checkpoint is not None:
+        resolve(remote.checkpoint)  # fetches it, if it is on the hub
+    split = {} if remote is None else {"quantization_config": remote}
+    with on_this_machine():
+        try:
+            loaded, info = kind.from_pretrained(
+                folder,
+                trust_remote_code=False,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+                dtype=dtype,
+                **split,
+            )
+        except SymbiosisError:
+            raise
+        except Exception as error:  # whatever transformers makes of files that somebody else wrote
+            raise CheckpointError(f"{model} cannot be loaded as {kind.__name__}: {error}") from error
+    missing = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
+    if missing:
+        more = f" and {len(missing) - _LISTED} more" if len(missing) > _LISTED else ""
+        raise CheckpointError(
+            f"{model} is no whole {type(loaded).__name__}: {', '.join(missing[:_LISTED])}{more} would be random; "
+            f"use a checkpoint that holds them"
+        )
+    return loaded.eval()
+
+
+def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint.
+
+    Raises:
+        CheckpointError: it has none, or one that would run code of its own.
+    """
+    folder = resolve(model)
+    missing = CheckpointError(
+        f"{model} has no tokenizer that transformers can load without running its code; add one: "
+        f"tokenizer.save_pretrained({str(model)!r})"
+    )
+    with on_this_machine():
+        try:
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=False, local_files_only=True
+            )
+        except Exception as error:  # as above
+            raise missing from error
+    # without files, transformers makes some tokenizers up, and those know no text
+    if set(tokenizer("text")["input_ids"]) <= set(tokenizer.all_special_ids):
+        raise missing
+    return tokenizer
+
+
+def load_adapter(model: Any, folder: Path) -> Any:
+    """`model` with the adapter of a PEFT folder, for inference.
+
+    Raises:
+        ConfigError: no PEFT folder.
+        CheckpointError: the folder would decide what it may not, or does not fit the model.
+    """
+    vet_adapter(folder)
+    with on_this_machine():
+        try:
+            return PeftModel.from_pretrained(model, str(folder), local_files_only=True).eval()
+        except SymbiosisError:
+            raise
+        except Exception as error:  # as above
+            raise CheckpointError(f"the adapter in {folder} does not fit this model: {error}") from error

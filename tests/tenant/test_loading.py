@@ -236,7 +236,6 @@ def test_the_commands_run_no_code_of_a_checkpoint(
         ("check", *model, *text),
         ("generate", *where, "--prompt", "a"),
         ("finetune", *where, *text, "--output", str(tmp_path / "out")),
-        ("prepare", *where),
     ):
         result = CliRunner().invoke(cli.app, command, input=answer)
         assert isinstance(result.exception, SymbiosisError), result.output

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from provider.config import MIB, Limits
 from symbiosis_priv.errors import SymbiosisError
@@ -22,18 +24,46 @@ class Refusal(SymbiosisError):
         self.detail = detail
 
 
+@dataclass(eq=False)
+class _Claim:
+    """Bytes that somebody waits for, or holds."""
+
+    tenant: TenantIdentity
+    size: int
+    granted: bool = False
+
+
 class ByteBudget:
     """Bytes of payloads that may be in memory at once, over all and per tenant.
 
-    Taken before the memory is, so that no number of connections can make the gateway hold more.
+    Taken before the memory is, so that no number of connections can make the gateway hold more, and held until it
+    is free. A quarter is set apart for small requests, one for every connection: they never wait. The rest is granted
+    to tenants by turns, and whoever's turn it is is not overtaken; a tenant that holds something already leaves room
+    for one that may come.
     """
 
     def __init__(self, limits: Limits) -> None:
-        self._total = limits.max_inflight_mib * MIB
+        self._small = limits.small_request
+        self._pool = limits.max_inflight_mib * MIB * 3 // 4
         self._share = limits.max_inflight_mib_per_tenant * MIB
-        self._used: Counter[TenantIdentity] = Counter()
-        self._all_used = 0
+        self._free = self._pool
+        self._held: Counter[TenantIdentity] = Counter()
+        self._last_turn: dict[TenantIdentity, int] = {}
+        self._turns = itertools.count(1)
+        self._waiting: list[_Claim] = []
         self._changed = threading.Condition()
+
+    @property
+    def used(self) -> int:
+        """Bytes that large requests hold."""
+        with self._changed:
+            return self._pool - self._free
+
+    @property
+    def waiting(self) -> int:
+        """Large requests that wait for bytes."""
+        with self._changed:
+            return len(self._waiting)
 
     @contextmanager
     def taken(self, tenant: TenantIdentity, size: int, *, timeout: float) -> Iterator[None]:
@@ -44,24 +74,47 @@ class ByteBudget:
         """
         if size > self._share:
             raise Refusal(ErrorCode.TOO_LARGE, f"{size} bytes for a request and its reply; at most {self._share}")
-
-        def free() -> bool:
-            return self._all_used + size <= self._total and self._used[tenant] + size <= self._share
-
-        with self._changed:
-            if not self._changed.wait_for(free, timeout):
-                raise Refusal(ErrorCode.BUSY, "too many bytes are in flight; ask again later")
-            self._all_used += size
-            self._used[tenant] += size
+        if size <= self._small:
+            yield
+            return
+        claim = _Claim(tenant, size)
         try:
+            with self._changed:
+                self._waiting.append(claim)
+                self._grant()
+                if not self._changed.wait_for(lambda: claim.granted, timeout):
+                    raise Refusal(ErrorCode.BUSY, "too many bytes are in flight; ask again later")
             yield
         finally:
             with self._changed:
-                self._all_used -= size
-                self._used[tenant] -= size
-                if not self._used[tenant]:
-                    del self._used[tenant]
-                self._changed.notify_all()
+                self._release(claim)
+                self._grant()
+
+    def _grant(self) -> None:
+        """Give what is free to those who wait, in the order of their tenants' turns."""
+        tenants = len(self._held.keys() | {claim.tenant for claim in self._waiting})
+        fair = self._pool // (tenants + 1)
+        for claim in sorted(self._waiting, key=lambda c: self._last_turn.get(c.tenant, 0)):
+            held = self._held[claim.tenant]
+            if held and held + claim.size > min(self._share, fair):
+                continue  # it waits for itself
+            if claim.size > self._free:
+                break
+            claim.granted = True
+            self._waiting.remove(claim)
+            self._free -= claim.size
+            self._held[claim.tenant] += claim.size
+            self._last_turn[claim.tenant] = next(self._turns)
+        self._changed.notify_all()
+
+    def _release(self, claim: _Claim) -> None:
+        if not claim.granted:
+            self._waiting.remove(claim)
+            return
+        self._free += claim.size
+        self._held[claim.tenant] -= claim.size
+        if not self._held[claim.tenant]:
+            del self._held[claim.tenant]
 
 
 class Register:

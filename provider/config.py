@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from provider.scheduler import Policy, PolicyName
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.federation import load_toml, parse_address
 from symbiosis_priv.kernels import KERNELS
@@ -49,11 +50,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     Args:
         max_rows: rows of one request.
         max_payload_mib: bytes of one request's or one reply's matrix.
-        max_inflight_mib: bytes of all matrices in the gateway, requests and replies; taken before memory is.
-        max_inflight_mib_per_tenant: one tenant's share of it.
+        max_inflight_mib: bytes of all matrices in the gateway, requests and replies; taken before memory is. A quarter
+            is kept for small requests, which never wait for large ones: an equal part for every connection.
+        max_inflight_mib_per_tenant: one tenant's share of the other three quarters.
         max_connections: authenticated connections.
         max_connections_per_tenant: one tenant's share of them.
-        max_handshakes: connections that have not authenticated; one more closes the oldest of them.
+        max_handshakes: connections that have not authenticated; one more closes the oldest of the busiest network.
+        min_transfer_mib_per_s: how slowly a matrix of more than a small request's bytes may come or go, on average,
+            after the first seconds; bytes that somebody else could have are not held for whoever sends nothing.
         handshake_timeout_s: time for the whole TLS handshake.
         frame_timeout_s: time to finish a frame once begun, and to accept a reply.
         idle_timeout_s: time between two frames.
@@ -67,7 +71,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_inflight_mib_per_tenant: _Count = 1024
     max_connections: _Count = 256
     max_connections_per_tenant: _Count = 64
-    max_handshakes: _Count = 64
+    max_handshakes: _Count = 1024
+    min_transfer_mib_per_s: Annotated[float, msgspec.Meta(gt=0, le=1 << 20)] = 1.0
     handshake_timeout_s: _Seconds = 10.0
     frame_timeout_s: _Seconds = 60.0
     idle_timeout_s: _Seconds = 900.0
@@ -77,8 +82,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def __post_init__(self) -> None:
         if 2 * self.max_payload_mib > self.max_inflight_mib_per_tenant:
             raise ValueError("max_inflight_mib_per_tenant must hold a request and its reply: twice max_payload_mib")
-        if self.max_inflight_mib_per_tenant > self.max_inflight_mib:
-            raise ValueError("max_inflight_mib_per_tenant is more than max_inflight_mib")
+        if 4 * self.max_inflight_mib_per_tenant > 3 * self.max_inflight_mib:
+            raise ValueError("max_inflight_mib_per_tenant is more than three quarters of max_inflight_mib")
+
+    @property
+    def small_request(self) -> int:
+        """Bytes of a request and its reply up to which it has a place of its own, one for every connection."""
+        return self.max_inflight_mib * MIB // 4 // self.max_connections
 
 
 class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,7 +100,6 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         device: a torch device.
         kernel: `auto`, or a name in `symbiosis_priv.kernels.KERNELS`.
         threads: torch threads; torch's own choice if None.
-        max_batch_rows: rows of different requests that may share one product.
         warm_up: load every layer group, and choose its kernels, in idle moments after the start; if false, each when
             it is first asked for.
         float_path: `float` in the file: also serve float products, which only masking = "paper-pool" needs.
@@ -101,7 +110,6 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     device: str = "cpu"
     kernel: str = "auto"
     threads: _Count | None = None
-    max_batch_rows: _Count = 16_384
     warm_up: bool = True
     float_path: bool = msgspec.field(default=False, name="float")
     float_memory_mib: _Count = 2048
@@ -118,6 +126,43 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError(f"endpoint = {self.endpoint!r}: use {INPROC} or ipc:///absolute/path")
         if len(self.endpoint.encode()) > _MAX_SOCKET_PATH:
             raise ValueError(f"endpoint: a socket's path may have {_MAX_SOCKET_PATH} bytes; choose a shorter one")
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whose rows are multiplied when; see `scheduler.Policy`.
+
+    Args:
+        policy: `opportunistic` batches whatever waits for the same layer group; `none` and `lockstep` are there to be
+            compared with.
+        few_rows: a forward request of so many rows at most counts as inference, and goes ahead.
+        inference_weight: how much more of the executor inference gets than fine-tuning when both want all of it.
+        slice_ms: what one product may be expected to take: the longest that a request waits for one of somebody else.
+        max_batch_rows: rows of one product.
+        wait_share: the share of its own product's time that a request waits for company.
+        max_wait_ms: and never longer than this.
+        lockstep_wait_ms: how long `lockstep` waits for the slowest.
+    """
+
+    policy: PolicyName = "opportunistic"
+    few_rows: _Count = 16
+    inference_weight: Annotated[float, msgspec.Meta(ge=1, le=1000)] = 4.0
+    slice_ms: Annotated[float, msgspec.Meta(gt=0, le=10_000)] = 20.0
+    max_batch_rows: _Count = 16_384
+    wait_share: Annotated[float, msgspec.Meta(ge=0, le=10)] = 0.5
+    max_wait_ms: Annotated[float, msgspec.Meta(ge=0, le=10_000)] = 2.0
+    lockstep_wait_ms: Annotated[float, msgspec.Meta(ge=0, le=10_000)] = 100.0
+
+    def as_policy(self) -> Policy:
+        """For the scheduler, in its units."""
+        return Policy(
+            name=self.policy,
+            max_batch_rows=self.max_batch_rows,
+            slice_s=self.slice_ms / 1000,
+            wait_share=self.wait_share,
+            max_wait_s=self.max_wait_ms / 1000,
+            lockstep_wait_s=self.lockstep_wait_ms / 1000,
+            inference_weight=self.inference_weight,
+        )
 
 
 class ProviderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -138,6 +183,7 @@ class ProviderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     tls: TlsConfig
     limits: Limits = Limits()
     executor: ExecutorConfig = ExecutorConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
 
     def __post_init__(self) -> None:
         parse_address(self.listen)
@@ -193,11 +239,12 @@ tenant_authority = "keys/authority.pem"
 [limits]
 # max_rows = 16384               # rows of one request
 # max_payload_mib = 256          # one request's or one reply's matrix
-# max_inflight_mib = 2048        # all matrices in the gateway
+# max_inflight_mib = 2048        # all matrices in the gateway; a quarter of it for small requests
 # max_inflight_mib_per_tenant = 1024
 # max_connections = 256
 # max_connections_per_tenant = 64
-# max_handshakes = 64            # not authenticated yet; one more closes the oldest
+# max_handshakes = 1024          # not authenticated yet; one more closes the oldest of the busiest network
+# min_transfer_mib_per_s = 1.0   # of a large matrix, either way
 # handshake_timeout_s = 10.0
 # frame_timeout_s = 60.0         # to finish a frame once begun
 # idle_timeout_s = 900.0         # between two frames
@@ -209,8 +256,17 @@ tenant_authority = "keys/authority.pem"
 # device = "cpu"                 # or "cuda"
 # kernel = "auto"                # the fastest exact one for each shape
 # threads = 8                    # torch threads
-# max_batch_rows = 16384         # rows of different tenants in one product
 # warm_up = true                 # load all layers in idle moments; false: each when it is first asked for
 # float = false                  # float products too, for tenants with masking = "paper-pool"
 # float_memory_mib = 2048        # their weights in memory; the least recently used layers go first
+
+[scheduler]
+# policy = "opportunistic"       # or "none", "lockstep": to compare with
+# few_rows = 16                  # a forward request of so many rows is inference, and goes ahead
+# inference_weight = 4.0         # of the executor, beside fine-tuning
+# slice_ms = 20.0                # larger products are cut: nobody waits longer for one of somebody else
+# max_batch_rows = 16384         # rows of one product
+# wait_share = 0.5               # of its own product's time, a request waits for company
+# max_wait_ms = 2.0              # and never longer than this
+# lockstep_wait_ms = 100.0       # for the slowest, with policy "lockstep"
 """

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -21,6 +22,7 @@ import numpy as np
 from provider import logs
 from provider.admission import ByteBudget, Refusal, Register
 from provider.config import MIB, ProviderConfig
+from provider.envelope import Ask, Work, stage_of
 from provider.link import Link
 from provider.supervisor import ExecutorClient
 from symbiosis_priv import wire
@@ -31,6 +33,8 @@ from symbiosis_priv.tls import TenantIdentity
 log = logs.EventLog(__name__)
 
 _DETAIL = 200  # characters of a failure's detail
+_PACED_BYTES = 1 << 20  # a large payload's rate is looked at so often
+_FIRST_BYTES_S = 3.0  # before the minimum rate counts
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ class Connection:
             self._refuse(Refusal(code, str(error)))
             raise
         try:
-            self._answer(request, header)
+            self._answer(request)
         except Refusal as refusal:
             self._link.discard(self._unread, deadline=self._deadline)
             self._refuse(refusal)
@@ -114,37 +118,61 @@ class Connection:
 
     def _read_payload(self) -> memoryview:
         payload = np.empty(self._unread, dtype=np.uint8).data  # not cleared, as a bytearray would be
-        self._link.receive(payload, deadline=self._deadline)
+        for part, deadline in self._paced(payload):
+            self._link.receive(part, deadline=deadline)
         self._unread = 0
         return payload
 
     def _send(self, head: bytes, payload: memoryview | bytes = b"") -> None:
-        self._link.send(head, payload, deadline=time.monotonic() + self._limits.frame_timeout_s)
+        parts = self._paced(memoryview(payload))
+        first, deadline = next(parts)
+        self._link.send(head, first, deadline=deadline)
+        for part, deadline in parts:
+            self._link.send(b"", part, deadline=deadline)
+
+    def _paced(self, payload: memoryview) -> Iterator[tuple[memoryview, float]]:
+        """Parts of a payload, and when each must be over: what holds bytes that others could have comes and goes at
+        a minimum rate. A small one has the frame's time for all of it.
+        """
+        begun = time.monotonic()
+        last = begun + self._limits.frame_timeout_s
+        if len(payload) <= self._limits.small_request:
+            yield payload, last
+            return
+        rate = self._limits.min_transfer_mib_per_s * MIB
+        for start in range(0, len(payload), _PACED_BYTES):
+            stop = start + _PACED_BYTES
+            yield payload[start:stop], min(last, begun + _FIRST_BYTES_S + stop / rate)
 
     def _refuse(self, refusal: Refusal) -> None:
         refuse(self._link, refusal, timeout=self._limits.frame_timeout_s)
 
     # Requests
 
-    def _answer(self, request: wire.Request, header: bytearray) -> None:
+    def _answer(self, request: wire.Request) -> None:
         match request:
             case wire.Execute() | wire.Effect():
-                self._answer_product(request, header)
+                self._answer_product(request)
             case wire.Hello():
                 self._expect_payload(0)
                 self._answer_hello(request)
             case wire.Health():
                 self._expect_payload(0)
-                self._answer_health(header)
+                self._answer_health()
 
-    def _answer_product(self, request: wire.Execute | wire.Effect, header: bytearray) -> None:
+    def _answer_product(self, request: wire.Execute | wire.Effect) -> None:
         begun = time.perf_counter()
         size = self._check(request)
         with self._service.budget.taken(self._tenant, size, timeout=self._limits.request_timeout_s):
-            # Waiting for the budget was not the tenant's fault: the frame's time starts again.
-            self._deadline = time.monotonic() + self._limits.frame_timeout_s
-            payload = self._read_payload()
-            head, product = self._executor.ask(header, payload, timeout=self._limits.request_timeout_s)
+            payload = self._read_payload()  # in time of its own: waiting for the budget was not the tenant's fault
+            work = self._work(request)
+            self._executor.send(work, payload)
+            try:
+                head, product = self._executor.receive(deadline=work.deadline, gone=self._left)
+            except Refusal as refusal:
+                self._refuse(refusal)
+                self._executor.settle()  # it may still hold the payload, and then so does the budget
+                return
             self._service.register.count_request(self._tenant)
             self._send(head, product)
         if log.detailed:
@@ -156,6 +184,21 @@ class Connection:
                 rows=request.rows,
                 ms=round(1000 * (time.perf_counter() - begun), 3),
             )
+
+    def _work(self, request: wire.Execute | wire.Effect) -> Work:
+        now = time.monotonic()
+        return Work(
+            tenant=self._tenant,
+            stage=stage_of(request, few_rows=self._service.config.scheduler.few_rows),
+            weight=1.0,
+            arrival=now,
+            deadline=now + self._limits.request_timeout_s,
+            request=request,
+        )
+
+    def _left(self) -> bool:
+        """Whether the tenant has left; a stop shuts the socket too, but what is in flight is still answered."""
+        return not self._service.stopping.is_set() and self._link.peer_left()
 
     def _check(self, request: wire.Execute | wire.Effect) -> int:
         """Refuse what this tenant may not ask; returns the bytes of the request's and the reply's matrix."""
@@ -203,8 +246,9 @@ class Connection:
         )
         self._send(wire.encode(welcome))
 
-    def _answer_health(self, header: bytearray) -> None:
-        head, _ = self._executor.ask(header, b"", timeout=self._limits.request_timeout_s)
+    def _answer_health(self) -> None:
+        self._executor.send(Ask())
+        head, _ = self._executor.receive(deadline=time.monotonic() + self._limits.request_timeout_s, gone=self._left)
         report = wire.decode_reply(head[wire.PREFIX.size :])
         assert isinstance(report, wire.HealthReport)
         requests, connections = self._service.register.counts(self._tenant)

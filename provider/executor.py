@@ -1,85 +1,69 @@
 """The executor: takes requests from the gateway's threads, batches them per layer group, computes, replies.
 
-Theory of operation. One thread owns the model and a ROUTER socket. It drains what has arrived, takes the oldest
-request, and adds every queued one for the same (group, direction, arithmetic): their rows are flattened to one matrix
-without padding, multiplied once, and the product's row slices are sent back as they lie in memory. A helper's
-effect is the product of keystream rows, so it joins the ring batch of its group. Ring results do not depend on
-what else is in the batch; float results may, within rounding. With nothing to do it loads what nobody has asked for
+Theory of operation. One thread owns the model and a ROUTER socket. It drains what has arrived into a `Scheduler`, which
+says whose rows are multiplied next: their rows are flattened to one matrix without padding, multiplied once, and the
+product's row slices are sent back as they lie in memory. A request that is larger than a slice is multiplied piece by
+piece into a matrix of its own, and others have their turns in between. A helper's effect is the product of keystream
+rows, which a thread of their own makes a slice ahead; it joins the ring batch of its group. Ring results do not depend
+on what else is in the batch; float results may, within rounding. With nothing to do it loads what nobody has asked for
 yet, one small step at a time, so that no tenant waits for the whole of it.
 
 The socket speaks to the gateway's own threads (`inproc://`) or to the gateway's process over a private `ipc://`
-socket; requests have been checked by then. A message is `[header, payload]` with the tenant's own header, a reply
-`[prefix and header, payload]`, ready for the wire. No request leaves anything behind.
+socket; requests have been checked by then. `envelope` says what they look like. A request that its tenant has left,
+or that is late, is answered at once and not multiplied. No request leaves anything behind.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import select
 import signal
 import sys
 import threading
-from collections import deque
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+import msgspec
 import torch
 import zmq
 from torch import Tensor
 
-from provider import logs
-from provider.config import INPROC, ProviderConfig, from_json
+from provider import envelope, logs
+from provider.config import INPROC, ProviderConfig, SchedulerConfig, from_json
+from provider.keystream_maker import KeystreamMaker
 from provider.model import ServedModel, open_store
+from provider.scheduler import Job, Piece, Scheduler
 from symbiosis_priv import wire
-from symbiosis_priv.errors import CheckpointError, ConfigError, ProtocolError, SymbiosisError
-from symbiosis_priv.ring import Direction
+from symbiosis_priv.errors import CheckpointError, ConfigError, SymbiosisError
 
 log = logs.EventLog(__name__)
 
 Context = zmq.Context[zmq.Socket[bytes]]
-Key = tuple[int, Direction, wire.Arithmetic]
 
-_STOP = b""  # an empty header: no tenant's header is, and the gateway forwards nothing else
+_KEYSTREAM_SLICE = 4 << 20  # bytes
 
 
-@dataclass(frozen=True)
-class _Job:
-    """One request and whom to answer."""
+@dataclass(kw_only=True, eq=False)
+class _Job(Job):
+    """One request and whom to answer.
 
-    order: int
+    Args:
+        sender: the gateway's thread.
+        request: what it asks.
+        payload: its rows, or empty.
+        made: an effect's keystream rows that are not multiplied yet, `[ready - taken, inputs]`.
+        asked: how many of its keystream rows have been ordered.
+        result: `[rows, outputs]`, of a request that is taken piece by piece.
+    """
+
     sender: bytes
     request: wire.Execute | wire.Effect
-    payload: zmq.Frame
-
-    @property
-    def key(self) -> Key:
-        return self.request.group, self.request.direction, self.request.arithmetic
-
-
-@dataclass
-class _Queue:
-    """Waiting jobs by key, each key in order of arrival."""
-
-    _jobs: dict[Key, deque[_Job]] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return bool(self._jobs)
-
-    def put(self, job: _Job) -> None:
-        self._jobs.setdefault(job.key, deque()).append(job)
-
-    def take(self, max_rows: int) -> list[_Job]:
-        """The oldest job and those that can ride with it."""
-        key = min(self._jobs, key=lambda k: self._jobs[k][0].order)
-        waiting = self._jobs[key]
-        batch = [waiting.popleft()]
-        rows = batch[0].request.rows
-        while waiting and rows + waiting[0].request.rows <= max_rows:
-            rows += waiting[0].request.rows
-            batch.append(waiting.popleft())
-        if not waiting:
-            del self._jobs[key]
-        return batch
+    payload: zmq.Frame | None
+    made: Tensor | None = None
+    asked: int = 0
+    result: Tensor | None = None
 
 
 class Executor:
@@ -91,65 +75,115 @@ class Executor:
         model: what to multiply by.
         context: shared with the gateway if `endpoint` is `inproc://`.
         endpoint: where to listen.
-        max_batch_rows: rows of several requests in one product; a single larger request runs alone.
+        scheduling: whose rows are multiplied when.
         warm_up: load every layer group while there is nothing else to do, not only on first use.
     """
 
     def __init__(
-        self, model: ServedModel, *, context: Context, endpoint: str, max_batch_rows: int, warm_up: bool = False
+        self,
+        model: ServedModel,
+        *,
+        context: Context,
+        endpoint: str,
+        scheduling: SchedulerConfig,
+        warm_up: bool = False,
     ) -> None:
         self._model = model
         self._context = context
-        self._max_batch_rows = max_batch_rows
         self._cold: Iterator[None] | None = model.warm_up() if warm_up else None
         self._router = context.socket(zmq.ROUTER)
         self._router.linger = 0
         try:
-            for address in {endpoint, INPROC}:  # `stop` always comes by the second
+            for address in {endpoint, INPROC}:  # `stop` and the keystream's maker always come by the second
                 self._router.bind(address)
         except zmq.ZMQError as error:
             self._router.close()
             raise ConfigError(f"endpoint = {endpoint!r}: {error.strerror}; choose another path") from error
-        self._queue = _Queue()
-        self._requests = 0
+        self._scheduler: Scheduler[_Job] = Scheduler(scheduling.as_policy())
+        self._jobs: dict[bytes, _Job] = {}  # by sender, each of whom waits for one answer at a time
         self._stopped = False
 
     def run(self) -> None:
         """Serve until `stop`; every request that arrived before is answered."""
-        with self._router, torch.no_grad():
-            while self._queue or not self._stopped:
-                self._receive()
-                if self._queue:
-                    self._run_batch(self._queue.take(self._max_batch_rows))
-                elif self._cold and not self._stopped:
-                    self._warm_up(self._cold)
+        with self._router, self._control() as control, torch.no_grad():
+            wake = [envelope.encode(envelope.Wake()), b""]
+            self._maker: KeystreamMaker[_Job] = KeystreamMaker(lambda: control.send_multipart(wake))
+            try:
+                while self._jobs or not self._stopped:
+                    self._step()
+            finally:
+                self._maker.close()
 
     def stop(self) -> None:
         """Ask `run` to end. From any thread."""
-        with self._context.socket(zmq.DEALER) as control:
-            control.linger = 1000
-            control.connect(INPROC)
-            control.send_multipart([_STOP, b""])
+        with self._control() as control:
+            control.send_multipart([envelope.encode(envelope.Stop()), b""])
+
+    def _step(self) -> None:
+        """Take in what has arrived, and run one batch of what is there."""
+        self._receive()
+        now = time.monotonic()
+        for job in self._scheduler.expire(now):
+            self._fail(job, wire.ErrorCode.BUSY, "the executor is late; ask again later")
+        if pieces := self._scheduler.take(now):
+            self._run_batch(pieces)
+        elif self._cold and not self._stopped:
+            self._warm_up(self._cold)
+        else:
+            self._wait(self._scheduler.next_deadline(now))
+
+    # Messages
 
     def _receive(self) -> None:
-        """Take in everything that has arrived; wait only when there is nothing to do."""
+        """Take in everything that has arrived."""
         receive = self._router.recv  # part by part: `recv_multipart` takes 5 µs longer, and so does sending so
-        while not (self._queue or self._cold or self._stopped) or int(self._router.get(zmq.EVENTS)) & zmq.POLLIN:
-            sender, header, payload = receive(), receive(), receive(copy=False)
-            if not header:
-                self._stopped = True
-                return
-            try:
-                self._accept(sender, wire.decode_request(header), payload)
-            except ProtocolError as error:  # the gateway has checked it, so this is a bug
-                log.failure("undecodable_request", error)
+        while int(self._router.get(zmq.EVENTS)) & zmq.POLLIN:
+            sender, head, payload = receive(), receive(), receive(copy=False)
+            match envelope.decode(head):
+                case envelope.Work() as work:
+                    self._accept(sender, work, payload)
+                case envelope.Cancel():
+                    self._cancel(sender)
+                case envelope.Ask():
+                    self._send(sender, self._health())
+                case envelope.Wake():
+                    self._take_keystream()
+                case envelope.Stop():
+                    self._stopped = True
 
-    def _accept(self, sender: bytes, request: wire.Request, payload: zmq.Frame) -> None:
-        if isinstance(request, wire.Execute | wire.Effect):
-            self._requests += 1
-            self._queue.put(_Job(self._requests, sender, request, payload))
-        elif isinstance(request, wire.Health):
-            self._send(sender, self._health())
+    def _wait(self, until: float | None) -> None:
+        """Until a message comes, or the time. ZeroMQ's own timeouts are whole milliseconds: too long for a batch."""
+        if int(self._router.get(zmq.EVENTS)) & zmq.POLLIN or (self._stopped and not self._jobs):
+            return
+        timeout = None if until is None else max(0.0, until - time.monotonic())
+        select.select([self._router.fileno()], [], [], timeout)
+
+    def _accept(self, sender: bytes, work: envelope.Work, payload: zmq.Frame) -> None:
+        request = work.request
+        entry = self._model.manifest.groups[request.group]
+        job = _Job(
+            tenant=work.tenant,
+            stage=work.stage,
+            key=(request.group, request.direction, request.arithmetic),
+            rows=request.rows,
+            row_work=envelope.row_work(request, entry),
+            row_cost=envelope.row_cost(request, entry),
+            arrival=work.arrival,
+            deadline=work.deadline,
+            weight=work.weight,
+            ready=0 if isinstance(request, wire.Effect) else request.rows,
+            sender=sender,
+            request=request,
+            payload=payload,
+        )
+        self._jobs[sender] = job
+        self._scheduler.put(job)
+        self._order_keystream(job)
+
+    def _cancel(self, sender: bytes) -> None:
+        job = self._jobs.get(sender)
+        if job is not None:  # else its answer is on the way
+            self._fail(job, wire.ErrorCode.BUSY, "the tenant has left")
 
     def _health(self) -> wire.HealthReport:
         """The executor's part of a report; the gateway, which knows who asks, fills in the rest."""
@@ -163,6 +197,34 @@ class Executor:
             connections=0,
         )
 
+    # Keystream
+
+    def _order_keystream(self, job: _Job) -> None:
+        """Have an effect's next rows made: one slice while another one is multiplied."""
+        if not isinstance(job.request, wire.Effect) or job.left or job.asked == job.rows:
+            return
+        inputs, _ = self._model.manifest.groups[job.request.group].columns(job.request.direction)
+        rows = min(max(1, _KEYSTREAM_SLICE // (inputs * wire.ITEM_BYTES)), self._scheduler.pace.rows(job))
+        if job.asked - job.taken > rows:
+            return
+        rows = min(rows, job.rows - job.asked)
+        part = msgspec.structs.replace(job.request, first_row=job.request.first_row + job.asked, rows=rows)
+        job.asked += rows
+        self._maker.want(job, job.tenant, lambda: self._model.mask_rows(part))
+
+    def _take_keystream(self) -> None:
+        for job, rows in self._maker.made():
+            if job.left:
+                continue
+            if isinstance(rows, Exception):
+                self._report([job], rows)
+                continue
+            job.made = rows if job.made is None or not len(job.made) else torch.cat([job.made, rows])
+            self._scheduler.make_ready(job, len(rows))
+            self._order_keystream(job)
+
+    # Products
+
     def _warm_up(self, cold: Iterator[None]) -> None:
         """One step of it."""
         try:
@@ -174,39 +236,81 @@ class Executor:
             self._cold = None
             log.failure("warm_up_failed", error)
 
-    def _run_batch(self, batch: list[_Job]) -> None:
+    def _run_batch(self, pieces: list[Piece[_Job]]) -> None:
+        begun = time.monotonic()
         try:
-            group, direction, arithmetic = batch[0].key
-            rows = [self._rows(job) for job in batch]
+            group, direction, arithmetic = pieces[0].job.key
+            rows = [self._rows(piece) for piece in pieces]
             flat = rows[0] if len(rows) == 1 else torch.cat(rows)
             product = self._model.product(flat, group=group, direction=direction, arithmetic=arithmetic)
         except Exception as error:  # one batch's trouble (memory, a device) is not the next one's
-            log.failure("batch_failed", error, group=batch[0].request.group, requests=len(batch))
-            failure = wire.Failure(code=wire.ErrorCode.INTERNAL, detail="the executor failed; its operator has a log")
-            for job in batch:
-                self._send(job.sender, failure)
+            self._report([piece.job for piece in pieces], error)
             return
-        parts = product.split([job.request.rows for job in batch]) if len(batch) > 1 else (product,)
-        for job, part in zip(batch, parts, strict=True):
-            self._send_result(job, part)
+        del rows, flat  # whoever is answered may count on it
+        now = time.monotonic()
+        self._scheduler.done(pieces, now=now, seconds=now - begun)
+        parts = product.split([piece.rows for piece in pieces]) if len(pieces) > 1 else (product,)
+        for piece, part in zip(pieces, parts, strict=True):
+            self._finish(piece, part)
 
-    def _rows(self, job: _Job) -> Tensor:
-        """A job's rows, over the memory they arrived in."""
-        request = job.request
-        if isinstance(request, wire.Effect):
-            return self._model.mask_rows(request)
+    def _rows(self, piece: Piece[_Job]) -> Tensor:
+        """A piece's rows, over the memory they arrived in."""
+        job, request = piece.job, piece.job.request
         inputs, _ = self._model.manifest.groups[request.group].columns(request.direction)
-        rows = wire.as_matrix(job.payload.buffer, rows=request.rows, arithmetic=request.arithmetic)
-        return rows.reshape(request.rows, inputs)
+        if job.payload is not None and isinstance(request, wire.Execute):
+            matrix = wire.as_matrix(job.payload.buffer, rows=request.rows, arithmetic=request.arithmetic)
+            return matrix.reshape(request.rows, inputs)[piece.start : piece.stop]
+        if job.made is None:
+            return torch.empty(0, inputs, dtype=torch.int32)
+        rows, job.made = job.made[: piece.rows], job.made[piece.rows :]
+        return rows
+
+    def _finish(self, piece: Piece[_Job], product: Tensor) -> None:
+        """Answer a job whose last rows these are; keep them if more will come."""
+        job = piece.job
+        if piece.rows < job.rows:
+            if job.result is None:
+                job.result = product.new_empty(job.rows, product.shape[1])
+            job.result[piece.start : piece.stop] = product
+            if not piece.last:
+                self._order_keystream(job)
+                return
+            product = job.result
+        self._send_result(job, product)
+
+    def _report(self, jobs: list[_Job], error: Exception) -> None:
+        """Something here broke: the log has the reason, the tenants have none."""
+        log.failure("batch_failed", error, group=jobs[0].request.group, requests=len(jobs))
+        for job in jobs:
+            self._fail(job, wire.ErrorCode.INTERNAL, "the executor failed; its operator has a log")
+
+    def _fail(self, job: _Job, code: wire.ErrorCode, detail: str) -> None:
+        self._scheduler.drop(job)
+        job.left = True
+        self._maker.forget(job, job.tenant)
+        self._answer(job, wire.Failure(code=code, detail=detail))
 
     def _send_result(self, job: _Job, product: Tensor) -> None:
-        self._send(job.sender, wire.Result.answering(job.request), wire.as_bytes(product))
+        self._answer(job, wire.Result.answering(job.request), wire.as_bytes(product))
+
+    def _answer(self, job: _Job, reply: wire.Message, payload: memoryview | bytes = b"") -> None:
+        """The one answer that a job gets. What it held is free before its asker hears of it."""
+        del self._jobs[job.sender]
+        job.payload = job.made = job.result = None
+        self._send(job.sender, reply, payload)
 
     def _send(self, sender: bytes, reply: wire.Message, payload: memoryview | bytes = b"") -> None:
         head = wire.encode(reply, payload_bytes=len(payload))
         self._router.send(sender, zmq.SNDMORE)
         self._router.send(head, zmq.SNDMORE)
         self._router.send(payload, copy=False)
+
+    def _control(self) -> zmq.Socket[bytes]:
+        """A line to this executor's own thread, for another one."""
+        dealer = self._context.socket(zmq.DEALER)
+        dealer.linger = 1000
+        dealer.connect(INPROC)
+        return dealer
 
 
 def build(config: ProviderConfig, *, model_digest: str, context: Context) -> Executor:
@@ -225,7 +329,7 @@ def build(config: ProviderConfig, *, model_digest: str, context: Context) -> Exe
         model,
         context=context,
         endpoint=settings.endpoint,
-        max_batch_rows=settings.max_batch_rows,
+        scheduling=config.scheduler,
         warm_up=settings.warm_up,
     )
 

@@ -12,18 +12,22 @@ that is in the middle of a request finishes it first, and takes no other.
 
 from __future__ import annotations
 
+import errno
+import functools
 import select
+import selectors
 import socket
 import ssl
 import threading
 import time
-from collections import Counter
+from collections.abc import Callable
 
 from provider import logs
 from provider.admission import ByteBudget, Refusal, Register
 from provider.config import ProviderConfig
 from provider.connection import Connection, Service, refuse
 from provider.link import Link, hang_up
+from provider.strangers import Stranger, Strangers
 from provider.supervisor import ExecutorClient, ExecutorHandle
 from symbiosis_priv.errors import CertificateError, ConfigError, ProtocolError, TransportError
 from symbiosis_priv.federation import parse_address
@@ -32,7 +36,8 @@ from symbiosis_priv.tls import TenantIdentity, tenant_identity
 
 log = logs.EventLog(__name__)
 
-_BACKLOG = 128
+_BACKLOG = 1024
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _PAUSE_S = 0.1  # when the machine is out of descriptors or threads
 
 
@@ -61,7 +66,7 @@ class Gateway:
             started=time.monotonic(),
         )
         self._lock = threading.Lock()
-        self._handshakes: dict[ssl.SSLSocket, str] = {}  # the peer's host, in order of arrival
+        self._strangers = Strangers(config.limits.max_handshakes)
         self._threads: dict[threading.Thread, ssl.SSLSocket] = {}
         self._listener = _listen(config.listen)
         self._wake, self._waker = socket.socketpair()
@@ -111,67 +116,105 @@ class Gateway:
     # The accept loop
 
     def _accept(self) -> None:
-        while True:
-            ready, _, _ = select.select([self._listener, self._wake], [], [])
-            if self._wake in ready:
-                return
-            try:
-                self._admit()
-            except (OSError, RuntimeError) as error:  # out of descriptors or threads, or the client is gone again
-                log.warning("accept_failed", error=type(error).__name__)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            selector.register(self._wake, selectors.EVENT_READ)
+            while not self._service.stopping.is_set():
+                ready = [key for key, _ in selector.select(self._patience())]
+                for stranger in (key.data for key in ready if key.data):
+                    selector.unregister(stranger.socket)
+                    self._attempt(functools.partial(self._begin, stranger))
+                if any(key.fileobj is self._listener for key in ready):
+                    self._attempt(functools.partial(self._admit, selector))
+                for stranger in self._strangers.late(time.monotonic()):
+                    self._drop(stranger, selector)
+            for stranger in self._strangers.all():
+                self._drop(stranger, selector)
+
+    def _attempt(self, step: Callable[[], None]) -> None:
+        """A step that the machine may have no room for, or whose client may be gone again."""
+        try:
+            step()
+        except (OSError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) or error.errno in _EXHAUSTED:
+                log.often("accept_failed", error=type(error).__name__)
                 select.select([self._wake], [], [], _PAUSE_S)
 
-    def _admit(self) -> None:
+    def _patience(self) -> float | None:
+        """Until the first of the silent ones is late."""
+        deadline = self._strangers.next_deadline
+        return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+    def _admit(self, selector: selectors.BaseSelector) -> None:
         raw, peer = self._listener.accept()
-        with raw:  # closed here unless TLS took it over
-            raw.settimeout(self._limits.handshake_timeout_s)
+        try:
+            raw.setblocking(False)
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection = self._context.wrap_socket(raw, server_side=True, do_handshake_on_connect=False)
-        thread = threading.Thread(target=self._run, args=(connection,), name="connection", daemon=True)
+            stranger = Stranger(raw, peer[0], deadline=time.monotonic() + self._limits.handshake_timeout_s)
+            selector.register(raw, selectors.EVENT_READ, stranger)
+        except BaseException:
+            raw.close()
+            raise
+        if (crowded_out := self._strangers.come(stranger)) is not None:
+            log.often("stranger_dropped", address=crowded_out.network)
+            self._drop(crowded_out, selector)
+
+    def _drop(self, stranger: Stranger, selector: selectors.BaseSelector) -> None:
+        self._strangers.leave(stranger)
+        if stranger.silent:
+            selector.unregister(stranger.socket)
+            stranger.socket.close()
+        else:
+            hang_up(stranger.socket, socket.SHUT_RDWR)  # its thread closes it
+
+    def _begin(self, stranger: Stranger) -> None:
+        """It has said something: a thread for it."""
+        with stranger.socket as raw:  # closed here unless TLS takes it over
+            try:
+                if not raw.recv(1, socket.MSG_PEEK):
+                    self._strangers.leave(stranger)
+                    return
+                raw.settimeout(max(1e-3, stranger.deadline - time.monotonic()))
+                connection = self._context.wrap_socket(raw, server_side=True, do_handshake_on_connect=False)
+            except BaseException:
+                self._strangers.leave(stranger)
+                raise
+        self._strangers.speak(stranger, connection)
+        thread = threading.Thread(target=self._run, args=(stranger, connection), name="connection", daemon=True)
         with self._lock:
-            if len(self._handshakes) >= self._limits.max_handshakes:
-                self._drop_stranger()
-            self._handshakes[connection] = peer[0]
             self._threads[thread] = connection
         try:
             thread.start()
         except RuntimeError:
-            self._forget(thread, connection)
+            self._forget(thread, stranger)
             connection.close()
             raise
 
-    def _drop_stranger(self) -> None:
-        busiest, _ = Counter(self._handshakes.values()).most_common(1)[0]
-        oldest = next(c for c, host in self._handshakes.items() if host == busiest)
-        del self._handshakes[oldest]  # now, not when its thread ends: the next one to come drops another
-        hang_up(oldest, socket.SHUT_RDWR)
-
     # A connection's thread
 
-    def _run(self, connection: ssl.SSLSocket) -> None:
+    def _run(self, stranger: Stranger, connection: ssl.SSLSocket) -> None:
         link = Link(connection)
         try:
-            tenant = self._handshake(connection)
+            tenant = self._handshake(stranger, connection)
             if tenant is not None:
-                log.info("connection_opened", tenant=str(tenant))
-                log.info("connection_closed", tenant=str(tenant), reason=self._serve(link, tenant))
+                log.often("connection_opened", tenant=str(tenant))
+                log.often("connection_closed", tenant=str(tenant), reason=self._serve(link, tenant))
         except Exception as error:  # a bug must not take the provider with it
             log.failure("connection_failed", error)
         finally:
             link.close()
-            self._forget(threading.current_thread(), connection)
+            self._forget(threading.current_thread(), stranger)
 
-    def _handshake(self, connection: ssl.SSLSocket) -> TenantIdentity | None:
+    def _handshake(self, stranger: Stranger, connection: ssl.SSLSocket) -> TenantIdentity | None:
         """Who the tenant is; None if this is nobody we serve."""
         try:
             connection.do_handshake()  # the socket's timeout covers all of it
             return tenant_identity(connection)
         except (OSError, CertificateError) as error:
-            log.info("handshake_refused", reason=getattr(error, "reason", None) or type(error).__name__)
+            log.often("handshake_refused", reason=getattr(error, "reason", None) or type(error).__name__)
             return None
         finally:
-            with self._lock:
-                self._handshakes.pop(connection, None)
+            self._strangers.leave(stranger)
 
     def _serve(self, link: Link, tenant: TenantIdentity) -> str:
         """Serve until the end; returns its reason."""
@@ -190,9 +233,9 @@ class Gateway:
             return "broken_frame"
         return "left"
 
-    def _forget(self, thread: threading.Thread, connection: ssl.SSLSocket) -> None:
+    def _forget(self, thread: threading.Thread, stranger: Stranger) -> None:
+        self._strangers.leave(stranger)
         with self._lock:
-            self._handshakes.pop(connection, None)
             self._threads.pop(thread, None)
 
 

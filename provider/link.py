@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import ssl
 import time
@@ -11,6 +12,7 @@ from symbiosis_priv.errors import ConnectionLostError, DeadlineExceededError
 
 _RECORD = 16_384  # the most plaintext that a TLS record carries
 _SCRAP = 65_536
+_GONE = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)  # the last one where there is one
 
 
 def _remaining(deadline: float) -> float:
@@ -29,6 +31,15 @@ class Link:
 
     def __init__(self, connection: ssl.SSLSocket) -> None:
         self._socket = connection
+
+    def peer_left(self) -> bool:
+        """Whether the peer has closed the connection, whatever it sent before. Without waiting, from any thread."""
+        poll = select.poll()
+        try:
+            poll.register(self._socket, _GONE)
+            return bool(poll.poll(0))
+        except (OSError, ValueError):  # closed on this side
+            return True
 
     def begin(self, view: memoryview, *, timeout: float) -> int:
         """Wait for the first bytes of a frame; returns how many of `view` were filled, 0 if the peer has left."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
+import time
 import traceback
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,6 +18,7 @@ from symbiosis_priv.errors import CheckpointError, ConfigError
 
 Field = str | int | float | None
 
+_LINES_A_SECOND = 5
 _FIELDS = "symbiosis_priv_fields"
 
 
@@ -48,6 +51,8 @@ class EventLog:
 
     def __init__(self, name: str) -> None:
         self._logger = logging.getLogger(name)
+        self._often: dict[str, tuple[float, int, int]] = {}  # since when, lines since then, suppressed since the last
+        self._lock = threading.Lock()
 
     @property
     def detailed(self) -> bool:
@@ -61,6 +66,18 @@ class EventLog:
     def info(self, event: str, **fields: Field) -> None:
         """Something an operator may want to know."""
         self._log(logging.INFO, event, fields)
+
+    def often(self, event: str, **fields: Field) -> None:
+        """An event that others cause as often as they like: a few lines a second, then how many were left out."""
+        with self._lock:
+            now = time.monotonic()
+            begun, written, suppressed = self._often.get(event, (now, 0, 0))
+            if now - begun >= 1.0:
+                begun, written = now, 0
+            quiet = written >= _LINES_A_SECOND
+            self._often[event] = (begun, written, suppressed + 1) if quiet else (begun, written + 1, 0)
+        if not quiet:
+            self._log(logging.INFO, event, {**fields, "suppressed": suppressed} if suppressed else fields)
 
     def warning(self, event: str, **fields: Field) -> None:
         """Something an operator should look at."""

@@ -13,14 +13,17 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import zmq
 
-from provider import logs
+from provider import envelope, logs
 from provider.admission import Refusal
 from provider.config import INPROC, ProviderConfig, to_json
+from provider.envelope import Envelope
 from provider.executor import Context, build
 from symbiosis_priv import wire
 from symbiosis_priv.errors import ConfigError
@@ -31,6 +34,7 @@ _WATCH_MS = 100  # how often a waiting thread looks whether its executor still l
 _FIRST_BACKOFF_S = 0.5  # so that a start that fails is not tried again before it is reported
 _MAX_BACKOFF_S = 5.0
 _STARTUP_S = 300.0
+_GRACE_S = 1.0  # for the executor's own word that it is late, which comes after the slice that it is at
 _SPARE_SOCKETS = 64  # the executor's own, and of connections that are being told that there are too many
 
 
@@ -107,7 +111,8 @@ class ProcessExecutor(ExecutorHandle):
         self._watcher.start()
         with ExecutorClient(self) as client:
             try:
-                client.ask(wire.encode(wire.Health())[wire.PREFIX.size :], b"", timeout=_STARTUP_S)
+                client.send(envelope.Ask())
+                client.receive(deadline=time.monotonic() + _STARTUP_S)
             except Refusal as error:
                 raise ConfigError("the executor's process ended at once; its reason is in the log above") from error
 
@@ -162,11 +167,17 @@ def make(config: ProviderConfig, *, model_digest: str) -> ExecutorHandle:
 
 
 class ExecutorClient:
-    """One gateway thread's line to the executor: one request at a time, always with a deadline."""
+    """One gateway thread's line to the executor: one request at a time, always with a deadline.
+
+    Every request gets one answer, also one that was cancelled or is late, unless its executor is lost. Until then the
+    executor may hold the request's memory.
+    """
 
     def __init__(self, handle: ExecutorHandle) -> None:
         self._handle = handle
         self._dealer = self._connect()
+        self._generation = handle.generation
+        self._owed = False  # an answer
 
     def __enter__(self) -> ExecutorClient:
         return self
@@ -174,34 +185,71 @@ class ExecutorClient:
     def __exit__(self, *_: object) -> None:
         self._dealer.close()
 
-    def ask(
-        self, header: bytes | bytearray, payload: memoryview | bytes, *, timeout: float
-    ) -> tuple[bytes, memoryview]:
-        """Send a request; returns (prefix and header, payload) of the reply, ready for the wire.
+    def send(self, message: Envelope, payload: memoryview | bytes = b"") -> None:
+        """Send a request; `receive` its answer."""
+        if self._owed:
+            self._reconnect()
+        self._generation = self._handle.generation
+        self._owed = True
+        self._dealer.send(envelope.encode(message), zmq.SNDMORE)  # part by part, as in the executor
+        self._dealer.send(payload, copy=False)
+
+    def receive(self, *, deadline: float, gone: Callable[[], bool] = lambda: False) -> tuple[bytes, memoryview]:
+        """The answer: (prefix and header, payload), ready for the wire.
+
+        Args:
+            deadline: by `time.monotonic()`; the executor keeps it too, and answers that it is late.
+            gone: whether nobody waits for the answer any more: then it is cancelled, and comes soon.
 
         Raises:
-            Refusal: BUSY if the executor died or is late, STOPPING if the provider is.
+            Refusal: BUSY if the executor died or does not even say that it is late, STOPPING if the provider is.
         """
-        generation = self._handle.generation
-        self._dealer.send(header, zmq.SNDMORE)  # part by part, as in the executor
-        self._dealer.send(payload, copy=False)
-        deadline = time.monotonic() + timeout
+        cancelled = False
         while True:
             try:
-                head = self._dealer.recv()
-                return head, self._dealer.recv(copy=False).buffer
+                return self._receive()
             except zmq.Again:
-                if self._handle.generation != generation:
+                if self._lost:
+                    self._reconnect()
                     self._give_up("the executor was lost; ask again")
-                if time.monotonic() > deadline:
+                if not cancelled and gone():
+                    self._cancel()
+                    cancelled = True
+                if time.monotonic() > deadline + _GRACE_S:
                     self._give_up("the executor is late; ask again later")
 
-    def _give_up(self, detail: str) -> None:
-        # A late answer must not be taken for the next one's: it goes to a socket that is no more.
-        self._dealer.close()
-        self._dealer = self._connect()
+    def settle(self) -> None:
+        """Return when the executor holds nothing of the last request: it has answered, or it is no more."""
+        while self._owed:
+            try:
+                self._receive()
+            except zmq.Again:
+                if self._lost or self._handle.stopping.is_set():
+                    self._reconnect()
+
+    @property
+    def _lost(self) -> bool:
+        return self._handle.generation != self._generation
+
+    def _receive(self) -> tuple[bytes, memoryview]:
+        head = self._dealer.recv()
+        payload = self._dealer.recv(copy=False).buffer
+        self._owed = False
+        return head, payload
+
+    def _cancel(self) -> None:
+        self._dealer.send(envelope.encode(envelope.Cancel()), zmq.SNDMORE)
+        self._dealer.send(b"")
+
+    def _give_up(self, detail: str) -> NoReturn:
         stopping = self._handle.stopping.is_set()
         raise Refusal(wire.ErrorCode.STOPPING if stopping else wire.ErrorCode.BUSY, detail)
+
+    def _reconnect(self) -> None:
+        # A late answer must not be taken for the next one's: it goes to a socket that is no more.
+        self._owed = False
+        self._dealer.close()
+        self._dealer = self._connect()
 
     def _connect(self) -> zmq.Socket[bytes]:
         dealer = self._handle.context.socket(zmq.DEALER)

@@ -107,7 +107,7 @@ def effect(group: int, rows: int, *, seed: bytes, first_row: int = 0, direction:
 
 @dataclass(frozen=True, eq=False)
 class Keys:
-    """One authority, a provider and three tenants; `stranger` and a second alice come from another authority."""
+    """One authority, a provider and four tenants; `stranger` and a second alice come from another authority."""
 
     authority: Identity
     other_authority: Identity
@@ -136,7 +136,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
         authority=authority,
         other_authority=other,
         provider=certificates.create_self_signed(folder, kind=Kind.PROVIDER, name="alpha"),
-        tenants={name: tenant(name) for name in ("alice", "bob", "carol")},
+        tenants={name: tenant(name) for name in ("alice", "bob", "carol", "dave")},
         stranger=tenant("stranger", other),
         namesake=certificates.issue(folder / "other", authority=other, kind=Kind.TENANT, name="alice"),
     )
@@ -278,13 +278,13 @@ def _toml(config: ProviderConfig) -> str:
 Launch = Callable[[ProviderConfig], Service]
 
 
-@pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Launch]:
-    """Start `provider serve` in a process of its own; stopped after the test if it still runs."""
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
+    """Start `provider serve` in a process of its own; stopped after the module if it still runs."""
     with contextlib.ExitStack() as services:
 
         def launch(config: ProviderConfig) -> Service:
-            service = Service(config, tmp_path)
+            service = Service(config, tmp_path_factory.mktemp("service"))
             services.callback(service.stop)
             return service
 

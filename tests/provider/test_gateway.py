@@ -316,27 +316,73 @@ def test_too_many_connections(configure: Configure, connect: Connect, requests: 
             assert time.monotonic() < deadline
 
 
-def test_byte_budget() -> None:
-    budget = ByteBudget(Limits(max_payload_mib=1, max_inflight_mib=3, max_inflight_mib_per_tenant=2))
-    alice, bob, carol = (TenantIdentity(name, authority="sha256:a") for name in ("alice", "bob", "carol"))
-    with pytest.raises(Refusal, match="at most"), budget.taken(alice, 3 * MIB, timeout=0):
+def tenants(*names: str) -> list[TenantIdentity]:
+    return [TenantIdentity(name, authority="sha256:a") for name in names]
+
+
+LARGE = Limits(max_payload_mib=3, max_inflight_mib=16, max_inflight_mib_per_tenant=8, max_connections=4)  # 12 to share
+
+
+def test_bytes_are_taken_before_memory_is() -> None:
+    budget = ByteBudget(LARGE)
+    alice, bob = tenants("alice", "bob")
+    with pytest.raises(Refusal, match="at most"), budget.taken(alice, 9 * MIB, timeout=0):
         pass
-    with budget.taken(alice, 2 * MIB, timeout=0):
-        with pytest.raises(Refusal, match="in flight"), budget.taken(alice, 1, timeout=0):
+    with budget.taken(alice, 8 * MIB, timeout=0):
+        with pytest.raises(Refusal, match="in flight"), budget.taken(alice, 2 * MIB, timeout=0):
             pass
-        with budget.taken(bob, MIB, timeout=0), pytest.raises(Refusal), budget.taken(bob, 1, timeout=0):
+        with budget.taken(bob, 4 * MIB, timeout=0), pytest.raises(Refusal), budget.taken(bob, 2 * MIB, timeout=0):
             pass
-        entered = threading.Event()
+        assert budget.used == 8 * MIB
+    assert budget.used == 0
 
-        def wait() -> None:
-            with budget.taken(carol, 2 * MIB, timeout=20):
-                entered.set()
 
-        waiter = threading.Thread(target=wait)
-        waiter.start()
-        assert not entered.is_set()
-    assert entered.wait(20)
-    waiter.join()
+def test_small_requests_never_wait_for_bytes() -> None:
+    budget = ByteBudget(LARGE)
+    alice, bob, carol = tenants("alice", "bob", "carol")
+    with budget.taken(alice, 8 * MIB, timeout=0), budget.taken(bob, 4 * MIB, timeout=0):
+        with budget.taken(carol, LARGE.small_request, timeout=0), budget.taken(alice, 10, timeout=0):
+            pass
+        with pytest.raises(Refusal), budget.taken(carol, LARGE.small_request + 1, timeout=0):
+            pass
+
+
+def test_bytes_come_to_tenants_by_turns() -> None:
+    """Who had some last waits longest, however often it asks; whose turn it is is not overtaken by smaller claims."""
+    budget = ByteBudget(LARGE)
+    alice, bob, carol = tenants("alice", "bob", "carol")
+    order: list[str] = []
+    lock = threading.Lock()
+
+    def claim(tenant: TenantIdentity, size: int) -> None:
+        with budget.taken(tenant, size, timeout=20), lock:
+            order.append(tenant.name)
+
+    with budget.taken(carol, 2 * MIB, timeout=0):
+        pass
+    with budget.taken(alice, 8 * MIB, timeout=0), budget.taken(bob, 4 * MIB, timeout=0):
+        waiters = []
+        for number, (tenant, size) in enumerate([(bob, 7 * MIB), (alice, 7 * MIB), (carol, 7 * MIB)], start=1):
+            waiters.append(threading.Thread(target=claim, args=(tenant, size)))
+            waiters[-1].start()
+            while budget.waiting < number:
+                time.sleep(0.001)
+        assert order == []
+    for waiter in waiters:
+        waiter.join(20)
+    assert order == ["carol", "alice", "bob"]
+
+
+def test_a_tenant_leaves_room_for_another() -> None:
+    budget = ByteBudget(LARGE)
+    alice, bob = tenants("alice", "bob")
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):  # half of the 12: one tenant more may come
+            stack.enter_context(budget.taken(alice, 2 * MIB, timeout=0))
+        with pytest.raises(Refusal), budget.taken(alice, 2 * MIB, timeout=0):
+            pass
+        with budget.taken(bob, 6 * MIB, timeout=0):
+            pass
 
 
 # The end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -11,13 +12,16 @@ import torch
 import zmq
 from torch import Tensor
 
-from provider.config import INPROC, ExecutorConfig
+from provider import envelope
+from provider.config import INPROC, ExecutorConfig, SchedulerConfig
 from provider.executor import Context, Executor
 from provider.model import ServedModel
+from provider.scheduler import PolicyName
 from provider.server import Provider
 from symbiosis_priv import wire
 from symbiosis_priv.keystream import expand, mask_key
 from symbiosis_priv.ring import DIRECTIONS, Direction
+from symbiosis_priv.tls import TenantIdentity
 from symbiosis_priv.weights import WeightStore
 
 if TYPE_CHECKING:
@@ -135,6 +139,14 @@ def test_tenants_at_once_get_what_they_get_alone(connect: Connect, store: Weight
             run.result()
 
 
+def work(request: wire.Execute | wire.Effect, *, tenant: str = "alice") -> envelope.Work:
+    now = time.monotonic()
+    identity = TenantIdentity(tenant, authority="sha256:1")
+    return envelope.Work(
+        tenant=identity, stage="fine_tuning", weight=1.0, arrival=now, deadline=now + 60, request=request
+    )
+
+
 class CountingModel(ServedModel):
     """Notes the rows of each product."""
 
@@ -147,39 +159,45 @@ class CountingModel(ServedModel):
         return super().product(rows, group=group, direction=direction, arithmetic=arithmetic)
 
 
-@pytest.mark.parametrize(("max_batch_rows", "batches"), [(100, [12]), (5, [3, 5, 4]), (1, [1, 2, 5, 4])])
+@pytest.mark.parametrize("policy", ["none", "lockstep", "opportunistic"])
+@pytest.mark.parametrize("max_batch_rows", [100, 5, 1])
 def test_waiting_requests_share_a_product(
-    store: WeightStore, requests: Requests, max_batch_rows: int, batches: list[int]
+    store: WeightStore, requests: Requests, max_batch_rows: int, policy: PolicyName
 ) -> None:
-    """Requests that wait for one group are one product, in order, effects among them; another group is another."""
+    """Requests that wait for one group share products, however they are cut; another group's have their own."""
     execute, effect = requests
     context: Context = zmq.Context()
     model = CountingModel(store)
-    executor = Executor(model, context=context, endpoint=INPROC, max_batch_rows=max_batch_rows)
+    scheduling = SchedulerConfig(max_batch_rows=max_batch_rows, policy=policy, slice_ms=10_000)
+    executor = Executor(model, context=context, endpoint=INPROC, scheduling=scheduling)
     width = store.manifest().groups[0].inputs
     other = store.manifest().groups[1].inputs
     seed = secrets.token_bytes(32)
     key = mask_key(seed, group_name=store.manifest().groups[0].name, direction="forward")
-    asked = [
+    asked: list[tuple[wire.Execute | wire.Effect, Tensor]] = [
         (execute(0, 1), ring_rows(1, width)),
         (execute(1, 2), ring_rows(2, other)),
         (execute(0, 2), ring_rows(2, width, seed=1)),
         (effect(0, 5, seed=seed), expand(key, first_row=0, rows=5, width=width)),
         (execute(0, 4), ring_rows(4, width, seed=2)),
     ]
-    sockets = []
+    sockets: list[zmq.Socket[bytes]] = []
     for request, rows in asked:
         socket = context.socket(zmq.DEALER)
         socket.linger = 0
         socket.rcvtimeo = 20_000
         socket.connect(INPROC)
         payload = wire.as_bytes(rows) if isinstance(request, wire.Execute) else b""
-        socket.send_multipart([wire.encode(request)[wire.PREFIX.size :], payload])
+        socket.send_multipart([envelope.encode(work(request, tenant=str(len(sockets)))), payload])
         sockets.append(socket)
     executor.stop()
     executor.run()
-    assert [rows for group, rows in model.calls if group == 0] == batches
-    assert [rows for group, rows in model.calls if group == 1] == [2]
+    products = [rows for group, rows in model.calls if group == 0]
+    assert sum(products) == 12
+    assert max(products) <= max_batch_rows
+    assert sum(rows for group, rows in model.calls if group == 1) == 2
+    if max_batch_rows == 100:
+        assert len(products) == 4 if policy == "none" else len(products) <= 2  # the keystream may come a little later
     for socket, (request, rows) in zip(sockets, asked, strict=True):
         head, payload = socket.recv_multipart()
         reply = wire.decode_reply(head[wire.PREFIX.size :])

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 WIDTH = 64
 LOG_FIELDS = {
     *("time", "level", "logger", "event", "provider", "address", "groups", "tenant", "reason", "group", "direction"),
-    *("rows", "ms", "requests", "clean"),
+    *("rows", "ms", "requests", "clean", "suppressed"),
 }
 
 

@@ -373,13 +373,13 @@ def test_wrong_batching_only(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> N
 
     def run_batch(self: Executor, batch: list[Any]) -> None:
         batches.append(len(batch))
-        group, direction, arithmetic = batch[0].key
-        flat = torch.cat([self._rows(job) for job in batch])
+        group, direction, arithmetic = batch[0].job.key
+        flat = torch.cat([self._rows(piece) for piece in batch])
         product = self._model.product(flat, group=group, direction=direction, arithmetic=arithmetic)
         if len(batch) > 1:
             product = product.roll(1, 0)
-        for job, part in zip(batch, product.split([job.request.rows for job in batch]), strict=True):
-            self._send_result(job, part.contiguous())
+        for piece, part in zip(batch, product.split([piece.rows for piece in batch]), strict=True):
+            self._finish(piece, part.contiguous())
 
     monkeypatch.setattr(Executor, "_run_batch", run_batch)
     outcomes = judge()
@@ -435,10 +435,11 @@ def test_bad_requests_that_are_answered(judge: Judge, monkeypatch: pytest.Monkey
     monkeypatch.setattr(connection.Connection, "_check", lenient)
     accept = Executor._accept
 
-    def wrap(self: Executor, sender: Any, request: Any, payload: Any) -> None:
-        if isinstance(request, wire.Execute):
-            request = msgspec.structs.replace(request, group=request.group % len(self._model.manifest.groups))
-        accept(self, sender, request, payload)
+    def wrap(self: Executor, sender: Any, work: Any, payload: Any) -> None:
+        if isinstance(work.request, wire.Execute):
+            group = work.request.group % len(self._model.manifest.groups)
+            work = msgspec.structs.replace(work, request=msgspec.structs.replace(work.request, group=group))
+        accept(self, sender, work, payload)
 
     monkeypatch.setattr(Executor, "_accept", wrap)
     outcomes = judge("refusals", "ring-exact")

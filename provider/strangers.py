@@ -1,0 +1,92 @@
+"""Connections that have not authenticated: a limited number of places, and who has to go when there is none left.
+
+Whoever has the most of them goes first: an IPv4 address, or an IPv6 network of 64 bits, within which anybody has
+addresses without number. Of one network, and of networks with equally many, the silent go before those that shake
+hands, the oldest first. So a crowd from anywhere costs those who come from elsewhere nothing.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import itertools
+import socket
+import threading
+from collections import Counter
+
+
+class Stranger:
+    """One such connection.
+
+    Args:
+        connection: not blocking; `speak` replaces it by the one that TLS has taken over.
+        host: the peer's address.
+        deadline: when it must have authenticated, by `time.monotonic()`.
+    """
+
+    def __init__(self, connection: socket.socket, host: str, *, deadline: float) -> None:
+        self.socket = connection
+        self.network = network_of(host)
+        self.deadline = deadline
+        self.silent = True
+
+
+class Strangers:
+    """All of them, in order of arrival. Thread-safe.
+
+    Args:
+        limit: places.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._present: dict[Stranger, None] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._present)
+
+    def come(self, stranger: Stranger) -> Stranger | None:
+        """One more; returns who has to go for it, if anybody."""
+        with self._lock:
+            self._present[stranger] = None
+            if len(self._present) <= self._limit:
+                return None
+            crowds = Counter(s.network for s in self._present)
+            return max(self._present, key=lambda s: (crowds[s.network], s.silent))
+
+    def speak(self, stranger: Stranger, connection: socket.socket) -> None:
+        """Its first bytes have come."""
+        with self._lock:
+            stranger.socket, stranger.silent = connection, False
+
+    def leave(self, stranger: Stranger) -> None:
+        """It has authenticated, or gone; once is enough."""
+        with self._lock:
+            self._present.pop(stranger, None)
+
+    def all(self) -> list[Stranger]:
+        """Everybody who is here."""
+        with self._lock:
+            return list(self._present)
+
+    def late(self, now: float) -> list[Stranger]:
+        """The silent ones whose time is over; the others' threads know theirs."""
+        with self._lock:
+            silent = (s for s in self._present if s.silent)
+            return list(itertools.takewhile(lambda s: s.deadline <= now, silent))
+
+    @property
+    def next_deadline(self) -> float | None:
+        """Of the silent ones; None if there are none."""
+        with self._lock:
+            return next((s.deadline for s in self._present if s.silent), None)
+
+
+def network_of(host: str) -> str:
+    """What counts as one peer: an IPv4 address (mapped ones too), a /64 of IPv6."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is not None:
+            return str(address.ipv4_mapped)
+        return str(ipaddress.IPv6Network((address, 64), strict=False))
+    return str(address)

@@ -1,0 +1,228 @@
+"""What one tenant, or a stranger, can do to another: bounded waits, bounded memory, and a name for whoever did it.
+
+Every attack comes over loopback, is bounded in number and time, and meets a provider in a process of its own, so that
+memory and processor time are the provider's alone. Beside it an honest tenant asks for one row at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from symbiosis_priv import wire
+from symbiosis_priv.federation import parse_address
+
+if TYPE_CHECKING:
+    from tests.provider.conftest import Client, Configure, Connect, Keys, Launch, Requests, Service
+
+MIB = 1 << 20
+WIDTH, WIDE = 512, 2048  # of the attacked layer group, gate and up
+GATE_UP = 2
+ROWS = 8192  # a request's matrix has 16 MiB, its answer's 64
+PATIENCE_S = 1.0
+LIMITS = {"max_payload_mib": 64, "max_inflight_mib": 320, "max_inflight_mib_per_tenant": 192}
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+
+
+@pytest.fixture(scope="module")
+def wide(save_llama: Callable[..., Path]) -> Path:
+    return save_llama(hidden_size=WIDTH, intermediate_size=WIDE // 2, num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def service(configure: Configure, launch: Launch, wide: Path) -> Service:
+    return launch(configure(checkpoint=wide, **LIMITS))
+
+
+@pytest.fixture
+def victim(service: Service, connect: Connect, requests: Requests) -> Service:
+    """A provider that has multiplied by the attacked layer group before: what it holds now is weights and kernels."""
+    execute, _ = requests
+    client = connect("alice", to=service)
+    for rows in (1, 64):
+        for direction, width in (("forward", WIDTH), ("backward", WIDE)):
+            client.product(execute(GATE_UP, rows, direction=direction), torch.ones(rows, width, dtype=torch.int32))
+    client.close()
+    return service
+
+
+class Watch:
+    """Peak memory and processor time of a process while a block runs."""
+
+    def __init__(self, pid: int) -> None:
+        self._folder = Path(f"/proc/{pid}")
+        self._before = self._resident()
+        self._cpu = self._processor_time()
+        self._peak = self._before
+        self._over = threading.Event()
+
+    @property
+    def grown_mib(self) -> float:
+        return (self._peak - self._before) / MIB
+
+    @property
+    def cpu_s(self) -> float:
+        return self._processor_time() - self._cpu
+
+    def _resident(self) -> int:
+        return int((self._folder / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def _processor_time(self) -> float:
+        user, system = (self._folder / "stat").read_text().rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+    def _look(self) -> None:
+        while not self._over.wait(0.01):
+            self._peak = max(self._peak, self._resident())
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Watch]:
+        thread = threading.Thread(target=self._look)
+        thread.start()
+        try:
+            yield self
+        finally:
+            self._over.set()
+            thread.join()
+
+
+def watching(service: Service) -> contextlib.AbstractContextManager[Watch]:
+    return Watch(service.process.pid).running()
+
+
+def longest_wait(client: Client, requests: Requests, *, seconds: float) -> float:
+    """Ask for one row after the other; the longest that one took."""
+    execute, _ = requests
+    row, longest, end = torch.ones(1, WIDTH, dtype=torch.int32), 0.0, time.monotonic() + seconds
+    while (begun := time.monotonic()) < end:
+        client.product(execute(GATE_UP, 1), row)
+        longest = max(longest, time.monotonic() - begun)
+    return longest
+
+
+def test_effects_of_a_tenant_that_hangs_up(victim: Service, connect: Connect, requests: Requests) -> None:
+    """A hundred bytes ask for a large product: it is cut, it waits its turn, and it ends when its tenant leaves."""
+    _, effect = requests
+    honest = connect("alice", to=victim)
+    with watching(victim) as watch:
+        for _ in range(6):
+            attacker = connect("dave", role="helper", to=victim)
+            attacker.send(effect(GATE_UP, ROWS, seed=secrets.token_bytes(32)))
+            attacker.close()
+        assert longest_wait(honest, requests, seconds=2.0) <= PATIENCE_S
+    assert watch.grown_mib <= 1.1 * LIMITS["max_inflight_mib_per_tenant"]
+    assert watch.cpu_s <= 6.0
+
+
+def test_effects_of_a_tenant_that_stays(victim: Service, connect: Connect, requests: Requests) -> None:
+    _, effect = requests
+    honest = connect("alice", to=victim)
+    attackers = [connect("dave", role="helper", to=victim) for _ in range(6)]
+    with watching(victim) as watch:
+        for attacker in attackers:
+            attacker.send(effect(GATE_UP, ROWS, seed=secrets.token_bytes(32)))
+        assert longest_wait(honest, requests, seconds=2.0) <= PATIENCE_S
+    assert watch.grown_mib <= 1.1 * LIMITS["max_inflight_mib_per_tenant"]
+
+
+def test_payloads_that_are_announced_and_never_sent(victim: Service, connect: Connect, requests: Requests) -> None:
+    execute, _ = requests
+    for tenant in ("alice", "bob"):
+        for _ in range(3):
+            attacker = connect(tenant, to=victim)
+            attacker.send(execute(GATE_UP, ROWS), announced=ROWS * WIDTH * 4)
+    honest = connect("carol", to=victim)
+    assert longest_wait(honest, requests, seconds=1.0) <= PATIENCE_S
+    begun = time.monotonic()
+    honest.product(execute(GATE_UP, ROWS), torch.ones(ROWS, WIDTH, dtype=torch.int32))
+    assert time.monotonic() - begun < 15.0
+
+
+def test_requests_whose_tenant_leaves(victim: Service, connect: Connect, requests: Requests) -> None:
+    """Their memory is free before their bytes may be asked for again."""
+    execute, _ = requests
+    honest = connect("alice", to=victim)
+    matrix = bytes(ROWS * WIDTH * 4)
+    over = threading.Event()
+
+    def attack() -> None:
+        while not over.is_set():
+            with contextlib.closing(connect("bob", to=victim)) as attacker:
+                attacker.send(execute(GATE_UP, ROWS), matrix)
+
+    with watching(victim) as watch:
+        threads = [threading.Thread(target=attack) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        try:
+            assert longest_wait(honest, requests, seconds=2.5) <= PATIENCE_S
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
+    assert watch.grown_mib <= 1.1 * LIMITS["max_inflight_mib_per_tenant"]
+
+
+class FarClient:
+    """A tenant whose every flight of bytes takes `delay` seconds to arrive."""
+
+    def __init__(self, address: str, context: ssl.SSLContext, *, delay: float) -> None:
+        self._raw = socket.create_connection(parse_address(address), timeout=10)
+        self._delay = delay
+        self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._in, self._out, server_hostname="127.0.0.1")
+
+    def health(self) -> None:
+        self._until_done(self._tls.do_handshake)
+        self._tls.write(wire.encode(wire.Health()))
+        self._until_done(lambda: self._tls.read(1))
+        self._raw.close()
+
+    def _until_done(self, step: Callable[[], object]) -> None:
+        while True:
+            try:
+                step()
+                return
+            except ssl.SSLWantReadError:
+                time.sleep(self._delay)
+                self._raw.sendall(self._out.read())
+                self._in.write(self._raw.recv(65536))
+
+
+def test_strangers_who_say_nothing(victim: Service, keys: Keys) -> None:
+    """400 silent connections a second from 250 addresses, and a tenant 300 ms away."""
+    over, opened = threading.Event(), list[socket.socket]()
+
+    def flood() -> None:
+        begun = time.monotonic()
+        while not over.is_set() and len(opened) < 2000:
+            source = f"127.1.0.{1 + len(opened) % 250}"
+            connection = socket.create_connection(parse_address(victim.address), source_address=(source, 0))
+            opened.append(connection)
+            over.wait(max(0.0, begun + len(opened) / 400 - time.monotonic()))
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    try:
+        time.sleep(0.5)  # 200 of them are there
+        for _ in range(3):
+            FarClient(victim.address, keys.context("alice"), delay=0.3).health()
+    finally:
+        over.set()
+        thread.join()
+        for connection in opened:
+            connection.close()
+    named = [line for line in victim.logged() if line["event"] in ("stranger_dropped", "handshake_refused")]
+    assert len(named) < 50

@@ -10,6 +10,8 @@ stay with the tenant.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,12 +19,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis_priv.errors import UnsupportedModelError
+from symbiosis_priv.metadata import called, is_metadata
 from symbiosis_priv.trust import on_this_machine, vet
 
 _TRACE_LENGTH = 4
@@ -93,8 +99,41 @@ class StoredNames:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear that can be offloaded."""
-    return isinstance(module, (nn.Linear, Conv1D))
+    """Whether a module is a linear that can be offloaded: one by its class, and by what it computes."""
+    if not isinstance(module, (nn.Linear, Conv1D)):
+        return False
+    return type(module).forward in (nn.Linear.forward, Conv1D.forward) or _is_product(module)
+
+
+def _is_product(module: nn.Linear | Conv1D) -> bool:
+    """Whether a subclass with a `forward` of its own computes nothing but `x @ W.T + b`; tried on a small one."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.rand(*shape, dtype=torch.float64, device="cpu", generator=generator)
+
+    inputs, outputs = 5, 3
+    weight, bias = random(outputs, inputs), random(outputs)
+    small = copy.copy(module)
+    if isinstance(small, nn.Linear):
+        small.in_features, small.out_features = inputs, outputs
+    else:
+        small.nx, small.nf = inputs, outputs
+    stored = weight if isinstance(small, nn.Linear) else weight.t()
+    small.__dict__["_parameters"] = {"weight": stored, "bias": None if module.bias is None else bias}
+    x = random(2, inputs)
+    expected = nn.functional.linear(x, weight, None if module.bias is None else bias)
+    for training in (False, True):
+        small.training = training
+        try:
+            y = small.forward(x)
+        except Exception:  # somebody else's code, which may want anything
+            return False
+        if not (isinstance(y, Tensor) and y.dtype == x.dtype and y.shape == expected.shape):
+            return False
+        if not torch.allclose(y, expected, rtol=1e-12):
+            return False
+    return True
 
 
 def widths(module: nn.Module) -> tuple[int, int]:
@@ -117,7 +156,8 @@ def discover(path: Path) -> Skeleton:
     _refuse_stacked(model)
     kept = _tied_modules(model)
     linears = {n: m for n, m in model.named_modules() if is_linear(m) and n not in kept}
-    calls = _trace(model, linears)
+    calls, computed_with = _trace(model, linears)
+    calls = [call for call in calls if call[0] not in computed_with]
     groups: dict[tuple[int, int, str], list[str]] = {}
     for name, x, version in calls:
         groups.setdefault((id(x), version, _block(name)), []).append(name)
@@ -185,57 +225,90 @@ def _refuse_stacked(model: PreTrainedModel) -> None:
 
 
 def _tied_modules(model: PreTrainedModel) -> set[str]:
-    """Linears whose weight is another module's parameter too (a tied LM head): the tenant has them anyway."""
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    tied = set(model.all_tied_weights_keys) if getattr(model.config, "tie_word_embeddings", False) else set()
-    return {
-        name
-        for name, module in model.named_modules()
-        if is_linear(module) and (id(module.weight) in embeddings or f"{name}.weight" in tied)
-    }
+    """Modules that share a parameter (a tied LM head and its embedding): as one of them stays, all of them do."""
+    owners: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(name)
+    shared = {name for names in owners.values() if len(names) > 1 for name in names}
+    ties = model.all_tied_weights_keys  # on the meta device, not every tie is made
+    return shared | {parameter.rpartition(".")[0] for tie in ties.items() for parameter in tie}
 
 
-def _trace(model: PreTrainedModel, linears: dict[str, nn.Module]) -> list[tuple[str, Tensor, int]]:
-    """The first call of every linear: (name, input, the input's version), in order."""
-    calls: list[tuple[str, Tensor, int]] = []  # holds the tensors, so that no id is reused
-    seen: set[str] = set()
-
-    def record(name: str) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if name not in seen:
-                seen.add(name)
-                x = args[0] if args else next(iter(kwargs.values()))
-                calls.append((name, x, x._version))
-
-        return hook
-
-    handles = [m.register_forward_pre_hook(record(n), with_kwargs=True) for n, m in linears.items()]
+def _trace(model: PreTrainedModel, linears: dict[str, nn.Module]) -> tuple[list[tuple[str, Tensor, int]], set[str]]:
+    """The first call of every linear: (name, input, the input's version), in order. And the linears whose parameters
+    the model computes with beside such calls, be it in training only: those cannot be elsewhere."""
+    trace = _Trace(linears)
+    handles = [m.register_forward_pre_hook(trace.enter(n), with_kwargs=True) for n, m in linears.items()]
+    handles += [m.register_forward_hook(trace.leave, always_call=True) for m in linears.values()]
     try:
-        _run(model)
+        _run(model.eval(), trace)
+        calls = trace.calls
+        with contextlib.suppress(UnsupportedModelError):  # then it is found when somebody trains
+            _run(model.train(), trace)
     finally:
         for handle in handles:
             handle.remove()
-    return calls
+        model.eval()
+    return calls, trace.computed_with
 
 
-def _run(model: PreTrainedModel) -> None:
+class _Trace(TorchFunctionMode):
+    """What happens to linears in one forward pass."""
+
+    def __init__(self, linears: dict[str, nn.Module]) -> None:
+        super().__init__()
+        self.computed_with: set[str] = set()
+        self.start()
+        self._names = {id(p): name for name, m in linears.items() for p in m.parameters(recurse=False)}
+
+    def start(self) -> None:
+        """Another pass: inputs of two passes are never the same tensor."""
+        self.calls: list[tuple[str, Tensor, int]] = []  # holds the tensors, so that no id is reused
+        self._seen: set[str] = set()
+        self._inside = 0
+
+    def enter(self, name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._inside += 1
+            if name not in self._seen:
+                self._seen.add(name)
+                x = args[0] if args else next(iter(kwargs.values()))
+                self.calls.append((name, x, x._version))
+
+        return hook
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._inside -= 1
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if not self._inside and not is_metadata(called(func)):
+            self.computed_with.update(self._names[id(x)] for x in tree_leaves((args, kwargs)) if id(x) in self._names)
+        return func(*args, **kwargs)
+
+
+def _run(model: PreTrainedModel, trace: _Trace) -> None:
     """One forward pass on the meta device, where nothing has a value to look at.
 
     Decoders want an explicit mask (without one, transformers looks for packed sequences); encoders want none (with one,
     they look whether it masks anything); hybrids of both want none, but a cache, with which nobody looks for anything.
+    Who looks all the same is given fake tensors: transformers knows them, and takes the path that it has for tracing.
     """
-    ids = torch.zeros((1, _TRACE_LENGTH), dtype=torch.long, device="meta")
-    sides = ("", "decoder_") if model.config.is_encoder_decoder else ("",)
-    plain = {f"{side}input_ids": ids for side in sides}
-    masked = plain | {f"{side}attention_mask": torch.ones_like(ids) for side in sides}
     failures = []
-    for inputs in (masked | {"use_cache": False}, plain | {"use_cache": False}, plain | {"use_cache": True}):
-        try:
-            with torch.no_grad():
-                model(**inputs)
-            return
-        except Exception as error:  # an architecture's own code, where it was never meant to run
-            failures.append(f"{type(error).__name__}: {error}")
+    for mode in (contextlib.nullcontext(), FakeTensorMode(allow_non_fake_inputs=True)):
+        with trace, mode, torch.no_grad():
+            ids = torch.zeros((1, _TRACE_LENGTH), dtype=torch.long, device="meta")
+            sides = ("", "decoder_") if model.config.is_encoder_decoder else ("",)
+            plain = {f"{side}input_ids": ids for side in sides}
+            masked = plain | {f"{side}attention_mask": torch.ones_like(ids) for side in sides}
+            for inputs in (masked | {"use_cache": False}, plain | {"use_cache": False}, plain | {"use_cache": True}):
+                trace.start()
+                try:
+                    model(**inputs)
+                    return
+                except Exception as error:  # an architecture's own code, where it was never meant to run
+                    failures.append(f"{type(error).__name__}: {error}")
     raise UnsupportedModelError(
         f"{type(model).__name__} cannot be traced without weights; use a base model that runs on token ids alone and "
         f"does not look at values on its way. It said: {'; '.join(dict.fromkeys(failures))}"

@@ -16,22 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from symbiosis_priv.errors import UnsupportedMethodError
+from symbiosis_priv.metadata import called, is_metadata
 
-# Where a parameter is and what it is made of, never what is in it.
-_METHODS = frozenset(
-    (
-        *("to", "cpu", "cuda", "type", "float", "double", "half", "bfloat16", "detach", "clone", "requires_grad_"),
-        *("is_floating_point", "is_complex", "is_contiguous", "data_ptr", "untyped_storage", "storage_offset"),
-        *("__hash__", "_has_compatible_shallow_copy_type"),
-    )
+# What makes a copy, which is as empty, or decides whether there are gradients.
+_COPIES = frozenset(
+    ("to", "cpu", "cuda", "type", "float", "double", "half", "bfloat16", "detach", "clone", "data.__get__")
 )
-_ATTRIBUTES = frozenset(
-    (
-        *("dtype", "device", "layout", "requires_grad", "grad", "grad_fn", "is_leaf", "retains_grad", "data"),
-        *("nbytes", "is_meta", "is_cpu", "is_cuda", "is_mps", "is_xpu", "is_xla", "is_sparse", "is_nested"),
-        *("is_quantized", "_version", "_backward_hooks"),
-    )
-)
+_SWITCHES = frozenset(("requires_grad_", "requires_grad.__set__", "grad.__set__", "data.__set__"))
 # What the whole parameter would answer, and the bytes that an element takes here.
 _SIZES: dict[str, Callable[..., Any]] = {
     "shape.__get__": lambda shape: shape,
@@ -74,21 +65,20 @@ class OffloadedParameter(nn.Parameter):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = _name(func)
-        attribute, _, access = name.partition(".")
+        name = called(func)
         asked = args[0] if args and isinstance(args[0], OffloadedParameter) else None
         if asked is not None and name in _SIZES:
             return _SIZES[name](asked._whole, *args[1:], **kwargs)
         if _unfreezes(name, args, kwargs):
             raise UnsupportedMethodError(cls._no_training())
-        known = attribute in (_ATTRIBUTES if access else _METHODS)
+        known = is_metadata(name) or name in _COPIES or name in _SWITCHES
         if not known or (name == "data.__set__" and not isinstance(args[1], OffloadedParameter)):
-            raise UnsupportedMethodError(f"{cls._no_reading()} (refused: Tensor.{attribute})")
+            raise UnsupportedMethodError(f"{cls._no_reading()} (refused: Tensor.{name.partition('.')[0]})")
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-            if asked is None or result is asked or not isinstance(result, Tensor) or attribute == "grad":
+            if asked is None or result is asked or not (name in _COPIES and isinstance(result, Tensor)):
                 return result
-            return asked._of(result, asked._whole)  # a copy is as empty as the original
+            return asked._of(result, asked._whole)
 
     @classmethod
     def _no_training(cls) -> str:
@@ -167,13 +157,6 @@ def _unfreezes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
     if name not in ("requires_grad_", "requires_grad.__set__"):
         return False
     return bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
-
-
-def _name(func: Callable[..., Any]) -> str:
-    """`clone`, or `dtype.__get__` for an attribute."""
-    name = getattr(func, "__name__", "")
-    owner = getattr(getattr(func, "__self__", None), "__name__", "")
-    return f"{owner}.{name}" if name in ("__get__", "__set__", "__delete__") else name
 
 
 # Who asks, as far as a word in a function's or module's name tells, and what works instead of that.

@@ -1,4 +1,4 @@
-"""Layer groups, found from config.json alone, against what real models of thirteen architectures do when they run."""
+"""Layer groups, found from config.json alone, against what real models of many architectures do when they run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ import transformers
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
+    BigBirdConfig,
     BloomConfig,
+    ConvBertConfig,
     FalconConfig,
+    Gemma3nTextConfig,
     GemmaConfig,
     GPT2Config,
     GPTNeoXConfig,
     Lfm2Config,
     LlamaConfig,
+    MegatronBertConfig,
     MistralConfig,
     MixtralConfig,
     OPTConfig,
@@ -27,8 +31,12 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    RemBertConfig,
+    RoFormerConfig,
+    RwkvConfig,
     T5Config,
     ViTConfig,
+    Zamba2Config,
 )
 
 from symbiosis_priv.discovery import Skeleton, discover, is_linear, widths
@@ -67,6 +75,12 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "Lfm2ForCausalLM": lambda: Lfm2Config(**SIZES, num_key_value_heads=2, layer_types=["conv", "full_attention"]),
     "BertForMaskedLM": lambda: BertConfig(**SIZES),
     "T5ForConditionalGeneration": lambda: T5Config(**T5_SIZES),
+    # these look at their masks when nobody traces them
+    "BigBirdForMaskedLM": lambda: BigBirdConfig(**SIZES),
+    "ConvBertForMaskedLM": lambda: ConvBertConfig(**SIZES | {"embedding_size": 64}),
+    "MegatronBertForMaskedLM": lambda: MegatronBertConfig(**SIZES),
+    "RemBertForMaskedLM": lambda: RemBertConfig(**SIZES | {"input_embedding_size": 64, "output_embedding_size": 64}),
+    "RoFormerForMaskedLM": lambda: RoFormerConfig(**SIZES),
 }
 
 
@@ -173,6 +187,107 @@ def test_a_tied_head_stays_and_an_untied_one_goes(tied: bool, tmp_path: Path) ->
     groups = discover(save(config, "LlamaForCausalLM", tmp_path)).groups
     assert (("lm_head",) in [group.members for group in groups]) is not tied
     assert len(groups) == 8 + (not tied)
+
+
+def kept(path: Path, architecture: str, config: PreTrainedConfig) -> set[str]:
+    """Last names of the linears that stay with the tenant."""
+    offloaded = {member for group in discover(save(config, architecture, path)).groups for member in group.members}
+    names = {name for name, m in build(architecture, config).named_modules() if is_linear(m)}
+    assert offloaded < names
+    return {name.rpartition(".")[2] for name in names - offloaded}
+
+
+def test_both_ends_of_a_tie_between_linears_stay(tmp_path: Path) -> None:
+    """Zamba2's blocks share one transformer: were it offloaded where it is called first, there were none for others."""
+    config = Zamba2Config(
+        **SIZES | {"num_hidden_layers": 3},
+        layers_block_type=["mamba", "hybrid", "hybrid"],
+        mamba_d_state=8,
+        n_mamba_heads=4,
+        num_mem_blocks=1,
+        adapter_rank=4,
+        use_mamba_kernels=False,
+    )
+    shared = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj", "0", "1", "lm_head"}
+    assert kept(tmp_path, "Zamba2ForCausalLM", config) == shared
+
+
+def gemma3n() -> PreTrainedConfig:
+    sizes = SIZES | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    return Gemma3nTextConfig(
+        **sizes,
+        vocab_size_per_layer_input=80,
+        hidden_size_per_layer_input=16,
+        laurel_rank=8,
+        num_kv_shared_layers=0,
+        layer_types=["sliding_attention", "full_attention"],
+        activation_sparsity_pattern=[0.0, 0.0],
+        altup_num_inputs=2,
+    )
+
+
+RWKV: dict[str, Any] = {"vocab_size": 80, "hidden_size": 64, "attention_hidden_size": 64, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config", "names"),
+    [
+        ("Gemma3nForCausalLM", gemma3n, {"correction_coefs", "prediction_coefs", "lm_head"}),  # clamped in training
+        ("RwkvForCausalLM", lambda: RwkvConfig(**RWKV), {"output", "value"}),  # divided in evaluation
+    ],
+)
+def test_linears_that_the_model_writes_to_stay(
+    architecture: str, config: Callable[[], PreTrainedConfig], names: set[str], tmp_path: Path
+) -> None:
+    assert kept(tmp_path, architecture, config()) == names
+
+
+class Same(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        product = input @ self.weight.T
+        return product if self.bias is None else product + self.bias
+
+
+class Twice(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+class Noisy(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input + torch.rand_like(input) if self.training else input)
+
+
+class Single(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.linear(input.float(), self.weight.float(), self.bias)
+
+
+class Router(nn.Linear):
+    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        y = super().forward(input)
+        return y, y.argmax(-1)
+
+
+class Grouped(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.linear(input.view(len(input), 2, -1), self.weight.view(2, -1, 4), self.bias)
+
+
+def test_a_subclass_is_a_linear_if_it_computes_what_a_linear_does() -> None:
+    for bias in (False, True):
+        for kind, linear in {
+            Same: True,
+            Twice: False,
+            Noisy: False,
+            Single: False,
+            Router: False,
+            Grouped: False,
+        }.items():
+            module = kind(6, 8, bias=bias, device="meta")
+            assert is_linear(module) is linear, kind
+            assert module.weight.is_meta
+            assert (module.in_features, module.training) == (6, True)
 
 
 def test_cross_attention_is_not_fused_over_blocks(tmp_path: Path) -> None:

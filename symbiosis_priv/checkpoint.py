@@ -15,6 +15,7 @@ from torch import Tensor
 from symbiosis_priv.errors import CheckpointError
 from symbiosis_priv.trust import vet
 
+_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # never code, never pickles
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -31,11 +32,15 @@ def resolve(model: str | Path) -> Path:
             raise CheckpointError(f"{path} has no config.json; point at a Hugging Face checkpoint folder")
         vet(path)
         return path.resolve()
+    if path.is_file():
+        raise CheckpointError(f"{path} is a file; name the folder that holds the checkpoint's config.json")
+    if path.is_absolute() or len(path.parts) > 2 or str(model).startswith("."):  # no name on the hub looks like that
+        raise CheckpointError(f"the folder {path} does not exist; name one that holds a config.json")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        folder = Path(snapshot_download(str(model), allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt"]))
+        folder = Path(snapshot_download(str(model), allow_patterns=_FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
             f"{model} is no checkpoint folder here and could not be fetched; name one that holds a config.json: {error}"

@@ -7,6 +7,7 @@ at once, without waiting for torch.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -25,6 +26,8 @@ __all__ = ["COMMAND_GROUP", "main"]
 
 COMMAND_GROUP = "symbiosis_priv.commands"
 DISTRIBUTION = "symbiosis-priv"
+
+_STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # the system does not say of which file
 
 # Kept here, in the order they are listed, because asking a command for its own help would import it.
 _SHORT_HELP = {
@@ -120,9 +123,11 @@ def main(args: Sequence[str] | None = None) -> None:
     except SymbiosisError as error:
         _fail(str(error))
     except OSError as error:
-        if error.filename is None:
-            raise
-        _fail(f"cannot use {error.filename}: {error.strerror}; check the path, its permissions and the space there")
+        if error.filename is not None:
+            _fail(f"cannot use {error.filename}: {error.strerror}; check the path, its permissions and the space there")
+        if error.errno in _STORAGE:
+            _fail(f"cannot write: {error.strerror}; make room, or write to another place")
+        raise
 
 
 def _fail(message: str) -> NoReturn:

@@ -20,6 +20,7 @@ __all__ = [
     "QuarantinedError",
     "RangeError",
     "RoleConflictError",
+    "StorageError",
     "SymbiosisError",
     "TransportError",
     "UnsupportedMethodError",
@@ -52,6 +53,10 @@ class ConfigError(SymbiosisError, ValueError):
 
 class RoleConflictError(ConfigError):
     """One operator would know a pad and see a row masked with it (executor and helper at once)."""
+
+
+class StorageError(SymbiosisError, OSError):
+    """A file could not be written: full disk, read-only folder. What it should replace is still there, whole."""
 
 
 class CertificateError(SymbiosisError):

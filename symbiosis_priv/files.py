@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from safetensors import SafetensorError
+
+from symbiosis_priv.errors import ConfigError, StorageError
 
 
 def default_cache() -> Path:
@@ -15,13 +20,47 @@ def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "symbiosis-priv"
 
 
+@contextmanager
+def storing(path: Path) -> Iterator[None]:
+    """Turns what any library raises when `path` cannot be written into a StorageError that names it."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except (OSError, SafetensorError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise StorageError(
+            f"cannot write {path}: {reason}; make room there, correct its permissions, or choose another folder"
+        ) from error
+
+
 def replace_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Let readers see the old file or the whole new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        partial = Path(folder) / path.name
-        write(partial)
-        partial.replace(path)
+    """Let readers see the old file (or folder, if it is empty) or the whole new one.
+
+    Raises:
+        StorageError: it could not be written.
+    """
+    with storing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            partial = Path(folder) / path.name
+            write(partial)
+            partial.replace(path)
+
+
+def check_unused(folder: Path) -> None:
+    """Refuse to write into a folder that holds anything.
+
+    Raises:
+        ConfigError: it is neither new nor empty.
+    """
+    if folder.is_symlink() or folder.exists():
+        try:
+            used = any(folder.iterdir())
+        except OSError:  # a file, a dangling link
+            used = True
+        if used:
+            raise ConfigError(f"{folder} is in use; name a new or empty folder")
 
 
 def write_atomically(path: Path, data: bytes, *, mode: int = 0o644) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,12 +16,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
 
 if TYPE_CHECKING:  # what imports torch is imported by the commands: not for --help
-    from tenant import finetune as finetuning
     from tenant.config import RemoteConfig
     from tenant.quality import Quality
+    from tenant.training import Progress as OnProgress
+
+_SECONDS_PER_LINE = 10.0  # of progress, where there is no terminal
 
 app = typer.Typer(no_args_is_help=True, help="Fine-tune adapters and generate on somebody else's base model.")
 
@@ -30,7 +35,16 @@ Full = Annotated[
     Path | None, typer.Option("--checkpoint", help="The full checkpoint, if --model holds only your own tensors.")
 ]
 Deadline = Annotated[float, typer.Option(help="Seconds that one request may take, a provider's restart included.")]
-Text = Annotated[Path, typer.Option("--text", "-t", help="Plain text: documents between blank lines, or one a line.")]
+Text = Annotated[
+    Path,
+    typer.Option(
+        "--text",
+        "--data",
+        "-t",
+        help="Plain text: documents between blank lines, or one a line. Or FILE.jsonl, whose lines all hold text, "
+        "prompt and completion, or messages (a chat).",
+    ),
+]
 Length = Annotated[int, typer.Option(min=2, help="Tokens per block.")]
 Seed = Annotated[int, typer.Option(help="Of what is random in training or sampling; never of a mask.")]
 
@@ -46,6 +60,11 @@ def finetune(
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps; instead of --epochs.")] = None,
     epochs: Annotated[float, typer.Option(min=0.0, help="Passes over the text.")] = 1.0,
     rank: Annotated[int, typer.Option(min=1, help="Rank of LoRA.")] = 8,
+    alpha: Annotated[int | None, typer.Option(min=1, help="Alpha of LoRA; twice the rank by default.")] = None,
+    dropout: Annotated[float, typer.Option(min=0.0, max=0.99, help="Dropout of LoRA.")] = 0.0,
+    target_modules: Annotated[
+        str, typer.Option(help="Linears that get LoRA, by name: q_proj,v_proj. all-linear: all but the LM head.")
+    ] = "all-linear",
     learning_rate: Annotated[float, typer.Option(min=0.0, help="AdamW's; decays linearly.")] = 2e-4,
     batch_size: Annotated[int, typer.Option(min=1, help="Blocks per forward pass.")] = 4,
     sequence_length: Length = 256,
@@ -56,10 +75,19 @@ def finetune(
     seed: Seed = 0,
     save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 50,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in --output.")] = False,
+    report_to: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Experiment tracker: tensorboard, wandb, mlflow, ...; repeatable. Hosted ones see losses and options."
+        ),
+    ] = None,
     deadline_s: Deadline = 120.0,
     checkpoint: Full = None,
 ) -> None:
-    """Fine-tune a LoRA adapter on private text; the frozen layers run at the providers."""
+    """Fine-tune a LoRA adapter on private data; the frozen layers run at the providers.
+
+    Ctrl-C, SIGTERM, a lost provider and a full disk end it with what is done so far in --output; --resume goes on.
+    """
     from tenant import finetune as finetuning
     from tenant import ledger as ledgers
 
@@ -68,6 +96,9 @@ def finetune(
         steps=steps,
         epochs=epochs,
         rank=rank,
+        alpha=alpha,
+        dropout=dropout,
+        target_modules=target_modules,
         learning_rate=learning_rate,
         batch_size=batch_size,
         gradient_accumulation=gradient_accumulation,
@@ -76,8 +107,9 @@ def finetune(
         seed=seed,
         save_every=save_every,
         resume=resume,
+        report_to=tuple(report_to or ()),
     )
-    with _training_bar() as on_progress:
+    with _notes_shown(), _training_progress() as on_progress:
         result = finetuning.finetune(
             model,
             text,
@@ -86,11 +118,13 @@ def finetune(
             options=options,
             on_progress=on_progress,
         )
-    where = "held-out text" if result.held_out else "training text"
+    where = "held-out data" if result.held_out else "training data"
     table = _table("fine-tuned", "")
     table.add_row("adapter", str(result.adapter))
     table.add_row(f"loss on {where}", f"{result.loss_before:.4f} -> {result.loss_after:.4f}")
     table.add_row("perplexity", f"{math.exp(result.loss_before):.3f} -> {math.exp(result.loss_after):.3f}")
+    if result.shortened:
+        table.add_row(f"cut to {sequence_length} tokens", f"{result.shortened:,}")
     table.add_row("steps", f"{len(result.losses):,}")
     table.add_row("tokens", f"{result.tokens:,}")
     table.add_row("tokens per second", f"{result.tokens / result.seconds:,.1f}")
@@ -105,7 +139,16 @@ def generate(
     *,
     model: Model,
     federation: Federation,
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to continue.")],
+    prompt: Annotated[
+        str | None,
+        typer.Option(
+            "--prompt", "-p", help="What to continue. Every user of this machine can read it in the list of processes."
+        ),
+    ] = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(help="What to continue: a UTF-8 file, or - for stdin; nobody else sees it.", allow_dash=True),
+    ] = None,
     adapter: Annotated[Path | None, typer.Option("--adapter", "-a", help="A PEFT folder.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Upper limit of tokens.")] = 64,
     fixed_length: Annotated[
@@ -125,6 +168,7 @@ def generate(
     from tenant.hf import backend_of
 
     _quiet()
+    words = _prompt(prompt, prompt_file)
     remote = _remote(federation, masking, deadline_s=deadline_s, checkpoint=checkpoint)
     loaded, tokenizer = generation.open_model(model, remote=remote, adapter=adapter)
     decoding = generation.Decoding(
@@ -136,7 +180,7 @@ def generate(
         fixed_length=fixed_length,
     )
     try:
-        generation.generate(loaded, tokenizer, prompt, decoding=decoding, stream=True)
+        generation.generate(loaded, tokenizer, words, decoding=decoding, stream=True)
         ledger = ledgers.ledger_of(loaded)
     finally:
         backend_of(loaded).close()
@@ -189,22 +233,37 @@ def check(
     import torch
 
     from tenant.config import RemoteConfig
-    from tenant.corpus import read_documents, to_blocks
+    from tenant.connect import progress_bar
+    from tenant.corpus import load_examples
     from tenant.hf import backend_of
     from tenant.loading import load_model, load_tokenizer
     from tenant.quality import compare
 
     _quiet()
     tokenizer = load_tokenizer(model)
-    simulate = RemoteConfig(masking="simulate", weight_bits=weight_bits)
-    split = load_model(model, remote=simulate, dtype=torch.float32)
+    split = load_model(model, remote=RemoteConfig(masking="simulate", weight_bits=weight_bits), dtype=torch.float32)
     reference = load_model(model, dtype=torch.float32)
     limit = getattr(reference.config, "max_position_embeddings", sequence_length)
-    ids = to_blocks(read_documents(text), tokenizer, length=min(sequence_length, limit))[:blocks]
-    ring = compare(reference, split, ids)
+    examples, _ = load_examples(text, tokenizer, length=min(sequence_length, limit))
+    ids = [example.input_ids for example in examples[:blocks]]
+    with progress_bar(f"ring, {weight_bits} bits") as progress:
+        ring = compare(reference, split, ids, progress=progress)
     backend_of(split).close()
-    bf16 = compare(reference, load_model(model, dtype=torch.bfloat16), ids)
+    with progress_bar("bf16") as progress:
+        bf16 = compare(reference, load_model(model, dtype=torch.bfloat16), ids, progress=progress)
     Console().print(_quality_table({f"ring, {weight_bits} bits": ring, "bf16": bf16}))
+
+
+def _prompt(given: str | None, file: Path | None) -> str:
+    if (given is None) == (file is None):
+        raise ConfigError("say what to continue: --prompt-file FILE (- for stdin), or --prompt, which others can read")
+    if given is not None:
+        return given
+    try:
+        text = sys.stdin.read() if file == Path("-") else Path(str(file)).read_text(encoding="utf-8")
+        return text.removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--prompt-file {file} is no UTF-8 text: {error}") from error
 
 
 def _quiet() -> None:
@@ -246,14 +305,41 @@ def _table(title: str, *columns: str) -> Table:
 
 
 @contextmanager
-def _training_bar() -> Iterator[finetuning.Progress]:
-    """Steps and loss, on stderr and on a terminal only."""
+def _notes_shown() -> Iterator[None]:
+    """What an error says about what is saved comes before the error itself."""
+    try:
+        yield
+    except BaseException as error:
+        for note in getattr(error, "__notes__", ()):
+            typer.echo(note, err=True)
+        raise
+
+
+@contextmanager
+def _training_progress() -> Iterator[OnProgress]:
+    """Steps and loss on stderr: a bar on a terminal, now and then a line elsewhere."""
     console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _Lines()
+        return
     columns = (TextColumn("fine-tuning"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, TextColumn("{task.description}"), console=console, disable=not console.is_terminal) as bar:
+    with Progress(*columns, TextColumn("{task.description}"), console=console) as bar:
         task = bar.add_task("", visible=False)
 
         def update(done: int, total: int, loss: float) -> None:
             bar.update(task, completed=done, total=total, description=f"loss {loss:.4f}", visible=True)
 
         yield update
+
+
+class _Lines:
+    """The first step, the last one, and at most one every ten seconds."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+
+    def __call__(self, done: int, total: int, loss: float) -> None:
+        now = time.monotonic()
+        if now >= self._next or done == total:
+            self._next = now + _SECONDS_PER_LINE
+            typer.echo(f"step {done} of {total}, loss {loss:.4f}", err=True)

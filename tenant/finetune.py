@@ -5,34 +5,35 @@ Only the loading of the model is special: the rest is PEFT and `Trainer` as ever
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peft import LoraConfig, get_peft_model
-from torch import nn
-from transformers import (
-    PrinterCallback,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-    set_seed,
-)
+import msgspec
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import TrainingArguments, set_seed
 from transformers.pytorch_utils import Conv1D
-from transformers.trainer_utils import get_last_checkpoint
 
+from symbiosis_priv.checkpoint import resolve
 from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.federation import load_federation
+from symbiosis_priv.files import default_cache
+from symbiosis_priv.interrupts import Interrupts
 from tenant.config import RemoteConfig
-from tenant.corpus import hold_out, read_documents, to_blocks
+from tenant.corpus import NOT_LEARNED, Example, hold_out, load_examples
 from tenant.hf import backend_of
-from tenant.ledger import ledger_of, since
 from tenant.loading import load_model, load_tokenizer
+from tenant.output import RunRecord, check_output, last_checkpoint, read_record
 from tenant.session import Ledger
+from tenant.tracking import check_trackers
+from tenant.training import Meter, Progress, ResumableTrainer
 
-Progress = Callable[[int, int, float], None]
-"""Called after every step with (steps done, steps in all, loss in nats per token)."""
+ALL_LINEAR = "all-linear"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,22 +42,29 @@ class FineTuning:
 
     Args:
         steps: optimizer steps; None to go by `epochs`.
-        epochs: passes over the text.
-        rank: of LoRA, on every linear but the LM head; alpha is twice that.
+        epochs: passes over the data.
+        rank: of LoRA.
+        alpha: of LoRA: its product is scaled by alpha / rank. None for twice the rank.
+        dropout: share of LoRA's inputs that are zeroed at random.
+        target_modules: names of the linears that get LoRA, separated by commas; "all-linear" for all but the LM head.
         learning_rate: AdamW's; decays linearly to 0.
-        batch_size: blocks per forward pass.
+        batch_size: blocks or examples per forward pass.
         gradient_accumulation: forward passes per step.
         gradient_checkpointing: recompute activations in the backward pass: less memory, more round trips.
-        sequence_length: tokens per block.
-        seed: of the adapter's initial values and of the order of the blocks. Masks never depend on it.
+        sequence_length: tokens per block; longer examples are cut.
+        seed: of the adapter's initial values, dropout and the order of the data. Masks never depend on it.
         save_every: steps between checkpoints to resume from.
         resume: go on from the last checkpoint in the output folder.
+        report_to: experiment trackers that are told losses and options, by transformers' names.
         dtype: of the tenant's own tensors; "auto" for the checkpoint's.
     """
 
     steps: int | None = None
     epochs: float = 1.0
     rank: int = 8
+    alpha: int | None = None
+    dropout: float = 0.0
+    target_modules: str = ALL_LINEAR
     learning_rate: float = 2e-4
     batch_size: int = 4
     gradient_accumulation: int = 1
@@ -65,6 +73,7 @@ class FineTuning:
     seed: int = 0
     save_every: int = 50
     resume: bool = False
+    report_to: tuple[str, ...] = ()
     dtype: str = "auto"
 
 
@@ -75,8 +84,9 @@ class FineTuned:
     Args:
         adapter: the PEFT folder.
         losses: of every step, nats per token.
-        loss_before, loss_after: on the held-out blocks, or on all of them if the text is too short to hold any out.
+        loss_before, loss_after: on the held-out examples, or on all of them if there are too few to hold any out.
         held_out: which of the two it was.
+        shortened: examples that were cut to the sequence length.
         tokens, seconds: of training alone.
         ledger: of training alone; None if there was no session ("simulate", "paper-pool").
     """
@@ -86,6 +96,7 @@ class FineTuned:
     loss_before: float
     loss_after: float
     held_out: bool
+    shortened: int
     tokens: int
     seconds: float
     ledger: Ledger | None
@@ -93,90 +104,150 @@ class FineTuned:
 
 def finetune(
     model_path: str | Path,
-    text: Path,
+    data: Path,
     output: Path,
     *,
     remote: RemoteConfig,
     options: FineTuning = FineTuning(),
     on_progress: Progress | None = None,
 ) -> FineTuned:
-    """Fine-tune a LoRA adapter on a text file and write it to `output` as an ordinary PEFT folder.
+    """Fine-tune a LoRA adapter on a text or JSONL file and write it to `output` as an ordinary PEFT folder.
+
+    Args:
+        model_path: the base checkpoint.
+        data: see `corpus.load_examples`.
+        output: new or empty, unless `options.resume`.
+        remote: how the model is split.
+        options: how to fine-tune.
+        on_progress: told every step.
 
     Raises:
-        ConfigError: the text, the output folder or an option does not do.
-        SymbiosisError: whatever loading and the session raise.
+        ConfigError: the data, the output folder or an option does not do.
+        SymbiosisError: whatever loading and the session raise. What ends the run early, signals included, carries a
+            note that says what is saved.
     """
-    _check_output(output, resume=options.resume)
-    blocks = to_blocks(read_documents(text), load_tokenizer(model_path), length=options.sequence_length)
-    train, held_out = hold_out(blocks)
-    model = load_model(model_path, remote=remote, dtype=options.dtype)
-    backend = backend_of(model)
-    try:
-        _check_length(model, options.sequence_length)
-        set_seed(options.seed)
-        lora = LoraConfig(
-            task_type="CAUSAL_LM",
-            target_modules="all-linear",
-            r=options.rank,
-            lora_alpha=2 * options.rank,
-            fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
+    folder = resolve(model_path)
+    check_trackers(options.report_to)
+    check_output(output, resume=options.resume, apart=_apart(folder, remote))
+    tokenizer = load_tokenizer(folder)
+    examples, shortened = load_examples(data, tokenizer, length=options.sequence_length)
+    record = _record(options, remote, examples)
+    start = last_checkpoint(output) if options.resume else None
+    if start is not None:
+        record.check_continues(read_record(start))
+    train, held_out = hold_out(examples)
+    with Interrupts() as interrupts:
+        model = load_model(folder, remote=remote, dtype=options.dtype)
+        backend = backend_of(model)
+        try:
+            _check_length(model, options.sequence_length)
+            set_seed(options.seed)
+            peft_model = _with_lora(model, options)
+            meter = Meter(peft_model, on_progress)
+            trainer = ResumableTrainer(
+                output=output,
+                record=record,
+                interrupts=interrupts,
+                model=peft_model,
+                args=_arguments(output, options),
+                train_dataset=train,
+                eval_dataset=held_out or train,
+                data_collator=collate,
+                callbacks=[meter],
+            )
+            before, after = trainer.run(resume_from=start)
+            return FineTuned(
+                adapter=output,
+                losses=tuple(meter.losses),
+                loss_before=before,
+                loss_after=after,
+                held_out=bool(held_out),
+                shortened=shortened,
+                tokens=meter.tokens,
+                seconds=meter.seconds,
+                ledger=meter.ledger,
+            )
+        finally:
+            backend.close()
+
+
+def collate(examples: Sequence[Example]) -> dict[str, Tensor]:
+    """A batch, padded at the end to its longest example; no mask where there is nothing to mask.
+
+    Returns:
+        int64 `[examples, tokens]` each: input_ids, labels and, if lengths differ, attention_mask.
+    """
+
+    def padded(rows: Sequence[Sequence[int]], value: int) -> Tensor:
+        return pad_sequence(
+            [torch.tensor(row, dtype=torch.long, device="cpu") for row in rows], batch_first=True, padding_value=value
         )
-        peft_model = get_peft_model(model, lora)
-        meter = _Meter(peft_model, on_progress)
-        trainer = Trainer(
-            model=peft_model,
-            args=_arguments(output, options),
-            train_dataset=_dataset(train),
-            eval_dataset=_dataset(held_out or train),
-            callbacks=[meter],
+
+    batch = {
+        "input_ids": padded([example.input_ids for example in examples], 0),
+        "labels": padded([example.labels for example in examples], NOT_LEARNED),
+    }
+    lengths = [len(example.input_ids) for example in examples]
+    if min(lengths) < max(lengths):
+        batch["attention_mask"] = padded([[1] * length for length in lengths], 0)
+    return batch
+
+
+def _with_lora(model: Any, options: FineTuning) -> PeftModel:
+    lora = LoraConfig(
+        task_type="CAUSAL_LM",
+        target_modules=_targets(model, options.target_modules),
+        r=options.rank,
+        lora_alpha=_alpha(options),
+        lora_dropout=options.dropout,
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
+    )
+    peft_model = get_peft_model(model, lora)
+    assert isinstance(peft_model, PeftModel)
+    return peft_model
+
+
+def _targets(model: Any, chosen: str) -> str | list[str]:
+    """What PEFT is told; it takes a name that nothing has in silence, if another one fits."""
+    if chosen == ALL_LINEAR:
+        return chosen
+    names = [name.strip() for name in chosen.split(",")]
+    linears = [name for name, part in model.named_modules() if isinstance(part, (nn.Linear, Conv1D))]
+    unknown = [name for name in names if not any(f".{linear}".endswith(f".{name}") for linear in linears)]
+    if unknown:
+        known = ", ".join(sorted({linear.rpartition(".")[2] for linear in linears}))
+        raise ConfigError(
+            f"--target-modules {', '.join(unknown)}: this model has no such linear; it has {known}; {ALL_LINEAR} takes "
+            f"all but the LM head"
         )
-        trainer.remove_callback(PrinterCallback)
-        before = trainer.evaluate()["eval_loss"]
-        trainer.train(resume_from_checkpoint=options.resume)
-        after = trainer.evaluate()["eval_loss"]
-        peft_model.save_pretrained(str(output))
-        return FineTuned(
-            adapter=output,
-            losses=tuple(meter.losses),
-            loss_before=before,
-            loss_after=after,
-            held_out=bool(held_out),
-            tokens=meter.tokens,
-            seconds=meter.seconds,
-            ledger=meter.ledger,
-        )
-    finally:
-        backend.close()
+    return names
 
 
-class _Meter(TrainerCallback):
-    """Measures training alone, without the evaluations around it."""
+def _alpha(options: FineTuning) -> int:
+    return 2 * options.rank if options.alpha is None else options.alpha
 
-    def __init__(self, model: nn.Module, report: Progress | None) -> None:
-        self._model = model
-        self._report = report
-        self.losses: list[float] = []
-        self.tokens = 0
-        self.seconds = 0.0
-        self.ledger = ledger_of(model)
 
-    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        self.tokens = -int(state.num_input_tokens_seen)  # a resumed run starts with those of the runs before
-        self.ledger = ledger_of(self._model)
-        self.seconds = -time.perf_counter()
+def _apart(model: Path, remote: RemoteConfig) -> dict[str, Path]:
+    """What an output folder must not be, hold or lie in."""
+    apart = {"model's folder": model, "cache": Path(remote.cache) if remote.cache else default_cache()}
+    return apart | ({"full checkpoint": resolve(remote.checkpoint)} if remote.checkpoint else {})
 
-    def on_train_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        self.seconds += time.perf_counter()
-        self.tokens += int(state.num_input_tokens_seen)
-        now = ledger_of(self._model)
-        self.ledger = since(self.ledger, now) if self.ledger and now else None
 
-    def on_log(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        loss = kwargs["logs"].get("loss")
-        if loss is not None:
-            self.losses.append(float(loss))
-            if self._report:
-                self._report(state.global_step, state.max_steps, float(loss))
+def _record(options: FineTuning, remote: RemoteConfig, examples: Sequence[Example]) -> RunRecord:
+    tokens = msgspec.json.encode([(example.input_ids, example.labels) for example in examples])
+    return RunRecord(
+        model=None if remote.federation is None else load_federation(Path(remote.federation)).model_digest,
+        data=hashlib.sha256(tokens).hexdigest(),
+        rank=options.rank,
+        alpha=_alpha(options),
+        dropout=options.dropout,
+        target_modules=options.target_modules,
+        learning_rate=options.learning_rate,
+        batch_size=options.batch_size,
+        gradient_accumulation=options.gradient_accumulation,
+        sequence_length=options.sequence_length,
+        seed=options.seed,
+    )
 
 
 def _arguments(output: Path, options: FineTuning) -> TrainingArguments:
@@ -197,21 +268,10 @@ def _arguments(output: Path, options: FineTuning) -> TrainingArguments:
         include_num_input_tokens_seen="all",
         logging_steps=1,
         dataloader_pin_memory=False,
+        remove_unused_columns=False,
         disable_tqdm=True,
-        report_to="none",
+        report_to=list(options.report_to) or "none",
     )
-
-
-def _dataset(blocks: list[list[int]]) -> Any:
-    return [{"input_ids": block, "labels": block} for block in blocks]
-
-
-def _check_output(output: Path, *, resume: bool) -> None:
-    last = get_last_checkpoint(str(output)) if output.is_dir() else None
-    if resume and last is None:
-        raise ConfigError(f"{output} holds no checkpoint to resume from; leave --resume out to start")
-    if not resume and ((output / "adapter_config.json").exists() or last is not None):
-        raise ConfigError(f"{output} holds an adapter or its checkpoints; choose another folder, or pass --resume")
 
 
 def _check_length(model: Any, length: int) -> None:

@@ -7,11 +7,13 @@ the quantizer refuses what would override a `RemoteConfig`; `trust_remote_code=F
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftModel
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from symbiosis_priv.checkpoint import resolve
@@ -99,13 +101,28 @@ def load_adapter(model: Any, folder: Path) -> Any:
 
     Raises:
         ConfigError: no PEFT folder.
-        CheckpointError: the folder would decide what it may not, or does not fit the model.
+        CheckpointError: the folder would decide what it may not, or belongs to another architecture.
     """
     vet_adapter(folder)
-    with on_this_machine():
+    misfit = f"the adapter in {folder} does not fit this model"
+    with on_this_machine(), warnings.catch_warnings():
+        # what an adapter does not hold PEFT starts from scratch, and only warns
+        warnings.filterwarnings("error", message=".*Found missing adapter keys", category=UserWarning)
         try:
-            return PeftModel.from_pretrained(model, str(folder), local_files_only=True).eval()
+            adapted = PeftModel.from_pretrained(model, str(folder), local_files_only=True).eval()
         except SymbiosisError:
             raise
         except Exception as error:  # as above
-            raise CheckpointError(f"the adapter in {folder} does not fit this model: {error}") from error
+            raise CheckpointError(f"{misfit}: {error}") from error
+    homeless = _homeless(adapted, folder)
+    if homeless:
+        raise CheckpointError(f"{misfit}: it has no place for {', '.join(homeless[:_LISTED])}")
+    return adapted
+
+
+def _homeless(adapted: Any, folder: Path) -> list[str]:
+    """Tensors of modules that the model does not have, which PEFT leaves out in silence."""
+    modules = {name for name, _ in adapted.named_modules()}
+    with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+        # a name ends in the method's own part and the tensor's
+        return [name for name in file.keys() if ".".join(name.split(".")[:-2]) not in modules]  # noqa: SIM118

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,18 +37,21 @@ class Quality:
 
 
 @torch.no_grad()
-def compare(reference: Any, model: Any, blocks: Iterable[list[int]]) -> Quality:
+def compare(
+    reference: Any, model: Any, blocks: Sequence[list[int]], *, progress: Callable[[int, int], None] | None = None
+) -> Quality:
     """Run both models over blocks of token ids (at least one, each of at least two tokens) and compare every position.
 
     Args:
         reference: the fp32 model.
         model: the one to judge.
         blocks: token ids.
+        progress: told (blocks done, blocks in all).
     """
     tokens = agree = 0
     nll = reference_nll = 0.0
     min_cosine = 1.0
-    for block in blocks:
+    for done, block in enumerate(blocks, start=1):
         ids = torch.tensor([block], dtype=torch.long, device="cpu")
         want, got = _logits(reference, ids), _logits(model, ids)
         target = ids[0, 1:]
@@ -57,6 +60,8 @@ def compare(reference: Any, model: Any, blocks: Iterable[list[int]]) -> Quality:
         min_cosine = min(min_cosine, float(cosine_similarity(want, got, dim=-1).min()))
         reference_nll += float(cross_entropy(want, target, reduction="sum"))
         nll += float(cross_entropy(got, target, reduction="sum"))
+        if progress:
+            progress(done, len(blocks))
     return Quality(
         tokens=tokens,
         top1=agree / tokens,

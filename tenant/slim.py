@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from symbiosis_priv.checkpoint import Checkpoint
-from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.files import check_unused, replace_atomically
 from symbiosis_priv.manifest import Manifest
 from symbiosis_priv.weights import WeightStore
 
@@ -28,9 +28,9 @@ def write_slim(store: WeightStore, manifest: Manifest, folder: Path) -> tuple[in
 
     Raises:
         ConfigError: the folder is in use.
+        StorageError: it cannot be written; nothing is left there.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} is in use; name a new or empty folder")
+    check_unused(folder)
     served = {member for group in manifest.groups for member in group.members}
     kept, left_out = {}, 0
     with Checkpoint(store.path) as checkpoint:
@@ -40,10 +40,14 @@ def write_slim(store: WeightStore, manifest: Manifest, folder: Path) -> tuple[in
                 left_out += tensor.nbytes
             else:
                 kept[name] = tensor
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
-    for pattern in _PLAIN_FILES:
-        for path in store.path.glob(pattern):
-            if not path.name.endswith(".index.json"):
-                shutil.copy(path, folder)
+
+        def write(partial: Path) -> None:
+            partial.mkdir()
+            save_file(kept, partial / "model.safetensors", metadata={"format": "pt"})
+            for pattern in _PLAIN_FILES:
+                for path in store.path.glob(pattern):
+                    if not path.name.endswith(".index.json"):
+                        shutil.copy(path, partial)
+
+        replace_atomically(folder.resolve(), write)
     return sum(t.nbytes for t in kept.values()), left_out

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import signal
-import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from symbiosis_priv.files import default_cache, write_atomically
+from symbiosis_priv.interrupts import Interrupts
 
 _DEFAULT_STEPS = 40
 
@@ -45,7 +42,7 @@ def demo(
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # peft reads a deprecated name
     warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # peft finds out itself, for Conv1D
     console = Console()
-    with _termination(), tempfile.TemporaryDirectory(prefix="symbiosis-priv-demo-") as folder, _bars(console) as bars:
+    with Interrupts(), tempfile.TemporaryDirectory(prefix="symbiosis-priv-demo-") as folder, _bars(console) as bars:
         figures = run(
             Path(folder),
             cache=default_cache() / "demo",
@@ -59,16 +56,6 @@ def demo(
         write_atomically(json_file, json.dumps(to_json(figures), indent=2).encode())
     if not passed:
         raise typer.Exit(1)
-
-
-@contextmanager
-def _termination() -> Iterator[None]:
-    """Let SIGTERM unwind as Ctrl-C does: keys, adapters and providers are gone afterwards."""
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 class _Bars:

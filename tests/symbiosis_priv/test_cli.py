@@ -72,7 +72,7 @@ def run(*words):
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
         cli.main(words)
-    heavy = {"torch", "transformers", "peft", "numpy", "safetensors"} & sys.modules.keys()
+    heavy = {"torch", "transformers", "peft", "numpy"} & sys.modules.keys()
     sys.exit(f"{words} imported {heavy}") if heavy else None
     return shown.getvalue()
 
@@ -153,6 +153,16 @@ def test_a_file_that_cannot_be_used_is_one_line(plug: Plug, capsys: pytest.Captu
     plug("prepare", lambda: (tmp_path / "cache" / "weights").mkdir())
     assert run("prepare") == 1
     assert capsys.readouterr().err.startswith(f"error: cannot use {tmp_path / 'cache' / 'weights'}: Not a directory; ")
+
+
+def test_a_full_disk_is_one_line(plug: Plug, capsys: pytest.CaptureFixture[str]) -> None:
+    def fill() -> None:
+        with Path("/dev/full").open("w") as file:
+            file.write("figures")
+
+    plug("fill", fill)
+    assert run("fill") == 1
+    assert capsys.readouterr().err.startswith("error: cannot write: No space left on device; make room")
 
 
 def test_a_letter_that_the_terminal_lacks_is_replaced(plug: Plug, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import resource
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from symbiosis_priv.files import default_cache, write_atomically
+from symbiosis_priv.errors import ConfigError, StorageError
+from symbiosis_priv.files import check_unused, default_cache, replace_atomically, write_atomically
 
 
 def test_the_tests_do_not_use_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,3 +35,35 @@ def test_atomic_writes_leave_the_old_file_or_the_new_one(tmp_path: Path, monkeyp
             write_atomically(file, b"new")
     assert file.read_bytes() == b"old"
     assert list(file.parent.iterdir()) == [file]
+
+
+def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match=r"cannot write .*file/deep/new: .*make room"):
+        write_atomically(tmp_path / "file" / "deep" / "new", b"")
+
+
+def test_a_full_disk_is_one_error_whoever_writes(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    writers: list[Callable[[], None]] = [
+        lambda: write_atomically(tmp_path / "bytes", bytes(4096)),
+        lambda: replace_atomically(tmp_path / "tensors", lambda path: save_file({"a": torch.zeros(1024)}, path)),
+    ]
+    for write in writers:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+        try:
+            with pytest.raises(StorageError, match="File too large"):
+                write()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_a_new_or_empty_folder_is_unused(tmp_path: Path) -> None:
+    check_unused(tmp_path / "new")
+    check_unused(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for used in (tmp_path, tmp_path / "file", tmp_path / "link"):
+        with pytest.raises(ConfigError, match="in use"):
+            check_unused(used)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 import socket
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -16,14 +20,16 @@ from safetensors import safe_open
 from typer.testing import CliRunner
 
 from symbiosis_priv.certificates import Identity, Kind, issue
-from symbiosis_priv.errors import CheckpointError, ConfigError
+from symbiosis_priv.errors import CheckpointError, ConfigError, DeadlineExceededError
 from symbiosis_priv.local import LocalFederation
-from tenant import bench_cli, cli, federation_cli
+from tenant import bench_cli, cli, connect, federation_cli
 from tenant.config import RemoteConfig
 from tenant.demo.base_model import Pretraining, make_base_model
 from tenant.demo.text import private_text
+from tenant.finetune import FineTuning, finetune
 from tenant.generate import Decoding, generate, open_model
 from tenant.loading import load_tokenizer
+from tenant.output import last_checkpoint
 
 TINY = Pretraining(steps=4, batch=2, window=16, sentences=300, vocab=320)
 
@@ -53,6 +59,7 @@ def adapter(model: Path, text: Path, local: LocalFederation) -> Path:
     shown = tenant("finetune", *finetuning(model, text, local, output), "--steps", "2")
     for figure in ("loss on", "tokens per second", "round trips to executors", "answer rows verified"):
         assert figure in shown
+    assert re.findall(r"^step (\d) of 2, loss \d", shown, re.MULTILINE) == ["1", "2"]  # without a terminal
     return output
 
 
@@ -61,8 +68,8 @@ def finetuning(model: Path, text: Path, local: LocalFederation, output: Path) ->
     return (*where, "--output", str(output), "--sequence-length", "32", "--batch-size", "2", "--save-every", "1")
 
 
-def tenant(*arguments: str) -> str:
-    return str(checked(CliRunner().invoke(cli.app, arguments)).output)
+def tenant(*arguments: str, stdin: str | None = None) -> str:
+    return str(checked(CliRunner().invoke(cli.app, arguments, input=stdin)).output)
 
 
 def checked(result: Any) -> Any:
@@ -77,8 +84,10 @@ def test_finetune_writes_a_peft_folder_and_resumes(
     assert (adapter / "adapter_config.json").is_file()
     assert (adapter / "adapter_model.safetensors").is_file()
     again = finetuning(model, text, local, adapter)
-    with pytest.raises(ConfigError, match="choose another folder"):
+    with pytest.raises(ConfigError, match="choose another folder, or pass --resume"):
         tenant("finetune", *again, "--steps", "3")
+    with pytest.raises(ConfigError, match="rank 8, now 4"):
+        tenant("finetune", *again, "--steps", "3", "--resume", "--rank", "4", "--alpha", "16")
     resumed = tenant("finetune", *again, "--steps", "3", "--resume", "--gradient-checkpointing")
     assert "steps" in resumed
     assert (adapter / "checkpoint-3").is_dir()
@@ -89,6 +98,71 @@ def test_finetune_refuses_to_resume_from_nothing(
 ) -> None:
     with pytest.raises(ConfigError, match="no checkpoint"):
         tenant("finetune", *finetuning(model, text, local, tmp_path), "--resume")
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["INT", "TERM"])
+def test_an_interrupted_run_says_what_it_has_saved(
+    model: Path, text: Path, local: LocalFederation, tmp_path: Path, number: signal.Signals, status: int
+) -> None:
+    output = tmp_path / "adapter"
+    arguments = ["tenant", "finetune", *finetuning(model, text, local, output), "--steps", "9999"]
+    program = f"""
+import signal
+from symbiosis_priv.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background of a shell
+main({arguments})
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            assert re.fullmatch(r"step 1 of 9999, loss \d.*\n", process.stderr.readline())
+            process.send_signal(number)
+            assert process.wait(60) == status
+            shown = process.stderr.read()
+        finally:
+            process.kill()
+    saved = re.search(r"^saved: .*adapter, after step (\d+) of 9999; .* --resume goes on$", shown, re.MULTILINE)
+    assert saved, shown
+    assert "Traceback" not in shown
+    assert (output / "adapter_model.safetensors").is_file()
+    assert last_checkpoint(output).name == f"checkpoint-{saved[1]}"
+
+
+def test_a_lost_provider_costs_no_step(model: Path, text: Path, local: LocalFederation, tmp_path: Path) -> None:
+    def lose(done: int, total: int, loss: float) -> None:
+        if done == 2:
+            local.kill("helper")
+
+    remote = RemoteConfig(federation=local.federation, deadline_s=1.0, pool_memory_mib=0)
+    options = FineTuning(steps=4, batch_size=1, sequence_length=16)
+    try:
+        with pytest.raises(DeadlineExceededError) as raised:
+            finetune(model, text, tmp_path / "adapter", remote=remote, options=options, on_progress=lose)
+    finally:
+        local.restart("helper")
+    assert "after step 2 of 4" in raised.value.__notes__[0]
+    assert last_checkpoint(tmp_path / "adapter").name == "checkpoint-2"
+
+
+def test_nothing_is_written_into_the_models_own_folder(model: Path, text: Path, local: LocalFederation) -> None:
+    before = sorted(model.iterdir())
+    for resume in ([], ["--resume"]):
+        with pytest.raises(ConfigError, match="model's folder"):
+            tenant("finetune", *finetuning(model, text, local, model), *resume)
+    assert sorted(model.iterdir()) == before
+
+
+def test_a_prompt_need_not_stand_in_the_list_of_processes(model: Path, local: LocalFederation, tmp_path: Path) -> None:
+    where = ["--model", str(model), "--federation", str(local.federation), "--max-new-tokens", "4", "--masking", "none"]
+    (tmp_path / "prompt").write_text("The weather\n")
+    given = tenant("generate", *where, "--prompt", "The weather")
+    assert tenant("generate", *where, "--prompt-file", str(tmp_path / "prompt")) == given
+    assert tenant("generate", *where, "--prompt-file", "-", stdin="The weather\n") == given
+    for wrong in ([], ["--prompt", "a", "--prompt-file", "-"]):
+        with pytest.raises(ConfigError, match="--prompt-file FILE"):
+            tenant("generate", *where, *wrong)
+    shown = CliRunner().invoke(cli.app, ["generate", "--help"], env={"COLUMNS": "200"}).output
+    assert "list of processes" in shown
 
 
 def test_prepare_writes_a_slim_checkpoint_that_generates_the_same(
@@ -116,6 +190,19 @@ def test_check_reports_quality_without_a_provider(model: Path, text: Path) -> No
     shown = tenant("check", "--model", str(model), "--text", str(text), "--sequence-length", "32", "--blocks", "2")
     for figure in ("same first choice", "perplexity", "smallest cosine"):
         assert figure in shown
+
+
+def test_check_shows_how_far_it_is(model: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, int, int]] = []
+
+    @contextmanager
+    def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
+        yield lambda done, total: seen.append((label, done, total))
+
+    monkeypatch.setattr(connect, "progress_bar", progress_bar)
+    tenant("check", "--model", str(model), "--text", str(text), "--sequence-length", "32", "--blocks", "2")
+    for label in ("ring, 10 bits", "bf16"):
+        assert [(done, total) for name, done, total in seen if name == label] == [(1, 2), (2, 2)]
 
 
 def test_check_needs_the_full_checkpoint(model: Path, text: Path, local: LocalFederation, tmp_path: Path) -> None:

@@ -1,0 +1,80 @@
+"""Ctrl-C and SIGTERM as exceptions that never arrive in the middle of what must be whole.
+
+A signal becomes an exception wherever the program happens to be: between two parameters of an optimizer step, or in the
+middle of a file. `whole()` puts it off until the block ends, and `anywhere()` inside of it lets it through again.
+Whoever signals twice means it, and is obeyed at once.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any, NoReturn, Self
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupts:
+    """While it is open, SIGINT raises KeyboardInterrupt and SIGTERM raises SystemExit(143). A context manager.
+
+    Outside of the main thread, where Python delivers no signals, it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[signal.Signals, Any] = {}
+        self._deferring = False
+        self._pending: int | None = None
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """What happens inside is completed first."""
+        with self._set_deferring(True):
+            yield
+        self._raise_pending()
+
+    @contextmanager
+    def anywhere(self) -> Iterator[None]:
+        """Inside of `whole`: here a signal may arrive."""
+        with self._set_deferring(False):
+            self._raise_pending()
+            yield
+
+    @contextmanager
+    def _set_deferring(self, value: bool) -> Iterator[None]:
+        before, self._deferring = self._deferring, value
+        try:
+            yield
+        finally:
+            self._deferring = before
+
+    def _arrived(self, number: int, frame: FrameType | None) -> None:
+        if self._deferring and self._pending is None:
+            self._pending = number
+        else:
+            _raise(number)
+
+    def _raise_pending(self) -> None:
+        number, self._pending = self._pending, None
+        if number is not None:
+            _raise(number)
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            heeded = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup, `cmd &`
+            self._before = {number: signal.signal(number, self._arrived) for number in heeded}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def _raise(number: int) -> NoReturn:
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(128 + number)

@@ -13,6 +13,7 @@ from symbiosis_priv.errors import ConnectionLostError, DeadlineExceededError
 _RECORD = 16_384  # the most plaintext that a TLS record carries
 _SCRAP = 65_536
 _GONE = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)  # the last one where there is one
+_SLICE_S = 1.0  # a read or a write is tried for so long before the deadline is looked at
 
 
 def _remaining(deadline: float) -> float:
@@ -31,6 +32,7 @@ class Link:
 
     def __init__(self, connection: ssl.SSLSocket) -> None:
         self._socket = connection
+        self._timeout: float | None = None  # the socket's; setting it is a system call, and there are many records
 
     def peer_left(self) -> bool:
         """Whether the peer has closed the connection, whatever it sent before. Without waiting, from any thread."""
@@ -43,14 +45,17 @@ class Link:
 
     def begin(self, view: memoryview, *, timeout: float) -> int:
         """Wait for the first bytes of a frame; returns how many of `view` were filled, 0 if the peer has left."""
-        self._socket.settimeout(timeout)
+        self._wait_up_to(timeout)
         return self._socket.recv_into(view)
 
     def receive(self, view: memoryview, *, deadline: float) -> None:
         """Fill `view`."""
         while view:
-            self._socket.settimeout(_remaining(deadline))
-            count = self._socket.recv_into(view)
+            self._wait_up_to(min(_remaining(deadline), _SLICE_S))
+            try:
+                count = self._socket.recv_into(view)
+            except TimeoutError:
+                continue
             if not count:
                 raise ConnectionLostError("the peer left in the middle of a frame")
             view = view[count:]
@@ -80,8 +85,14 @@ class Link:
 
     def _write(self, view: memoryview, deadline: float) -> None:
         while view:
-            self._socket.settimeout(_remaining(deadline))
-            view = view[self._socket.send(view) :]
+            self._wait_up_to(min(_remaining(deadline), _SLICE_S))
+            with contextlib.suppress(TimeoutError):
+                view = view[self._socket.send(view) :]
+
+    def _wait_up_to(self, timeout: float) -> None:
+        if timeout != self._timeout:
+            self._timeout = timeout
+            self._socket.settimeout(timeout)
 
 
 def hang_up(connection: socket.socket, how: int) -> None:

@@ -23,10 +23,10 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
 from symbiosis_priv import tls, wire
+from symbiosis_priv.buffers import Buffers
 from symbiosis_priv.errors import (
     ConnectionLostError,
     DeadlineExceededError,
@@ -76,6 +76,7 @@ class Channel:
         key: its private key.
         model_digest: what the provider must serve.
         deadline_s: how long one request may take, reconnecting included.
+        buffers: where answers lie; memory of their own if None.
         notices: who says what is being waited for; with it, what the option for `deadline_s` is called.
         wiretap: an observer of every frame, or None.
     """
@@ -88,6 +89,7 @@ class Channel:
         key: Path,
         model_digest: str,
         deadline_s: float,
+        buffers: Buffers | None = None,
         notices: Notices | None = None,
         wiretap: Wiretap | None = None,
     ) -> None:
@@ -96,6 +98,7 @@ class Channel:
         self._hello = wire.Hello(version=wire.VERSION, role=peer.role, model_digest=model_digest)
         self._context = tls.client_context(certificate=certificate, key=key, pins=peer.pins)
         self._deadline_s = deadline_s
+        self._buffers = buffers or Buffers(limit=0)
         self._notices = notices or Notices(option=DEADLINE_OPTION)
         self._wiretap = wiretap
         self._lock = threading.Lock()
@@ -264,7 +267,7 @@ class Channel:
         rows, outputs, arithmetic = expect
         if payload_size != max_payload:
             raise ProtocolError(f"{self._name} sent {payload_size} bytes where {rows} rows of {outputs} belong")
-        answer = torch.empty((rows, outputs), dtype=wire.payload_dtype(arithmetic), device="cpu")
+        answer = self._buffers.matrix(rows, outputs, dtype=wire.payload_dtype(arithmetic))
         self._read(wire.as_bytes(answer), deadline)
         return reply, answer
 

@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from symbiosis_priv import wire
+from symbiosis_priv.buffers import Buffers
 from symbiosis_priv.certificates import key_fingerprint, load_pin
 from symbiosis_priv.errors import (
     DeadlineExceededError,
@@ -59,6 +60,7 @@ from tenant.worker import Worker
 
 log = logging.getLogger(__name__)
 
+_UNUSED_BYTES = 128 << 20  # a few answers of the size that fills a request
 _JOIN_S = 5.0  # for what a thread is in the middle of: a product, or a name that is being looked up
 
 
@@ -335,6 +337,7 @@ class _Runtime:
         self._facts = preparation.facts
         self._memory = PoolMemory(options.pool_memory)
         self._refill = Worker("refill")
+        self.buffers = Buffers(limit=_UNUSED_BYTES)
         notices = Notices(option=options.deadline_option)
 
         def channel(peer: Peer) -> Channel:
@@ -344,6 +347,7 @@ class _Runtime:
                 key=federation.tenant_key,
                 model_digest=federation.model_digest,
                 deadline_s=options.deadline_s,
+                buffers=self.buffers,
                 notices=notices,
                 wiretap=options.wiretap,
             )

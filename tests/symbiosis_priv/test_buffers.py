@@ -1,0 +1,84 @@
+"""Buffers come back when nobody can see them any more, and never before."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from symbiosis_priv.buffers import Buffers
+
+MIB = 1 << 20
+
+
+def address(matrix: Tensor) -> int:
+    return matrix.untyped_storage().data_ptr()
+
+
+@given(shapes=st.lists(st.tuples(st.integers(0, 700), st.integers(1, 700)), max_size=12), limit=st.integers(0, 4 * MIB))
+def test_two_who_hold_one_never_share_a_byte(shapes: list[tuple[int, int]], limit: int) -> None:
+    buffers = Buffers(limit=limit)
+    for _ in range(2):  # the second time from memory that was used before
+        held = [buffers.matrix(rows, columns).fill_(number) for number, (rows, columns) in enumerate(shapes)]
+        for number, (matrix, shape) in enumerate(zip(held, shapes, strict=True)):
+            assert matrix.shape == shape
+            assert matrix.dtype == torch.int32
+            assert matrix.is_contiguous()
+            assert bool((matrix == number).all())
+        held, matrix = [], torch.empty(0)
+        assert buffers.unused <= limit
+
+
+@pytest.mark.parametrize("look", [lambda m: m[5:], lambda m: m.view(-1), lambda m: m.numpy(), lambda m: m.t()[3]])
+def test_a_view_keeps_it(look: object) -> None:
+    assert callable(look)
+    buffers = Buffers(limit=64 * MIB)
+    matrix = buffers.matrix(512, 1024)
+    place, view = address(matrix), look(matrix)
+    del matrix
+    gc.collect()
+    assert buffers.unused == 0
+    assert address(buffers.matrix(512, 1024)) != place
+    del view
+    gc.collect()
+    assert buffers.unused >= 2 * MIB
+
+
+def test_it_is_used_again() -> None:
+    buffers = Buffers(limit=64 * MIB)
+    places = set()
+    for rows in (512, 500, 512, 490):  # shapes that differ a little share
+        matrix = buffers.matrix(rows, 1024)
+        places.add(address(matrix))
+        del matrix
+    assert len(places) == 1
+
+
+def test_no_more_lies_unused_than_allowed() -> None:
+    buffers = Buffers(limit=5 * MIB)
+    held = [buffers.matrix(512, 1024) for _ in range(4)]
+    assert buffers.unused == 0
+    del held
+    assert buffers.unused == 4 * MIB
+
+
+def test_threads_may_take_and_return_at_once() -> None:
+    buffers, start = Buffers(limit=16 * MIB), threading.Barrier(4)
+
+    def work(number: int) -> bool:
+        start.wait()
+        for turn in range(200):
+            matrix = buffers.matrix(300, 300 + turn % 3).fill_(number)
+            if not bool((matrix == number).all()):
+                return False
+        return True
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(work, range(4)))
+    assert 0 < buffers.unused <= 16 * MIB

@@ -45,7 +45,7 @@ class NativeBuildHook(BuildHookInterface):
             *shlex.split(os.environ.get("CFLAGS", "")),
             *("-std=gnu11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", *EXACT),
             f'-DSOURCE_DIGEST="{digest}"',
-            *("-o", str(root / LIBRARY), str(root / FOLDER / "ring.c")),
+            *("-o", str(root / LIBRARY), str(root / FOLDER / "ring.c"), "-lm"),
         ]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -80,7 +80,7 @@ class NonFiniteError(SymbiosisError, ValueError):
 
 
 class RangeError(SymbiosisError, ValueError):
-    """A tensor has the wrong shape or dtype, or a layer is too wide for the ring's guard bits."""
+    """A tensor has the wrong shape or dtype, or a layer is too wide for the ring's range."""
 
 
 class BurntRowError(SymbiosisError):

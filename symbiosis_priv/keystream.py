@@ -14,13 +14,13 @@ handed out by `RowCounter` exactly once, and neither secret nor counter survives
 from __future__ import annotations
 
 import secrets
+import sys
 import threading
 from collections import defaultdict
 from typing import NoReturn
 
-import numpy as np
 import torch
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from torch import Tensor
@@ -32,6 +32,8 @@ SEED_BYTES = 32
 MAX_ROW = 1 << 63
 MAX_BYTES = 1 << 32  # of one expansion; a frame holds no more either
 _BLOCK = 16
+_PIECE = 1 << 18  # bytes that stay in the cache
+_ZEROS = memoryview(bytes(_PIECE))  # what is encrypted
 
 
 def derive(secret: bytes, *labels: str) -> bytes:
@@ -55,17 +57,60 @@ def expand(key: bytes, *, first_row: int, rows: int, width: int) -> Tensor:
     Raises:
         RangeError: out of range, or more than `MAX_BYTES`; nothing was allocated.
     """
-    blocks_per_row = -(-4 * width // _BLOCK)
-    size = rows * blocks_per_row * _BLOCK
-    possible = first_row >= 0 and rows >= 0 and width >= 1 and first_row + rows <= MAX_ROW and size <= MAX_BYTES
-    if not possible or len(key) != SEED_BYTES:
+    padded = _padded(width)
+    encryptor = _encryptor(key, first_row=first_row, rows=rows, width=width)
+    stream = torch.empty((rows, padded), dtype=torch.int32, device="cpu")
+    _encrypt(encryptor, stream)
+    return stream if padded == width else stream[:, :width].contiguous()
+
+
+def add_keystream(key: bytes, *, first_row: int, to: Tensor) -> None:
+    """Add rows of a keystream to a matrix modulo 2^32, piece by piece: no mask as large as the matrix is made.
+
+    Args:
+        key: as for `expand`.
+        first_row: as for `expand`.
+        to: int32 `[rows, d]` on the CPU; changed in place.
+
+    Raises:
+        RangeError: as for `expand`; nothing was changed.
+    """
+    rows, width = to.shape
+    padded = _padded(width)
+    encryptor = _encryptor(key, first_row=first_row, rows=rows, width=width)
+    step = max(1, _PIECE // (4 * padded))
+    stream = torch.empty((min(step, rows), padded), dtype=torch.int32, device="cpu")
+    for start in range(0, rows, step):
+        piece = stream[: min(step, rows - start)]
+        _encrypt(encryptor, piece)
+        to[start : start + step].add_(piece[:, :width])
+
+
+def _padded(width: int) -> int:
+    """Columns that a row takes of the keystream: whole blocks."""
+    return -(-4 * width // _BLOCK) * _BLOCK // 4
+
+
+def _encryptor(key: bytes, *, first_row: int, rows: int, width: int) -> CipherContext:
+    """The keystream from a row on. Raises `RangeError` for what `expand` refuses."""
+    padded = _padded(width)
+    possible = first_row >= 0 and rows >= 0 and width >= 1 and first_row + rows <= MAX_ROW
+    if not possible or 4 * rows * padded > MAX_BYTES or len(key) != SEED_BYTES:
         raise RangeError(f"no keystream: key {len(key)} bytes, rows {first_row}..{first_row + rows}, width {width}")
-    counter = (first_row * blocks_per_row).to_bytes(_BLOCK, "big")
-    stream = np.empty(size + _BLOCK, dtype=np.uint8)  # update_into wants one block of slack
-    encryptor = Cipher(algorithms.AES256(key), modes.CTR(counter)).encryptor()
-    encryptor.update_into(bytes(size), stream.data)
-    words = stream[:size].view("<i4").reshape(rows, blocks_per_row * _BLOCK // 4)
-    return torch.from_numpy(np.ascontiguousarray(words[:, :width], dtype=np.int32))
+    counter = (first_row * 4 * padded // _BLOCK).to_bytes(_BLOCK, "big")
+    return Cipher(algorithms.AES256(key), modes.CTR(counter)).encryptor()
+
+
+def _encrypt(encryptor: CipherContext, stream: Tensor) -> None:
+    """Fill an int32 matrix with the next words of a keystream, little-endian."""
+    data = stream.view(-1).view(torch.uint8).numpy().data
+    size, start = len(data), 0
+    while size - start > _PIECE:  # `update_into` wants a block of slack, which what follows provides
+        encryptor.update_into(_ZEROS, data[start:])
+        start += _PIECE
+    data[start:] = encryptor.update(_ZEROS[: size - start])
+    if sys.byteorder == "big":
+        stream.numpy().byteswap(inplace=True)
 
 
 class SessionSecret:

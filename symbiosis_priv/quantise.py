@@ -7,6 +7,7 @@ Siblings that share an input are one group: their matrices are stacked along the
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -68,7 +69,7 @@ class QuantisedGroup:
         low, high = self.weight.aminmax()
         squares = [block.to(torch.float64).square_().sum(dim=1 if forward else 0) for block in _blocks(self.weight)]
         longest = (torch.cat(squares) if forward else torch.stack(squares).sum(dim=0)).amax()  # integers: exact
-        return Bound(inputs=width, weight_absmax=max(-int(low), int(high)), weight_norm=float(longest.sqrt()))
+        return Bound(inputs=width, weight_absmax=max(-int(low), int(high)), weight_norm=math.sqrt(float(longest)))
 
 
 def quantise(layers: Sequence[Layer], *, weight_bits: int = DEFAULT_WEIGHT_BITS) -> QuantisedGroup:

@@ -3,8 +3,8 @@
 Theory of operation. A linear layer runs as an integer product modulo 2^32, in wrap-around `torch.int32`.
 That product is exact, so adding a uniform mask before it and subtracting the mask's own product after it
 changes nothing, bit for bit. What remains is to make sure that the *true* product `y = xq @ Wq.T` can be read
-back from its residue: every row is scaled so that `|y| < RANGE = 2^29` (two guard bits under the sign bit,
-which the verifier relies on).
+back from its residue: every row is scaled so that `|y| < RANGE = 2^31`, which is all that int32 holds. No bit is
+kept back: the verifier compares the integers that were read with the integers that they should be (`modular`).
 
 The scale of a row comes from two Hölder bounds that hold for every output channel,
 
@@ -12,15 +12,18 @@ The scale of a row comes from two Hölder bounds that hold for every output chan
 
 the smaller of which is taken. Rounding to integers can raise the norms by d/2 and sqrt(d)/2; `Bound`
 subtracts that first. The norms are taken of the *integers* `u_i = ceil(2^16 |x_i| / max|x|)`, whose sums are exact
-in float64 in any order: a row's quantisation never depends on the rows beside it, the thread count or the device.
+in float64 in any order: a row's quantisation never depends on the rows beside it, the thread count or the machine.
 
 Proof that no product leaves the range. Write F for the float64 factor below, f = F/2^16, eps = 2^-52. Division and
 multiplication round once each, so `|xq_i| <= f u_i (1 + 3 eps) + 1/2`. Summing over i (Minkowski for the 2-norm)
 gives `|xq|_1 <= f S1 (1 + 3 eps) + d/2` and `|xq|_2 <= f S2 (1 + 3 eps) + sqrt(d)/2`, with S1, S2 the norms of u. f is
 the larger of `l1/S1` and `l2/S2`, shrunk by 2^-40, which swallows the eps terms, so one of the two Hölder bounds is
-at most RANGE - 1.
+at most `(RANGE - 1) (1 + 2 eps)`, where the last term is for the roundings of l1 and l2 themselves. That is less than
+RANGE - 1/2, and products are integers: `|y| <= RANGE - 1`. Entries of xq are no larger than either norm, so they, too,
+are below RANGE and fit int32.
 
-Everything here is public arithmetic (DESIGN §2); masks are in `keystream`, products in `kernels`.
+Everything here is public arithmetic (DESIGN §2); masks are in `keystream`, products in `kernels`, and the compiled form
+of what stands here is in `passes`.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ import math
 from dataclasses import dataclass
 from typing import Final, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,8 +45,8 @@ FORWARD: Final = "forward"
 BACKWARD: Final = "backward"
 DIRECTIONS: Final[tuple[Direction, Direction]] = (FORWARD, BACKWARD)
 
-RANGE = 1 << 29
-"""Every true product is smaller than this in absolute value."""
+RANGE = 1 << 31
+"""Every true product is smaller than this in absolute value, and so is every entry of a quantised row."""
 
 _RESOLUTION = float(1 << 16)
 _SHRINK = 1.0 - 2.0**-40
@@ -87,12 +91,13 @@ class Bound:
         return Bound(self.inputs, max(self.weight_absmax, 1) << bits, math.ldexp(max(self.weight_norm, 1.0), bits))
 
 
-def quantise_rows(rows: Tensor, bound: Bound) -> tuple[Tensor, Tensor]:
+def quantise_rows(rows: Tensor, bound: Bound, *, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Scale and round float rows so that their product stays inside the range.
 
     Args:
-        rows: `[r, d]`, any floating dtype.
+        rows: `[r, d]` on the CPU, any floating dtype.
         bound: the layer's public bound; `bound.inputs == d`.
+        fold: float64 `[d]` that columns are multiplied by first, or None.
 
     Returns:
         `(xq, scale)`: int32 `[r, d]` and float64 `[r, 1]` with `rows ~= xq * scale`. The scale is secret (rule 5).
@@ -103,29 +108,32 @@ def quantise_rows(rows: Tensor, bound: Bound) -> tuple[Tensor, Tensor]:
     """
     if rows.dim() != 2 or rows.shape[1] != bound.inputs or not rows.is_floating_point():
         raise RangeError(f"expected float rows of shape [r, {bound.inputs}], got {rows.dtype} {list(rows.shape)}")
-    rows, block = rows.detach(), len(rows)
-    if rows.device.type == "cpu":  # big tensors made anew would cost more than the arithmetic
-        block = min(block, max(1, torch.get_num_threads() * _BLOCK // bound.inputs))
-    v = torch.empty((block, bound.inputs), dtype=torch.float64, device=rows.device)
+    rows = rows.detach()
+    # big tensors made anew would cost more than the arithmetic
+    block = min(len(rows), max(1, torch.get_num_threads() * _BLOCK // bound.inputs))
+    v = torch.empty((block, bound.inputs), dtype=torch.float64, device="cpu")
     u = torch.empty_like(v)
     if block == len(rows):
-        return _quantise(rows, bound, v, u)
-    parts = [_quantise(part, bound, v[: len(part)], u[: len(part)]) for part in rows.split(block)]
+        return _quantise(rows, bound, fold, v, u)
+    parts = [_quantise(part, bound, fold, v[: len(part)], u[: len(part)]) for part in rows.split(block)]
     xq, scale = zip(*parts, strict=True)
     return torch.cat(xq), torch.cat(scale)
 
 
-def _quantise(rows: Tensor, bound: Bound, v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+def _quantise(rows: Tensor, bound: Bound, fold: Tensor | None, v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     """The same for a few rows, in two float64 buffers of their shape."""
     v.copy_(rows)
+    if fold is not None:
+        v.mul_(fold)
     peak = torch.abs(v, out=u).amax(dim=1, keepdim=True)
     if not bool((peak < math.inf).all()):
         raise NonFiniteError("an activation or gradient holds inf or nan; nothing was sent")
     peak.masked_fill_(peak == 0, 1.0)
     torch.abs(v.div_(peak), out=u).mul_(_RESOLUTION).ceil_()
     s1 = u.sum(dim=1, keepdim=True).clamp_(min=1.0)
-    s2 = u.square_().sum(dim=1, keepdim=True).clamp_(min=1.0).sqrt_()
-    factor = torch.maximum(bound.l1 / s1, bound.l2 / s2) * (_RESOLUTION * _SHRINK)
+    s2 = u.square_().sum(dim=1, keepdim=True).clamp_(min=1.0)
+    np.sqrt(s2.numpy(), out=s2.numpy())  # correctly rounded everywhere; torch's own is the math library's
+    factor = torch.maximum(s1.reciprocal_().mul_(bound.l1), s2.reciprocal_().mul_(bound.l2)) * (_RESOLUTION * _SHRINK)
     return v.mul_(factor).round_().to(torch.int32), peak / factor
 
 
@@ -141,11 +149,3 @@ def dequantise(product: Tensor, *, scale: Tensor, channel_scale: Tensor | None =
     if channel_scale is not None:
         y = y.mul_(channel_scale)  # before the row scale: cannot overflow where the result does not
     return y.mul_(scale)
-
-
-def in_range(product: Tensor) -> bool:
-    """Whether every entry of an unmasked product could be a true product."""
-    if not product.numel():
-        return True
-    low, high = torch.aminmax(product)
-    return int(low) > -RANGE and int(high) < RANGE

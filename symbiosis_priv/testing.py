@@ -33,7 +33,7 @@ EXTREMES = (0.0, 1.0, -1.0, 1e30, -1e30, 1e-30, 65504.0, 6e-8, 1e-45, -1e-38, 2.
 """Outliers, the largest half, the smallest normal and subnormal numbers of every format."""
 
 RING_CORNERS = (0, 1, -1, 2**31 - 1, -(2**31), 0x80, -0x80, 0x7F7F7F7F, -0x7F7F7F80, 1 << 29, 1 << 16)
-"""Both ends of int32, the guard range, and the carries between balanced bytes."""
+"""Both ends of int32, high powers of two, and the carries between balanced bytes."""
 
 
 def directions() -> SearchStrategy[Direction]:

@@ -1,4 +1,4 @@
-"""How an offloaded layer group gets its product. `Backend.linear` is the one seam that `RemoteLinear` calls.
+"""How an offloaded layer group gets its product. `Backend.multiply` is the one seam that `RemoteLinear` calls.
 
 RingBackend       quantise -> exact integer product -> dequantise. The product comes from
                     simulate.Simulation   the tenant's own copy, no network: the reference
@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv.kernels import RingMatrix
-from symbiosis_priv.ring import FORWARD, Direction, dequantise, quantise_rows
+from symbiosis_priv.ring import FORWARD, Direction
 from symbiosis_priv.weights import WeightStore
 from tenant.facts import GroupFacts
+from tenant.rows import FloatRows, Rows
 
 
 class Backend(ABC):
@@ -27,20 +28,25 @@ class Backend(ABC):
     facts: Sequence[GroupFacts]
 
     @abstractmethod
-    def linear(self, index: int, direction: Direction, rows: Tensor) -> Tensor:
+    def multiply(self, index: int, direction: Direction, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """The product of a layer group.
 
         Args:
             index: the group's index in the manifest.
             direction: forward gives `rows @ W.T + b`, backward gives `rows @ W`.
-            rows: float `[r, d]`; r may be 0.
-
-        Returns:
-            float64 `[r, o]` on the device of `rows`.
+            inputs: float matrices `[r, w_k]` that stand side by side, one dtype and device; r may be 0.
+            outputs: float matrices `[r, w_k]` that stand side by side, one dtype, on the same device; written.
 
         Raises:
-            NonFiniteError: inf or nan in `rows`; nothing was sent.
+            NonFiniteError: inf or nan in `inputs`; nothing was sent.
         """
+
+    def linear(self, index: int, direction: Direction, rows: Tensor) -> Tensor:
+        """The same for one matrix: float `[r, d]` in, float64 `[r, o]` out."""
+        shape = (len(rows), self.facts[index].outputs(direction))
+        y = torch.empty(shape, dtype=torch.float64, device=rows.device)
+        self.multiply(index, direction, [rows], [y])
+        return y
 
     @abstractmethod
     def close(self) -> None:
@@ -55,10 +61,10 @@ class Backend(ABC):
 
 
 class RingProduct(Protocol):
-    """An exact integer product: int32 `[r, d]` on the CPU to int32 `[r, o]`, every entry inside the range."""
+    """An exact integer product."""
 
-    def product(self, index: int, direction: Direction, rows: Tensor) -> Tensor:
-        """r is at least 1."""
+    def multiply(self, index: int, direction: Direction, rows: Rows) -> None:
+        """Encode the rows, multiply them, and have them decode what is verified."""
 
     def close(self) -> None:
         """Release resources."""
@@ -71,20 +77,15 @@ class RingBackend(Backend):
         self.facts = facts
         self.products = products
 
-    def linear(self, index: int, direction: Direction, rows: Tensor) -> Tensor:
-        facts = self.facts[index]
-        if not len(rows):
-            return torch.zeros((0, facts.outputs(direction)), dtype=torch.float64, device=rows.device)
-        forward = direction == FORWARD
-        channel_scale = facts.channel_scale.to(rows.device)
-        if not forward:  # fold the weight scales into the gradient, where they are still per input column
-            rows = rows.to(torch.float64, copy=True).mul_(channel_scale)
-        xq, scale = quantise_rows(rows, facts.bounds[direction])
-        product = self.products.product(index, direction, xq.cpu()).to(rows.device)
-        y = dequantise(product, scale=scale, channel_scale=channel_scale if forward else None)
-        if forward and facts.bias is not None:
-            y.add_(facts.bias.to(rows.device))
-        return y
+    def multiply(self, index: int, direction: Direction, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        if not len(inputs[0]):
+            return
+        here = [out if out.device.type == "cpu" else torch.empty_like(out, device="cpu") for out in outputs]
+        rows = FloatRows(self.facts[index], direction, [part.detach().cpu() for part in inputs], here)
+        self.products.multiply(index, direction, rows)
+        for out, result in zip(outputs, here, strict=True):
+            if out is not result:
+                out.copy_(result)
 
     def close(self) -> None:
         self.products.close()
@@ -97,7 +98,14 @@ class Simulation:
         self._store = store
         self._matrices: dict[int, RingMatrix] = {}
 
+    def multiply(self, index: int, direction: Direction, rows: Rows) -> None:
+        inputs, _ = self._store.manifest().groups[index].columns(direction)
+        xq = torch.empty((rows.count, inputs), dtype=torch.int32, device="cpu")
+        rows.encode(xq)
+        rows.decode(0, self.product(index, direction, xq))
+
     def product(self, index: int, direction: Direction, rows: Tensor) -> Tensor:
+        """The product modulo 2^32: int32 `[r, d]` in, int32 `[r, o]` out."""
         if index not in self._matrices:
             weight = self._store.group(index).weight
             self._matrices[index] = RingMatrix(weight, weight_bits=self._store.weight_bits)

@@ -22,19 +22,20 @@ from symbiosis_priv import wire
 from symbiosis_priv.errors import DeadlineExceededError
 from symbiosis_priv.federation import Federation, load_federation
 from symbiosis_priv.kernels import KERNELS, RingMatrix, is_exact, probe_rows
-from symbiosis_priv.keystream import SessionSecret, expand, mask_key
+from symbiosis_priv.keystream import SessionSecret, add_keystream, expand, mask_key
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
 from symbiosis_priv.local import LocalFederation
-from symbiosis_priv.ring import FORWARD, dequantise, in_range, quantise_rows
+from symbiosis_priv.ring import FORWARD
 from symbiosis_priv.weights import WeightStore
 from tenant.backend import RingBackend
 from tenant.bench_echo import EchoClient, EchoServer
 from tenant.channel import Channel, fresh_nonce
 from tenant.facts import Preparation, prepare
+from tenant.rows import FloatRows
 from tenant.session import Session, SessionOptions
 from tenant.verifier import DEFAULT_COLUMNS
 
-PARTS = ("quantise", "mask", "network + product", "verify", "unmask", "dequantise")
+PARTS = ("quantise", "mask", "network + product", "unmask, verify, dequantise")
 _WARM_UP = 5
 _PREFETCH_DEADLINE_S = 60.0
 
@@ -189,25 +190,24 @@ class _Bench:
 
     def _measure_parts(self, x: Tensor, key: bytes, times: dict[str, list[float]]) -> Tensor:
         """A masked call step by step, as `RingBackend` and `Session` do it; the masked rows."""
-        mask = expand(key, first_row=0, rows=len(x), width=self._width)  # ahead of time, as its effect is
-        effect = self._matrix.product(mask)
+        effect = self._matrix.product(expand(key, first_row=0, rows=len(x), width=self._width))  # ahead of time
+        r, v = self._keys.columns(self._index, FORWARD)
+        masked = torch.empty(x.shape, dtype=torch.int32, device="cpu")
+        y = torch.empty((len(x), self._width), dtype=torch.float32, device="cpu")
+        expected = torch.empty(len(x), dtype=torch.int64, device="cpu")
+        rows = FloatRows(self._group, FORWARD, [x], [y])
         clock = _Clock(times)
-        xq, scale = quantise_rows(x, self._group.bounds[FORWARD])
+        rows.encode(masked, column=v, expected=expected)
         clock.lap("quantise")
-        masked = xq + mask
+        add_keystream(key, first_row=0, to=masked)
         clock.lap("mask")
         request = wire.Execute(
             nonce=fresh_nonce(), group=self._index, direction=FORWARD, arithmetic="ring", rows=len(masked)
         )
         answer = self._channel.request(request, masked, outputs=self._width)
         clock.lap("network + product")
-        accepted = self._keys.accepts(self._index, FORWARD, rows=masked, answer=answer)
-        clock.lap("verify")
-        answer.sub_(effect)
-        accepted &= in_range(answer)
-        clock.lap("unmask")
-        dequantise(answer, scale=scale, channel_scale=self._group.channel_scale)
-        clock.lap("dequantise")
+        accepted = rows.decode(0, answer, effects=[effect], column=r, expected=expected)
+        clock.lap("unmask, verify, dequantise")
         assert accepted
         return masked
 
@@ -220,11 +220,10 @@ class _Bench:
         return traffic.bytes_sent - sent, traffic.bytes_received - received
 
     def _wait_for_pads(self, rows: int) -> None:
-        """Until the pool holds a verified pad for the next call."""
+        """Until the pool holds a pad for the next call."""
         deadline = time.monotonic() + _PREFETCH_DEADLINE_S
         while True:
-            ledger = self._session.ledger()
-            if ledger.effects_verified - ledger.pads_taken >= rows:
+            if self._session.ledger().pads_ready >= rows:
                 return
             if time.monotonic() > deadline:
                 raise DeadlineExceededError(f"no pad for {rows} rows within {_PREFETCH_DEADLINE_S:g} s")

@@ -36,7 +36,7 @@ class RemoteConfig(QuantizationConfigMixin):
         pool_memory_mib: memory for pads drawn ahead.
         row_bucket: row counts are rounded up to a multiple of this before anything is sent, so that providers learn
             batch and prompt sizes only that finely. Costs the added rows (rule 9 of the threat model).
-        verify_columns: m; a wrong answer passes with probability at most 2^-3m.
+        verify_columns: m, of the keys that say who lied; whether something is wrong does not depend on them.
         cache: folder for quantised weights and verification keys; the user's cache folder if None.
         paper_pool_size: noises per layer of "paper-pool".
         paper_noise_scale: their standard deviation as a multiple of the activations'.

@@ -23,9 +23,11 @@ from symbiosis_priv.manifest import GroupEntry, Manifest
 from symbiosis_priv.quantise import QuantisedGroup
 from symbiosis_priv.ring import BACKWARD, DIRECTIONS, FORWARD, Bound, Direction
 from symbiosis_priv.weights import Progress, WeightStore
-from tenant.verifier import VerificationKeys
+from tenant.verifier import BlameKeys, VerificationKeys
 
 log = logging.getLogger(__name__)
+
+_VERSION = 2  # of what is cached: keys modulo 2^61 - 1, and those that say who lied
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,9 @@ class Preparation:
     manifest: Manifest
     facts: tuple[GroupFacts, ...]
     keys: VerificationKeys
+    blame: BlameKeys
     forget_keys: Callable[[], None] = field(repr=False)
-    """Deletes the cached verification keys, so that the next session draws new ones."""
+    """Deletes the cached keys, so that the next session draws new ones."""
 
 
 def prepare(
@@ -87,12 +90,12 @@ def prepare(
     Args:
         store: the full base checkpoint; None if only cached facts may be used.
         digest: the manifest digest that the federation pins.
-        columns: m, columns of the verification matrix.
+        columns: m, columns of the keys that say who lied.
 
     Raises:
         CheckpointError: nothing cached and no full checkpoint, or the checkpoint is not the pinned model.
     """
-    folder = (cache or default_cache()) / "tenant" / f"{digest.removeprefix('sha256:')}-{columns}"
+    folder = (cache or default_cache()) / "tenant" / f"v{_VERSION}-{digest.removeprefix('sha256:')}-{columns}"
     try:
         return _load(folder, digest=digest, columns=columns)
     except (FileNotFoundError, SafetensorError, KeyError, CheckpointError) as error:
@@ -102,19 +105,20 @@ def prepare(
             f"nothing is prepared for model {digest}. Run `symbiosis-priv tenant prepare --model FULL_CHECKPOINT`, "
             f"or pass RemoteConfig(checkpoint='FULL_CHECKPOINT') once."
         )
-    keys = VerificationKeys.fresh(columns=columns)
-    facts = []
+    keys, blame = VerificationKeys.fresh(), BlameKeys.fresh(columns=columns)
+    facts: list[GroupFacts] = []
     for entry, group in store.stream(progress=progress):
+        keys.add(len(facts), group.weight)
+        blame.add(len(facts), group.weight, weight_bits=store.weight_bits)
         facts.append(GroupFacts.of(entry, group))
-        keys.add(len(facts) - 1, group.weight, weight_bits=store.weight_bits)
     manifest = store.assemble([f.entry for f in facts])
     if manifest.digest != digest:
         raise CheckpointError(
             f"{store.path} is model {manifest.digest}, but the federation pins {digest}. Use the checkpoint "
             f"(and weight_bits) that the providers serve, or correct [model] in the federation file."
         )
-    _save(folder, manifest, facts, keys)
-    return Preparation(manifest, tuple(facts), keys, lambda: _forget(folder))
+    _save(folder, manifest, facts, keys, blame)
+    return _load(folder, digest=digest, columns=columns)
 
 
 def _load(folder: Path, *, digest: str, columns: int) -> Preparation:
@@ -130,11 +134,12 @@ def _load(folder: Path, *, digest: str, columns: int) -> Preparation:
             BACKWARD: Bound(inputs=entry.stacked_outputs, weight_absmax=int(norms[0]), weight_norm=norms[2]),
         }
         facts.append(GroupFacts(entry, tensors[f"{i}.channel_scale"], tensors.get(f"{i}.bias"), bounds))
-    keys = VerificationKeys.from_tensors(load_file(folder / "keys.safetensors"), columns=columns)
-    return Preparation(manifest, tuple(facts), keys, lambda: _forget(folder))
+    keys = VerificationKeys.from_tensors(load_file(folder / "keys.safetensors"), groups=len(facts))
+    blame = BlameKeys.open(folder / "blame.safetensors", columns=columns, groups=len(facts))
+    return Preparation(manifest, tuple(facts), keys, blame, lambda: _forget(folder))
 
 
-def _save(folder: Path, manifest: Manifest, facts: list[GroupFacts], keys: VerificationKeys) -> None:
+def _save(folder: Path, manifest: Manifest, facts: list[GroupFacts], keys: VerificationKeys, blame: BlameKeys) -> None:
     tensors = {}
     for i, fact in enumerate(facts):
         forward, backward = fact.bounds[FORWARD], fact.bounds[BACKWARD]
@@ -145,6 +150,7 @@ def _save(folder: Path, manifest: Manifest, facts: list[GroupFacts], keys: Verif
             tensors[f"{i}.bias"] = fact.bias
     write_atomically(folder / "facts.safetensors", save(tensors))
     write_atomically(folder / "keys.safetensors", save(keys.to_tensors()), mode=0o600)
+    write_atomically(folder / "blame.safetensors", save(blame.to_tensors()), mode=0o600)
     write_atomically(folder / "manifest.json", manifest.to_json())
 
 

@@ -7,6 +7,8 @@ Theory of operation. For a row xq the tenant needs a pad (n, e) with n uniform o
 A `NoisePool` per (layer group, direction) draws pads ahead in the background while memory lasts. A dry
 pool draws on the spot: the mask is made at once, and the effect is fetched while the executor is
 already working. Either way a row index is burnt first, and a pad is handed out once.
+
+Effects are used as they come. A wrong one makes a wrong product, which the check of the product finds (`verifier`).
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from symbiosis_priv.errors import SymbiosisError, TransportError
-from symbiosis_priv.keystream import SessionSecret
+from symbiosis_priv.federation import Peer
+from symbiosis_priv.keystream import SessionSecret, add_keystream
 from symbiosis_priv.ring import Direction
 from tenant.facts import GroupFacts
 from tenant.worker import Worker
@@ -34,18 +37,61 @@ _MIN_BLOCK_ROWS, _MIN_BLOCK_BYTES = 64, 1 << 20
 
 
 @dataclass(frozen=True)
-class Pad:
-    """Mask rows `[r, d]` and the promise of their effect `[r, o]`, both int32. Used once, and never written to."""
+class Share:
+    """What one seed gives to a pad: rows of its keystream, and the promise of their effect.
 
-    mask: Tensor
+    Args:
+        holder: who else knows the seed and computes the effect; None if it is the tenant itself.
+        key: of the keystream.
+        first_row: of the keystream.
+        effect: int32 `[offset + r or more, o]`, unverified.
+        offset: where these rows begin in it.
+    """
+
+    holder: Peer | None
+    key: bytes = field(repr=False)
+    first_row: int
     effect: Future[Tensor]
+    offset: int = 0
+
+    def rows_of_effect(self, rows: int) -> Tensor:
+        """So many rows of the effect, int32 `[rows, o]`. Raises what became of a broken promise."""
+        return self.effect.result()[self.offset : self.offset + rows]
+
+    def shifted(self, rows: int) -> Share:
+        """From a later row on."""
+        return replace(self, first_row=self.first_row + rows, offset=self.offset + rows)
+
+
+@dataclass(frozen=True)
+class Pad:
+    """Mask rows, which nobody has seen before, and the promises of their effects. Used once.
+
+    The mask is the sum of the shares' keystreams, made where it is added: a pad takes no memory but its effects'.
+    """
+
+    rows: int
+    shares: tuple[Share, ...]
+
+    def put_on(self, rows: Tensor) -> None:
+        """Add the mask to int32 rows `[r, d]`, in place."""
+        for share in self.shares:
+            add_keystream(share.key, first_row=share.first_row, to=rows)
+
+    def effects(self) -> list[Tensor]:
+        """Every share's effect, int32 `[r, o]` each. Raises what became of a broken promise."""
+        return [share.rows_of_effect(self.rows) for share in self.shares]
+
+    def split(self, rows: int) -> tuple[Pad, Pad]:
+        """Two pads over disjoint rows."""
+        rest = tuple(share.shifted(rows) for share in self.shares)
+        return Pad(rows, self.shares), Pad(self.rows - rows, rest)
 
 
 class EffectSource(ABC):
     """Where pads come from. One instance serves every layer group of a session.
 
-    `verified` counts rows of effects that somebody else computed and that were checked. `workers` are the threads
-    behind its promises: whoever made the source stops and joins them.
+    `workers` are the threads behind its promises: whoever made the source stops and joins them.
     """
 
     workers: Sequence[Worker] = ()
@@ -53,7 +99,6 @@ class EffectSource(ABC):
     def __init__(self, facts: Sequence[GroupFacts], secret: SessionSecret) -> None:
         self._facts = facts
         self._secret = secret
-        self.verified = 0
 
     @abstractmethod
     def draw(self, index: int, direction: Direction, rows: int, *, ahead: bool) -> Pad:
@@ -97,7 +142,7 @@ class NoisePool:
         source: makes the pads.
         refill: runs a refill in the background.
         memory: the shared budget.
-        row_bytes: what one pad row takes, mask and effect together.
+        row_bytes: what one pad row takes: its effects.
         max_rows: rows that one draw may have.
     """
 
@@ -128,13 +173,13 @@ class NoisePool:
             while missing and self._ready:
                 pad = self._ready.popleft()
                 if _unreachable(pad):
-                    self._release(len(pad.mask))
+                    self._release(pad.rows)
                     continue
-                if len(pad.mask) > missing:
-                    pad, rest = _split(pad, missing)
+                if pad.rows > missing:
+                    pad, rest = pad.split(missing)
                     self._ready.appendleft(rest)
                 pads.append(pad)
-                missing -= len(pad.mask)
+                missing -= pad.rows
             self._release(rows - missing)
         self.taken += rows
         self.dry += missing
@@ -142,6 +187,11 @@ class NoisePool:
             pads.append(self._source.draw(self._index, self._direction, missing, ahead=False))
         self._order(rows)
         return pads
+
+    def ready(self) -> int:
+        """Rows of pads that nobody has to wait for."""
+        with self._lock:
+            return sum(pad.rows for pad in self._ready if all(share.effect.done() for share in pad.shares))
 
     def _order(self, rows: int) -> None:
         block = max(rows, self._min_block)
@@ -168,31 +218,9 @@ class NoisePool:
 
 
 def _unreachable(pad: Pad) -> bool:
-    """The helper was away when this pad was drawn ahead: worth another try. Lies are kept, so that they surface."""
-    return pad.effect.done() and isinstance(pad.effect.exception(), TransportError)
-
-
-def _split(pad: Pad, rows: int) -> tuple[Pad, Pad]:
-    """Two pads over disjoint rows of one."""
-    return (
-        Pad(pad.mask[:rows], _slice(pad.effect, slice(0, rows))),
-        Pad(pad.mask[rows:], _slice(pad.effect, slice(rows, None))),
-    )
-
-
-def _slice(effect: Future[Tensor], part: slice) -> Future[Tensor]:
-    out: Future[Tensor] = Future()
-
-    def finish(done: Future[Tensor]) -> None:
-        if done.cancelled():
-            out.cancel()
-        elif error := done.exception():
-            out.set_exception(error)
-        else:
-            out.set_result(done.result()[part])
-
-    effect.add_done_callback(finish)
-    return out
+    """A helper was away when this pad was drawn ahead: worth another try. Lies are kept, so that they surface."""
+    promises = [share.effect for share in pad.shares if share.effect.done()]
+    return any(isinstance(promise.exception(), TransportError) for promise in promises)
 
 
 def padded(rows: Tensor, *, bucket: int) -> Tensor:

@@ -49,20 +49,20 @@ class LayerGroup:
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Every member's output, one backend call."""
-        y = self.backend.linear(self.index, FORWARD, x.reshape(-1, x.shape[-1]))
+        rows = x.reshape(-1, x.shape[-1])
         dtype = _output_dtype(x)
-        parts = []  # no views: callers may write to them
-        for part in y.split(list(self._outputs), dim=-1):
-            out = torch.empty((*x.shape[:-1], part.shape[-1]), dtype=dtype, device=x.device)
-            out.view(part.shape).copy_(part)
-            parts.append(out)
-        return tuple(parts)
+        # each its own tensor and no views: callers may write to them
+        parts = tuple(torch.empty((*x.shape[:-1], width), dtype=dtype, device=x.device) for width in self._outputs)
+        self.backend.multiply(self.index, FORWARD, [rows], [part.view(len(rows), part.shape[-1]) for part in parts])
+        return parts
 
-    def backward(self, grads: tuple[Tensor, ...]) -> Tensor:
-        """The input's gradient from every member's output gradient, one backend call."""
-        g = torch.cat(grads, dim=-1)
-        grad_x = self.backend.linear(self.index, BACKWARD, g.reshape(-1, g.shape[-1]))
-        return grad_x.view(*g.shape[:-1], grad_x.shape[-1])
+    def backward(self, grads: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        """The input's gradient, in `dtype`, from every member's output gradient, one backend call."""
+        rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
+        width = self.backend.facts[self.index].outputs(BACKWARD)
+        grad_x = torch.empty((*grads[0].shape[:-1], width), dtype=dtype, device=grads[0].device)
+        self.backend.multiply(self.index, BACKWARD, rows, [grad_x.view(len(rows[0]), width)])
+        return grad_x
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerGroup:
         return LayerGroup(self.backend, self.index)  # a copied model shares the session, not the calls in flight
@@ -108,7 +108,7 @@ class _GroupLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.backward(grads).to(ctx.dtype), None
+        return ctx.group.backward(grads, ctx.dtype), None
 
 
 class RemoteLayer(nn.Module):

@@ -2,16 +2,17 @@
 
 The hot path, top to bottom, for one layer group:
 
+    quantise                   inf or nan ends it here             rows.Rows
     take a pad (n, e)          burnt before anything leaves        noise.NoisePool
     send xq + n                one round trip, deadline            channel.Channel
-    check the answer           before it is used for anything      verifier.VerificationKeys
-    subtract e                 each e checked the same way         masking.pad
-    check the range            the guard bits                      ring.in_range
+    subtract e, check          before anything is used             verifier.VerificationKeys
 
-A provider that fails a check is quarantined: nothing is sent to it again, the cached verification keys are dropped,
-and the same masked rows go to the next executor of the federation, if there is one. Both checks end alike, so that
-nobody learns which of them a lie has failed. The secret, the counters, the pools and the connections belong to one
-process: after a fork the child starts with fresh ones (rules 2 and 12).
+If the check fails, an answer or an effect is wrong. Nobody is asked for anything until it is settled which
+(`verifier.BlameKeys`). Who lied is quarantined: nothing is sent to it again, and the cached keys are dropped. If that
+is the executor alone, the same masked rows go to the next one of the federation, if there is one.
+
+The secret, the counters, the pools and the connections belong to one process: after a fork the child starts with fresh
+ones (rules 2 and 12).
 
 A session ends when it is closed, when nobody holds it any longer, or with the program. Its threads are told to stop,
 its connections are shut down, which wakes whoever reads from them, and the threads are joined while the interpreter is
@@ -28,10 +29,12 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
 
+import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from symbiosis_priv import wire
@@ -46,16 +49,19 @@ from symbiosis_priv.errors import (
     VerificationError,
 )
 from symbiosis_priv.federation import Federation, Peer, check_parties
-from symbiosis_priv.keystream import SessionSecret
-from symbiosis_priv.ring import Direction, in_range
+from symbiosis_priv.keystream import SessionSecret, expand
+from symbiosis_priv.modular import Column
+from symbiosis_priv.passes import unmask
+from symbiosis_priv.ring import Direction
 from symbiosis_priv.weights import WeightStore
 from tenant.channel import DEADLINE_OPTION, Channel, Wiretap, fresh_nonce
 from tenant.facts import GroupFacts, Preparation
 from tenant.helper import Helper
 from tenant.masking.registry import session_scheme
 from tenant.masking.scheme import Materials, SessionScheme
-from tenant.noise import NoisePool, Pad, PoolMemory, joined, padded
+from tenant.noise import NoisePool, Pad, PoolMemory, joined
 from tenant.notices import Notices
+from tenant.rows import RingRows, Rows
 from tenant.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -96,6 +102,7 @@ class Ledger:
     effects_verified: int = 0
     pads_taken: int = 0
     pads_dry: int = 0
+    pads_ready: int = 0
     executor_round_trips: int = 0
     helper_round_trips: int = 0
     bytes_to_executors: int = 0
@@ -132,7 +139,7 @@ class Session:
         self._preparation = preparation
         self._options = options
         self._store = store
-        self._rejected = self._verified = self._products = self._rows = 0
+        self._rejected = self._verified = self._effects_verified = self._products = self._rows = 0
         self._keys_of = functools.cache(keys_of)  # as they are now, whatever becomes of the pinned files
         self._quarantined: set[str] = set()  # public keys: a liar by another name is the same liar
         self._lock = threading.RLock()
@@ -141,8 +148,8 @@ class Session:
         self._finalizer: weakref.finalize[..., Session] | None = None
         _sessions.add(self)
 
-    def product(self, index: int, direction: Direction, rows: Tensor) -> Tensor:
-        """One exact product, masked and verified. int32 `[r, d]` in, int32 `[r, o]` out."""
+    def multiply(self, index: int, direction: Direction, rows: Rows) -> None:
+        """One exact product, masked and verified."""
         with self._lock:
             runtime = self._live()
             if helper := next((h for h in runtime.helpers if self._is_quarantined(h.peer)), None):
@@ -151,72 +158,125 @@ class Session:
                 raise QuarantinedError(
                     "every executor of the federation is quarantined for this session; nothing more is sent"
                 )
-            limit = runtime.row_limit(self._preparation.facts[index])
-            sent = padded(rows, bucket=self._options.row_bucket)
-            parts = [self._masked(runtime, index, direction, part) for part in sent.split(limit)]
+            for part in self._parts(runtime, index, direction, rows):
+                self._masked(runtime, part)
             self._products += 1
-            self._rows += len(rows)
-            return joined(parts)[: len(rows)]
+            self._rows += rows.count
 
-    def _masked(self, runtime: _Runtime, index: int, direction: Direction, xq: Tensor) -> Tensor:
-        """The product by the first executor whose answer passes both checks. All of them are sent identical rows."""
-        pads = runtime.take(index, direction, len(xq))
-        masked = xq + joined([pad.mask for pad in pads]) if pads else xq
-        effects: Tensor | None = None
-        outside: list[Peer] = []
+    def product(self, index: int, direction: Direction, rows: Tensor) -> Tensor:
+        """The same for integers whose true product is in the range: int32 `[r, d]` in, int32 `[r, o]` out."""
+        ring_rows = RingRows(rows, outputs=self._preparation.facts[index].outputs(direction))
+        self.multiply(index, direction, ring_rows)
+        return ring_rows.product
+
+    def _parts(self, runtime: _Runtime, index: int, direction: Direction, rows: Rows) -> list[_Part]:
+        """All rows, encoded and filled up with zeros to the bucket, in requests of a size that everybody takes."""
+        facts = self._preparation.facts[index]
+        column, products = self._preparation.keys.columns(index, direction)
+        count = rows.count + -rows.count % self._options.row_bucket
+        xq = torch.empty((count, facts.inputs(direction)), dtype=torch.int32, device="cpu")
+        expected = torch.zeros(count, dtype=torch.int64, device="cpu")
+        rows.encode(xq[: rows.count], column=products, expected=expected[: rows.count])
+        xq[rows.count :] = 0
+        limit = runtime.row_limit(facts)
+        return [
+            _Part(index, direction, rows, start, xq[start : start + limit], column, expected[start : start + limit])
+            for start in range(0, count, limit)
+        ]
+
+    def _masked(self, runtime: _Runtime, part: _Part) -> None:
+        """The product by the first executor whose answer passes. All of them are sent identical rows."""
+        pads = runtime.take(part.index, part.direction, len(part.sent))
+        part.put_on(pads)
         lie: SymbiosisError | None = None
         for channel in runtime.executors:
             if self._is_quarantined(channel.peer):
                 continue
             try:
-                answer = self._ask(channel, index, direction, masked)
-            except (VerificationError, ProtocolError) as error:
+                answer = self._ask(channel, part)
+            except ProtocolError as error:
                 self._reject(channel.peer)
                 lie = error
                 continue
-            if pads:
-                effects = self._effects(pads) if effects is None else effects
-                answer.sub_(effects)
-            if in_range(answer):
-                self._verified += len(masked)
-                return answer
-            # an error of 2^30 or 2^31 got past the columns; if it is an effect's, every answer will be outside
-            self._reject(channel.peer)
-            outside.append(channel.peer)
-        if outside:  # and nobody is left to tell whether the answers or an effect are wrong
-            helpers = [helper.peer for helper in runtime.helpers]
-            self._quarantine(*helpers)
-            lie = self._lie(*outside, *helpers, index=index, direction=direction)
+            self._wait_for_effects(pads, part)
+            if part.decode(answer, pads):
+                self._verified += len(part.sent)
+                self._effects_verified += sum(pad.rows for pad in pads if any(share.holder for share in pad.shares))
+                return
+            lie = self._accuse(runtime, channel.peer, part, answer, pads)
         assert lie is not None  # somebody was asked
         raise lie
 
-    def _ask(self, channel: Channel, index: int, direction: Direction, masked: Tensor) -> Tensor:
-        """An executor's answer after the check of the columns."""
-        facts = self._preparation.facts[index]
-        parts = []
-        for part in masked.split(row_limit(facts, [channel.welcome()])):
+    def _ask(self, channel: Channel, part: _Part) -> Tensor:
+        """An executor's answer, unverified."""
+        facts = self._preparation.facts[part.index]
+        answers = []
+        for rows in part.sent.split(row_limit(facts, [channel.welcome()])):
             request = wire.Execute(
-                nonce=fresh_nonce(), group=index, direction=direction, arithmetic="ring", rows=len(part)
+                nonce=fresh_nonce(), group=part.index, direction=part.direction, arithmetic="ring", rows=len(rows)
             )
-            parts.append(channel.request(request, part, outputs=facts.outputs(direction)))
-        answer = joined(parts)
-        if not self._preparation.keys.accepts(index, direction, rows=masked, answer=answer):
-            raise self._lie(channel.peer, index=index, direction=direction)
-        return answer
+            answers.append(channel.request(request, rows, outputs=facts.outputs(part.direction)))
+        return joined(answers)
 
-    def _effects(self, pads: Sequence[Pad]) -> Tensor:
+    def _wait_for_effects(self, pads: Sequence[Pad], part: _Part) -> None:
         waited = self._options.deadline_s
-        wait([pad.effect for pad in pads], waited)  # ordered ahead, it may be behind many that an absent helper owes
-        if not all(pad.effect.done() for pad in pads):
+        shares = [share for pad in pads for share in pad.shares]
+        wait([share.effect for share in shares], waited)  # ordered ahead: behind many that an absent helper owes
+        if not all(share.effect.done() for share in shares):
             raise DeadlineExceededError(
                 f"no effects from the helpers within {waited:g} s. Are they running? "
                 f"{self._options.deadline_option} waits longer."
             )
+        for share in shares:
+            try:
+                share.effect.result()
+            except ProtocolError as error:
+                assert share.holder is not None  # the tenant breaks no protocol with itself
+                self._reject(share.holder)
+                raise self._lie([share.holder], part, what="an effect") from error
+
+    def _accuse(
+        self, runtime: _Runtime, executor: Peer, part: _Part, answer: Tensor, pads: Sequence[Pad]
+    ) -> VerificationError:
+        """Quarantine who lied, before anybody is asked for anything else.
+
+        Returns:
+            What to raise if there is no other executor: this one alone has lied.
+
+        Raises:
+            VerificationError: an effect is wrong, or nobody can tell what is.
+        """
+        with runtime.gate:
+            liars = self._liars(executor, part, answer, pads)
+            holders = [share.holder for pad in pads for share in pad.shares if share.holder is not None]
+            suspects = list(dict.fromkeys(liars or [executor, *holders]))
+            self._rejected += len(suspects) if liars else 1
+            self._quarantine(*suspects)
+        what = "an answer" if executor in suspects else "an effect"
+        lie = self._lie(suspects, part, what=what, certain=bool(liars))
+        if suspects != [executor]:
+            raise lie
+        return lie
+
+    def _liars(self, executor: Peer, part: _Part, answer: Tensor, pads: Sequence[Pad]) -> list[Peer]:
+        """Those whose answer or effect is not the product modulo 2^32; nobody if that cannot be told."""
+        others = [(pad, share) for pad in pads for share in pad.shares if share.holder is not None]
+        if not others:
+            return [executor]
+        accepts = functools.partial(self._preparation.blame.accepts, part.index, part.direction)
+        width = part.sent.shape[1]
+        liars: list[Peer] = []
         try:
-            return joined([pad.effect.result() for pad in pads])
-        except VerificationError as error:
-            self._reject(next(p for p in self._federation.helpers if p.name == error.provider))
-            raise
+            if not accepts(rows=part.sent, answer=answer):
+                liars.append(executor)
+            for pad, share in others:
+                assert share.holder is not None
+                mask = expand(share.key, first_row=share.first_row, rows=pad.rows, width=width)
+                if not accepts(rows=mask, answer=share.rows_of_effect(pad.rows)):
+                    liars.append(share.holder)
+        except (OSError, SafetensorError) as error:
+            log.error("cannot read the keys that say who lied: %s", error)
+        return liars
 
     def _reject(self, peer: Peer) -> None:
         self._rejected += 1
@@ -234,12 +294,12 @@ class Session:
         for peer in peers:
             log.error("provider %s is quarantined: it sent what is not the product of the pinned weights", peer.name)
 
-    def _lie(self, *peers: Peer, index: int, direction: Direction) -> VerificationError:
+    def _lie(self, peers: Sequence[Peer], part: _Part, *, what: str, certain: bool = True) -> VerificationError:
         return VerificationError(
-            provider=" or ".join(peer.name for peer in peers),
-            group_name=self._preparation.facts[index].entry.name,
-            direction=direction,
-            what="an answer",
+            provider=(" and " if certain else " or ").join(peer.name for peer in peers),
+            group_name=self._preparation.facts[part.index].entry.name,
+            direction=part.direction,
+            what=what,
         )
 
     def _live(self) -> _Runtime:
@@ -272,9 +332,10 @@ class Session:
             products=self._products,
             answers_verified=self._verified,
             answers_rejected=self._rejected,
-            effects_verified=runtime.source.verified if runtime.source else 0,
+            effects_verified=self._effects_verified,
             pads_taken=sum(p.taken for p in runtime.pools.values()),
             pads_dry=sum(p.dry for p in runtime.pools.values()),
+            pads_ready=sum(p.ready() for p in runtime.pools.values()),
             executor_round_trips=sum(t.round_trips for t in to_executors),
             helper_round_trips=sum(t.round_trips for t in to_helpers),
             bytes_to_executors=sum(t.bytes_sent for t in to_executors),
@@ -318,6 +379,67 @@ def _begin_all_again() -> None:
 os.register_at_fork(after_in_child=_begin_all_again)
 
 
+@dataclass(frozen=True)
+class _Part:
+    """Some rows of a product, as many as one request may have.
+
+    Args:
+        index: of the layer group.
+        direction: forward or backward.
+        rows: all rows of the product.
+        start: the first of these.
+        sent: int32 `[r, d]`, these rows in the ring, and zeros where the bucket asks for more than there are.
+        column: R.
+        expected: int64 `[r]`, what R makes of their true product.
+    """
+
+    index: int
+    direction: Direction
+    rows: Rows
+    start: int
+    sent: Tensor
+    column: Column
+    expected: Tensor
+
+    def put_on(self, pads: Sequence[Pad]) -> None:
+        """Mask the rows. They are what is sent from now on, and they do not change again (rule 3)."""
+        for pad, first in _placed(pads):
+            pad.put_on(self.sent[first : first + pad.rows])
+
+    def decode(self, answer: Tensor, pads: Sequence[Pad]) -> bool:
+        """Take the effects off an answer and hand it on, if it is the product; see `Rows.decode`."""
+        places = [(first, pad.rows, pad.effects()) for pad, first in _placed(pads)] or [(0, len(self.sent), [])]
+        return all(self._decode(answer, first, count, effects) for first, count, effects in places)
+
+    def _decode(self, answer: Tensor, first: int, count: int, effects: Sequence[Tensor]) -> bool:
+        real = min(max(self.rows.count - self.start - first, 0), count)
+        filled = slice(first + real, first + count)  # zeros: checked like rows, so that nobody can tell them apart
+        zeros = unmask(
+            answer[filled],
+            effects=[effect[real:] for effect in effects],
+            column=self.column,
+            expected=self.expected[filled],
+        )
+        if zeros is None or not real:
+            return zeros is not None
+        own = slice(first, first + real)
+        return self.rows.decode(
+            self.start + first,
+            answer[own],
+            effects=[effect[:real] for effect in effects],
+            column=self.column,
+            expected=self.expected[own],
+        )
+
+
+def _placed(pads: Sequence[Pad]) -> Iterator[tuple[Pad, int]]:
+    """Pads one below the other, and the row where each begins."""
+    first = 0
+    for pad in pads:
+        yield pad, first
+        first += pad.rows
+
+
 class _Runtime:
     """What must not outlive a process: the secret and its counters, pads, threads, connections."""
 
@@ -354,10 +476,9 @@ class _Runtime:
 
         self.executors = [channel(peer) for peer in federation.executors if not is_quarantined(peer)]
         secret = SessionSecret()
-        self.helpers = [Helper(channel(peer), channel(peer), secret) for peer in helpers]
-        self.source = scheme.effects(
-            Materials(facts=self._facts, secret=secret, helpers=self.helpers, keys=preparation.keys, store=store)
-        )
+        self.gate = threading.Lock()
+        self.helpers = [Helper(channel(peer), channel(peer), secret, gate=self.gate) for peer in helpers]
+        self.source = scheme.effects(Materials(facts=self._facts, secret=secret, helpers=self.helpers, store=store))
         self.closed = False
         _open.add(self)
 
@@ -374,7 +495,7 @@ class _Runtime:
                 direction=direction,
                 refill=self._refill,
                 memory=self._memory,
-                row_bytes=wire.ITEM_BYTES * (facts.entry.inputs + facts.entry.stacked_outputs),
+                row_bytes=wire.ITEM_BYTES * facts.outputs(direction) * max(1, len(self.helpers)),
                 max_rows=self.row_limit(facts),
             )
         return pool.take(rows)

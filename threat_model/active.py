@@ -2,8 +2,8 @@
 
 Privacy against a liar needs integrity (rule 6): a provider that adds an error and sees whether the tenant goes on
 asks a question about the secret product. With verification every wrong answer ends the session, whatever the secret:
-the abort is a constant and says nothing. `Gullible` keys are the planted fault: without them only the range check
-aborts, and it depends on the secret.
+the abort is a constant and says nothing. The planted fault is a tenant that only looks whether a result is plausible:
+when it aborts depends on the secret.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -21,10 +23,12 @@ from symbiosis_priv import wire
 from symbiosis_priv.errors import QuarantinedError, VerificationError
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.keystream import SEED_BYTES, expand
+from symbiosis_priv.passes import unmask
 from symbiosis_priv.ring import DIRECTIONS, FORWARD, RANGE, Direction
 from tenant.facts import Preparation, prepare
+from tenant.rows import RingRows
 from tenant.session import Session, SessionOptions
-from tenant.verifier import VerificationKeys
+from tenant.verifier import BlameKeys
 from threat_model.lab import Lab
 from threat_model.statistics import Interval, clopper_pearson
 
@@ -32,6 +36,7 @@ Lie = Callable[[Tensor], None]
 """Changes an answer int32 `[r, o]` in place."""
 
 _ROWS = 3
+_PLAUSIBLE = 1 << 29
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ class AbortLeak:
 
 @dataclass(frozen=True)
 class Forgery:
-    """Single checks with few columns against errors of one 2-adic valuation: how many passed."""
+    """Single checks of `BlameKeys` with few columns against errors of one 2-adic valuation: how many passed."""
 
     columns: int
     valuation: int
@@ -108,11 +113,19 @@ class Liar:
             self._lie(payload)
 
 
-class Gullible(VerificationKeys):
-    """The planted fault: a verifier that nods."""
+@contextmanager
+def plausible_is_enough() -> Iterator[None]:
+    """The planted fault: while this lasts, a tenant takes what looks like a product for one."""
 
-    def accepts(self, index: int, direction: Direction, *, rows: Tensor, answer: Tensor) -> bool:
+    def decode(self: RingRows, start: int, answer: Tensor, *, effects: Sequence[Tensor] = (), **_: object) -> bool:
+        product = unmask(answer, effects=effects, column=None, expected=None)
+        if product is None or int(product.long().abs().max()) >= _PLAUSIBLE:
+            return False
+        self.product[start : start + len(product)] = product
         return True
+
+    with mock.patch.object(RingRows, "decode", decode):
+        yield
 
 
 def attack_actively(lab: Lab, *, repeats: int, rng: torch.Generator) -> ActiveReport:
@@ -133,11 +146,9 @@ def attack_actively(lab: Lab, *, repeats: int, rng: torch.Generator) -> ActiveRe
 def _attack(lab: Lab, repeats: int, rng: torch.Generator) -> ActiveReport:
     preparation = prepare(lab.store, digest=lab.federation.model_digest, columns=16, cache=lab.folder / "cache")
     detections = [_detect(lab, preparation, kind, repeats, rng) for kind in _lies(lab, rng)]
-    gullible = replace(preparation, keys=Gullible.fresh(columns=16))
-    leaks = [
-        _leak(lab, keys, name, 8 * repeats, rng)
-        for name, keys in (("with verification", preparation), ("verification skipped (planted)", gullible))
-    ]
+    leaks = [_leak(lab, preparation, "with verification", 8 * repeats, rng)]
+    with plausible_is_enough():
+        leaks.append(_leak(lab, preparation, "verification skipped (planted)", 8 * repeats, rng))
     return ActiveReport(tuple(detections), tuple(leaks), tuple(_forgeries(lab, 60 * repeats, rng)))
 
 
@@ -188,7 +199,7 @@ def _lies(lab: Lab, rng: torch.Generator) -> list[_Kind]:
 
     return [
         *(_Kind(f"error of valuation {v}", "executor", [error(v)], valuation=v) for v in range(32)),
-        _Kind("error near the guard range", "executor", [near_range]),
+        _Kind("error as large as the range", "executor", [near_range]),
         _Kind("the same error in every session", "executor", [repeated]),
         _Kind("rows swapped", "executor", [swap]),
         _Kind("another layer's product", "executor", [other_layer]),
@@ -234,10 +245,10 @@ def _session(
 
 
 def _leak(lab: Lab, preparation: Preparation, name: str, trials: int, rng: torch.Generator) -> AbortLeak:
-    """Adds `RANGE - 1` to one entry: the range check then aborts exactly when the secret entry is positive."""
+    """Makes one entry so large that it is plausible no more, exactly when the secret entry is positive."""
 
     def probe(answer: Tensor) -> None:
-        answer[0, 0] += RANGE - 1
+        answer[0, 0] += _PLAUSIBLE - 1
 
     aborts, secret = [], []
     for _ in range(trials):
@@ -260,7 +271,7 @@ def mutual_information(a: Sequence[bool], b: Sequence[bool]) -> float:
 
 
 def _forgeries(lab: Lab, trials: int, rng: torch.Generator) -> list[Forgery]:
-    """The bound itself, where it is large enough to be seen: one or two columns, errors divisible by 2^28."""
+    """The bound of the keys that say who lied, where it is large enough to be seen: few columns, multiples of 2^28."""
     weight = lab.public.quantised(1).weight
     rows = expand(secrets.token_bytes(SEED_BYTES), first_row=0, rows=1, width=weight.shape[1])
     answer = rows @ weight.to(torch.int32).t()
@@ -269,7 +280,7 @@ def _forgeries(lab: Lab, trials: int, rng: torch.Generator) -> list[Forgery]:
         for valuation in (31, 30, 29, 28):
             passed = 0
             for _ in range(trials):
-                keys = VerificationKeys.fresh(columns=columns)
+                keys = BlameKeys.fresh(columns=columns)
                 keys.add(0, weight, weight_bits=lab.store.weight_bits)
                 wrong = answer.clone()
                 place = int(torch.randint(answer.numel(), (), generator=rng))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,15 +97,15 @@ class Witness(Backend):
         cache = kwargs.get("past_key_values")
         self._start = 0 if cache is None else int(cache.get_seq_length())
 
-    def linear(self, index: int, direction: Direction, rows: Tensor) -> Tensor:
-        result = self.inner.linear(index, direction, rows)
-        plain = rows.detach().float()
+    def multiply(self, index: int, direction: Direction, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        self.inner.multiply(index, direction, inputs, outputs)
+        rows = torch.cat([part.detach() for part in inputs], dim=1)
+        plain = rows.float()
         if isinstance(self.inner, RingBackend):
-            plain, _ = self._public.in_ring(index, direction, rows.detach())
+            plain, _ = self._public.in_ring(index, direction, rows)
         tokens, labels, first = self._positions(len(rows))
         call = Call(index, direction, plain.clone(), tokens, labels, first, self._labels is not None)
         self._truth.calls[self._recorder.last_executed] = call
-        return result
 
     def close(self) -> None:
         self.inner.close()

@@ -18,6 +18,8 @@ import logging
 import os
 from pathlib import Path
 
+from torch import Tensor
+
 from symbiosis_priv.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -56,6 +58,11 @@ def isas() -> tuple[Isa, ...]:
     return tuple(isa for isa in Isa if isa <= best)
 
 
+def pointer(tensor: Tensor | None, row: int = 0) -> int | None:
+    """The address of a CPU tensor's row, for a C argument; the caller keeps the tensor alive."""
+    return None if tensor is None else tensor.data_ptr() + row * tensor.stride(0) * tensor.element_size()
+
+
 @functools.cache
 def _load() -> ctypes.CDLL | None:
     if not _LIBRARY.is_file():
@@ -77,7 +84,19 @@ def _load() -> ctypes.CDLL | None:
 
 def _declare(lib: ctypes.CDLL) -> None:
     """Argument and result types of every exported function, as in the C sources."""
-    lib.ring_best_isa.argtypes, lib.ring_best_isa.restype = (), ctypes.c_int32
+    address, integer, real, isa = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double, ctypes.c_int32
+    parts = (address, address, address, integer, ctypes.c_int32)
+    signatures: dict[str, tuple[tuple[object, ...], object]] = {
+        "ring_best_isa": ((), isa),
+        "ring_encode": ((isa, *parts, integer, integer, address, real, real, *5 * (address,)), integer),
+        "ring_decode": ((isa, *2 * (address,), *3 * (integer,), *5 * (address,), *parts, address), integer),
+        "ring_dot": ((isa, address, integer, integer, address, address), None),
+        "ring_weigh": ((isa, address, integer, integer, address, integer, *3 * (address,)), None),
+        "ring_join": ((address, integer, address), None),
+    }
+    for name, (arguments, result) in signatures.items():
+        function = getattr(lib, name)
+        function.argtypes, function.restype = arguments, result
 
 
 def _source_digest() -> str:

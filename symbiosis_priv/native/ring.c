@@ -1,5 +1,6 @@
 /* One translation unit: everything that symbiosis_priv compiles. See common.h for the rules. */
 #include "common.h"
+#include "passes.h"
 
 /* SHA-256 over the sources this library was built from, so that the loader knows a stale one. */
 EXPORT const char *ring_source_digest(void) { return SOURCE_DIGEST; }

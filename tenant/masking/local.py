@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from symbiosis_priv.keystream import SessionSecret, expand, mask_key
 from symbiosis_priv.ring import Direction
 from symbiosis_priv.weights import WeightStore
 from tenant.backend import Simulation
 from tenant.facts import GroupFacts
 from tenant.masking.scheme import Materials, SessionScheme
-from tenant.noise import EffectSource, Pad
+from tenant.noise import EffectSource, Pad, Share
 from tenant.worker import Worker
 
 
@@ -41,5 +43,9 @@ class LocalSource(EffectSource):
     def draw(self, index: int, direction: Direction, rows: int, *, ahead: bool) -> Pad:
         group, first = self._burn(index, direction, rows)
         key = mask_key(self._seed, group_name=group, direction=direction)
+        effect = self.workers[0].submit(self._effect, index, direction, key, first, rows)
+        return Pad(rows, (Share(None, key, first, effect),))
+
+    def _effect(self, index: int, direction: Direction, key: bytes, first: int, rows: int) -> Tensor:
         mask = expand(key, first_row=first, rows=rows, width=self._facts[index].inputs(direction))
-        return Pad(mask, self.workers[0].submit(self._products.product, index, direction, mask))
+        return self._products.product(index, direction, mask)

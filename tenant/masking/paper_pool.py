@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -98,10 +99,10 @@ class PaperPoolBackend(Backend):
             wiretap=wiretap,
         )
 
-    def linear(self, index: int, direction: Direction, rows: Tensor) -> Tensor:
-        facts = self.facts[index]
+    def multiply(self, index: int, direction: Direction, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        rows = torch.cat([part.detach() for part in inputs], dim=1)
         if not len(rows):
-            return torch.zeros((0, facts.outputs(direction)), dtype=torch.float64, device=rows.device)
+            return
         if not bool(torch.isfinite(rows).all()):
             raise NonFiniteError("an activation or gradient holds inf or nan; nothing was sent")
         x = rows.to(device="cpu", dtype=torch.float32)
@@ -112,7 +113,9 @@ class PaperPoolBackend(Backend):
         picks = self._picks(index, direction, len(x))
         # the online request is the biased forward; only the noise's own product is bias-free
         answer = self._ask(index, direction, x + noise[picks], "float" if direction == FORWARD else "float_bias_free")
-        return (answer - effect[picks])[: len(rows)].to(device=rows.device, dtype=torch.float64)
+        y = (answer - effect[picks])[: len(rows)].split([out.shape[1] for out in outputs], dim=1)
+        for part, out in zip(y, outputs, strict=True):
+            out.copy_(part)
 
     def close(self) -> None:
         self._channel.close()

@@ -15,7 +15,6 @@ from tenant.backend import Backend
 from tenant.facts import GroupFacts
 from tenant.helper import Helper
 from tenant.noise import EffectSource
-from tenant.verifier import VerificationKeys
 
 if TYPE_CHECKING:
     from tenant.connect import Opening
@@ -36,7 +35,7 @@ class Scheme(ABC):
         assumption: what that rests on.
         error: how far results are from the reference ("simulate"); None if they are the same bits.
         verified: whether a wrong answer raises an error instead of being used.
-        headroom_bits: how much of the range ±2^29 it takes for itself; rows are scaled to the rest.
+        headroom_bits: how much of the range ±2^31 it takes for itself; rows are scaled to the rest.
     """
 
     name: ClassVar[str]
@@ -71,14 +70,12 @@ class Materials:
         facts: of every layer group.
         secret: the source of seeds and row numbers.
         helpers: connected on demand; empty unless the scheme's `roles` name them.
-        keys: how effects are checked.
         store: the tenant's own copy of the weights, if it has one.
     """
 
     facts: Sequence[GroupFacts]
     secret: SessionSecret
     helpers: Sequence[Helper]
-    keys: VerificationKeys
     store: WeightStore | None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from symbiosis_priv.local import LocalFederation
 from tenant import RemoteConfig, backend_of
 from tenant.demo.base_model import Pretraining, make_base_model
 from tenant.demo.text import public_text
+from tests.builds import BUILDS, build
 
 if TYPE_CHECKING:
     from tests.end_to_end.conftest import Open, Train
@@ -44,16 +46,18 @@ Base = tuple[Path, LocalFederation]
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_logits_and_gradients(base: Base, scheme: str, config_for: Config, open_model: Open, equal: Equal) -> None:
+    """On a tenant with compiled passes and on one without."""
     path, federation = base
     seen: list[dict[str, Tensor]] = []
-    for how in ("simulate", scheme):
-        model = open_model(path, config_for(federation, how))
-        model.get_input_embeddings().weight.requires_grad_(True)  # gradients through every layer
-        out = model(input_ids=IDS, labels=IDS)
-        out.loss.backward()
+    for how, name in itertools.product(("simulate", scheme), (BUILDS[0], BUILDS[-1])):
+        with build(name):
+            model = open_model(path, config_for(federation, how))
+            model.get_input_embeddings().weight.requires_grad_(True)  # gradients through every layer
+            out = model(input_ids=IDS, labels=IDS)
+            out.loss.backward()
         seen.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None} | {"logits": out.logits})
     assert len(seen[0]) > 10
-    assert equal(*seen)
+    assert all(equal(seen[0], other) for other in seen[1:])
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from symbiosis_priv import testing
 from symbiosis_priv.errors import BurntRowError, RangeError
-from symbiosis_priv.keystream import MAX_ROW, SessionSecret, derive, expand, mask_key
+from symbiosis_priv.keystream import MAX_ROW, SessionSecret, add_keystream, derive, expand, mask_key
 from symbiosis_priv.ring import DIRECTIONS
 
 KEY = bytes(range(32))
@@ -78,6 +78,28 @@ def test_expand_is_aes_ctr(key: bytes, first_row: int, rows: int, width: int) ->
     got = expand(key, first_row=first_row, rows=rows, width=width)
     assert (got.dtype, got.shape, got.is_contiguous()) == (torch.int32, (rows, width), True)
     assert got.tolist() == [by_hand(key, row=first_row + i, width=width) for i in range(rows)]
+
+
+@given(key=keys, first_row=first_rows, rows=st.integers(0, 9), width=testing.widths(), data=st.data())
+def test_a_keystream_is_added_as_it_is_expanded(
+    key: bytes, first_row: int, rows: int, width: int, data: st.DataObject
+) -> None:
+    before = data.draw(testing.ring_rows(width=width, count=rows))
+    after = before.clone()
+    add_keystream(key, first_row=first_row, to=after)
+    assert torch.equal(after, before + expand(key, first_row=first_row, rows=rows, width=width))
+
+
+@pytest.mark.parametrize("width", [4096, 4097, 1 << 17, (1 << 17) + 3])
+def test_pieces_are_one_stream(width: int) -> None:
+    """Rows that fill several pieces of what is encrypted at a time, and end within one."""
+    rows = (1 << 18) // width + 2
+    got = expand(KEY, first_row=5, rows=rows, width=width)
+    assert got[0].tolist() == by_hand(KEY, row=5, width=width)
+    assert got[-1].tolist() == by_hand(KEY, row=5 + rows - 1, width=width)
+    added = torch.ones(rows, width, dtype=torch.int32)
+    add_keystream(KEY, first_row=5, to=added)
+    assert torch.equal(added, got + 1)
 
 
 @given(first_row=first_rows, rows=st.integers(0, 40), width=testing.widths(), data=st.data())

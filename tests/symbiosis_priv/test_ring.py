@@ -19,7 +19,7 @@ from symbiosis_priv.errors import NonFiniteError, RangeError
 from symbiosis_priv.kernels import KERNELS, RingMatrix
 from symbiosis_priv.keystream import expand
 from symbiosis_priv.quantise import QuantisedGroup, quantise
-from symbiosis_priv.ring import BACKWARD, RANGE, Bound, Direction, dequantise, in_range, quantise_rows
+from symbiosis_priv.ring import BACKWARD, RANGE, Bound, Direction, dequantise, quantise_rows
 
 KEY = bytes(range(32))
 
@@ -167,13 +167,12 @@ def test_widths_outside_the_proof_are_refused(width: int) -> None:
 
 def test_a_width_that_rounding_alone_could_fill_is_refused() -> None:
     with pytest.raises(RangeError, match="fewer weight bits"):
-        Bound(inputs=1 << 21, weight_absmax=2047, weight_norm=2047.0)
+        Bound(inputs=1 << 21, weight_absmax=2048, weight_norm=2048.0)
 
 
 def test_no_rows() -> None:
     xq, scale = quantise_rows(torch.zeros(0, 4), Bound(inputs=4, weight_absmax=511, weight_norm=511.0))
     assert (xq.shape, xq.dtype, scale.shape, scale.dtype) == ((0, 4), torch.int32, (0, 1), torch.float64)
-    assert in_range(torch.zeros(0, 3, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -193,7 +192,6 @@ def test_masking_changes_nothing(kernel: str, data: DataObject, direction: Direc
     answer = executor.product(xq + noise, transposed=transposed)
     unmasked = answer - effect
 
-    assert in_range(unmasked)
     assert np.array_equal(unmasked.numpy().astype(np.int64), exact_product(xq, matrix))
 
 
@@ -214,11 +212,3 @@ def test_the_product_approximates_the_float_one(data: DataObject, direction: Dir
     columns = matrix.abs().sum(dim=0) * unit
     rounding = 1e-12 * (rows.double().abs() @ matrix.abs()) * unit  # of `truth`, summed in float64
     assert bool(((y - truth).abs() <= scale / 2 * columns * (1 + 1e-9) + rounding + 1e-300).all())
-
-
-@pytest.mark.parametrize(
-    ("value", "inside"),
-    [(RANGE - 1, True), (RANGE, False), (-RANGE, False), (1 - RANGE, True), (-(2**31), False), (2**31 - 1, False)],
-)
-def test_in_range(value: int, inside: bool) -> None:
-    assert in_range(torch.tensor([[0, value]], dtype=torch.int32)) is inside

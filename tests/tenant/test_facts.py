@@ -10,11 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from symbiosis_priv.errors import CheckpointError
+from symbiosis_priv.modular import dot
 from symbiosis_priv.ring import DIRECTIONS, FORWARD
 from symbiosis_priv.weights import WeightStore
 from tenant.facts import GroupFacts, Preparation, prepare
 
 DIRECT = ["gpt2_store", "store"]
+KEYS = ["keys.safetensors", "blame.safetensors"]
 
 
 def prepared(store: WeightStore | None, digest: str, cache: Path, *, columns: int = 16) -> Preparation:
@@ -53,29 +55,37 @@ def test_facts_are_those_of_the_weights_and_survive_the_disk(base: WeightStore, 
 def test_keys_are_made_once_and_work_from_the_disk(base: WeightStore, tmp_path: Path) -> None:
     digest = base.manifest().digest
     prepared(base, digest, tmp_path)
-    kept = (folder_of(tmp_path) / "keys.safetensors").read_bytes()
-    keys = prepared(base, digest, tmp_path).keys
-    assert (folder_of(tmp_path) / "keys.safetensors").read_bytes() == kept
+    kept = [(folder_of(tmp_path) / name).read_bytes() for name in KEYS]
+    again = prepared(base, digest, tmp_path)
+    keys, blame = again.keys, again.blame
+    assert [(folder_of(tmp_path) / name).read_bytes() for name in KEYS] == kept
     for index, facts in enumerate(prepared(None, digest, tmp_path).facts):
         weight = base.group(index).weight.to(torch.int32)
         for direction in DIRECTIONS:
             rows = torch.randint(-(2**31), 2**31, (3, facts.inputs(direction)), dtype=torch.int32)
             answer = rows @ (weight.t() if direction == FORWARD else weight)
-            assert keys.accepts(index, direction, rows=rows, answer=answer)
+            assert blame.accepts(index, direction, rows=rows, answer=answer)
+            small = rows >> 24
+            product = small @ (weight.t() if direction == FORWARD else weight)
+            r, v = keys.columns(index, direction)
+            assert torch.equal(dot(product, r), dot(small, v))
             answer[1, 1] += 1
-            assert not keys.accepts(index, direction, rows=rows, answer=answer)
+            product[1, 1] += 1
+            assert not blame.accepts(index, direction, rows=rows, answer=answer)
+            assert (dot(product, r) == dot(small, v)).tolist() == [True, False, True]
 
 
 def test_only_the_owner_may_read_the_keys(store: WeightStore, tmp_path: Path) -> None:
     prepared(store, store.manifest().digest, tmp_path)
-    assert stat.S_IMODE((folder_of(tmp_path) / "keys.safetensors").stat().st_mode) == 0o600
+    for name in KEYS:
+        assert stat.S_IMODE((folder_of(tmp_path) / name).stat().st_mode) == 0o600
 
 
 def test_no_weight_is_kept(store: WeightStore, tmp_path: Path) -> None:
     """Facts are O(o) and keys O(m (o + d)) per layer group."""
     prepared(store, store.manifest().digest, tmp_path, columns=8)
     sizes = {entry.inputs * entry.stacked_outputs for entry in store.manifest().groups}
-    for name in ("facts.safetensors", "keys.safetensors"):
+    for name in ("facts.safetensors", *KEYS):
         for tensor in load_file(folder_of(tmp_path) / name).values():
             assert tensor.numel() < min(sizes)
 
@@ -116,7 +126,7 @@ def test_other_weight_bits_are_another_model(llama: Path, store: WeightStore, tm
         prepared(WeightStore(llama, weight_bits=8), store.manifest().digest, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "facts.safetensors", "keys.safetensors"])
+@pytest.mark.parametrize("name", ["manifest.json", "facts.safetensors", *KEYS])
 @pytest.mark.parametrize("damage", ["gone", "empty", "cut", "garbage"])
 def test_a_damaged_cache_is_made_again(store: WeightStore, tmp_path: Path, name: str, damage: str) -> None:
     digest = store.manifest().digest
@@ -130,12 +140,25 @@ def test_a_damaged_cache_is_made_again(store: WeightStore, tmp_path: Path, name:
     assert len(prepared(None, digest, tmp_path).facts) == 9
 
 
-def test_keys_without_some_layer_are_made_again(store: WeightStore, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", KEYS)
+def test_keys_without_some_layer_are_made_again(store: WeightStore, tmp_path: Path, name: str) -> None:
     digest = store.manifest().digest
     prepared(store, digest, tmp_path)
-    path = folder_of(tmp_path) / "keys.safetensors"
+    path = folder_of(tmp_path) / name
     tensors = load_file(path)
     tensors.pop("3.forward")
     save_file(tensors, path)
-    keys = prepared(store, digest, tmp_path).keys
-    assert len(keys.to_tensors()) == 1 + 2 * 9
+    prepared(store, digest, tmp_path)
+    assert len(load_file(path)) == 1 + 2 * 9
+
+
+def test_who_lied_can_be_told_after_the_keys_are_deleted(store: WeightStore, tmp_path: Path) -> None:
+    """A session goes on with who is honest, and may have to judge again."""
+    prepared(store, store.manifest().digest, tmp_path)
+    kept = prepared(None, store.manifest().digest, tmp_path)
+    kept.forget_keys()
+    assert not list((tmp_path / "tenant").iterdir())
+    weight = store.group(2).weight.to(torch.int32)
+    rows = torch.randint(-(2**31), 2**31, (3, weight.shape[1]), dtype=torch.int32)
+    assert kept.blame.accepts(2, FORWARD, rows=rows, answer=rows @ weight.t())
+    assert not kept.blame.accepts(2, FORWARD, rows=rows, answer=rows @ weight.t() + 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from symbiosis_priv.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.weights import WeightStore
 from tenant.facts import Preparation
 from tenant.masking.local import LocalSource
-from tenant.noise import EffectSource, NoisePool, Pad, PoolMemory, joined
+from tenant.noise import EffectSource, NoisePool, Pad, PoolMemory, Share, joined
 from tenant.worker import Worker
 
 TIMEOUT_S = 20.0
@@ -29,6 +29,21 @@ def multiply(store: WeightStore, index: int, direction: Direction, rows: Tensor)
     """`rows @ W.T` (or `rows @ W`) mod 2^32, in int64, which wraps to the same low bits."""
     weight = store.group(index).weight.to(torch.int64)
     return (rows.to(torch.int64) @ (weight.t() if direction == FORWARD else weight)).to(torch.int32)
+
+
+def mask_of(pads: list[Pad], width: int) -> Tensor:
+    """What the pads, one below the other, add to rows."""
+    masks = [torch.zeros(pad.rows, width, dtype=torch.int32) for pad in pads]
+    for pad, mask in zip(pads, masks, strict=True):
+        pad.put_on(mask)
+    return joined(masks)
+
+
+def effect_of(pad: Pad) -> Tensor:
+    """The sum of its effects, once they are there."""
+    for share in pad.shares:
+        share.effect.result(TIMEOUT_S)
+    return torch.stack(pad.effects()).sum(dim=0, dtype=torch.int32)
 
 
 def rows_of(masks: Tensor) -> list[bytes]:
@@ -101,8 +116,8 @@ def test_no_pad_row_is_handed_out_twice_and_every_effect_is_its_masks_product(
     masks: list[bytes] = []
     for index, direction, rows, settled in pattern:
         pads = pools.pool(index, direction).take(rows)
-        mask = joined([pad.mask for pad in pads])
-        effect = joined([pad.effect.result(TIMEOUT_S) for pad in pads])
+        mask = mask_of(pads, preparation.facts[index].inputs(direction))
+        effect = joined([effect_of(pad) for pad in pads])
         assert len(mask) == rows
         assert torch.equal(effect, multiply(store, index, direction, mask))
         masks += rows_of(mask)
@@ -124,8 +139,8 @@ def test_no_pad_row_is_handed_out_twice_under_threads(local: Pools) -> None:
             with lock:
                 pads = local.pool(0, DIRECTIONS[number % 2]).take(rows)
             for pad in pads:
-                assert len(pad.effect.result(TIMEOUT_S)) == len(pad.mask)
-                masks.extend(rows_of(pad.mask))
+                assert len(effect_of(pad)) == pad.rows
+            masks.extend(rows_of(mask_of(pads, (64, 128)[number % 2])))
 
     try:
         with ThreadPoolExecutor(4) as threads:
@@ -150,7 +165,8 @@ def test_memory_comes_back(local: Pools) -> None:
     for _ in range(10):
         pool.take(10)
         local.settle()
-    held = sum(len(pad.mask) for pad in pool._ready)
+    held = sum(pad.rows for pad in pool._ready)
+    assert pool.ready() == held
     assert local.memory.used == held * 4 * (64 + 128)
 
 
@@ -165,7 +181,7 @@ def test_without_memory_every_pad_is_drawn_on_the_spot(preparation: Preparation,
 
 
 class Flaky(EffectSource):
-    """Effects that fail as told; masks count upwards, so that a second use would show."""
+    """Effects that fail as told."""
 
     def __init__(self, preparation: Preparation, error: Exception, *, at_once: bool = False) -> None:
         super().__init__(preparation.facts, SessionSecret())
@@ -182,7 +198,7 @@ class Flaky(EffectSource):
             effect.set_exception(self.error)
         else:
             effect.set_result(torch.zeros(rows, 1, dtype=torch.int32))
-        return Pad(torch.arange(first, first + rows, dtype=torch.int32)[:, None], effect)
+        return Pad(rows, (Share(None, bytes(32), first, effect),))
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -194,12 +210,12 @@ def test_a_pool_recovers_from_a_helper_that_was_away(preparation: Preparation, a
     for away in (True, True, False, False, False):
         source.away = away
         pads = pool.take(4)
-        assert all(pad.effect.exception(TIMEOUT_S) is None for pad in pads)
-        seen += [int(i) for pad in pads for i in pad.mask[:, 0]]
+        assert all(share.effect.exception(TIMEOUT_S) is None for pad in pads for share in pad.shares)
+        seen += [pad.shares[0].first_row + i for pad in pads for i in range(pad.rows)]
         pools.settle()
     assert len(set(seen)) == len(seen) == 20
     assert pool.dry < pool.taken  # the last ones came from the pool
-    assert pools.memory.used == sum(len(pad.mask) for pad in pool._ready) * 4 * (64 + 128)
+    assert pools.memory.used == sum(pad.rows for pad in pool._ready) * 4 * (64 + 128)
     pools.close()
 
 
@@ -210,7 +226,7 @@ def test_a_lie_in_the_pool_is_not_swept_away(preparation: Preparation) -> None:
     pool.take(4)
     pools.settle()
     (pad,) = pool.take(4)
-    assert pad.effect.exception(TIMEOUT_S) is lie
+    assert pad.shares[0].effect.exception(TIMEOUT_S) is lie
     pools.close()
 
 
@@ -219,9 +235,8 @@ def test_a_split_pad_keeps_its_promise_whenever_it_is_fulfilled(preparation: Pre
 
     class Slow(Flaky):
         def draw(self, index: int, direction: Direction, rows: int, *, ahead: bool) -> Pad:
-            mask = torch.arange(rows, dtype=torch.int32)[:, None] + (100 if ahead else 0)
             self.promised: Future[Tensor] = Future()
-            return Pad(mask, self.promised)
+            return Pad(rows, (Share(None, bytes(32), 100 if ahead else 0, self.promised),))
 
     for outcome in ("result", "error", "cancel"):
         source = Slow(preparation, ValueError())
@@ -231,17 +246,21 @@ def test_a_split_pad_keeps_its_promise_whenever_it_is_fulfilled(preparation: Pre
         pools.settle()
         promised = source.promised
         first, second = pool.take(3)[0], pool.take(2)[0]
+        assert [first.shares[0].first_row, second.shares[0].first_row] == [100, 103]
         if outcome == "result":
-            promised.set_result(torch.arange(64, dtype=torch.int32)[:, None] + 100)
-            assert torch.equal(first.effect.result(TIMEOUT_S), first.mask)
-            assert torch.equal(second.effect.result(TIMEOUT_S), second.mask)
-            assert second.mask[0, 0] == 103
+            promised.set_result(torch.arange(64, dtype=torch.int32)[:, None])
+            assert [first.effects()[0].flatten().tolist(), second.effects()[0].flatten().tolist()] == [
+                [0, 1, 2],
+                [3, 4],
+            ]
         elif outcome == "error":
             promised.set_exception(DeadlineExceededError("away"))
-            assert isinstance(second.effect.exception(TIMEOUT_S), DeadlineExceededError)
+            with pytest.raises(DeadlineExceededError):
+                second.effects()
         else:
             promised.cancel()
-            assert second.effect.cancelled()
+            with pytest.raises(CancelledError):
+                second.effects()
         pools.close()
 
 

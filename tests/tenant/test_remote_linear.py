@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -52,9 +52,9 @@ class Counting(Backend):
         self.calls: list[tuple[int, Direction, Tensor]] = []
         self._inner = RingBackend(self.facts, Simulation(store))
 
-    def linear(self, index: int, direction: Direction, rows: Tensor) -> Tensor:
-        self.calls.append((index, direction, rows.detach().clone()))
-        return self._inner.linear(index, direction, rows)
+    def multiply(self, index: int, direction: Direction, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        self.calls.append((index, direction, torch.cat([part.detach() for part in inputs], dim=1)))
+        self._inner.multiply(index, direction, inputs, outputs)
 
     def close(self) -> None:
         self._inner.close()

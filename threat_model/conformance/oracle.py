@@ -191,7 +191,7 @@ class PreparedOracle(Oracle):
         self._preparation = preparation
 
     def judge_ring(self, index: int, direction: Direction, rows: Tensor, answer: Tensor) -> Difference | None:
-        keys = self._preparation.keys
+        keys = self._preparation.blame
         if keys.accepts(index, direction, rows=rows, answer=answer):
             return None
         # Whoever sees which requests are shrunk learns verdicts: these keys have served (DESIGN §4).

@@ -1,0 +1,305 @@
+/* The tenant's passes over its rows: quantise + expect, and subtract + check + dequantise + store.
+ *
+ * Both work row by row, so that a row stays in the cache between its steps; the bits are those of passes.py's torch
+ * code, step for step (same float64 operations in the same order, round to nearest even, nothing contracted).
+ * Loops are plain C that compilers vectorise; each pass is instantiated once per instruction set. */
+#ifndef SYMBIOSIS_PASSES_H
+#define SYMBIOSIS_PASSES_H
+
+#include "common.h"
+#include <math.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+/* Arithmetic modulo p = 2^61 - 1. A column of residues comes as three arrays of limbs, r0 + 2^21 r1 + 2^41 r2, so that
+ * products with int32 are below 2^52 and CHECK_BLOCK of them sum up exactly in int64. */
+#define P61 ((1ull << 61) - 1)
+#define CHECK_BLOCK 1024
+#define LIMB_1 21
+#define LIMB_2 41
+
+INLINE uint64_t p61_of(int64_t x) {
+    uint64_t size = x < 0 ? 0 - (uint64_t)x : (uint64_t)x;
+    size = (size & P61) + (size >> 61);
+    if (size >= P61) size -= P61;
+    return x < 0 && size ? P61 - size : size;
+}
+
+INLINE uint64_t p61_add(uint64_t a, uint64_t b) {
+    uint64_t sum = a + b;
+    return sum >= P61 ? sum - P61 : sum;
+}
+
+INLINE uint64_t p61_shift(uint64_t x, int bits) { return ((x << bits) & P61) | (x >> (61 - bits)); }
+
+INLINE uint64_t p61_join(int64_t low, int64_t middle, int64_t high) {
+    uint64_t upper = p61_add(p61_shift(p61_of(middle), LIMB_1), p61_shift(p61_of(high), LIMB_2));
+    return p61_add(p61_of(low), upper);
+}
+
+/* row . column mod p; `limbs` int32 [3, width] */
+INLINE uint64_t p61_dot(const int32_t *row, const int32_t *limbs, int64_t width) {
+    const int32_t *r0 = limbs, *r1 = limbs + width, *r2 = limbs + 2 * width;
+    uint64_t total = 0;
+    for (int64_t start = 0; start < width; start += CHECK_BLOCK) {
+        int64_t stop = start + CHECK_BLOCK < width ? start + CHECK_BLOCK : width;
+        int64_t low = 0, middle = 0, high = 0;
+        for (int64_t i = start; i < stop; i++) {
+            low += (int64_t)row[i] * r0[i];
+            middle += (int64_t)row[i] * r1[i];
+            high += (int64_t)row[i] * r2[i];
+        }
+        total = p61_add(total, p61_join(low, middle, high));
+    }
+    return total;
+}
+
+/* Float formats, as passes.py numbers them. */
+enum format { FORMAT_F32 = 0, FORMAT_F64 = 1, FORMAT_BF16 = 2 };
+
+INLINE float from_bf16(uint16_t x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+INLINE uint16_t to_bf16(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fc0;
+    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+/* A matrix given as `count` matrices side by side, all of one format: siblings' own tensors. */
+struct parts {
+    void *const *data;
+    const int64_t *stride; /* entries from row to row */
+    const int64_t *width;
+    int64_t count;
+    int32_t format;
+};
+
+/* One row as float64, and the bits of its largest absolute value: those order like the values, nan above all. */
+INLINE uint64_t load_row(const struct parts *in, int64_t row, const double *fold, double *restrict to) {
+    uint64_t peak = 0;
+    for (int64_t k = 0; k < in->count; k++) {
+        int64_t width = in->width[k], first = row * in->stride[k];
+        if (in->format == FORMAT_F32) {
+            const float *from = (const float *)in->data[k] + first;
+            for (int64_t i = 0; i < width; i++) to[i] = from[i];
+        } else if (in->format == FORMAT_F64) {
+            memcpy(to, (const double *)in->data[k] + first, (size_t)width * sizeof *to);
+        } else {
+            const uint16_t *from = (const uint16_t *)in->data[k] + first;
+            for (int64_t i = 0; i < width; i++) to[i] = from_bf16(from[i]);
+        }
+        if (fold) {
+            for (int64_t i = 0; i < width; i++) to[i] *= fold[i];
+            fold += width;
+        }
+        for (int64_t i = 0; i < width; i++) {
+            int64_t bits;
+            memcpy(&bits, to + i, sizeof bits);
+            bits &= INT64_MAX;
+            peak = (int64_t)peak > bits ? peak : (uint64_t)bits;
+        }
+        to += width;
+    }
+    return peak;
+}
+
+/* ring.quantise_rows for one row, which `v` holds; the row's scale. */
+INLINE double quantise_row(double *restrict v, int64_t width, double peak, double l1, double l2, int32_t *restrict xq) {
+    int64_t sum = 0, squares = 0;
+    if (peak == 0) peak = 1.0;
+    for (int64_t i = 0; i < width; i++) {
+        v[i] /= peak;
+        double size = fabs(v[i]) * 65536.0;
+        int32_t u = (int32_t)size;
+        u += u < size;
+        sum += u;
+        squares += (int64_t)u * u;
+    }
+    double s1 = (double)(sum > 1 ? sum : 1), s2 = sqrt((double)(squares > 1 ? squares : 1));
+    double by_sum = 1.0 / s1 * l1, by_length = 1.0 / s2 * l2;
+    double factor = (by_sum > by_length ? by_sum : by_length) * (65536.0 * (1.0 - 0x1p-40));
+    for (int64_t i = 0; i < width; i++) xq[i] = (int32_t)rint(v[i] * factor);
+    return peak / factor;
+}
+
+INLINE int64_t encode_rows(const struct parts *in, int64_t rows, int64_t width, const double *fold, double l1, double l2,
+                           const int32_t *limbs, int32_t *out, double *scale, int64_t *expected, double *scratch) {
+    for (int64_t row = 0; row < rows; row++) {
+        uint64_t bits = load_row(in, row, fold, scratch);
+        double peak;
+        memcpy(&peak, &bits, sizeof peak);
+        if (bits >= 0x7ff0000000000000ull) return row;
+        int32_t *xq = out + row * width;
+        scale[row] = quantise_row(scratch, width, peak, l1, l2, xq);
+        if (limbs) expected[row] = (int64_t)p61_dot(xq, limbs, width);
+    }
+    return rows;
+}
+
+/* One row of integers as floats: channel scale, row scale, bias, each rounded in float64, then the output's format. */
+INLINE void store_row(const struct parts *out, int64_t row, const int32_t *y, double scale, const double *channel,
+                      const double *bias) {
+    for (int64_t k = 0; k < out->count; k++) {
+        int64_t width = out->width[k], first = row * out->stride[k];
+#define STORE(type, convert)                                                                                       \
+    do {                                                                                                           \
+        type *restrict to = (type *)out->data[k] + first;                                                          \
+        if (channel && bias)                                                                                       \
+            for (int64_t i = 0; i < width; i++) to[i] = convert((double)y[i] * channel[i] * scale + bias[i]);      \
+        else if (channel)                                                                                          \
+            for (int64_t i = 0; i < width; i++) to[i] = convert((double)y[i] * channel[i] * scale);                \
+        else                                                                                                       \
+            for (int64_t i = 0; i < width; i++) to[i] = convert((double)y[i] * scale);                             \
+    } while (0)
+        if (out->format == FORMAT_F32)
+            STORE(float, (float));
+        else if (out->format == FORMAT_F64)
+            STORE(double, (double));
+        else
+            STORE(uint16_t, to_bf16);
+#undef STORE
+        y += width;
+        if (channel) channel += width;
+        if (bias) bias += width;
+    }
+}
+
+INLINE int64_t decode_rows(const int32_t *answer, const int32_t *const *effects, int64_t effect_count, int64_t rows,
+                           int64_t width, const int32_t *limbs, const int64_t *expected, const double *scale,
+                           const double *channel, const double *bias, const struct parts *out, int32_t *y) {
+    for (int64_t row = 0; row < rows; row++) {
+        const int32_t *from = answer + row * width;
+        for (int64_t k = 0; k < effect_count; k++) {
+            const int32_t *e = effects[k] + row * width;
+            for (int64_t i = 0; i < width; i++) y[i] = from[i] - e[i];
+            from = y;
+        }
+        if (limbs && (int64_t)p61_dot(from, limbs, width) != expected[row]) return row;
+        store_row(out, row, from, scale[row], channel, bias);
+    }
+    return rows;
+}
+
+/* V = W^T R mod p, and V' = W R', for rows of an int16 matrix |w| < 2^15: products with limbs below 2^36.
+ * `sums` int64 [3, inputs] gathers V's limbs; the caller joins at the end (2^27 rows fit). */
+INLINE void weigh_rows(const int16_t *weight, int64_t outputs, int64_t inputs, const int32_t *r, int64_t r_stride,
+                       const int32_t *back, int64_t *restrict sums, int64_t *restrict back_products) {
+    for (int64_t o = 0; o < outputs; o++) {
+        const int16_t *w = weight + o * inputs;
+        int64_t low = 0, middle = 0, high = 0;
+        for (int64_t i = 0; i < inputs; i++) {
+            int32_t x = w[i];
+            low += (int64_t)x * back[i];
+            middle += (int64_t)x * back[inputs + i];
+            high += (int64_t)x * back[2 * inputs + i];
+        }
+        back_products[o] = (int64_t)p61_join(low, middle, high);
+    }
+    int64_t o = 0;
+    for (; o + 4 <= outputs; o += 4) {
+        const int16_t *w = weight + o * inputs;
+        for (int limb = 0; limb < 3; limb++) {
+            const int32_t *s = r + limb * r_stride + o;
+            int64_t *to = sums + limb * inputs;
+            int32_t s0 = s[0], s1 = s[1], s2 = s[2], s3 = s[3];
+            for (int64_t i = 0; i < inputs; i++)
+                to[i] += (int64_t)(int32_t)w[i] * s0 + (int64_t)(int32_t)w[inputs + i] * s1 +
+                         (int64_t)(int32_t)w[2 * inputs + i] * s2 + (int64_t)(int32_t)w[3 * inputs + i] * s3;
+        }
+    }
+    for (; o < outputs; o++)
+        for (int limb = 0; limb < 3; limb++)
+            for (int64_t i = 0; i < inputs; i++)
+                sums[limb * inputs + i] += (int64_t)(int32_t)weight[o * inputs + i] * r[limb * r_stride + o];
+}
+
+/* One copy of each pass per instruction set. */
+#define PASSES(suffix, TARGET)                                                                                        \
+    TARGET static int64_t encode_##suffix(const struct parts *in, int64_t rows, int64_t width, const double *fold,    \
+                                          double l1, double l2, const int32_t *limbs, int32_t *out, double *scale,    \
+                                          int64_t *expected, double *scratch) {                                       \
+        return encode_rows(in, rows, width, fold, l1, l2, limbs, out, scale, expected, scratch);                      \
+    }                                                                                                                 \
+    TARGET static int64_t decode_##suffix(const int32_t *answer, const int32_t *const *effects, int64_t effect_count, \
+                                          int64_t rows, int64_t width, const int32_t *limbs, const int64_t *expected, \
+                                          const double *scale, const double *channel, const double *bias,             \
+                                          const struct parts *out, int32_t *y) {                                      \
+        return decode_rows(answer, effects, effect_count, rows, width, limbs, expected, scale, channel, bias, out, y); \
+    }                                                                                                                 \
+    TARGET static void weigh_##suffix(const int16_t *weight, int64_t outputs, int64_t inputs, const int32_t *r,       \
+                                      int64_t r_stride, const int32_t *back, int64_t *sums, int64_t *back_products) { \
+        weigh_rows(weight, outputs, inputs, r, r_stride, back, sums, back_products);                                  \
+    }                                                                                                                 \
+    TARGET static void dot_##suffix(const int32_t *rows, int64_t count, int64_t width, const int32_t *limbs,          \
+                                    int64_t *products) {                                                              \
+        for (int64_t row = 0; row < count; row++) products[row] = (int64_t)p61_dot(rows + row * width, limbs, width); \
+    }
+
+PASSES(portable, )
+#if HAVE_X86
+PASSES(avx2, TARGET_AVX2)
+PASSES(avx512, TARGET_AVX512)
+#define BY_ISA(isa, pass, ...)                                     \
+    ((isa) == ISA_AVX512 ? pass##_avx512(__VA_ARGS__)              \
+     : (isa) == ISA_AVX2 ? pass##_avx2(__VA_ARGS__)                \
+                         : pass##_portable(__VA_ARGS__))
+#else
+#define BY_ISA(isa, pass, ...) ((void)(isa), pass##_portable(__VA_ARGS__))
+#endif
+
+/* Quantise rows, and say what an honest answer's check will be.
+ *
+ * data, stride, width: `count` matrices side by side, [rows, width[k]] each, stride entries from row to row.
+ * fold: float64 [columns] that columns are multiplied by first, or NULL. limbs: int32 [3, columns] of V, or NULL.
+ * out: int32 [rows, columns]; scale: float64 [rows]; expected: int64 [rows]. scratch: float64 [columns]. Returns the number of rows done: short of `rows`, that row is not finite. */
+EXPORT int64_t ring_encode(int32_t isa, void *const *data, const int64_t *stride, const int64_t *width, int64_t count,
+                           int32_t format, int64_t rows, int64_t columns, const double *fold, double l1, double l2,
+                           const int32_t *limbs, int32_t *out, double *scale, int64_t *expected, double *scratch) {
+    struct parts in = {data, stride, width, count, format};
+    return BY_ISA(isa, encode, &in, rows, columns, fold, l1, l2, limbs, out, scale, expected, scratch);
+}
+
+/* Take masks' effects off, check, and store as floats.
+ *
+ * answer, effects[0..effect_count): int32 [rows, columns]. limbs: int32 [3, columns] of R, or NULL for no check.
+ * scale: float64 [rows]; channel, bias: float64 [columns] or NULL (no bias without channel).
+ * data, stride, width, count, format: the outputs, side by side. scratch: 4 bytes per column.
+ * Returns the number of rows that passed: short of `rows`, that row is wrong, and nothing of it was stored. */
+EXPORT int64_t ring_decode(int32_t isa, const int32_t *answer, const int32_t *const *effects, int64_t effect_count,
+                           int64_t rows, int64_t columns, const int32_t *limbs, const int64_t *expected,
+                           const double *scale, const double *channel, const double *bias, void *const *data,
+                           const int64_t *stride, const int64_t *width, int64_t count, int32_t format,
+                           int32_t *scratch) {
+    struct parts out = {data, stride, width, count, format};
+    return BY_ISA(isa, decode, answer, effects, effect_count, rows, columns, limbs, expected, scale, channel, bias,
+                  &out, scratch);
+}
+
+/* Rows . column mod p: rows int32 [count, width], limbs int32 [3, width], products int64 [count]. */
+EXPORT void ring_dot(int32_t isa, const int32_t *rows, int64_t count, int64_t width, const int32_t *limbs,
+                     int64_t *products) {
+    BY_ISA(isa, dot, rows, count, width, limbs, products);
+}
+
+/* Some rows of a weight matrix, for V = W^T r and V' = W r' mod p.
+ *
+ * weight: int16 [outputs, inputs]. r: limbs of these rows' entries, r_stride entries from limb to limb.
+ * back: int32 [3, inputs], limbs of r'. sums: int64 [3, inputs], added to. back_products: int64 [outputs], set. */
+EXPORT void ring_weigh(int32_t isa, const int16_t *weight, int64_t outputs, int64_t inputs, const int32_t *r,
+                       int64_t r_stride, const int32_t *back, int64_t *sums, int64_t *back_products) {
+    BY_ISA(isa, weigh, weight, outputs, inputs, r, r_stride, back, sums, back_products);
+}
+
+/* Join what ring_weigh gathered: sums int64 [3, inputs] to residues int64 [inputs]. */
+EXPORT void ring_join(const int64_t *sums, int64_t inputs, int64_t *residues) {
+    for (int64_t i = 0; i < inputs; i++)
+        residues[i] = (int64_t)p61_join(sums[i], sums[inputs + i], sums[2 * inputs + i]);
+}
+
+#endif

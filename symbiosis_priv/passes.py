@@ -1,0 +1,251 @@
+"""The tenant's two passes over its rows. Each reads and writes a matrix once, and a row stays in the cache meanwhile.
+
+    encode    quantise, and compute what the check of an honest answer will give
+    decode    take the masks' effects off, check, and write floats into the siblings' own tensors
+
+The compiled library and torch do the same float64 operations in the same order, so their bits agree; a row's bits
+depend on nothing but the row. What `decode` stores of a matrix is to be used only if it returns True.
+
+A check compares `y @ R` with `xq @ V` modulo p for the integers y and xq (`modular`, `tenant.verifier`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from symbiosis_priv import native
+from symbiosis_priv.errors import NonFiniteError, RangeError
+from symbiosis_priv.modular import Column, dot
+from symbiosis_priv.native import pointer
+from symbiosis_priv.ring import Bound, dequantise, quantise_rows
+
+_BLOCK = 1 << 16  # entries that torch's chain of operations takes at a time: they stay in the cache
+_SHARE = 1 << 18  # entries that are worth a thread of their own
+_FORMATS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}  # as in passes.h
+
+
+def encode(
+    inputs: Sequence[Tensor],
+    *,
+    bound: Bound,
+    out: Tensor,
+    fold: Tensor | None = None,
+    column: Column | None = None,
+    expected: Tensor | None = None,
+) -> Tensor:
+    """Float rows to ring rows.
+
+    Args:
+        inputs: float matrices `[r, w_k]` on the CPU, one dtype, that stand side by side: `sum(w_k) == bound.inputs`.
+        bound: the product's public bound.
+        out: int32 `[r, d]`, contiguous; written.
+        fold: float64 `[d]` that columns are multiplied by first, or None.
+        column: V, or None for no check.
+        expected: int64 `[r]`; set to `xq @ V` modulo p if there is a column.
+
+    Returns:
+        float64 `[r]`, the rows' scales (secret, rule 5).
+
+    Raises:
+        NonFiniteError: a row holds inf or nan.
+        RangeError: wrong shape or dtype.
+    """
+    rows, width = out.shape
+    if (
+        sum(part.shape[-1] for part in inputs) != bound.inputs
+        or width != bound.inputs
+        or not all(part.dim() == 2 and len(part) == rows and part.is_floating_point() for part in inputs)
+    ):
+        shapes = [list(part.shape) for part in inputs]
+        raise RangeError(f"expected float rows of shape [{rows}, {bound.inputs}], got {inputs[0].dtype} {shapes}")
+    scale = torch.empty(rows, dtype=torch.float64, device="cpu")
+    inputs = [part.detach() for part in inputs]
+    library = native.library()
+    if library is None:
+        for start, stop in _blocks(rows, width):
+            block = inputs[0][start:stop] if len(inputs) == 1 else torch.cat([p[start:stop] for p in inputs], dim=1)
+            out[start:stop], block_scale = quantise_rows(block, bound, fold=fold)
+            scale[start:stop] = block_scale[:, 0]
+            if column is not None and expected is not None:
+                expected[start:stop] = dot(out[start:stop], column)
+        return scale
+
+    parts = [_readable(part) for part in inputs]
+    layout = _layout(parts)
+    limbs = None if column is None else column.limbs
+
+    def work(start: int, stop: int) -> bool:
+        scratch = torch.empty(width, dtype=torch.float64, device="cpu")
+        done: int = library.ring_encode(
+            native.isas()[-1],
+            *_shifted(parts, layout, start),
+            stop - start,
+            width,
+            pointer(fold),
+            bound.l1,
+            bound.l2,
+            pointer(limbs),
+            pointer(out, start),
+            pointer(scale, start),
+            pointer(expected, start),
+            pointer(scratch),
+        )
+        return done == stop - start
+
+    if not _spread(work, rows, width):
+        raise NonFiniteError("an activation or gradient holds inf or nan; nothing was sent")
+    return scale
+
+
+def decode(
+    answer: Tensor,
+    outputs: Sequence[Tensor],
+    *,
+    scale: Tensor,
+    effects: Sequence[Tensor] = (),
+    channel_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    column: Column | None = None,
+    expected: Tensor | None = None,
+) -> bool:
+    """Ring rows to float rows, if they are what they should be.
+
+    Args:
+        answer: int32 `[r, o]`, contiguous.
+        outputs: float matrices `[r, w_k]` on the CPU, one dtype, that stand side by side; written.
+        scale: float64 `[r]` from `encode`.
+        effects: int32 `[r, o]` each, contiguous; subtracted modulo 2^32.
+        channel_scale: float64 `[o]`, the weight scales; None when they were folded into the rows (backward).
+        bias: float64 `[o]`, or None; not without channel scales.
+        column: R, or None for no check.
+        expected: int64 `[r]`, as `encode` set it.
+
+    Returns:
+        Whether every row passed the check. If not, what was stored in `outputs` is to be dropped.
+    """
+    rows, width = answer.shape
+    library = native.library()
+    if library is None:
+        for start, stop in _blocks(rows, width):
+            block = unmask(
+                answer[start:stop],
+                effects=[effect[start:stop] for effect in effects],
+                column=column,
+                expected=None if expected is None else expected[start:stop],
+            )
+            if block is None:
+                return False
+            y = dequantise(block, scale=scale[start:stop, None], channel_scale=channel_scale)
+            if bias is not None:
+                y.add_(bias)
+            for part, out in zip(y.split([out.shape[1] for out in outputs], dim=1), outputs, strict=True):
+                out[start:stop] = part
+        return True
+
+    parts = [_writable(out) for out in outputs]
+    layout = _layout(parts)
+    limbs = None if column is None else column.limbs
+
+    def work(start: int, stop: int) -> bool:
+        scratch = torch.empty(width, dtype=torch.int32, device="cpu")
+        done: int = library.ring_decode(
+            native.isas()[-1],
+            pointer(answer, start),
+            (ctypes.c_void_p * len(effects))(*(pointer(effect, start) for effect in effects)),
+            len(effects),
+            stop - start,
+            width,
+            pointer(limbs),
+            pointer(expected, start),
+            pointer(scale, start),
+            pointer(channel_scale),
+            pointer(bias),
+            *_shifted(parts, layout, start),
+            pointer(scratch),
+        )
+        return done == stop - start
+
+    passed = _spread(work, rows, width)
+    for part, out in zip(parts, outputs, strict=True):
+        if part is not out and passed:
+            out.copy_(part)
+    return passed
+
+
+def unmask(
+    answer: Tensor, *, effects: Sequence[Tensor], column: Column | None, expected: Tensor | None
+) -> Tensor | None:
+    """`decode` for whoever wants the integers: int32 `[r, o]`, or None if a row is wrong."""
+    for effect in effects:
+        answer = answer - effect
+    return answer if _passes(answer, column, expected) else None
+
+
+def _passes(rows: Tensor, column: Column | None, expected: Tensor | None) -> bool:
+    return column is None or expected is None or torch.equal(dot(rows, column), expected)
+
+
+def _blocks(rows: int, width: int) -> list[tuple[int, int]]:
+    step = max(1, torch.get_num_threads() * _BLOCK // max(1, width))
+    return [(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def _readable(part: Tensor) -> Tensor:
+    """As the compiled code reads it. float16 is exact in float32."""
+    part = part if part.dtype in _FORMATS else part.to(torch.float32)
+    return part if part.stride(1) == 1 or part.shape[1] <= 1 else part.contiguous()
+
+
+def _writable(out: Tensor) -> Tensor:
+    """Where the compiled code writes: `out`, or what is to be copied there (torch, too, rounds to float32 first)."""
+    if out.dtype in _FORMATS and (out.stride(1) == 1 or out.shape[1] <= 1):
+        return out
+    dtype = out.dtype if out.dtype in _FORMATS else torch.float32
+    return torch.empty(out.shape, dtype=dtype, device="cpu")
+
+
+def _layout(parts: Sequence[Tensor]) -> tuple[ctypes.Array[ctypes.c_int64], ctypes.Array[ctypes.c_int64], int, int]:
+    """Strides, widths, count and format of matrices side by side."""
+    array = ctypes.c_int64 * len(parts)
+    strides, widths = array(*(part.stride(0) for part in parts)), array(*(part.shape[1] for part in parts))
+    return strides, widths, len(parts), _FORMATS[parts[0].dtype]
+
+
+def _shifted(parts: Sequence[Tensor], layout: tuple[object, ...], row: int) -> tuple[object, ...]:
+    """The same from a row on, with its addresses: five arguments of the compiled passes."""
+    return (ctypes.c_void_p * len(parts))(*(pointer(part, row) for part in parts)), *layout
+
+
+def _spread(work: Callable[[int, int], bool], rows: int, width: int) -> bool:
+    """Run `work(start, stop)` over all rows, on as many threads as torch may use if there is enough to do."""
+    shares = min(torch.get_num_threads(), rows, rows * width // _SHARE)
+    if shares <= 1:
+        return work(0, rows)
+    bounds = [rows * share // shares for share in range(shares + 1)]
+    return all(_threads().map(lambda pair: work(*pair), itertools.pairwise(bounds)))
+
+
+_pool: ThreadPoolExecutor | None = None
+
+
+def _threads() -> ThreadPoolExecutor:
+    global _pool
+    if _pool is None:
+        _pool = ThreadPoolExecutor(thread_name_prefix="passes")
+    return _pool
+
+
+def _forget_threads() -> None:
+    """Threads do not survive a fork."""
+    global _pool
+    _pool = None
+
+
+os.register_at_fork(after_in_child=_forget_threads)

@@ -14,7 +14,7 @@ from rich.table import Table
 from symbiosis_priv.errors import ConfigError
 
 if TYPE_CHECKING:  # what imports torch is imported by the commands: not for --help
-    from tenant.bench import KernelTiming, RoundTrip, Timing
+    from tenant.bench.linear import KernelTiming, RoundTrip, Timing
 
 app = typer.Typer(no_args_is_help=True, help="Measure round trips beside a bare TLS echo of the same bytes.")
 
@@ -38,7 +38,7 @@ def roundtrip(
     """Time a masked, verified linear beside a bare TLS echo of the same bytes, against a real provider process."""
     from transformers.utils import logging
 
-    from tenant.bench import measure_round_trips
+    from tenant.bench.linear import measure_round_trips
 
     row_counts, widths = _numbers(rows, "--rows"), _numbers(width, "--width")
     if any(w % 8 for w in widths):
@@ -79,7 +79,7 @@ def kernels(
     import torch
 
     from symbiosis_priv.kernels import KERNELS
-    from tenant.bench import measure_kernels
+    from tenant.bench.linear import measure_kernels
 
     torch.set_num_threads(threads)
     results = [
@@ -103,7 +103,7 @@ def kernels(
 
 def _table(results: list[RoundTrip]) -> Table:
     """One width; a column per row count."""
-    from tenant.bench import PARTS
+    from tenant.bench.linear import PARTS
     from tenant.ledger import size
 
     table = Table(f"width {results[0].width}", *(f"{r.rows} rows" for r in results))

@@ -28,7 +28,7 @@ from symbiosis_priv.local import LocalFederation
 from symbiosis_priv.ring import FORWARD
 from symbiosis_priv.weights import WeightStore
 from tenant.backend import RingBackend
-from tenant.bench_echo import EchoClient, EchoServer
+from tenant.bench.echo import EchoClient, EchoServer
 from tenant.channel import Channel, fresh_nonce
 from tenant.facts import Preparation, prepare
 from tenant.rows import FloatRows

@@ -1,6 +1,6 @@
 """The floor of a round trip: TLS 1.3 with the same certificates, the same bytes each way, and nothing else.
 
-Run as a process of its own, `python -m tenant.bench_echo CERTIFICATE KEY TENANT_AUTHORITY`, it prints its port and
+Run as a process of its own, `python -m tenant.bench.echo CERTIFICATE KEY TENANT_AUTHORITY`, it prints its port and
 serves one connection at a time: twelve bytes of header (bytes up, bytes down, repetitions), then that many exchanges.
 """
 
@@ -66,7 +66,7 @@ class EchoServer:
     def __init__(self, directory: Path, peer: Peer) -> None:
         keys = directory / "keys"
         files = (peer.certificate, peer.certificate.with_suffix(".key"), keys / "authority.pem")
-        self._command = [sys.executable, "-m", "tenant.bench_echo", *map(str, files)]
+        self._command = [sys.executable, "-m", "tenant.bench.echo", *map(str, files)]
 
     def __enter__(self) -> Self:
         self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True)

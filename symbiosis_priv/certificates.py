@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
-import os
 import re
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -26,17 +24,20 @@ from typing import Final, Literal, TypeVar
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from symbiosis_priv.errors import CertificateError, ConfigError
+from symbiosis_priv.pem import certificate_pem, create_file, key_pem, make_folder, read_file, replace_file
 
 __all__ = [
     "DEFAULT_HOSTS",
     "Description",
     "Identity",
     "Kind",
+    "LeafKey",
+    "check_name",
     "create_authority",
     "create_self_signed",
     "describe",
@@ -45,12 +46,15 @@ __all__ = [
     "is_current",
     "is_issued_by",
     "issue",
+    "issue_to_key",
     "key_fingerprint",
     "kind_of",
     "load_certificates",
     "load_pin",
+    "pair",
     "require_identity",
     "rotate",
+    "subject",
     "tenant_name",
 ]
 
@@ -65,6 +69,9 @@ _DNS_NAME: Final = re.compile(rf"(?:{_LABEL}\.)*(?![0-9]+\Z){_LABEL}")
 _PREVIOUS: Final = ".previous"
 _CLOCK_SKEW: Final = timedelta(minutes=5)
 
+
+LeafKey = ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey
+"""What providers and tenants may have."""
 
 _Extension = TypeVar("_Extension", bound=x509.ExtensionType)
 
@@ -86,7 +93,7 @@ class Identity:
     def private_key(self) -> PrivateKeyTypes:
         """Reads the key file. Raises `CertificateError` if it is missing, encrypted or not a key."""
         try:
-            return serialization.load_pem_private_key(_read(self.key), password=None)
+            return serialization.load_pem_private_key(read_file(self.key), password=None)
         except (ValueError, TypeError, UnsupportedAlgorithm) as error:
             raise CertificateError(
                 f"{self.key} is not an unencrypted PEM private key: restore it, or run `symbiosis-priv keys rotate`"
@@ -131,12 +138,12 @@ def create_authority(directory: Path, *, name: str = "authority", days: int = 36
         decipher_only=False,
     )
     certificate = _sign(
-        _subject(name, unit="authority"),
-        key=key,
+        subject(name, unit="authority"),
+        public_key=key.public_key(),
         # path_length=0: a tenant's certificate can never sign another one.
         extensions=[x509.BasicConstraints(ca=True, path_length=0), usage],
         days=days,
-        authority=None,
+        signer=key,
     )
     return _write_pair(directory, name=name, certificate=certificate, key=key)
 
@@ -157,6 +164,11 @@ def issue(
     """
     signer = _load_authority(authority)
     return _create(directory, kind=kind, name=name, hosts=hosts, days=days, authority=signer)
+
+
+def issue_to_key(public_key: LeafKey, *, name: str, authority: Identity, days: int = 365) -> x509.Certificate:
+    """A tenant's certificate for a key that was made elsewhere. Arguments and errors as `issue` has them."""
+    return _sign_tenant(public_key, name=name, signer=_load_authority(authority), days=days)
 
 
 def create_self_signed(
@@ -182,7 +194,7 @@ def rotate(certificate: Path, *, authority: Identity | None, days: int = 365) ->
     name = certificate.stem
     if certificate.suffix != ".pem":
         raise CertificateError(f"{certificate} is not named <name>.pem: pass the certificate, not its key")
-    _check_name(name)
+    check_name(name)
     old = load_certificates(certificate)[0]
     kind = kind_of(old)
     if kind is None:
@@ -196,23 +208,23 @@ def rotate(certificate: Path, *, authority: Identity | None, days: int = 365) ->
     key = ec.generate_private_key(ec.SECP256R1())
     new = _sign(
         old.subject,
-        key=key,
+        public_key=key.public_key(),
         extensions=[
             x509.SubjectAlternativeName(_alternative_names(old)),
             *_leaf_usage(x509.ExtendedKeyUsage(_usages(old))),
         ],
         days=days,
-        authority=None if authority is None else _load_authority(authority),
+        signer=key if authority is None else _load_authority(authority),
     )
 
-    current = _pair(certificate.parent, name)
-    previous = _pair(certificate.parent, name + _PREVIOUS)
+    current = pair(certificate.parent, name)
+    previous = pair(certificate.parent, name + _PREVIOUS)
     # If they do not fit, the key is lost, or an interrupted rotation has already kept the true pair.
     if _fits(current, old):
-        _replace_file(previous.key, _read(current.key), mode=0o600)
-        _replace_file(previous.certificate, _read(certificate), mode=0o644)
-    _replace_file(current.key, _key_pem(key), mode=0o600)
-    _replace_file(current.certificate, _certificate_pem(new), mode=0o644)
+        replace_file(previous.key, read_file(current.key), mode=0o600)
+        replace_file(previous.certificate, read_file(certificate), mode=0o644)
+    replace_file(current.key, key_pem(key), mode=0o600)
+    replace_file(current.certificate, certificate_pem(new), mode=0o644)
     return current
 
 
@@ -222,7 +234,7 @@ def rotate(certificate: Path, *, authority: Identity | None, days: int = 365) ->
 def load_certificates(path: Path) -> list[x509.Certificate]:
     """All certificates of a PEM file, at least one. Raises `CertificateError`."""
     try:
-        return x509.load_pem_x509_certificates(_read(path))
+        return x509.load_pem_x509_certificates(read_file(path))
     except ValueError as error:
         raise CertificateError(
             f"{path} holds no PEM certificate: expected a file made by `symbiosis-priv keys`"
@@ -248,7 +260,7 @@ def fingerprint(certificate: Path | bytes) -> str:
     return f"sha256:{hashlib.sha256(der).hexdigest()}"
 
 
-def key_fingerprint(certificate: x509.Certificate) -> str:
+def key_fingerprint(certificate: x509.Certificate | x509.CertificateSigningRequest) -> str:
     """`sha256:<hex>` of the public key (its SubjectPublicKeyInfo): the same in every certificate for that key."""
     spki = certificate.public_key().public_bytes(
         serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
@@ -329,51 +341,67 @@ def require_identity(identity: Identity, *, kind: Kind) -> None:
 def _create(
     directory: Path, *, kind: Kind, name: str, hosts: Sequence[str], days: int, authority: _Authority | None
 ) -> Identity:
-    subject = _subject(name, unit=kind)
-    names: list[x509.GeneralName]
+    key = ec.generate_private_key(ec.SECP256R1())
     if kind is Kind.TENANT:
         if hosts:
             raise ConfigError(f"hosts={list(hosts)}: a tenant's certificate names no hosts, leave them out")
-        names = [x509.UniformResourceIdentifier(_TENANT_URN + name)]
-        usage = ExtendedKeyUsageOID.CLIENT_AUTH
+        certificate = _sign_tenant(key.public_key(), name=name, signer=authority or key, days=days)
     else:
-        names = [_host(host) for host in hosts or DEFAULT_HOSTS]
-        usage = ExtendedKeyUsageOID.SERVER_AUTH
-    key = ec.generate_private_key(ec.SECP256R1())
-    certificate = _sign(
-        subject,
-        key=key,
-        extensions=[x509.SubjectAlternativeName(names), *_leaf_usage(x509.ExtendedKeyUsage([usage]))],
-        days=days,
-        authority=authority,
-    )
+        certificate = _sign(
+            subject(name, unit=kind),
+            public_key=key.public_key(),
+            extensions=[
+                x509.SubjectAlternativeName([_host(host) for host in hosts or DEFAULT_HOSTS]),
+                *_leaf_usage(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])),
+            ],
+            days=days,
+            signer=authority or key,
+        )
     return _write_pair(directory, name=name, certificate=certificate, key=key)
 
 
+def _sign_tenant(
+    public_key: LeafKey, *, name: str, signer: _Authority | ec.EllipticCurvePrivateKey, days: int
+) -> x509.Certificate:
+    return _sign(
+        subject(name, unit=Kind.TENANT),
+        public_key=public_key,
+        extensions=[
+            x509.SubjectAlternativeName([x509.UniformResourceIdentifier(_TENANT_URN + name)]),
+            *_leaf_usage(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH])),
+        ],
+        days=days,
+        signer=signer,
+    )
+
+
 def _sign(
-    subject: x509.Name,
+    who: x509.Name,
     *,
-    key: ec.EllipticCurvePrivateKey,
+    public_key: LeafKey,
     extensions: Sequence[x509.ExtensionType],
     days: int,
-    authority: _Authority | None,
+    signer: _Authority | ec.EllipticCurvePrivateKey,
 ) -> x509.Certificate:
+    """`signer` is the certificate's own private key where it is self-signed."""
     if not 1 <= days <= MAX_DAYS:
         raise ConfigError(f"days={days}: choose a lifetime from 1 to {MAX_DAYS} days")
     not_after = _now() + timedelta(days=days)
-    if authority is not None:
-        not_after = min(not_after, authority.certificate.not_valid_after_utc)
-    signing_key = key if authority is None else authority.key
+    if isinstance(signer, _Authority):
+        not_after = min(not_after, signer.certificate.not_valid_after_utc)
+        issuer, signing_key = signer.certificate.subject, signer.key
+    else:
+        issuer, signing_key = who, signer
     builder = (
         x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(subject if authority is None else authority.certificate.subject)
-        .public_key(key.public_key())
+        .subject_name(who)
+        .issuer_name(issuer)
+        .public_key(public_key)
         .serial_number(x509.random_serial_number())
         .not_valid_before(_now() - _CLOCK_SKEW)
         .not_valid_after(not_after)
         # The key identifiers tell an old and a new certificate with one subject apart (rotation).
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public_key), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signing_key.public_key()), critical=False)
     )
     for extension in extensions:
@@ -397,9 +425,10 @@ def _leaf_usage(usage: x509.ExtendedKeyUsage) -> list[x509.ExtensionType]:
     return [x509.BasicConstraints(ca=False, path_length=None), signing, usage]
 
 
-def _subject(name: str, *, unit: str) -> x509.Name:
+def subject(name: str, *, unit: str) -> x509.Name:
+    """The subject of whoever is called that."""
     # The unit keeps an authority apart from a certificate of that name, which would look self-issued.
-    _check_name(name)
+    check_name(name)
     return x509.Name(
         [
             x509.NameAttribute(NameOID.ORGANIZATION_NAME, "symbiosis-priv"),
@@ -409,7 +438,8 @@ def _subject(name: str, *, unit: str) -> x509.Name:
     )
 
 
-def _check_name(name: str) -> None:
+def check_name(name: str) -> None:
+    """Raises `ConfigError` for what cannot be the name of files and of a tenant."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"name {name!r}: use 1 to 64 of A-Z a-z 0-9 . _ and -, not starting with a dot")
     if name.endswith(_PREVIOUS):
@@ -485,76 +515,24 @@ def _now() -> datetime:
 # Files
 
 
-def _pair(directory: Path, name: str) -> Identity:
+def pair(directory: Path, name: str) -> Identity:
+    """`<name>.pem` and `<name>.key` in a folder."""
     return Identity(certificate=directory / f"{name}.pem", key=directory / f"{name}.key")
 
 
 def _write_pair(
     directory: Path, *, name: str, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey
 ) -> Identity:
-    identity = _pair(directory, name)
+    identity = pair(directory, name)
+    make_folder(directory)
+    create_file(identity.key, key_pem(key), mode=0o600)
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise CertificateError(f"cannot create {directory}: {error.strerror}; choose another directory") from error
-    _create_file(identity.key, _key_pem(key), mode=0o600)
-    try:
-        _create_file(identity.certificate, _certificate_pem(certificate), mode=0o644)
+        create_file(identity.certificate, certificate_pem(certificate), mode=0o644)
     except BaseException:
         identity.key.unlink()  # ours, created just above: no half pairs
         raise
     return identity
 
 
-def _create_file(path: Path, content: bytes, *, mode: int) -> None:
-    """Writes a file that must not exist; O_EXCL also refuses to follow a link somebody left there."""
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    except FileExistsError:
-        raise CertificateError(
-            f"{path} exists and is never overwritten: choose another name or directory, or renew it with "
-            f"`symbiosis-priv keys rotate`"
-        ) from None
-    except OSError as error:
-        raise CertificateError(f"cannot create {path}: {error.strerror}; choose another directory") from error
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        path.unlink()
-        raise CertificateError(f"cannot write {path}: {error.strerror}; choose another directory") from error
-
-
-def _replace_file(path: Path, content: bytes, *, mode: int) -> None:
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    _create_file(temporary, content, mode=mode)
-    try:
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise CertificateError(f"cannot replace {path}: {error.strerror}") from error
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise CertificateError(
-            f"cannot read {path}: {error.strerror}; check the path, or create it with `symbiosis-priv keys`"
-        ) from error
-
-
 def _der(certificate: x509.Certificate) -> bytes:
     return certificate.public_bytes(serialization.Encoding.DER)
-
-
-def _certificate_pem(certificate: x509.Certificate) -> bytes:
-    return certificate.public_bytes(serialization.Encoding.PEM)
-
-
-def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )

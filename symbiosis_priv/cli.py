@@ -32,7 +32,7 @@ _STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # the system 
 # Kept here, in the order they are listed, because asking a command for its own help would import it.
 _SHORT_HELP = {
     "demo": "Fine-tune and generate on untrusted providers, and prove it.",
-    "keys": "Create, rotate and show certificates.",
+    "keys": "Create, request, sign, rotate and show certificates.",
     "provider": "Serve the frozen layers of a public model.",
     "tenant": "Fine-tune adapters and generate on somebody else's base model.",
     "federation": "Check the providers that a federation file names.",

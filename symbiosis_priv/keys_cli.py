@@ -1,4 +1,4 @@
-"""`symbiosis-priv keys`: create, rotate and show certificates."""
+"""`symbiosis-priv keys`: create, request, sign, rotate and show certificates."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from symbiosis_priv import certificates
+from symbiosis_priv import certificates, signing
 from symbiosis_priv.certificates import Description, Identity, Kind
 from symbiosis_priv.errors import CertificateError, ConfigError
 
 __all__ = ["app"]
 
-app = typer.Typer(no_args_is_help=True, help="Create, rotate and show certificates.")
+app = typer.Typer(no_args_is_help=True, help="Create, request, sign, rotate and show certificates.")
 
 Directory = Annotated[Path, typer.Option("--directory", "-d", help="Where the files live.")]
 Name = Annotated[str, typer.Option("--name", "-n", help="Base name of the files; a tenant is known by it.")]
@@ -38,9 +38,10 @@ def authority(*, name: Name = "authority", directory: Directory = KEYS, days: Da
     identity = certificates.create_authority(directory, name=name, days=days)
     _report(identity)
     _next("Name it in provider.toml:", _toml("tls", tenant_authority=identity.certificate))
+    _next("Give the certificate, never the key, to the operators of your tenants' helpers.")
     _next(
-        "Then issue certificates:",
-        f"symbiosis-priv keys tenant --name NAME --directory {shlex.quote(str(directory))}",
+        "Sign what your tenants request (`symbiosis-priv keys request`):",
+        f"symbiosis-priv keys sign NAME.csr --directory {shlex.quote(str(directory))}",
     )
 
 
@@ -73,7 +74,7 @@ def provider(
 
 @app.command()
 def tenant(*, name: Name, authority: Authority = "authority", directory: Directory = KEYS, days: Days = 365) -> None:
-    """Issue a tenant's certificate."""
+    """Make a tenant's key and certificate in one go, for tests: else its key is made where it stays (request, sign)."""
     signer = _identity(directory, authority)
     identity = certificates.issue(directory, authority=signer, kind=Kind.TENANT, name=name, days=days)
     _report(identity)
@@ -84,11 +85,60 @@ def tenant(*, name: Name, authority: Authority = "authority", directory: Directo
 
 
 @app.command()
+def request(*, name: Name, directory: Directory = KEYS) -> None:
+    """As a tenant: make a key, which stays here, and a request for the executor's operator to sign.
+
+    Where the key exists, the request is for that one: so is a certificate renewed.
+    """
+    path = signing.create_request(directory, name=name)
+    _line(f"{path}", style="bold green")
+    _line(f"  name         {name}")
+    _line(f"  key          {certificates.pair(directory, name).key} (secret, mode 0600; it never leaves this machine)")
+    _line(f"  fingerprint  {signing.load_request(path).fingerprint}")
+    _next(f"Send {path} to the executor's operator, and this fingerprint by another channel. They run:")
+    _line(f"symbiosis-priv keys sign {path.name}")
+    _next(f"Put the {name}.pem that comes back into {directory}.")
+
+
+@app.command()
+def sign(
+    request: Annotated[Path, typer.Argument(help="The tenant's NAME.csr.")],
+    *,
+    fingerprint: Annotated[
+        str | None, typer.Option(help="Refuse any other key: what the tenant told you by another channel.")
+    ] = None,
+    renew: Annotated[bool, typer.Option("--renew", help="Let a new key take over the name.")] = False,
+    authority: Authority = "authority",
+    directory: Directory = KEYS,
+    days: Days = 365,
+) -> None:
+    """As the executor's operator: issue the certificate that a tenant requests."""
+    wanted = signing.load_request(request)
+    if fingerprint not in (None, wanted.fingerprint):
+        raise CertificateError(f"{request} is for the key {wanted.fingerprint}, not {fingerprint}: do not sign it")
+    path = signing.sign_request(
+        wanted, authority=_identity(directory, authority), directory=directory, days=days, renew=renew
+    )
+    _print_certificate(path, certificates.describe(path))
+    _line(f"  of the key   {wanted.fingerprint}")
+    if renew:
+        _next("The certificate of its old key is good until it expires.")
+    if fingerprint is None:
+        _next(f"Has {wanted.name} told you this key's fingerprint by another channel? If not, ask before you go on.")
+    _next(f"Send {path} back. Keep a copy: it is the record that the name is taken.")
+
+
+@app.command()
 def rotate(*, name: Name, authority: Authority = "authority", directory: Directory = KEYS, days: Days = 365) -> None:
     """Replace a certificate and its key; the old pair is kept as NAME.previous."""
     path = _identity(directory, name).certificate
     old = certificates.load_certificates(path)[0]
     signer = None if old.issuer == old.subject else _identity(directory, authority)
+    if signer is not None and not signer.key.exists():
+        raise CertificateError(
+            f"{path} was issued by an authority whose key is not in {directory}: run `symbiosis-priv keys request "
+            f"--name {name}` and have its operator sign the request, or pass --authority"
+        )
     identity = certificates.rotate(path, authority=signer, days=days)
     _report(identity)
     if certificates.describe(path).kind == Kind.PROVIDER:

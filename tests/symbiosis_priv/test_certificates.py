@@ -18,7 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from symbiosis_priv import certificates
+from symbiosis_priv import certificates, pem
 from symbiosis_priv.certificates import Identity, Kind
 from symbiosis_priv.errors import CertificateError, ConfigError, SymbiosisError
 from symbiosis_priv.keys_cli import app
@@ -250,14 +250,14 @@ def test_rotating_twice_keeps_the_latest_previous(tmp_path: Path) -> None:
 def test_rotation_repairs_an_interrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     identity = certificates.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")
     original = pair_bytes(identity)
-    replace = certificates._replace_file
+    replace = pem.replace_file
 
     def power_cut(path: Path, content: bytes, *, mode: int) -> None:
         if path == identity.certificate:
             raise OSError("power cut")
         replace(path, content, mode=mode)
 
-    monkeypatch.setattr(certificates, "_replace_file", power_cut)
+    monkeypatch.setattr(certificates, "replace_file", power_cut)
     with pytest.raises(OSError, match="power cut"):
         certificates.rotate(identity.certificate, authority=None)
     monkeypatch.undo()

@@ -1,0 +1,82 @@
+"""PEM files of certificates and keys: a key is created with mode 0600 and never overwritten by accident."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from symbiosis_priv.errors import CertificateError
+
+MAX_BYTES = 1 << 20
+"""Of a file that is read: far more than any bundle of certificates needs."""
+
+
+def certificate_pem(certificate: x509.Certificate | x509.CertificateSigningRequest) -> bytes:
+    """The certificate, or the request for one, as PEM."""
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    """The private key as unencrypted PKCS #8 PEM."""
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
+def read_file(path: Path) -> bytes:
+    """The file's bytes, at most `MAX_BYTES`. Raises `CertificateError`."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise CertificateError(
+            f"cannot read {path}: {error.strerror}; check the path, or create it with `symbiosis-priv keys`"
+        ) from error
+    if len(data) > MAX_BYTES:
+        raise CertificateError(f"{path} is larger than any certificate or key: check the path")
+    return data
+
+
+def make_folder(directory: Path) -> None:
+    """The folder for keys, mode 0700 if it is new."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise CertificateError(f"cannot create {directory}: {error.strerror}; choose another directory") from error
+
+
+def create_file(path: Path, content: bytes, *, mode: int) -> None:
+    """Writes a file that must not exist; O_EXCL also refuses to follow a link somebody left there."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    except FileExistsError:
+        raise CertificateError(
+            f"{path} exists and is never overwritten: choose another name or directory, or renew it with "
+            f"`symbiosis-priv keys rotate`"
+        ) from None
+    except OSError as error:
+        raise CertificateError(f"cannot create {path}: {error.strerror}; choose another directory") from error
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        path.unlink()
+        raise CertificateError(f"cannot write {path}: {error.strerror}; choose another directory") from error
+
+
+def replace_file(path: Path, content: bytes, *, mode: int) -> None:
+    """Puts a new file in the place of an old one, whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    create_file(temporary, content, mode=mode)
+    try:
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise CertificateError(f"cannot replace {path}: {error.strerror}") from error

@@ -1,0 +1,236 @@
+"""A tenant's key stays where it was made, and nobody gets a name that is another's."""
+
+from __future__ import annotations
+
+import base64
+import re
+import socket
+import ssl
+import stat
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from symbiosis_priv import certificates, signing, tls
+from symbiosis_priv.certificates import Identity, Kind
+from symbiosis_priv.errors import CertificateError, ConfigError, SymbiosisError
+from symbiosis_priv.keys_cli import app
+
+PEM = serialization.Encoding.PEM
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Identity:
+    return certificates.create_authority(tmp_path / "operator")
+
+
+def sign(authority: Identity, request: Path, *, renew: bool = False) -> Path:
+    return signing.sign_request(
+        signing.load_request(request), authority=authority, directory=authority.certificate.parent, renew=renew
+    )
+
+
+def foreign_request(path: Path, *, names: list[str], key: ec.EllipticCurvePrivateKey | None = None) -> Path:
+    """A request by another program, that asks to be an authority and a provider."""
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name) for name in names])
+    builder = x509.CertificateSigningRequestBuilder().subject_name(subject)
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=3), critical=True)
+    builder = builder.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+    builder = builder.add_extension(
+        x509.SubjectAlternativeName([x509.UniformResourceIdentifier("urn:symbiosis-priv:tenant:bob")]), critical=False
+    )
+    request = builder.sign(key or ec.generate_private_key(ec.SECP384R1()), hashes.SHA256())
+    path.write_bytes(request.public_bytes(PEM))
+    return path
+
+
+def test_a_signed_request_makes_a_tenant_that_a_provider_knows(tmp_path: Path, authority: Identity) -> None:
+    tenant = tmp_path / "tenant"
+    request = signing.create_request(tenant, name="alice")
+    assert stat.S_IMODE((tenant / "alice.key").stat().st_mode) == 0o600
+    assert b"PRIVATE" not in request.read_bytes()
+    assert not list(authority.certificate.parent.glob("alice*"))
+    signed = sign(authority, request)
+    assert not (authority.certificate.parent / "alice.key").exists()
+    (tenant / "alice.pem").write_bytes(signed.read_bytes())
+
+    provider = certificates.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")
+    serving = tls.server_context(
+        certificate=provider.certificate, key=provider.key, tenant_authority=authority.certificate
+    )
+    calling = tls.client_context(
+        certificate=tenant / "alice.pem", key=tenant / "alice.key", pins=[provider.certificate]
+    )
+    found = handshake(serving, calling)
+    assert found.name == "alice"
+    assert found.authority == certificates.key_fingerprint(certificates.load_certificates(authority.certificate)[0])
+
+
+def handshake(serving: ssl.SSLContext, calling: ssl.SSLContext) -> tls.TenantIdentity:
+    def serve(listener: socket.socket) -> tls.TenantIdentity:
+        with listener.accept()[0] as raw, serving.wrap_socket(raw, server_side=True) as secured:
+            secured.sendall(b"!")
+            return tls.tenant_identity(secured)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        listener.settimeout(10)
+        served = pool.submit(serve, listener)
+        with (
+            socket.create_connection(listener.getsockname(), timeout=10) as raw,
+            calling.wrap_socket(raw, server_hostname="localhost") as secured,
+        ):
+            assert secured.recv(1) == b"!"
+        return served.result(10)
+
+
+def test_what_a_request_asks_for_beside_its_name_is_ignored(tmp_path: Path, authority: Identity) -> None:
+    signed = certificates.load_certificates(sign(authority, foreign_request(tmp_path / "r.csr", names=["alice"])))[0]
+    assert certificates.kind_of(signed) is Kind.TENANT
+    assert certificates.tenant_name(signed) == "alice"
+    assert not certificates.is_authority(signed)
+    usage = signed.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    assert list(usage) == [ExtendedKeyUsageOID.CLIENT_AUTH]
+    assert signed.subject.rfc4514_string() == "CN=alice,OU=tenant,O=symbiosis-priv"
+
+
+def test_ed25519_is_a_key_too(tmp_path: Path, authority: Identity) -> None:
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "alice")])
+    request = (
+        x509.CertificateSigningRequestBuilder().subject_name(subject).sign(ed25519.Ed25519PrivateKey.generate(), None)
+    )
+    path = tmp_path / "r.csr"
+    path.write_bytes(request.public_bytes(PEM))
+    assert certificates.kind_of(certificates.load_certificates(sign(authority, path))[0]) is Kind.TENANT
+
+
+def broken_signature(path: Path) -> None:
+    der = bytearray(
+        x509.load_pem_x509_csr(foreign_request(path, names=["alice"]).read_bytes()).public_bytes(
+            serialization.Encoding.DER
+        )
+    )
+    der[-1] ^= 1
+    body = base64.encodebytes(bytes(der)).decode()
+    path.write_text(f"-----BEGIN CERTIFICATE REQUEST-----\n{body}-----END CERTIFICATE REQUEST-----\n")
+
+
+def rsa_key(path: Path) -> None:
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "alice")])
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    path.write_bytes(
+        x509.CertificateSigningRequestBuilder().subject_name(subject).sign(key, hashes.SHA256()).public_bytes(PEM)
+    )
+
+
+@pytest.mark.parametrize(
+    ("write", "error", "words"),
+    [
+        (lambda path: path.write_bytes(b""), CertificateError, "no certificate request"),
+        (lambda path: path.write_bytes(b"x" * (2 << 20)), CertificateError, "larger than"),
+        (lambda path: None, CertificateError, "cannot read"),
+        (broken_signature, CertificateError, "not signed by the key|no certificate request"),
+        (rsa_key, CertificateError, "neither elliptic-curve nor Ed25519"),
+        (lambda path: foreign_request(path, names=[]), CertificateError, "0 common names"),
+        (lambda path: foreign_request(path, names=["a", "b"]), CertificateError, "2 common names"),
+        (lambda path: foreign_request(path, names=["../alice"]), ConfigError, "name '../alice'"),
+        (lambda path: foreign_request(path, names=["alice.previous"]), ConfigError, "rotation keeps"),
+    ],
+)
+def test_bad_requests_are_refused(
+    tmp_path: Path, write: Callable[[Path], object], error: type[SymbiosisError], words: str
+) -> None:
+    path = tmp_path / "bad.csr"
+    write(path)
+    with pytest.raises(error, match=words):
+        signing.load_request(path)
+
+
+@given(st.binary(max_size=400))
+def test_any_bytes_are_a_request_or_an_error_of_the_tree(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.csr"
+    path.write_bytes(b"-----BEGIN CERTIFICATE REQUEST-----\n" + data)
+    with pytest.raises(CertificateError):
+        signing.load_request(path)
+
+
+def test_a_name_stays_with_its_key_unless_it_is_renewed(tmp_path: Path, authority: Identity) -> None:
+    first = signing.create_request(tmp_path / "one", name="alice")
+    other = signing.create_request(tmp_path / "two", name="alice")
+    record = sign(authority, first)
+    before = record.read_bytes()
+    with pytest.raises(CertificateError, match=r"already gives the name alice to another key.*--renew"):
+        sign(authority, other)
+    assert record.read_bytes() == before
+    sign(authority, first)  # the same key again: a renewal
+    sign(authority, other, renew=True)
+    assert (
+        certificates.key_fingerprint(certificates.load_certificates(record)[0])
+        == signing.load_request(other).fingerprint
+    )
+    assert (record.parent / "alice.previous.pem").exists()
+
+
+@pytest.mark.parametrize("renew", [False, True])
+@pytest.mark.parametrize("name", ["Alice", "authority", "alpha", "renamed"])
+def test_no_request_takes_the_place_of_somebody_else(
+    tmp_path: Path, authority: Identity, name: str, renew: bool
+) -> None:
+    operator = authority.certificate.parent
+    sign(authority, signing.create_request(tmp_path / "one", name="alice"))
+    certificates.create_self_signed(operator, kind=Kind.PROVIDER, name="alpha")
+    sign(authority, signing.create_request(tmp_path / "one", name="renamed"))
+    (operator / "renamed.pem").rename(operator / "elsewhere.pem")
+    before = {path: path.read_bytes() for path in operator.iterdir()}
+    with pytest.raises(CertificateError):
+        sign(authority, signing.create_request(tmp_path / "two", name=name), renew=renew and name != "renamed")
+    assert {path: path.read_bytes() for path in operator.iterdir()} == before
+
+
+def test_a_request_keeps_the_key_that_is_there_and_never_a_providers(tmp_path: Path) -> None:
+    path = signing.create_request(tmp_path, name="alice")
+    key, fingerprint = (tmp_path / "alice.key").read_bytes(), signing.load_request(path).fingerprint
+    signing.create_request(tmp_path, name="alice")
+    assert (tmp_path / "alice.key").read_bytes() == key
+    assert signing.load_request(path).fingerprint == fingerprint
+    certificates.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="alpha")
+    with pytest.raises(CertificateError, match=r"alpha\.pem is not the certificate of a tenant alpha"):
+        signing.create_request(tmp_path, name="alpha")
+    with pytest.raises(ConfigError, match=r"name '\.\./x'"):
+        signing.create_request(tmp_path, name="../x")
+
+
+# The command line
+
+
+def run(*arguments: str | Path) -> str:
+    result = CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_request_and_sign_show_both_sides_the_same_fingerprint(tmp_path: Path, authority: Identity) -> None:
+    operator, tenant = authority.certificate.parent, tmp_path / "tenant"
+    (said,) = re.findall("sha256:[0-9a-f]{64}", run("request", "--name", "alice", "--directory", tenant))
+    with pytest.raises(CertificateError, match="do not sign it"):
+        run("sign", tenant / "alice.csr", "--directory", operator, "--fingerprint", "sha256:00")
+    assert not (operator / "alice.pem").exists()
+    assert said in run("sign", tenant / "alice.csr", "--directory", operator)
+    assert "another channel" not in run("sign", tenant / "alice.csr", "--directory", operator, "--fingerprint", said)
+    assert {path.name for path in tenant.iterdir()} == {"alice.csr", "alice.key"}
+
+
+def test_rotating_a_tenants_pair_without_the_authority_names_the_request(tmp_path: Path, authority: Identity) -> None:
+    tenant = tmp_path / "tenant"
+    signed = sign(authority, signing.create_request(tenant, name="alice"))
+    (tenant / "alice.pem").write_bytes(signed.read_bytes())
+    with pytest.raises(CertificateError, match="keys request --name alice"):
+        run("rotate", "--name", "alice", "--directory", tenant)

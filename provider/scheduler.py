@@ -133,8 +133,8 @@ class Pace:
         self._rates: dict[tuple[Direction, wire.Arithmetic], float] = {}
 
     def rows(self, job: Job) -> int:
-        """Rows of the job's kind that take about one slice; at least 1."""
-        return max(1, int(self._slice_s * self._rate(job.key) / max(1, job.row_work)))
+        """Rows of the job's kind that take about one slice; never so few that nothing more is learned from them."""
+        return max(_TELLING_ROWS, int(self._slice_s * self._rate(job.key) / max(1, job.row_work)))
 
     def seconds(self, job: Job) -> float:
         """What the whole job's product takes."""

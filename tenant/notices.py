@@ -16,12 +16,14 @@ log = logging.getLogger(__name__)
 FIRST_S = 2.0
 """How long nothing is said."""
 _AGAIN_S = 10.0
+_SLOW_S = 300.0  # between two words about one that does answer, only slowly
 
 
 @dataclass
 class _Said:
     at: float
     since: float
+    answered: bool = False
 
 
 class Notices:
@@ -50,9 +52,9 @@ class Notices:
             return
         with self._lock:
             said = self._said.get(whom)
-            if said is not None and now - said.at < _AGAIN_S:
+            if said is not None and now - said.at < (_SLOW_S if said.answered else _AGAIN_S):
                 return
-            self._said[whom] = _Said(now, since if said is None else min(since, said.since))
+            self._said[whom] = _Said(now, since if said is None or said.answered else min(since, said.since))
         log.warning(
             "waiting for %s since %s (%.0f s), until %s at most: %s. %s changes how long.",
             whom,
@@ -65,11 +67,10 @@ class Notices:
 
     def answered(self, whom: str) -> None:
         """Say that the wait is over, if anything was said about it."""
-        if whom in self._said:  # without the lock: this is asked for every answer
-            with self._lock:
-                said = self._said.pop(whom, None)
-            if said is not None:
-                log.warning("%s has answered after %.0f s", whom, time.monotonic() - said.since)
+        said = self._said.get(whom)  # without the lock: this is asked for every answer
+        if said is not None and not said.answered:
+            said.answered = True
+            log.warning("%s has answered after %.0f s", whom, time.monotonic() - said.since)
 
 
 def _clock(offset: float) -> str:

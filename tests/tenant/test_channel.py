@@ -270,6 +270,11 @@ def test_a_wait_is_announced_and_announced_again_but_not_too_often(
     notices.answered("helper 'beta'")
     notices.answered("helper 'beta'")
     assert caplog.messages[12:] == ["helper 'beta' has answered after 59 s"]
+    for second in range(60, 700):  # it answers again and again, but takes its time
+        clock.now = 1000.0 + second
+        notices.waiting("helper 'beta'", since=clock.now - 3.0, until=clock.now + 117.0, why="it has not answered yet")
+        notices.answered("helper 'beta'")
+    assert len(caplog.messages) == 13 + 2 * 2
 
 
 @pytest.mark.parametrize("fate", ["silent", "gone", "mute"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
+from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, Role
 
 if TYPE_CHECKING:  # what imports torch is imported by the commands: not for --help
     from symbiosis_priv import weights
@@ -106,16 +107,40 @@ def health(
 @app.command()
 def init(
     path: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("provider.toml"),
+    *,
+    name: Annotated[str, typer.Option("--name", "-n", help="What it calls itself, and its key's file.")] = "alpha",
+    role: Annotated[Role, typer.Option(help="An executor sees masked rows, a helper a seed.")] = "executor",
+    checkpoint: Annotated[str, typer.Option(help="Checkpoint folder or hub name.")] = "model",
+    listen: Annotated[str, typer.Option(help="host:port; port 0 takes a free one.")] = "127.0.0.1:7401",
 ) -> None:
-    """Write a commented provider.toml."""
-    from provider.config import TEMPLATE
+    """Write a commented provider.toml, and say what is still missing."""
+    from provider.config import template
 
+    if Path(checkpoint).is_dir() and not Path(checkpoint).is_absolute():
+        checkpoint = os.path.relpath(checkpoint, path.parent)
+    text = template(name=name, roles=[role], checkpoint=checkpoint, listen=listen)
     try:
         with path.open("x", encoding="utf-8") as file:
-            file.write(TEMPLATE)
+            file.write(text)
     except FileExistsError:
         raise ConfigError(f"{path} exists and is not overwritten; choose another name") from None
-    typer.echo(f"wrote {path}; edit it, then: symbiosis-priv provider serve --config {path}")
+    typer.echo(f"wrote {path}. Next:")
+    for step in _next_steps(path, name=name, role=role):
+        typer.echo(f"  {step}")
+
+
+def _next_steps(path: Path, *, name: str, role: Role) -> Iterator[str]:
+    keys = path.parent / "keys"
+    where = "" if keys == Path("keys") else f" --directory {keys}"
+    if not (keys / "authority.pem").exists():
+        if role == "executor":
+            yield f"symbiosis-priv keys authority{where}"
+        else:
+            yield f"put authority.pem, which the executor's operator has, into {keys}"
+    if not (keys / f"{name}.pem").exists():
+        yield f"symbiosis-priv keys provider --name {name} --host YOUR.HOST --self-signed{where}"
+    yield f"symbiosis-priv provider manifest --config {path}"
+    yield f"symbiosis-priv provider serve --config {path}"
 
 
 @contextmanager

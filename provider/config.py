@@ -1,13 +1,17 @@
-"""`provider.toml`: what a provider serves, to whom, and within which limits. See `TEMPLATE` for every key."""
+"""`provider.toml`: what a provider serves, to whom, and within which limits. See `template` for every key."""
 
 from __future__ import annotations
 
+import json
+import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 
 from provider.scheduler import Policy, PolicyName
+from symbiosis_priv.certificates import check_name
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.federation import load_toml, parse_address
 from symbiosis_priv.kernels import KERNELS
@@ -16,6 +20,7 @@ from symbiosis_priv.wire import MAX_PAYLOAD, MAX_ROWS, Role
 
 MIB = 1 << 20
 INPROC = "inproc://executor"
+_LISTEN = "127.0.0.1:7401"
 _MAX_SOCKET_PATH = 100  # bytes; sockaddr_un holds 104 on the strictest systems
 
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
@@ -176,7 +181,7 @@ class ProviderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
-    listen: str = "127.0.0.1:7401"
+    listen: str = _LISTEN
     roles: Annotated[tuple[Role, ...], msgspec.Meta(min_length=1, max_length=2)] = ("executor",)
     log_level: Literal["debug", "info", "warning"] = "info"
     model: ModelConfig
@@ -217,23 +222,47 @@ def from_json(data: bytes) -> ProviderConfig:
         raise ConfigError(f"not a provider's configuration: {error}") from error
 
 
-TEMPLATE = """\
+def template(
+    *, name: str = "alpha", roles: Sequence[Role] = ("executor",), checkpoint: str = "model", listen: str = _LISTEN
+) -> str:
+    """A provider.toml with these values, and every other key commented out with its default.
+
+    Raises:
+        ConfigError: a value that a provider.toml may not have.
+    """
+    check_name(name)  # of its key's file too
+    text = _TEMPLATE.format(
+        name=json.dumps(name),  # JSON's strings, and lists of them, are TOML
+        roles=json.dumps(list(roles)),
+        checkpoint=json.dumps(checkpoint),
+        listen=json.dumps(listen),
+        certificate=json.dumps(f"keys/{name}.pem"),
+        key=json.dumps(f"keys/{name}.key"),
+    )
+    try:
+        msgspec.convert(tomllib.loads(text), ProviderConfig, dec_hook=lambda kind, value: kind(value))
+    except msgspec.ValidationError as error:
+        raise ConfigError(str(error)) from error
+    return text
+
+
+_TEMPLATE = """\
 # symbiosis-priv provider serve --config provider.toml
 # Paths are relative to this file. What is commented out shows its default.
 
-name = "alpha"
-listen = "127.0.0.1:7401"        # port 0 takes a free one
-roles = ["executor"]             # "helper" too: one tenant is still served in one role at a time
+name = {name}
+listen = {listen:<23} # port 0 takes a free one
+roles = {roles:<24} # one tenant is served in one role at a time
 # log_level = "info"             # "debug" adds a line per request, without content
 
 [model]
-checkpoint = "model"             # a Hugging Face safetensors folder, or a name on the hub
+checkpoint = {checkpoint:<19} # a Hugging Face safetensors folder, or a name on the hub
 # weight_bits = 10               # tenants pin the digest, which depends on it
 # cache = "cache"                # quantised weights; the user's cache folder if left out
 
 [tls]                            # made by `symbiosis-priv keys`
-certificate = "keys/alpha.pem"
-key = "keys/alpha.key"
+certificate = {certificate}
+key = {key}
 tenant_authority = "keys/authority.pem"
 
 [limits]

@@ -13,7 +13,10 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
+import logging
+import os
 import re
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -52,10 +55,13 @@ __all__ = [
     "load_certificates",
     "load_pin",
     "pair",
+    "prepare_rotation",
     "require_identity",
     "rotate",
     "subject",
     "tenant_name",
+    "warn_of_expiry",
+    "warn_of_exposed_key",
 ]
 
 DEFAULT_HOSTS: Final = ("localhost", "127.0.0.1")
@@ -67,7 +73,12 @@ _LABEL: Final = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 # No wildcard, and no numeric last label: 10.0.0.256 is a mistyped address, not a DNS name.
 _DNS_NAME: Final = re.compile(rf"(?:{_LABEL}\.)*(?![0-9]+\Z){_LABEL}")
 _PREVIOUS: Final = ".previous"
+_NEXT: Final = ".next"
+_SOON: Final = timedelta(days=14)
 _CLOCK_SKEW: Final = timedelta(minutes=5)
+
+log = logging.getLogger(__name__)
+_warned: set[str] = set()
 
 
 LeafKey = ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey
@@ -178,8 +189,18 @@ def create_self_signed(
     return _create(directory, kind=kind, name=name, hosts=hosts, days=days, authority=None)
 
 
+def prepare_rotation(certificate: Path, *, authority: Identity | None, days: int = 365) -> Identity:
+    """Makes the pair that `rotate` will put in place, as `<name>.next.pem` and `<name>.next.key`.
+
+    So a provider's tenants can pin its next certificate while it still shows the present one. Arguments and errors as
+    `rotate` has them; `CertificateError` if a next pair is there already.
+    """
+    key, new = _renewed(certificate, authority=authority, days=days)
+    return _write_pair(certificate.parent, name=certificate.stem + _NEXT, certificate=new, key=key)
+
+
 def rotate(certificate: Path, *, authority: Identity | None, days: int = 365) -> Identity:
-    """Replaces a pair by one with a new key and the same subject, alternative names and key usage.
+    """Replaces a pair by the next one, or by a new one with the same subject, alternative names and key usage.
 
     The old pair stays as `<name>.previous.pem` and `<name>.previous.key`, in place of an older one. Each file
     is replaced atomically, the key first: whoever loads the pair in between gets a `CertificateError` about a
@@ -187,24 +208,49 @@ def rotate(certificate: Path, *, authority: Identity | None, days: int = 365) ->
 
     Args:
         certificate: `<name>.pem`, a provider's or a tenant's.
-        authority: signs the new certificate; None for a self-signed one.
+        authority: signs the new certificate; None for a self-signed one. Not used if a next pair is there.
 
     Raises `CertificateError` for an authority (create a second one instead) and for a missing authority.
     """
-    name = certificate.stem
+    upcoming = pair(certificate.parent, certificate.stem + _NEXT)
+    prepared = upcoming.certificate.exists()
+    if prepared:
+        new = load_certificates(upcoming.certificate)[0]
+        _require_usable(upcoming, new, fix=f"remove {upcoming.certificate} to make another")
+        key_bytes = read_file(upcoming.key)
+    else:
+        key, new = _renewed(certificate, authority=authority, days=days)
+        key_bytes = key_pem(key)
+
+    old = load_certificates(certificate)[0]
+    current = pair(certificate.parent, certificate.stem)
+    previous = pair(certificate.parent, certificate.stem + _PREVIOUS)
+    # If they do not fit, the key is lost, or an interrupted rotation has already kept the true pair.
+    if _fits(current, old):
+        replace_file(previous.key, read_file(current.key), mode=0o600)
+        replace_file(previous.certificate, read_file(certificate), mode=0o644)
+    replace_file(current.key, key_bytes, mode=0o600)
+    replace_file(current.certificate, certificate_pem(new), mode=0o644)
+    if prepared:
+        upcoming.certificate.unlink()
+        upcoming.key.unlink()
+    return current
+
+
+def _renewed(
+    certificate: Path, *, authority: Identity | None, days: int
+) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
     if certificate.suffix != ".pem":
         raise CertificateError(f"{certificate} is not named <name>.pem: pass the certificate, not its key")
-    check_name(name)
+    check_name(certificate.stem)
     old = load_certificates(certificate)[0]
-    kind = kind_of(old)
-    if kind is None:
+    if kind_of(old) is None:
         raise CertificateError(
             f"{certificate} is neither a provider's nor a tenant's: to replace an authority, create a second "
             f"one and list both in the provider's tenant_authority file until every tenant has moved"
         )
     if authority is None and old.issuer != old.subject:
         raise CertificateError(f"{certificate} was issued by an authority: pass that authority to rotate it")
-
     key = ec.generate_private_key(ec.SECP256R1())
     new = _sign(
         old.subject,
@@ -216,16 +262,7 @@ def rotate(certificate: Path, *, authority: Identity | None, days: int = 365) ->
         days=days,
         signer=key if authority is None else _load_authority(authority),
     )
-
-    current = pair(certificate.parent, name)
-    previous = pair(certificate.parent, name + _PREVIOUS)
-    # If they do not fit, the key is lost, or an interrupted rotation has already kept the true pair.
-    if _fits(current, old):
-        replace_file(previous.key, read_file(current.key), mode=0o600)
-        replace_file(previous.certificate, read_file(certificate), mode=0o644)
-    replace_file(current.key, key_pem(key), mode=0o600)
-    replace_file(current.certificate, certificate_pem(new), mode=0o644)
-    return current
+    return key, new
 
 
 # Reading
@@ -335,6 +372,30 @@ def require_identity(identity: Identity, *, kind: Kind) -> None:
     _require_usable(identity, certificate, fix="run `symbiosis-priv keys rotate`")
 
 
+# Warnings
+
+
+def warn_of_exposed_key(key: Path) -> None:
+    """Logs a warning, once, if others than the owner of a key may read or write its file."""
+    if os.name == "posix" and key.exists() and (mode := stat.S_IMODE(key.stat().st_mode)) & 0o077:
+        _warn_once(f"{key} is open to other users of this machine (mode {mode:03o}): chmod 600 {key}")
+
+
+def warn_of_expiry(path: Path, *, fix: str) -> None:
+    """Logs a warning, once a day, for every certificate of a file that expires within 14 days."""
+    for certificate in load_certificates(path):
+        until = certificate.not_valid_after_utc
+        left = until - _now()
+        if timedelta() <= left < _SOON:
+            _warn_once(f"{path} expires in {left.days} days, on {until:%Y-%m-%d %H:%M} UTC: {fix}")
+
+
+def _warn_once(text: str) -> None:
+    if text not in _warned:
+        _warned.add(text)
+        log.warning("%s", text)
+
+
 # Building
 
 
@@ -442,8 +503,8 @@ def check_name(name: str) -> None:
     """Raises `ConfigError` for what cannot be the name of files and of a tenant."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"name {name!r}: use 1 to 64 of A-Z a-z 0-9 . _ and -, not starting with a dot")
-    if name.endswith(_PREVIOUS):
-        raise ConfigError(f"name {name!r}: rotation keeps old pairs under that ending, choose another name")
+    if name.endswith((_PREVIOUS, _NEXT)):
+        raise ConfigError(f"name {name!r}: rotation keeps other pairs under that ending, choose another name")
 
 
 def _host(host: str) -> x509.GeneralName:

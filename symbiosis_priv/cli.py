@@ -35,7 +35,7 @@ _SHORT_HELP = {
     "keys": "Create, request, sign, rotate and show certificates.",
     "provider": "Serve the frozen layers of a public model.",
     "tenant": "Fine-tune adapters and generate on somebody else's base model.",
-    "federation": "Check the providers that a federation file names.",
+    "federation": "Write a federation file, and check the providers that it names.",
     "verify": "Test live providers for exactness, property by property.",
     "threat-model": "Attack every masking scheme and report what leaks.",
     "bench": "Time round trips beside a bare TLS echo, and the exact kernels.",

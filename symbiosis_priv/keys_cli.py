@@ -129,25 +129,43 @@ def sign(
 
 
 @app.command()
-def rotate(*, name: Name, authority: Authority = "authority", directory: Directory = KEYS, days: Days = 365) -> None:
-    """Replace a certificate and its key; the old pair is kept as NAME.previous."""
+def rotate(
+    *,
+    name: Name,
+    prepare: Annotated[
+        bool,
+        typer.Option("--prepare", help="Only make the next pair, NAME.next: tenants pin it before it is used."),
+    ] = False,
+    authority: Authority = "authority",
+    directory: Directory = KEYS,
+    days: Days = 365,
+) -> None:
+    """Replace a certificate and its key, by the next pair if there is one; the old pair is kept as NAME.previous."""
     path = _identity(directory, name).certificate
     old = certificates.load_certificates(path)[0]
     signer = None if old.issuer == old.subject else _identity(directory, authority)
-    if signer is not None and not signer.key.exists():
+    prepared = certificates.pair(directory, f"{name}.next").certificate.exists()
+    if signer is not None and not signer.key.exists() and not prepared:
         raise CertificateError(
             f"{path} was issued by an authority whose key is not in {directory}: run `symbiosis-priv keys request "
             f"--name {name}` and have its operator sign the request, or pass --authority"
         )
-    identity = certificates.rotate(path, authority=signer, days=days)
+    make = certificates.prepare_rotation if prepare else certificates.rotate
+    identity = make(path, authority=signer, days=days)
     _report(identity)
-    if certificates.describe(path).kind == Kind.PROVIDER:
+    if certificates.describe(path).kind != Kind.PROVIDER:
+        _next("Whatever uses the pair reads it when it starts.")
+    elif prepare:
         _next(
-            "Send it to your tenants first. They keep it in a file of its own, and accept the old and the new one once "
-            "this provider's entry in federation.toml says:",
-            f"next_certificate = {json.dumps(f'keys/{path.stem}-next.pem')}",
+            f"Send {identity.certificate} to your tenants. They put it beside the present one, and accept both once "
+            f"this provider's entry in federation.toml also says:",
+            f"next_certificate = {json.dumps(f'keys/{identity.certificate.name}')}",
         )
-    _next("Then restart whatever uses the pair; it reads the files when it starts.")
+        _next("When they have:", f"symbiosis-priv keys rotate --name {name} --directory {shlex.quote(str(directory))}")
+    else:
+        _next("The provider shows it from its next start or reload on.")
+        if not prepared:
+            _next(f"Tenants that pin the old one alone refuse it then: send them {path} first.")
 
 
 @app.command()

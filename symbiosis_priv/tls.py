@@ -44,6 +44,8 @@ from symbiosis_priv.certificates import (
     load_pin,
     require_identity,
     tenant_name,
+    warn_of_expiry,
+    warn_of_exposed_key,
 )
 from symbiosis_priv.errors import CertificateError, ConnectionLostError
 
@@ -54,6 +56,9 @@ TlsConnection = ssl.SSLSocket | ssl.SSLObject
 # OpenSSL's names for "a certificate was the reason", from either end: CERTIFICATE_REQUIRED,
 # PEER_DID_NOT_RETURN_A_CERTIFICATE, BAD_CERTIFICATE, CERTIFICATE_EXPIRED, UNKNOWN_CA, ...
 _CERTIFICATE_REASONS: Final = ("CERTIFICATE", "UNKNOWN_CA")
+_AUTHORITY: Final = (
+    "an executor's operator creates it with `symbiosis-priv keys authority`, a helper's uses a copy of the executor's"
+)
 _SHOWN: Final = len("sha256:") + 16  # characters of a fingerprint in a log
 
 
@@ -88,11 +93,14 @@ def server_context(*, certificate: Path, key: Path, tenant_authority: Path) -> s
     Raises `CertificateError` if a file is missing, expired, of the wrong kind, or the key does not fit.
     """
     require_identity(Identity(certificate, key), kind=Kind.PROVIDER)
+    warn_of_exposed_key(key)
+    warn_of_expiry(certificate, fix="renew it with `symbiosis-priv keys rotate --prepare`")
+    if not tenant_authority.exists():
+        raise CertificateError(f"{tenant_authority} does not exist, and says which tenants to serve: {_AUTHORITY}")
     trusted = [c for c in load_certificates(tenant_authority) if is_authority(c) or kind_of(c) is Kind.TENANT]
     if not any(map(is_current, trusted)):
-        raise CertificateError(
-            f"{tenant_authority} holds no current tenant authority: create one with `symbiosis-priv keys authority`"
-        )
+        raise CertificateError(f"{tenant_authority} holds no current tenant authority: {_AUTHORITY}")
+    warn_of_expiry(tenant_authority, fix="add the one that follows it (`symbiosis-priv keys authority`)")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.verify_mode = ssl.CERT_REQUIRED
     context.num_tickets = 0  # a resumed session would skip the certificate check
@@ -112,6 +120,10 @@ def client_context(*, certificate: Path, key: Path, pins: Sequence[Path]) -> ssl
     Raises `CertificateError` if a file is missing, expired, of the wrong kind, or the key does not fit.
     """
     require_identity(Identity(certificate, key), kind=Kind.TENANT)
+    warn_of_exposed_key(key)
+    warn_of_expiry(certificate, fix="renew it (`symbiosis-priv keys request`)")
+    for path in pins:
+        warn_of_expiry(path, fix="ask its operator for the next one, and name that as next_certificate")
     pinned = [load_pin(path) for path in pins]
     if not any(map(is_current, pinned)):
         raise CertificateError(

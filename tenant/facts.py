@@ -102,8 +102,8 @@ def prepare(
         log.debug("no usable preparation in %s: %s", folder, error)
     if store is None:
         raise CheckpointError(
-            f"nothing is prepared for model {digest}. Run `symbiosis-priv tenant prepare --model FULL_CHECKPOINT`, "
-            f"or pass RemoteConfig(checkpoint='FULL_CHECKPOINT') once."
+            f"nothing is prepared for model {digest}. Run `symbiosis-priv tenant prepare --model FULL_CHECKPOINT "
+            f"--federation federation.toml`, or pass RemoteConfig(checkpoint='FULL_CHECKPOINT') once."
         )
     keys, blame = VerificationKeys.fresh(), BlameKeys.fresh(columns=columns)
     facts: list[GroupFacts] = []

@@ -1,4 +1,4 @@
-"""`symbiosis-priv federation`: check the providers that a federation file names."""
+"""`symbiosis-priv federation`: write a federation file, and check the providers that it names."""
 
 from __future__ import annotations
 
@@ -10,14 +10,71 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from symbiosis_priv.errors import SymbiosisError, one_line
+from symbiosis_priv.certificates import fingerprint
+from symbiosis_priv.errors import ConfigError, SymbiosisError, one_line
+from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
 
-app = typer.Typer(no_args_is_help=True, help="Check the providers that a federation file names.")
+app = typer.Typer(no_args_is_help=True, help="Write a federation file, and check the providers that it names.")
 
 
-@app.callback()
-def _group() -> None:
-    """Keeps `check` a command of its own, also while it is the only one."""
+@app.command()
+def init(
+    path: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("federation.toml"),
+    *,
+    executor: Annotated[
+        list[str], typer.Option(help='"ADDRESS,CERTIFICATE,OPERATOR" of who sees masked rows; repeatable.')
+    ],
+    helper: Annotated[
+        list[str] | None, typer.Option(help="The same of who sees a seed: another operator; repeatable.")
+    ] = None,
+    tenant: Annotated[str, typer.Option(help="Your name: of the certificate and the key in --directory.")],
+    directory: Annotated[Path, typer.Option("--directory", "-d", help="Where your keys are.")] = Path("keys"),
+    digest: Annotated[
+        str | None,
+        typer.Option(help="Of the model, as an operator gave it; compared with your own copy in every session."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Your own copy of the checkpoint, to compute the digest from.")
+    ] = None,
+    weight_bits: Annotated[
+        int, typer.Option(min=MIN_WEIGHT_BITS, max=MAX_WEIGHT_BITS, help="Bits of a quantised weight.")
+    ] = DEFAULT_WEIGHT_BITS,
+) -> None:
+    """Write federation.toml from what the providers' operators have handed out; shows each pinned fingerprint."""
+    from tenant.federation_init import Descriptor, write_federation
+
+    if (digest is None) == (model is None):
+        raise ConfigError("name the model: --digest sha256:... from an operator, or --model for your own checkpoint")
+    certificate, key = directory / f"{tenant}.pem", directory / f"{tenant}.key"
+    if not key.exists():
+        raise ConfigError(f"{key} does not exist: make it with `symbiosis-priv keys request --name {tenant}`")
+    descriptors = [Descriptor.parse(text, role="executor") for text in executor]
+    descriptors += [Descriptor.parse(text, role="helper") for text in helper or ()]
+    federation = write_federation(
+        path,
+        descriptors,
+        digest=digest or _digest(str(model), weight_bits),
+        weight_bits=weight_bits,
+        tenant_certificate=certificate,
+        tenant_key=key,
+    )
+    for peer in federation.peers:
+        typer.echo(f"{peer.role} {peer.name}: {fingerprint(peer.certificate)}")
+    typer.echo(f"wrote {path}. Compare these fingerprints with their operators, then:")
+    if not certificate.exists():
+        typer.echo(f"  put {certificate.name}, which the executor's operator signs, into {directory}")
+    typer.echo(f"  symbiosis-priv federation check --federation {path}")
+
+
+def _digest(model: str, weight_bits: int) -> str:
+    # torch: not for --help
+    from symbiosis_priv.checkpoint import resolve
+    from symbiosis_priv.weights import WeightStore
+    from tenant.connect import progress_bar
+
+    store = WeightStore(resolve(model), weight_bits=weight_bits)
+    with progress_bar("quantising") as progress:
+        return store.assemble([entry for entry, _ in store.stream(progress=progress)]).digest
 
 
 @app.command()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from provider.config import TEMPLATE, Limits, ProviderConfig, from_json, load, to_json
+from provider.config import Limits, ProviderConfig, from_json, load, template, to_json
 from symbiosis_priv.errors import ConfigError
 
 MINIMAL = """
@@ -29,9 +29,9 @@ def written(folder: Path, text: str) -> Path:
 def test_template_shows_the_defaults(tmp_path: Path) -> None:
     """Uncommenting every default of the template changes nothing but what has no default."""
     (tmp_path / "model").mkdir()
-    plain = load(written(tmp_path, TEMPLATE))
+    plain = load(written(tmp_path, template()))
     lines = []
-    for line in TEMPLATE.splitlines():
+    for line in template().splitlines():
         shown = line.removeprefix("# ")
         optional = line.startswith("# ") and " = " in line and not shown.startswith(("cache", "threads"))
         lines.append(shown if optional else line)

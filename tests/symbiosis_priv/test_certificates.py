@@ -22,6 +22,7 @@ from symbiosis_priv import certificates, pem
 from symbiosis_priv.certificates import Identity, Kind
 from symbiosis_priv.errors import CertificateError, ConfigError, SymbiosisError
 from symbiosis_priv.keys_cli import app
+from symbiosis_priv.tls import client_context, server_context
 
 GOOD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 
@@ -239,6 +240,28 @@ def test_rotation_changes_the_key_and_nothing_else(
     assert not list(tmp_path.glob(".*")), "temporary files were left behind"
 
 
+@pytest.mark.parametrize("self_signed", [True, False])
+def test_a_prepared_pair_is_the_one_that_comes_next(tmp_path: Path, authority: Identity, self_signed: bool) -> None:
+    """Tenants can pin it beforehand, and it needs no authority any more when its time has come."""
+    if self_signed:
+        identity = certificates.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")
+    else:
+        identity = certificates.issue(tmp_path, authority=authority, kind=Kind.PROVIDER, name="p")
+    signer = None if self_signed else authority
+    present = pair_bytes(identity)
+    upcoming = certificates.prepare_rotation(identity.certificate, authority=signer)
+    promised = pair_bytes(upcoming)
+    assert pair_bytes(identity) == present
+    assert certificates.load_pin(upcoming.certificate).public_key() != leaf(identity.certificate).public_key()
+    with pytest.raises(CertificateError, match="exists"):
+        certificates.prepare_rotation(identity.certificate, authority=signer)
+    assert certificates.rotate(identity.certificate, authority=None) == identity
+    assert pair_bytes(identity) == promised
+    assert stat.S_IMODE(identity.key.stat().st_mode) == 0o600
+    assert pair_bytes(Identity(tmp_path / "p.previous.pem", tmp_path / "p.previous.key")) == present
+    assert not list(tmp_path.glob("*.next.*"))
+
+
 def test_rotating_twice_keeps_the_latest_previous(tmp_path: Path) -> None:
     identity = certificates.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")
     certificates.rotate(identity.certificate, authority=None)
@@ -291,7 +314,7 @@ def test_rotation_refusals(tmp_path: Path, authority: Identity) -> None:
     with pytest.raises(CertificateError, match="is no authority"):
         certificates.rotate(alice.certificate, authority=alice)
     certificates.rotate(alice.certificate, authority=authority)
-    with pytest.raises(ConfigError, match="rotation keeps old pairs"):
+    with pytest.raises(ConfigError, match="rotation keeps other pairs"):
         certificates.rotate(tmp_path / "alice.previous.pem", authority=authority)
     assert pair_bytes(Identity(tmp_path / "alice.previous.pem", tmp_path / "alice.previous.key")) == before
 
@@ -333,6 +356,65 @@ def test_strangers_have_no_kind(tmp_path: Path) -> None:
     assert certificates.describe(path).kind == "other"
 
 
+# Warnings
+
+
+@pytest.fixture
+def warned(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """What has been warned of since the last call."""
+    monkeypatch.setattr(certificates, "_warned", set())
+
+    def take() -> list[str]:
+        messages = [record.getMessage() for record in caplog.records if record.name == certificates.__name__]
+        caplog.clear()
+        return messages
+
+    return take
+
+
+def use_both_sides(provider: Identity, tenant: Identity, authority: Identity) -> None:
+    server_context(certificate=provider.certificate, key=provider.key, tenant_authority=authority.certificate)
+    client_context(certificate=tenant.certificate, key=tenant.key, pins=[provider.certificate])
+
+
+def test_keys_that_others_can_read_are_warned_of_once(
+    tmp_path: Path, authority: Identity, warned: Callable[[], list[str]]
+) -> None:
+    provider = certificates.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")
+    tenant = certificates.issue(tmp_path, authority=authority, kind=Kind.TENANT, name="alice")
+    use_both_sides(provider, tenant, authority)
+    assert warned() == []
+    provider.key.chmod(0o644)
+    tenant.key.chmod(0o620)
+    for _ in range(2):
+        use_both_sides(provider, tenant, authority)
+    first, second = warned()
+    assert first.endswith(f"(mode 644): chmod 600 {provider.key}")
+    assert second.endswith(f"(mode 620): chmod 600 {tenant.key}")
+
+
+def test_certificates_that_expire_within_days_are_warned_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warned: Callable[[], list[str]]
+) -> None:
+    authority = certificates.create_authority(tmp_path, days=20)
+    provider = certificates.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p", days=20)
+    tenant = certificates.issue(tmp_path, authority=authority, kind=Kind.TENANT, name="alice", days=20)
+    use_both_sides(provider, tenant, authority)
+    assert warned() == []
+    later = datetime.now(UTC) + timedelta(days=10)
+    monkeypatch.setattr(certificates, "_now", lambda: later)
+    for _ in range(2):
+        use_both_sides(provider, tenant, authority)
+    messages = warned()
+    assert all("expires in 9 days" in message for message in messages)
+    fixes = {message.split(": ", 1)[1] for message in messages}
+    assert len(messages) == len(fixes) == 4  # the provider's once at each side
+    assert any("keys rotate --prepare" in fix for fix in fixes)
+    assert any("keys request" in fix for fix in fixes)
+    assert any("next_certificate" in fix for fix in fixes)
+    assert any("keys authority" in fix for fix in fixes)
+
+
 # The command line
 
 
@@ -349,10 +431,13 @@ def test_keys_commands(tmp_path: Path) -> None:
     assert "[[provider]]" in keys("provider", "--name", "gpu", "--host", "gpu.example.org", "--self-signed")
     assert "10.0.0.7" in keys("provider", "--name", "cpu", "--host", "10.0.0.7")
     assert "[tenant]" in keys("tenant", "--name", "alice")
+    assert 'next_certificate = "keys/gpu.next.pem"' in keys("rotate", "--name", "gpu", "--prepare")
     old = certificates.fingerprint(tmp_path / "keys/gpu.pem")
+    upcoming = certificates.fingerprint(tmp_path / "keys/gpu.next.pem")
     for name in ("gpu", "cpu", "alice"):
         assert f"{name}.pem" in keys("rotate", "--name", name)
     assert certificates.fingerprint(tmp_path / "keys/gpu.previous.pem") == old
+    assert certificates.fingerprint(tmp_path / "keys/gpu.pem") == upcoming
     shown = keys("show")
     for path in (tmp_path / "keys").glob("*.pem"):
         assert certificates.fingerprint(path) in shown

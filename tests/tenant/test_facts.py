@@ -109,7 +109,9 @@ def test_other_columns_are_other_keys(store: WeightStore, tmp_path: Path) -> Non
 
 
 def test_without_a_checkpoint_the_error_says_how_to_go_on(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"symbiosis-priv tenant prepare --model .*RemoteConfig\(checkpoint="):
+    with pytest.raises(
+        CheckpointError, match=r"symbiosis-priv tenant prepare --model \S+ --federation \S+`.*RemoteConfig\(checkpoint="
+    ):
         prepared(None, "sha256:" + 64 * "0", tmp_path)
 
 

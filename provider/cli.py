@@ -1,10 +1,14 @@
-"""`symbiosis-priv provider`: serve, health, manifest, init."""
+"""`symbiosis-priv provider`: serve, health, usage, top, manifest, init."""
 
 from __future__ import annotations
 
+import csv
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -44,7 +48,7 @@ def serve(
 
     settings = load(config)
     with _quantising() as progress:
-        server.serve(settings, ready_file=ready_file, lifeline=lifeline, progress=progress)
+        server.serve(settings, source=config, ready_file=ready_file, lifeline=lifeline, progress=progress)
 
 
 @app.command()
@@ -102,6 +106,55 @@ def health(
         timeout=timeout,
     )
     typer.echo(msgspec.json.encode(report).decode())
+
+
+class Format(StrEnum):
+    """Of a bill."""
+
+    CSV = "csv"
+    JSON = "json"
+
+
+@app.command()
+def usage(
+    *,
+    config: Config,
+    format: Annotated[Format, typer.Option(help="Of what is printed.")] = Format.CSV,
+    since: Annotated[
+        datetime | None, typer.Option(formats=["%Y-%m-%d"], help="The first day (UTC); all of them by default.")
+    ] = None,
+) -> None:
+    """Print what each tenant has used, per day and role; the provider may be running."""
+    from provider.config import load
+    from provider.usage import COLUMNS, read
+
+    database = load(config).usage.database
+    assert database is not None, "load() names one"
+    rows = list(read(database, since="" if since is None else f"{since:%Y-%m-%d}"))
+    if format is Format.JSON:
+        typer.echo(msgspec.json.format(msgspec.json.encode(rows)).decode())
+        return
+    writer = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+
+
+@app.command()
+def top(
+    *,
+    config: OptionalConfig = None,
+    address: Annotated[str | None, typer.Option(help="[metrics] listen of the provider, instead of --config.")] = None,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one look, and end.")] = False,
+) -> None:
+    """Show a running provider, live: tenants, queue, batches, rows per second, busiest layers. Ctrl-C ends it."""
+    from provider.config import load
+    from provider.top import watch
+
+    address = address or (None if config is None else load(config).metrics.listen)
+    if address is None:
+        raise ConfigError("nothing to look at: set [metrics] listen in provider.toml and name it with --config")
+    watch(address, interval=interval, once=once)
 
 
 @app.command()

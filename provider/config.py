@@ -16,6 +16,7 @@ from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.federation import load_toml, parse_address
 from symbiosis_priv.kernels import KERNELS
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
+from symbiosis_priv.tls import TenantIdentity
 from symbiosis_priv.wire import MAX_PAYLOAD, MAX_ROWS, Role
 
 MIB = 1 << 20
@@ -24,6 +25,7 @@ _LISTEN = "127.0.0.1:7401"
 _MAX_SOCKET_PATH = 100  # bytes; sockaddr_un holds 104 on the strictest systems
 
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+_Rate = Annotated[float, msgspec.Meta(gt=0, le=1e12)]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 
 
@@ -42,11 +44,17 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class TlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The provider's own certificate and key, and the authority that signs tenants' certificates (PEM files)."""
+    """The provider's own certificate and key, and the authority that signs tenants' certificates (PEM files).
+
+    Args:
+        revoked: fingerprints of tenants' certificates that are not good any more, as `symbiosis-priv keys revoke`
+            writes them. All four are read again when they change.
+    """
 
     certificate: Path
     key: Path
     tenant_authority: Path
+    revoked: Path | None = None
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -170,6 +178,44 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         )
 
 
+class QuotaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one tenant may ask for, at most; None is no limit.
+
+    Args:
+        weight: its share of the executor beside others who also want more than there is.
+        requests_per_s: products.
+        rows_per_s: of them.
+        giga_multiply_adds_per_s: the work they cause, in 10^9 multiply-adds, the keystream of effects included.
+        max_rows_in_flight: rows that have been asked for and not answered.
+    """
+
+    weight: Annotated[float, msgspec.Meta(ge=0.01, le=100)] | None = None
+    requests_per_s: _Rate | None = None
+    rows_per_s: _Rate | None = None
+    giga_multiply_adds_per_s: _Rate | None = None
+    max_rows_in_flight: Annotated[int, msgspec.Meta(ge=1)] | None = None
+
+
+class UsageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where each tenant's usage is counted: beside provider.toml, as provider.usage.sqlite, if it is not said; in
+    memory only for a configuration that was made in code.
+    """
+
+    database: Path | None = None
+
+
+class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The operator's own address: Prometheus' metrics, health, readiness, and what `provider top` shows. No
+    authentication: keep it on loopback or on a private network. None if it is not said.
+    """
+
+    listen: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.listen is not None:
+            parse_address(self.listen)
+
+
 class ProviderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One provider.
 
@@ -189,9 +235,21 @@ class ProviderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     limits: Limits = Limits()
     executor: ExecutorConfig = ExecutorConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    quota: QuotaConfig = QuotaConfig()
+    tenants: dict[str, QuotaConfig] = {}
+    usage: UsageConfig = UsageConfig()
+    metrics: MetricsConfig = MetricsConfig()
 
     def __post_init__(self) -> None:
         parse_address(self.listen)
+
+    def quota_of(self, tenant: TenantIdentity) -> QuotaConfig:
+        """A tenant's quota: its own values, and the default's where it has none."""
+        own = self.tenants.get(str(tenant)) or self.tenants.get(tenant.name)
+        if own is None:
+            return self.quota
+        values = {name: value for name, value in msgspec.structs.asdict(own).items() if value is not None}
+        return msgspec.structs.replace(self.quota, **values)
 
 
 def load(path: str | Path) -> ProviderConfig:
@@ -202,6 +260,9 @@ def load(path: str | Path) -> ProviderConfig:
     """
     path = Path(path)
     config = load_toml(path, ProviderConfig)
+    if config.usage.database is None:
+        usage = UsageConfig(database=path.with_suffix(".usage.sqlite"))
+        config = msgspec.structs.replace(config, usage=usage)
     folder = path.parent / Path(config.model.checkpoint).expanduser()
     if not folder.is_dir():  # a name on the hub, or `checkpoint.resolve` says what is wrong
         return config
@@ -264,6 +325,7 @@ checkpoint = {checkpoint:<19} # a Hugging Face safetensors folder, or a name on 
 certificate = {certificate}
 key = {key}
 tenant_authority = "keys/authority.pem"
+# revoked = "keys/revoked.txt"   # made by `symbiosis-priv keys revoke`
 
 [limits]
 # max_rows = 16384               # rows of one request
@@ -298,4 +360,19 @@ tenant_authority = "keys/authority.pem"
 # wait_share = 0.5               # of its own product's time, a request waits for company
 # max_wait_ms = 2.0              # and never longer than this
 # lockstep_wait_ms = 100.0       # for the slowest, with policy "lockstep"
+
+[quota]                          # of each tenant; read again on SIGHUP or when this file changes
+# requests_per_s = 1000.0        # no limit if left out, like the others here
+# rows_per_s = 100000.0
+# giga_multiply_adds_per_s = 50.0   # the work that requests cause, effects included
+# max_rows_in_flight = 65536
+
+# [tenants.alice]                # one tenant's own; or [tenants."alice@sha256:0123456789abcdef"]
+# weight = 2.0                   # twice the share of the others when all want more than there is
+
+[usage]
+# database = "provider.usage.sqlite"   # what each tenant has used: `symbiosis-priv provider usage`
+
+[metrics]
+# listen = "127.0.0.1:9464"      # Prometheus, health, readiness, `provider top`; nothing listens if left out
 """

@@ -13,18 +13,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
-import msgspec
 import numpy as np
 
 from provider import logs
 from provider.admission import ByteBudget, Refusal, Register
 from provider.config import MIB, ProviderConfig
-from provider.envelope import Ask, Work, stage_of
+from provider.envelope import Work, row_cost, stage_of
 from provider.link import Link
+from provider.quota import QuotaGate
 from provider.supervisor import ExecutorClient
+from provider.usage import Counts, Usage
 from symbiosis_priv import wire
 from symbiosis_priv.errors import FrameTooLargeError, ProtocolError
 from symbiosis_priv.manifest import Manifest
@@ -46,6 +47,8 @@ class Service:
     digest: str
     budget: ByteBudget
     register: Register
+    quotas: QuotaGate
+    usage: Usage
     started: float
     """`time.monotonic()`"""
     stopping: threading.Event = field(default_factory=threading.Event)
@@ -105,6 +108,7 @@ class Connection:
         try:
             self._answer(request)
         except Refusal as refusal:
+            self._count(Counts(refused=1))
             self._link.discard(self._unread, deadline=self._deadline)
             self._refuse(refusal)
         return True
@@ -163,18 +167,18 @@ class Connection:
     def _answer_product(self, request: wire.Execute | wire.Effect) -> None:
         begun = time.perf_counter()
         size = self._check(request)
-        with self._service.budget.taken(self._tenant, size, timeout=self._limits.request_timeout_s):
-            payload = self._read_payload()  # in time of its own: waiting for the budget was not the tenant's fault
-            work = self._work(request)
-            self._executor.send(work, payload)
+        work = row_cost(request, self._service.manifest.groups[request.group]) * request.rows
+        with (
+            self._service.quotas.admitted(self._tenant, rows=request.rows, work=work),
+            self._service.budget.taken(self._tenant, size, timeout=self._limits.request_timeout_s),
+        ):
             try:
-                head, product = self._executor.receive(deadline=work.deadline, gone=self._left)
-            except Refusal as refusal:
-                self._refuse(refusal)
-                self._executor.settle()  # it may still hold the payload, and then so does the budget
-                return
-            self._service.register.count_request(self._tenant)
-            self._send(head, product)
+                payload = self._read_payload()  # in time of its own: waiting for bytes was not the tenant's fault
+                self._multiply(request, payload, Counts(requests=1, rows=request.rows, work=work))
+            except TimeoutError:
+                self._count(Counts(slow=1))
+                raise
+        seconds = time.perf_counter() - begun
         if log.detailed:
             log.debug(
                 "request",
@@ -182,15 +186,42 @@ class Connection:
                 group=request.group,
                 direction=request.direction,
                 rows=request.rows,
-                ms=round(1000 * (time.perf_counter() - begun), 3),
+                ms=round(1000 * seconds, 3),
             )
+
+    def _multiply(self, request: wire.Execute | wire.Effect, payload: memoryview, used: Counts) -> None:
+        """Have a product computed, and send it."""
+        work = self._work(request)
+        self._executor.send(work, payload)
+        used = replace(used, bytes_received=len(payload), bytes_sent=self._answer_bytes(request))
+        self._count(used)  # while the executor is at it: before the answer leaves
+        try:
+            head, product = self._executor.receive(deadline=work.deadline, gone=self._left)
+        except Refusal as refusal:
+            self._count(Counts(failed=1) - used)
+            self._refuse(refusal)
+            self._executor.settle()  # it may still hold the payload, and then so does the budget
+            return
+        if len(product) != used.bytes_sent:  # no product: it was cancelled, is late, or broke
+            self._count((Counts(abandoned=1) if self._left() else Counts(failed=1)) - used)
+        else:
+            self._service.register.count_request(self._tenant)
+        self._send(head, product)
+
+    def _answer_bytes(self, request: wire.Execute | wire.Effect) -> int:
+        _, outputs = self._service.manifest.groups[request.group].columns(request.direction)
+        return request.rows * outputs * wire.ITEM_BYTES
+
+    def _count(self, counts: Counts) -> None:
+        if self._role is not None:
+            self._service.usage.count(self._tenant, self._role, counts)
 
     def _work(self, request: wire.Execute | wire.Effect) -> Work:
         now = time.monotonic()
         return Work(
             tenant=self._tenant,
             stage=stage_of(request, few_rows=self._service.config.scheduler.few_rows),
-            weight=1.0,
+            weight=self._service.quotas.of(self._tenant).weight or 1.0,
             arrival=now,
             deadline=now + self._limits.request_timeout_s,
             request=request,
@@ -207,6 +238,8 @@ class Connection:
             _bad("say hello first")
         if self._role != wanted:
             raise Refusal(wire.ErrorCode.ROLE_REFUSED, f"this connection is served in the role {self._role!r}")
+        if isinstance(request, wire.Effect) and request.arithmetic != "ring":
+            _bad("effects exist in the ring only")
         if request.arithmetic != "ring" and not self._service.config.executor.float_path:
             raise Refusal(wire.ErrorCode.NOT_SERVED, "float products are off here ([executor] float = false)")
         groups = self._service.manifest.groups
@@ -219,12 +252,7 @@ class Connection:
         if max(inputs, outputs) > self._max_payload:
             largest = max(inputs, outputs)
             raise Refusal(wire.ErrorCode.TOO_LARGE, f"a matrix of {largest} bytes; at most {self._max_payload}")
-        if isinstance(request, wire.Effect):
-            if request.arithmetic != "ring":
-                _bad("effects exist in the ring only")
-            self._expect_payload(0)
-        else:
-            self._expect_payload(inputs)
+        self._expect_payload(0 if isinstance(request, wire.Effect) else inputs)
         return inputs + outputs
 
     def _answer_hello(self, hello: wire.Hello) -> None:
@@ -247,16 +275,14 @@ class Connection:
         self._send(wire.encode(welcome))
 
     def _answer_health(self) -> None:
-        self._executor.send(Ask())
-        head, _ = self._executor.receive(deadline=time.monotonic() + self._limits.request_timeout_s, gone=self._left)
-        report = wire.decode_reply(head[wire.PREFIX.size :])
-        assert isinstance(report, wire.HealthReport)
+        executor = self._executor.report(deadline=time.monotonic() + self._limits.request_timeout_s)
         requests, connections = self._service.register.counts(self._tenant)
-        report = msgspec.structs.replace(
-            report,
+        report = wire.HealthReport(
             name=self._service.config.name,
             model_digest=self._service.digest,
             uptime_s=time.monotonic() - self._service.started,
+            groups=executor.groups,
+            groups_loaded=executor.groups_loaded,
             requests=requests,
             connections=connections,
         )

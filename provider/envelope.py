@@ -7,6 +7,9 @@ the executor holds none of its memory any more.
 
 from __future__ import annotations
 
+import bisect
+from typing import get_args
+
 import msgspec
 
 from provider.scheduler import Stage
@@ -43,7 +46,7 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
-    """How the executor is."""
+    """How the executor is; the answer's payload is an `ExecutorReport`."""
 
 
 class Wake(msgspec.Struct, frozen=True, tag="wake"):
@@ -52,6 +55,57 @@ class Wake(msgspec.Struct, frozen=True, tag="wake"):
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Answer what has arrived, and end."""
+
+
+class Histogram(msgspec.Struct, kw_only=True):
+    """How often a value was at most each of `bounds`; the last count is of those above."""
+
+    bounds: tuple[float, ...]
+    counts: list[int] = []
+    total: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        """One more."""
+        self.counts[bisect.bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+_ROW_BOUNDS = tuple(float(1 << power) for power in range(0, 15, 2))
+_REQUEST_BOUNDS = tuple(float(1 << power) for power in range(8))
+_SECOND_BOUNDS = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+
+
+class ExecutorReport(msgspec.Struct, kw_only=True):
+    """What an executor has done since it started.
+
+    Args:
+        groups, groups_loaded: layer groups of the model, and of those in memory.
+        resident: bytes of its process.
+        waiting: requests by stage.
+        late, cancelled, failed: requests that were answered without a product.
+        seconds: in products.
+        heat: rows by layer group.
+        batch_rows, batch_requests: of each product.
+        waits: seconds from a request's arrival to its first product, by stage.
+    """
+
+    groups: int
+    groups_loaded: int = 0
+    resident: int = 0
+    waiting: dict[Stage, int] = {}
+    late: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    seconds: float = 0.0
+    heat: list[int] = []
+    batch_rows: Histogram = msgspec.field(default_factory=lambda: Histogram(bounds=_ROW_BOUNDS))
+    batch_requests: Histogram = msgspec.field(default_factory=lambda: Histogram(bounds=_REQUEST_BOUNDS))
+    waits: dict[Stage, Histogram] = msgspec.field(
+        default_factory=lambda: {stage: Histogram(bounds=_SECOND_BOUNDS) for stage in get_args(Stage)}
+    )
 
 
 Envelope = Work | Cancel | Ask | Wake | Stop

@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import torch
@@ -32,6 +33,7 @@ from torch import Tensor
 
 from provider import envelope, logs
 from provider.config import INPROC, ProviderConfig, SchedulerConfig, from_json
+from provider.envelope import ExecutorReport
 from provider.keystream_maker import KeystreamMaker
 from provider.model import ServedModel, open_store
 from provider.scheduler import Job, Piece, Scheduler
@@ -100,6 +102,8 @@ class Executor:
             self._router.close()
             raise ConfigError(f"endpoint = {endpoint!r}: {error.strerror}; choose another path") from error
         self._scheduler: Scheduler[_Job] = Scheduler(scheduling.as_policy())
+        groups = len(model.manifest.groups)
+        self._report = ExecutorReport(groups=groups, heat=[0] * groups)
         self._jobs: dict[bytes, _Job] = {}  # by sender, each of whom waits for one answer at a time
         self._stopped = False
 
@@ -124,6 +128,7 @@ class Executor:
         self._receive()
         now = time.monotonic()
         for job in self._scheduler.expire(now):
+            self._report.late += 1
             self._fail(job, wire.ErrorCode.BUSY, "the executor is late; ask again later")
         if pieces := self._scheduler.take(now):
             self._run_batch(pieces)
@@ -145,7 +150,7 @@ class Executor:
                 case envelope.Cancel():
                     self._cancel(sender)
                 case envelope.Ask():
-                    self._send(sender, self._health())
+                    self._answer_report(sender)
                 case envelope.Wake():
                     self._take_keystream()
                 case envelope.Stop():
@@ -183,19 +188,15 @@ class Executor:
     def _cancel(self, sender: bytes) -> None:
         job = self._jobs.get(sender)
         if job is not None:  # else its answer is on the way
+            self._report.cancelled += 1
             self._fail(job, wire.ErrorCode.BUSY, "the tenant has left")
 
-    def _health(self) -> wire.HealthReport:
-        """The executor's part of a report; the gateway, which knows who asks, fills in the rest."""
-        return wire.HealthReport(
-            name="",
-            model_digest="",
-            uptime_s=0.0,
-            groups=len(self._model.manifest.groups),
-            groups_loaded=self._model.groups_loaded,
-            requests=0,
-            connections=0,
-        )
+    def _answer_report(self, sender: bytes) -> None:
+        report = self._report
+        report.groups_loaded = self._model.groups_loaded
+        report.waiting = self._scheduler.waiting()
+        report.resident = resident_bytes()
+        self._router.send_multipart([sender, b"", msgspec.json.encode(report)])
 
     # Keystream
 
@@ -217,7 +218,7 @@ class Executor:
             if job.left:
                 continue
             if isinstance(rows, Exception):
-                self._report([job], rows)
+                self._break([job], rows)
                 continue
             job.made = rows if job.made is None or not len(job.made) else torch.cat([job.made, rows])
             self._scheduler.make_ready(job, len(rows))
@@ -244,14 +245,25 @@ class Executor:
             flat = rows[0] if len(rows) == 1 else torch.cat(rows)
             product = self._model.product(flat, group=group, direction=direction, arithmetic=arithmetic)
         except Exception as error:  # one batch's trouble (memory, a device) is not the next one's
-            self._report([piece.job for piece in pieces], error)
+            self._break([piece.job for piece in pieces], error)
             return
         del rows, flat  # whoever is answered may count on it
         now = time.monotonic()
         self._scheduler.done(pieces, now=now, seconds=now - begun)
+        self._note(pieces, begun, now)
         parts = product.split([piece.rows for piece in pieces]) if len(pieces) > 1 else (product,)
         for piece, part in zip(pieces, parts, strict=True):
             self._finish(piece, part)
+
+    def _note(self, pieces: list[Piece[_Job]], begun: float, now: float) -> None:
+        report, rows = self._report, sum(piece.rows for piece in pieces)
+        report.seconds += now - begun
+        report.heat[pieces[0].job.request.group] += rows
+        report.batch_rows.observe(rows)
+        report.batch_requests.observe(len(pieces))
+        for piece in pieces:
+            if not piece.start:
+                report.waits[piece.job.stage].observe(begun - piece.job.arrival)
 
     def _rows(self, piece: Piece[_Job]) -> Tensor:
         """A piece's rows, over the memory they arrived in."""
@@ -278,9 +290,10 @@ class Executor:
             product = job.result
         self._send_result(job, product)
 
-    def _report(self, jobs: list[_Job], error: Exception) -> None:
+    def _break(self, jobs: list[_Job], error: Exception) -> None:
         """Something here broke: the log has the reason, the tenants have none."""
         log.failure("batch_failed", error, group=jobs[0].request.group, requests=len(jobs))
+        self._report.failed += len(jobs)
         for job in jobs:
             self._fail(job, wire.ErrorCode.INTERNAL, "the executor failed; its operator has a log")
 
@@ -311,6 +324,14 @@ class Executor:
         dealer.linger = 1000
         dealer.connect(INPROC)
         return dealer
+
+
+def resident_bytes() -> int:
+    """Memory of this process, where the system says so; else 0."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
 
 
 def build(config: ProviderConfig, *, model_digest: str, context: Context) -> Executor:

@@ -12,6 +12,7 @@ that is in the middle of a request finishes it first, and takes no other.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import select
@@ -26,13 +27,17 @@ from provider import logs
 from provider.admission import ByteBudget, Refusal, Register
 from provider.config import ProviderConfig
 from provider.connection import Connection, Service, refuse
+from provider.credentials import Credentials, Peer
 from provider.link import Link, hang_up
+from provider.quota import QuotaGate
 from provider.strangers import Stranger, Strangers
 from provider.supervisor import ExecutorClient, ExecutorHandle
+from provider.usage import Usage
 from symbiosis_priv.errors import CertificateError, ConfigError, ProtocolError, TransportError
 from symbiosis_priv.federation import parse_address
 from symbiosis_priv.manifest import Manifest
-from symbiosis_priv.tls import TenantIdentity, tenant_identity
+from symbiosis_priv.tls import TenantIdentity
+from symbiosis_priv.wire import ErrorCode
 
 log = logs.EventLog(__name__)
 
@@ -47,15 +52,22 @@ class Gateway:
     Args:
         config: limits and roles.
         manifest: what is served.
-        context: TLS, from `tls.server_context`.
+        credentials: who this provider is, and whom it lets in.
         executor: who computes.
+        usage: where it is counted.
     """
 
     def __init__(
-        self, config: ProviderConfig, *, manifest: Manifest, context: ssl.SSLContext, executor: ExecutorHandle
+        self,
+        config: ProviderConfig,
+        *,
+        manifest: Manifest,
+        credentials: Credentials,
+        executor: ExecutorHandle,
+        usage: Usage,
     ) -> None:
         self._limits = config.limits
-        self._context = context
+        self._credentials = credentials
         self._executor = executor
         self._service = Service(
             config=config,
@@ -63,11 +75,14 @@ class Gateway:
             digest=manifest.digest,
             budget=ByteBudget(config.limits),
             register=Register(config.limits),
+            quotas=QuotaGate(config.quota_of),
+            usage=usage,
             started=time.monotonic(),
         )
         self._lock = threading.Lock()
         self._strangers = Strangers(config.limits.max_handshakes)
         self._threads: dict[threading.Thread, ssl.SSLSocket] = {}
+        self._peers: dict[ssl.SSLSocket, Peer] = {}  # those who have authenticated
         self._listener = _listen(config.listen)
         self._wake, self._waker = socket.socketpair()
         self._acceptor = threading.Thread(target=self._accept, name="accept", daemon=True)
@@ -86,6 +101,31 @@ class Gateway:
     def start(self) -> None:
         """Begin to accept."""
         self._acceptor.start()
+
+    @property
+    def service(self) -> Service:
+        """What all connections share, to be looked at."""
+        return self._service
+
+    @property
+    def connections(self) -> int:
+        """Of tenants."""
+        return len(self._peers)
+
+    @property
+    def strangers(self) -> int:
+        """Connections that have not authenticated."""
+        return len(self._strangers)
+
+    def renew(self, config: ProviderConfig, credentials: Credentials) -> None:
+        """Take over new quotas, certificates and revocations; who is not let in any more is hung up on."""
+        self._service.quotas.of = config.quota_of
+        with self._lock:
+            self._credentials = credentials
+            refused = [(socket, peer) for socket, peer in self._peers.items() if not credentials.accepts(peer)]
+        for connection, peer in refused:
+            log.warning("hung_up_on", tenant=str(peer.tenant), reason="revoked")
+            hang_up(connection, socket.SHUT_RDWR)
 
     def stop(self, timeout: float) -> bool:
         """Accept no more, let requests in flight finish, then close; returns whether every thread has ended."""
@@ -175,7 +215,7 @@ class Gateway:
                     self._strangers.leave(stranger)
                     return
                 raw.settimeout(max(1e-3, stranger.deadline - time.monotonic()))
-                connection = self._context.wrap_socket(raw, server_side=True, do_handshake_on_connect=False)
+                connection = self._credentials.context.wrap_socket(raw, server_side=True, do_handshake_on_connect=False)
             except BaseException:
                 self._strangers.leave(stranger)
                 raise
@@ -195,26 +235,43 @@ class Gateway:
     def _run(self, stranger: Stranger, connection: ssl.SSLSocket) -> None:
         link = Link(connection)
         try:
-            tenant = self._handshake(stranger, connection)
-            if tenant is not None:
-                log.often("connection_opened", tenant=str(tenant))
-                log.often("connection_closed", tenant=str(tenant), reason=self._serve(link, tenant))
+            peer = self._handshake(stranger, connection)
+            if peer is not None:
+                log.often("connection_opened", tenant=str(peer.tenant))
+                reason = self._serve_accepted(link, connection, peer)
+                log.often("connection_closed", tenant=str(peer.tenant), reason=reason)
         except Exception as error:  # a bug must not take the provider with it
             log.failure("connection_failed", error)
         finally:
             link.close()
             self._forget(threading.current_thread(), stranger)
 
-    def _handshake(self, stranger: Stranger, connection: ssl.SSLSocket) -> TenantIdentity | None:
+    def _handshake(self, stranger: Stranger, connection: ssl.SSLSocket) -> Peer | None:
         """Who the tenant is; None if this is nobody we serve."""
         try:
             connection.do_handshake()  # the socket's timeout covers all of it
-            return tenant_identity(connection)
+            return Peer.of(connection)
         except (OSError, CertificateError) as error:
             log.often("handshake_refused", reason=getattr(error, "reason", None) or type(error).__name__)
             return None
         finally:
             self._strangers.leave(stranger)
+
+    def _serve_accepted(self, link: Link, connection: ssl.SSLSocket, peer: Peer) -> str:
+        """Serve somebody who is let in, also by the credentials of this very moment."""
+        with self._lock:
+            self._peers[connection] = peer
+            accepted = self._credentials.accepts(peer)
+        try:
+            if accepted:
+                return self._serve(link, peer.tenant)
+            refusal = Refusal(ErrorCode.REVOKED, "this certificate is not accepted any more")
+            with contextlib.suppress(OSError, TransportError):
+                refuse(link, refusal, timeout=self._limits.handshake_timeout_s)
+            return refusal.code
+        finally:
+            with self._lock:
+                del self._peers[connection]
 
     def _serve(self, link: Link, tenant: TenantIdentity) -> str:
         """Serve until the end; returns its reason."""

@@ -14,7 +14,7 @@ import traceback
 from datetime import UTC, datetime
 from pathlib import Path
 
-from symbiosis_priv.errors import CheckpointError, ConfigError
+from symbiosis_priv.errors import CertificateError, CheckpointError, ConfigError
 
 Field = str | int | float | None
 
@@ -89,7 +89,7 @@ class EventLog:
         """
         frames = traceback.extract_tb(error.__traceback__)
         place = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames[-4:]))
-        if isinstance(error, ConfigError | CheckpointError):
+        if isinstance(error, ConfigError | CheckpointError | CertificateError):
             fields["reason"] = str(error)
         self._log(logging.ERROR, event, {**fields, "error": type(error).__name__, "at": place})
 

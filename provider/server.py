@@ -9,17 +9,25 @@ import signal
 import threading
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
+
+import msgspec
 
 from provider import logs, supervisor
-from provider.config import ProviderConfig
+from provider.config import ProviderConfig, load
+from provider.credentials import Credentials
 from provider.executor import wait_for_eof
 from provider.gateway import Gateway
 from provider.model import open_store
-from symbiosis_priv.errors import ConfigError
+from provider.reload import Reloader
+from provider.status import Status, StatusSource
+from provider.usage import Usage
+from symbiosis_priv.errors import ConfigError, SymbiosisError
 from symbiosis_priv.files import write_atomically
-from symbiosis_priv.tls import server_context
 from symbiosis_priv.weights import Progress
+
+if TYPE_CHECKING:
+    from provider.metrics import MetricsServer
 
 log = logs.EventLog(__name__)
 
@@ -34,19 +42,32 @@ class Provider:
 
     Args:
         config: from `config.load`, or built in code.
+        source: the file that it was loaded from, to be read again when it changes.
         progress: told about the first quantisation of a checkpoint.
     """
 
-    def __init__(self, config: ProviderConfig, *, progress: Progress | None = None) -> None:
+    def __init__(self, config: ProviderConfig, *, source: Path | None = None, progress: Progress | None = None) -> None:
         self.config = config
+        self._source = source
         self._progress = progress
         self._gateway: Gateway | None = None
+        self._metrics: MetricsServer | None = None
 
     @property
     def address(self) -> str:
         """`host:port` as bound."""
         assert self._gateway is not None, "start it first"
         return self._gateway.address
+
+    @property
+    def metrics_address(self) -> str | None:
+        """`host:port` of the operator's address as bound; None if there is none."""
+        return None if self._metrics is None else self._metrics.address
+
+    def status(self) -> Status:
+        """What an operator may see of it."""
+        assert self._gateway is not None, "start it first"
+        return StatusSource(self._gateway, self.executor).take()
 
     def start(self) -> Self:
         """Quantise if need be, start the executor, listen.
@@ -56,23 +77,33 @@ class Provider:
             CertificateError, CheckpointError, UnsupportedModelError: as they say.
         """
         config = self.config
-        context = server_context(
-            certificate=config.tls.certificate,
-            key=config.tls.key,
-            tenant_authority=config.tls.tenant_authority,
-        )
+        credentials = Credentials.load(config.tls)
         manifest = open_store(config).manifest(progress=self._progress)
         self.model_digest = manifest.digest
+        self._usage = Usage(config.usage.database)
         self.executor = supervisor.make(config, model_digest=manifest.digest)
         try:
             self.executor.start()
-            gateway = Gateway(config, manifest=manifest, context=context, executor=self.executor)
+            gateway = Gateway(
+                config, manifest=manifest, credentials=credentials, executor=self.executor, usage=self._usage
+            )
         except BaseException:
             self.executor.stop(config.limits.stop_timeout_s)
             self.executor.context.term()
+            self._usage.close()
             raise
         gateway.start()
         self._gateway = gateway
+        self._reloader = Reloader(self._watched_files(), self._reload)
+        self._reloader.start()
+        if config.metrics.listen is not None:
+            from provider.metrics import MetricsServer  # and Prometheus' client: most providers start without
+
+            try:
+                self._metrics = MetricsServer(config.metrics.listen, StatusSource(gateway, self.executor))
+            except BaseException:
+                self.stop()
+                raise
         log.info("started", provider=config.name, address=gateway.address, groups=len(manifest.groups))
         return self
 
@@ -81,13 +112,40 @@ class Provider:
         if self._gateway is None:
             return
         timeout = self.config.limits.stop_timeout_s
+        self._reloader.close()
         clean = self._gateway.stop(timeout)
         requests = self._gateway.requests
         self.executor.stop(timeout)
         if clean:  # else a socket is still open somewhere, and `term` would wait for it
             self.executor.context.term()
         self._gateway = None
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+        self._usage.close()
         log.info("stopped", provider=self.config.name, requests=requests, clean=clean)
+
+    def reload(self) -> None:
+        """Read certificates, revocations and quotas again, soon; a mistake in them is logged and changes nothing."""
+        if self._gateway is not None:
+            self._reloader.now()
+
+    def _reload(self) -> None:
+        try:
+            config = self.config if self._source is None else load(self._source)
+            credentials = Credentials.load(config.tls)
+        except SymbiosisError as error:
+            log.failure("reload_failed", error)
+            return
+        assert self._gateway is not None
+        self._gateway.renew(config, credentials)
+        fixed = msgspec.structs.replace(config, quota=self.config.quota, tenants=self.config.tenants)
+        log.info("reloaded", needs_restart=None if fixed == self.config else "yes: other settings have changed too")
+
+    def _watched_files(self) -> list[Path]:
+        tls = self.config.tls
+        files = (self._source, tls.certificate, tls.key, tls.tenant_authority, tls.revoked)
+        return [path for path in files if path is not None]
 
     def __enter__(self) -> Self:
         return self.start()
@@ -101,17 +159,19 @@ class Provider:
 def serve(
     config: ProviderConfig,
     *,
+    source: Path | None = None,
     ready_file: Path | None = None,
     lifeline: bool = False,
     progress: Progress | None = None,
 ) -> None:
     """Run a provider until SIGTERM or SIGINT, or, with a lifeline, until stdin closes: then it ends with its parent.
+    SIGHUP reads certificates, revocations and quotas again, and so does a change of their files.
 
     When it is ready, one line of JSON goes to stdout (logs go to stderr) and the bound address to `ready_file`.
     """
     logs.setup(config.log_level)
     _allow_descriptors(config)
-    provider = Provider(config, progress=progress)
+    provider = Provider(config, source=source, progress=progress)
     stop, started = threading.Event(), threading.Event()
 
     def on_signal(*_: object) -> None:
@@ -121,6 +181,7 @@ def serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
+    signal.signal(signal.SIGHUP, lambda *_: provider.reload())
     try:
         provider.start()
         started.set()
@@ -132,6 +193,8 @@ def serve(
             if ready_file is not None:
                 write_atomically(ready_file, provider.address.encode())
             ready = {"event": "listening", "address": provider.address, "model_digest": provider.model_digest}
+            if provider.metrics_address is not None:
+                ready["metrics"] = provider.metrics_address
             print(json.dumps(ready), flush=True)
             if lifeline:
                 threading.Thread(target=wait_for_eof, args=(stop.set,), name="lifeline", daemon=True).start()

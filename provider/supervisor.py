@@ -17,13 +17,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+import msgspec
 import torch
 import zmq
 
 from provider import envelope, logs
 from provider.admission import Refusal
 from provider.config import INPROC, ProviderConfig, to_json
-from provider.envelope import Envelope
+from provider.envelope import Ask, Envelope, ExecutorReport
 from provider.executor import Context, build
 from symbiosis_priv import wire
 from symbiosis_priv.errors import ConfigError
@@ -111,8 +112,7 @@ class ProcessExecutor(ExecutorHandle):
         self._watcher.start()
         with ExecutorClient(self) as client:
             try:
-                client.send(envelope.Ask())
-                client.receive(deadline=time.monotonic() + _STARTUP_S)
+                client.report(deadline=time.monotonic() + _STARTUP_S)
             except Refusal as error:
                 raise ConfigError("the executor's process ended at once; its reason is in the log above") from error
 
@@ -213,10 +213,16 @@ class ExecutorClient:
                     self._reconnect()
                     self._give_up("the executor was lost; ask again")
                 if not cancelled and gone():
-                    self._cancel()
+                    self.cancel()
                     cancelled = True
                 if time.monotonic() > deadline + _GRACE_S:
                     self._give_up("the executor is late; ask again later")
+
+    def report(self, *, deadline: float) -> ExecutorReport:
+        """What the executor says about itself. Raises what `receive` does."""
+        self.send(Ask())
+        _, payload = self.receive(deadline=deadline)
+        return msgspec.json.decode(payload, type=ExecutorReport)
 
     def settle(self) -> None:
         """Return when the executor holds nothing of the last request: it has answered, or it is no more."""
@@ -237,7 +243,8 @@ class ExecutorClient:
         self._owed = False
         return head, payload
 
-    def _cancel(self) -> None:
+    def cancel(self) -> None:
+        """Say that nobody waits for the answer any more; it still comes, soon."""
         self._dealer.send(envelope.encode(envelope.Cancel()), zmq.SNDMORE)
         self._dealer.send(b"")
 

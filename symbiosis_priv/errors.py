@@ -36,6 +36,7 @@ _NEXT_STEP = {
     "role_refused": "use another provider for this role, or ask its operator; nobody is served in both roles",
     "not_served": "only masking = 'paper-pool' needs floats: choose masking = 'pad', or ask its operator to set "
     "float = true under [executor]",
+    "revoked": "its operator does not accept this tenant's certificate any more: ask for a new one",
     "busy": "try again later",
     "stopping": "try again once its operator has started it",
     "internal": "ask its operator",

@@ -1,4 +1,4 @@
-"""`symbiosis-priv keys`: create, request, sign, rotate and show certificates."""
+"""`symbiosis-priv keys`: create, request, sign, rotate, revoke and show certificates."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from symbiosis_priv import certificates, signing
+from symbiosis_priv import certificates, revocation, signing
 from symbiosis_priv.certificates import Description, Identity, Kind
 from symbiosis_priv.errors import CertificateError, ConfigError
 
 __all__ = ["app"]
 
-app = typer.Typer(no_args_is_help=True, help="Create, request, sign, rotate and show certificates.")
+app = typer.Typer(no_args_is_help=True, help="Create, request, sign, rotate, revoke and show certificates.")
 
 Directory = Annotated[Path, typer.Option("--directory", "-d", help="Where the files live.")]
 Name = Annotated[str, typer.Option("--name", "-n", help="Base name of the files; a tenant is known by it.")]
@@ -166,6 +166,24 @@ def rotate(
         _next("The provider shows it from its next start or reload on.")
         if not prepared:
             _next(f"Tenants that pin the old one alone refuse it then: send them {path} first.")
+
+
+@app.command()
+def revoke(
+    *,
+    name: Name,
+    directory: Directory = KEYS,
+    file: Annotated[Path | None, typer.Option(help="Where they are listed; DIRECTORY/revoked.txt by default.")] = None,
+) -> None:
+    """Let providers turn a tenant's certificate away, and the one that it had before, at once: no new authority."""
+    path = _identity(directory, name).certificate
+    previous = path.with_name(f"{path.stem}.previous.pem")
+    listed = file or directory / "revoked.txt"
+    for shown in revocation.revoke(listed, [path, *([previous] if previous.exists() else [])]):
+        _line(f"revoked {shown}")
+    _next(
+        f"{listed} takes effect within a second at a provider whose provider.toml says:", _toml("tls", revoked=listed)
+    )
 
 
 @app.command()

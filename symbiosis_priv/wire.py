@@ -54,6 +54,7 @@ class ErrorCode(StrEnum):
     WRONG_MODEL = "wrong_model"
     ROLE_REFUSED = "role_refused"
     NOT_SERVED = "not_served"
+    REVOKED = "revoked"
     BUSY = "busy"
     STOPPING = "stopping"
     INTERNAL = "internal"

@@ -217,10 +217,15 @@ def connect(provider: Provider, keys: Keys) -> Iterator[Connect]:
     with contextlib.ExitStack() as clients:
 
         def connect(
-            tenant: str | None = None, *, role: wire.Role | None = "executor", to: Provider | Service = provider
+            tenant: str | None = None,
+            *,
+            role: wire.Role | None = "executor",
+            to: Provider | Service = provider,
+            context: ssl.SSLContext | None = None,
         ) -> Client:
             # Not the same tenant for both roles: one connection may not be gone yet when the next one comes.
-            client = Client(to.address, keys.context(tenant or ("carol" if role == "helper" else "alice")))
+            own = context or keys.context(tenant or ("carol" if role == "helper" else "alice"))
+            client = Client(to.address, own)
             clients.callback(client.close)
             if role is not None:
                 reply = client.hello(to.model_digest, role)
@@ -234,12 +239,12 @@ class Service:
     """A provider as an operator runs it: `provider serve` in a process of its own."""
 
     def __init__(self, config: ProviderConfig, folder: Path) -> None:
-        path = folder / "provider.toml"
-        path.write_text(_toml(config), encoding="utf-8")
+        self.config_file = folder / "provider.toml"
+        self.config_file.write_text(_toml(config), encoding="utf-8")
         self.ready_file = folder / "address"
         self.log_file = folder / "log"
         program = "from provider.cli import app; app()"
-        command = [sys.executable, "-W", "error", "-c", program, "serve", "-c", str(path)]
+        command = [sys.executable, "-W", "error", "-c", program, "serve", "-c", str(self.config_file)]
         with self.log_file.open("wb") as log:
             self.process = subprocess.Popen(
                 [*command, "--ready-file", str(self.ready_file)], stdout=subprocess.PIPE, stderr=log

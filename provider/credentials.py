@@ -1,0 +1,61 @@
+"""Who the provider is and whom it lets in: its certificate, the authorities it knows, and what has been revoked."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from typing import Self
+
+from provider.config import TlsConfig
+from symbiosis_priv.certificates import fingerprint, key_fingerprint, load_certificates
+from symbiosis_priv.errors import CertificateError
+from symbiosis_priv.revocation import load_revoked
+from symbiosis_priv.tls import TenantIdentity, server_context, tenant_identity
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A tenant's connection: who it is, and the certificate it has shown."""
+
+    tenant: TenantIdentity
+    fingerprint: str
+
+    @classmethod
+    def of(cls, connection: ssl.SSLSocket) -> Self:
+        """After the handshake. Raises `CertificateError` if this is no tenant."""
+        tenant = tenant_identity(connection)
+        shown = connection.getpeercert(binary_form=True)
+        if shown is None:
+            raise CertificateError("the client showed no certificate: issue one with `symbiosis-priv keys tenant`")
+        return cls(tenant, fingerprint(shown))
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """As the files were when they were read.
+
+    Args:
+        context: TLS for new connections.
+        authorities: `key_fingerprint` of those whose tenants are let in.
+        revoked: fingerprints of certificates that are not.
+    """
+
+    context: ssl.SSLContext
+    authorities: frozenset[str]
+    revoked: frozenset[str]
+
+    @classmethod
+    def load(cls, config: TlsConfig) -> Self:
+        """Read the files. Raises `CertificateError` if one of them is not what it should be."""
+        context = server_context(
+            certificate=config.certificate, key=config.key, tenant_authority=config.tenant_authority
+        )
+        return cls(
+            context,
+            authorities=frozenset(map(key_fingerprint, load_certificates(config.tenant_authority))),
+            revoked=frozenset() if config.revoked is None else load_revoked(config.revoked),
+        )
+
+    def accepts(self, peer: Peer) -> bool:
+        """Whether somebody who has authenticated, perhaps long ago, would still be let in."""
+        return peer.fingerprint not in self.revoked and peer.tenant.authority in self.authorities

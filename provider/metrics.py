@@ -1,0 +1,162 @@
+"""The operator's own address: `/metrics` for Prometheus, `/healthz`, `/readyz`, and `/status` for `provider top`.
+
+Everything is derived from one `Status` when it is asked for. Labels are tenants, roles, stages and layer groups: what
+the provider knows of its customers anyway, and no content. There is no authentication: the address belongs on loopback
+or on a private network.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from provider.envelope import ExecutorReport, Histogram
+from provider.status import Status, StatusSource
+from provider.usage import COUNTED
+from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.federation import parse_address
+
+_PREFIX = "symbiosis_provider_"
+_CLIENT_S = 5.0  # for a request of the operator's
+
+
+class _Collector:
+    def __init__(self, status: Status) -> None:
+        self._status = status
+
+    def collect(self) -> Iterator[Metric]:
+        status = self._status
+        yield _gauge("ready", "1 if requests are taken and the executor answers", status.ready)
+        yield _gauge("uptime_seconds", "since the start", status.uptime_s)
+        yield _gauge("connections", "of tenants", status.connections)
+        yield _gauge("strangers", "connections that have not authenticated", status.strangers)
+        yield _gauge("held_bytes", "payloads of large requests in flight", status.bytes_held)
+        yield _gauge("waiting_for_bytes", "large requests that wait for others to be done", status.waiting_for_bytes)
+        yield CounterMetricFamily(_PREFIX + "executor_restarts", "ends of the executor", value=status.restarts)
+        for name in COUNTED:
+            family = CounterMetricFamily(f"{_PREFIX}tenant_{name}", "see `provider usage`", labels=["tenant", "role"])
+            for tenant in status.tenants:
+                family.add_metric([tenant.tenant, tenant.role], getattr(tenant.counts, name))
+            yield family
+        if status.executor is not None:
+            yield from _executor_metrics(status.executor)
+
+
+def _executor_metrics(report: ExecutorReport) -> Iterator[Metric]:
+    yield _gauge("executor_resident_bytes", "memory of its process", report.resident)
+    yield _gauge("groups_loaded", "layer groups in memory", report.groups_loaded)
+    waiting = GaugeMetricFamily(_PREFIX + "waiting", "requests in the executor's queue", labels=["stage"])
+    for stage, count in report.waiting.items():
+        waiting.add_metric([stage], count)
+    yield waiting
+    ended = CounterMetricFamily(_PREFIX + "unanswered", "requests that got no product", labels=["reason"])
+    for reason in ("late", "cancelled", "failed"):
+        ended.add_metric([reason], getattr(report, reason))
+    yield ended
+    yield CounterMetricFamily(_PREFIX + "product_seconds", "time in products", value=report.seconds)
+    heat = CounterMetricFamily(_PREFIX + "group_rows", "rows by layer group", labels=["group"])
+    for group, rows in enumerate(report.heat):
+        heat.add_metric([str(group)], rows)
+    yield heat
+    yield _histogram("batch_rows", "rows of a product", {(): report.batch_rows})
+    yield _histogram("batch_requests", "requests in a product", {(): report.batch_requests})
+    waits: dict[tuple[str, ...], Histogram] = {(stage,): wait for stage, wait in report.waits.items()}
+    yield _histogram("wait_seconds", "from a request's arrival to its first product", waits, labels=["stage"])
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(_PREFIX + name, text, value=value)
+
+
+def _histogram(
+    name: str, text: str, values: dict[tuple[str, ...], Histogram], *, labels: list[str] | None = None
+) -> Metric:
+    family = HistogramMetricFamily(_PREFIX + name, text, labels=labels)
+    for label, histogram in values.items():
+        below, buckets = 0, []
+        for bound, count in zip((*map(str, histogram.bounds), "+Inf"), histogram.counts, strict=True):
+            below += count
+            buckets.append((bound, below))
+        family.add_metric(list(label), buckets, sum_value=histogram.total)
+    return family
+
+
+class MetricsServer:
+    """Answers on the operator's address until closed.
+
+    Args:
+        listen: `host:port`; ConfigError if it cannot be bound.
+        source: of what it says.
+    """
+
+    def __init__(self, listen: str, source: StatusSource) -> None:
+        host, port = parse_address(listen)
+        try:
+            self._server = _Server((host, port), source)
+        except OSError as error:
+            raise ConfigError(f"[metrics] listen = {listen!r}: {error.strerror}; choose another address") from error
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self) -> str:
+        """`host:port` as bound."""
+        host, port = self._server.server_address[:2]
+        return f"{host!s}:{port}"
+
+    def close(self) -> None:
+        """Answer no more."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, address: tuple[str, int], source: StatusSource) -> None:
+        super().__init__(address, _Handler)
+        self.source = source
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = _CLIENT_S
+    server: _Server
+
+    def do_GET(self) -> None:
+        """One of four paths."""
+        if self.path == "/healthz":  # this process lives; its executor is started again by itself
+            self._answer(HTTPStatus.OK, b"alive\n")
+            return
+        if self.path not in ("/readyz", "/metrics", "/status"):
+            self._answer(HTTPStatus.NOT_FOUND, b"try /metrics, /status, /healthz or /readyz\n")
+            return
+        status = self.server.source.take()
+        match self.path:
+            case "/readyz":
+                code = HTTPStatus.OK if status.ready else HTTPStatus.SERVICE_UNAVAILABLE
+                self._answer(code, b"ready\n" if status.ready else b"not ready\n")
+            case "/metrics":
+                registry = CollectorRegistry()
+                registry.register(_Collector(status))
+                self._answer(HTTPStatus.OK, generate_latest(registry), kind=CONTENT_TYPE_LATEST)
+            case "/status":
+                self._answer(HTTPStatus.OK, msgspec.json.encode(status), kind="application/json")
+
+    def _answer(self, code: HTTPStatus, body: bytes, *, kind: str = "text/plain; charset=utf-8") -> None:
+        self.send_response(code)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: the operator asks every few seconds."""

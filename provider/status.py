@@ -1,0 +1,87 @@
+"""What an operator may see of a running provider: names, counts and times, and nothing that a tenant has sent."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from provider.admission import Refusal
+from provider.envelope import ExecutorReport
+from provider.gateway import Gateway
+from provider.supervisor import ExecutorClient, ExecutorHandle
+from provider.usage import Counts
+from symbiosis_priv.wire import Role
+
+_ASK_S = 1.0
+
+
+class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One tenant in one role since the provider started."""
+
+    tenant: str
+    role: Role
+    counts: Counts
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """A provider, now.
+
+    Args:
+        ready: it takes requests and its executor answers.
+        connections: of tenants.
+        strangers: connections that have not authenticated.
+        bytes_held: by large requests.
+        waiting_for_bytes: large requests.
+        restarts: of the executor.
+        executor: None if it does not answer.
+    """
+
+    provider: str
+    model_digest: str
+    uptime_s: float
+    ready: bool
+    connections: int
+    strangers: int
+    bytes_held: int
+    waiting_for_bytes: int
+    restarts: int
+    tenants: list[TenantStatus]
+    executor: ExecutorReport | None
+
+
+class StatusSource:
+    """Takes a provider's status. Thread-safe."""
+
+    def __init__(self, gateway: Gateway, executor: ExecutorHandle) -> None:
+        self._gateway = gateway
+        self._executor = executor
+
+    def executor_report(self) -> ExecutorReport | None:
+        """None if it does not answer within a second."""
+        try:
+            with ExecutorClient(self._executor) as client:
+                return client.report(deadline=time.monotonic() + _ASK_S)
+        except Refusal:
+            return None
+
+    def take(self) -> Status:
+        """The status now."""
+        service = self._gateway.service
+        report = self.executor_report()
+        return Status(
+            provider=service.config.name,
+            model_digest=service.digest,
+            uptime_s=time.monotonic() - service.started,
+            ready=report is not None and not service.stopping.is_set(),
+            connections=self._gateway.connections,
+            strangers=self._gateway.strangers,
+            bytes_held=service.budget.used,
+            waiting_for_bytes=service.budget.waiting,
+            restarts=self._executor.generation,
+            tenants=[
+                TenantStatus(tenant=str(tenant), role=role, counts=counts)
+                for (tenant, role), counts in sorted(service.usage.totals().items(), key=str)
+            ],
+            executor=report,
+        )

@@ -1,0 +1,153 @@
+"""What each tenant has used, per day and role: a bill that survives any end of this process.
+
+One SQLite file, written ahead. Every count is committed before its request is answered, so that after a SIGKILL the
+bill differs from what tenants have counted by the requests in flight at most. A commit is a write to the system's
+cache, without waiting for a disk (30 µs); a thread brings it to the disk every few seconds, which is what a power cut
+may cost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, fields
+from datetime import UTC, datetime
+from pathlib import Path
+
+from provider import logs
+from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.tls import TenantIdentity
+from symbiosis_priv.wire import Role
+
+log = logs.EventLog(__name__)
+
+_FLUSH_S = 5.0
+_DAY_S = 86_400
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What is counted; all but the last four are of products that were answered.
+
+    Args:
+        requests: products.
+        rows: of them.
+        work: multiply-adds, the keystream of effects included.
+        bytes_received: payloads from the tenant.
+        bytes_sent: products to it.
+        failed: requests that broke here.
+        refused: requests that it may not make, or not so many.
+        abandoned: requests whose tenant left before the answer.
+        slow: connections that were closed because bytes came or went too slowly.
+    """
+
+    requests: int = 0
+    rows: int = 0
+    work: int = 0
+    bytes_received: int = 0
+    bytes_sent: int = 0
+    failed: int = 0
+    refused: int = 0
+    abandoned: int = 0
+    slow: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(*map(operator.add, astuple(self), astuple(other)))
+
+    def __sub__(self, other: Counts) -> Counts:
+        return Counts(*map(operator.sub, astuple(self), astuple(other)))
+
+
+_NOTHING = Counts()
+COUNTED = tuple(field.name for field in fields(Counts))
+COLUMNS = ("day", "tenant", "authority", "role", *COUNTED)
+
+_CREATE = f"""
+CREATE TABLE IF NOT EXISTS usage (
+    day TEXT, tenant TEXT, authority TEXT, role TEXT, {", ".join(f"{name} INTEGER" for name in COUNTED)},
+    PRIMARY KEY (day, tenant, authority, role)
+) WITHOUT ROWID, STRICT
+"""
+_ADD = f"""
+INSERT INTO usage VALUES ({", ".join("?" * len(COLUMNS))})
+ON CONFLICT DO UPDATE SET {", ".join(f"{name} = {name} + excluded.{name}" for name in COUNTED)}
+"""
+
+
+class Usage:
+    """The counters of one provider. Thread-safe.
+
+    Args:
+        database: a file, made if there is none; None counts in memory only. ConfigError if it cannot be used.
+    """
+
+    def __init__(self, database: Path | None) -> None:
+        try:
+            self._connection = sqlite3.connect(database or ":memory:", isolation_level=None, check_same_thread=False)
+            self._connection.execute("PRAGMA journal_mode = WAL")
+            self._connection.execute("PRAGMA synchronous = NORMAL")
+            self._connection.execute("PRAGMA wal_autocheckpoint = 0")  # not while a tenant waits
+            self._connection.execute(_CREATE)
+        except sqlite3.Error as error:
+            raise ConfigError(f"[usage] database = {database}: {error}; choose another file") from error
+        self._lock = threading.Lock()
+        self._totals: dict[tuple[TenantIdentity, Role], Counts] = {}
+        self._day = (0, "")
+        self._closed = threading.Event()
+        self._flusher = threading.Thread(target=self._flush, name="usage", daemon=True)
+        self._flusher.start()
+
+    def count(self, tenant: TenantIdentity, role: Role, counts: Counts) -> None:
+        """Add to a tenant's counters; durable over the end of this process when it returns."""
+        with self._lock:
+            self._totals[tenant, role] = self._totals.get((tenant, role), _NOTHING) + counts
+            try:
+                key = (self._today(), tenant.name, tenant.authority, role)
+                self._connection.execute(_ADD, (*key, *astuple(counts)))
+            except sqlite3.Error as error:  # a full disk: tenants are served, and the operator is told
+                log.often("usage_not_counted", error=type(error).__name__)
+
+    def totals(self) -> dict[tuple[TenantIdentity, Role], Counts]:
+        """What has been counted since this process started."""
+        with self._lock:
+            return dict(self._totals)
+
+    def close(self) -> None:
+        """Bring everything to the disk."""
+        self._closed.set()
+        self._flusher.join()
+        with self._lock:
+            self._connection.close()  # the last connection also checkpoints
+
+    def _today(self) -> str:
+        number = int(time.time() // _DAY_S)
+        if number != self._day[0]:
+            self._day = (number, datetime.fromtimestamp(number * _DAY_S, UTC).strftime("%Y-%m-%d"))
+        return self._day[1]
+
+    def _flush(self) -> None:
+        while not self._closed.wait(_FLUSH_S):
+            with self._lock, contextlib.suppress(sqlite3.Error):
+                self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+
+
+def read(database: Path, *, since: str = "") -> Iterator[dict[str, str | int]]:
+    """The bill, by day, tenant and role, also while a provider is writing it.
+
+    Args:
+        database: of a provider.
+        since: the first day, like 2026-01-31.
+
+    Raises ConfigError if there is no such file, or something else in it.
+    """
+    try:
+        with contextlib.closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)) as connection:
+            query = f"SELECT {', '.join(COLUMNS)} FROM usage WHERE day >= ? ORDER BY day, tenant, authority, role"
+            for row in connection.execute(query, (since,)):
+                yield dict(zip(COLUMNS, row, strict=True))
+    except sqlite3.Error as error:
+        raise ConfigError(f"{database} is not a provider's usage database ({error}); check [usage] database") from error

@@ -1,0 +1,360 @@
+"""Quotas, bills, revocation, and files that are read again while the provider runs."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import os
+import signal
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from provider.admission import Refusal
+from provider.cli import app
+from provider.config import QuotaConfig, UsageConfig
+from provider.model import ServedModel
+from provider.quota import Meter, QuotaGate
+from provider.server import Provider
+from provider.supervisor import ExecutorClient
+from provider.usage import Counts, Usage, read
+from symbiosis_priv import certificates, keys_cli, wire
+from symbiosis_priv.certificates import Identity, Kind
+from symbiosis_priv.errors import CertificateError, ConfigError
+from symbiosis_priv.revocation import load_revoked, revoke
+from symbiosis_priv.tls import TenantIdentity, client_context
+
+if TYPE_CHECKING:
+    from tests.provider.conftest import Client, Configure, Connect, Keys, Launch, Requests
+
+WIDTH = 64
+ALICE, BOB = (TenantIdentity(name, authority="sha256:a") for name in ("alice", "bob"))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def ones(rows: int) -> torch.Tensor:
+    return torch.ones(rows, WIDTH, dtype=torch.int32)
+
+
+# Quotas
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 50), st.floats(0, 0.5)), min_size=1, max_size=60),
+    st.sampled_from((10.0, 100.0)),
+)
+def test_over_time_no_more_than_the_rate_comes_in(asked: list[tuple[int, float]], rate: float) -> None:
+    """A second's worth at once, then the rate; the last request may be larger than all that was left."""
+    quota, now, admitted = QuotaConfig(rows_per_s=rate), 0.0, 0
+    meter = Meter(now)
+    for rows, pause in asked:
+        now += pause
+        delay = meter.delay(quota, now)
+        if delay:
+            assert meter.delay(quota, now + 0.99 * delay) > 0
+            now += 1.01 * delay  # no longer than it says
+            assert not meter.delay(quota, now)
+        assert admitted <= rate * (now + 1) + 1e-6
+        meter.take(rows=rows, work=0)
+        admitted += rows
+
+
+def test_quotas_are_each_tenants_own() -> None:
+    quotas = {ALICE: QuotaConfig(requests_per_s=0.1), BOB: QuotaConfig()}
+    gate = QuotaGate(quotas.__getitem__)
+    for _ in range(100):
+        with gate.admitted(BOB, rows=10**6, work=10**12):
+            pass
+    for _ in range(2):  # the first leaves the bucket in debt
+        with contextlib.suppress(Refusal), gate.admitted(ALICE, rows=1, work=1):
+            pass
+    with pytest.raises(Refusal) as refused, gate.admitted(ALICE, rows=1, work=1):
+        pass
+    assert refused.value.code == wire.ErrorCode.BUSY
+    gate.of = lambda _: QuotaConfig(giga_multiply_adds_per_s=1.0)  # replaced while it runs
+    with gate.admitted(BOB, rows=1, work=10 * 10**9):
+        pass
+    with pytest.raises(Refusal), gate.admitted(BOB, rows=1, work=1):
+        pass
+
+
+def test_rows_in_flight_wait_for_those_before() -> None:
+    gate = QuotaGate(lambda _: QuotaConfig(max_rows_in_flight=10))
+    with pytest.raises(Refusal) as refused, gate.admitted(ALICE, rows=11, work=0):
+        pass
+    assert refused.value.code == wire.ErrorCode.TOO_LARGE
+    entered = threading.Event()
+
+    def second() -> None:
+        with gate.admitted(ALICE, rows=5, work=0):
+            entered.set()
+
+    waiter = threading.Thread(target=second)
+    with gate.admitted(ALICE, rows=6, work=0):
+        waiter.start()
+        assert not entered.wait(0.05)
+    assert entered.wait(20)
+    waiter.join()
+
+
+def test_a_tenants_own_values_stand_before_the_default(configure: Configure) -> None:
+    config = msgspec.structs.replace(
+        configure(),
+        quota=QuotaConfig(rows_per_s=5.0, weight=1.0),
+        tenants={"alice": QuotaConfig(weight=2.0), str(BOB): QuotaConfig(rows_per_s=7.0)},
+    )
+    assert config.quota_of(ALICE) == QuotaConfig(rows_per_s=5.0, weight=2.0)
+    assert config.quota_of(BOB) == QuotaConfig(rows_per_s=7.0, weight=1.0)
+    assert config.quota_of(TenantIdentity("bob", authority="sha256:b")) == config.quota
+
+
+def test_a_quota_is_enforced_at_the_door(configure: Configure, connect: Connect, requests: Requests) -> None:
+    execute, _ = requests
+    config = msgspec.structs.replace(configure(), tenants={"alice": QuotaConfig(rows_per_s=1.0)})
+    with Provider(config) as provider:
+        alice, bob = connect("alice", to=provider), connect("bob", to=provider)
+        alice.product(execute(0, 100), ones(100))
+        reply = alice.ask(execute(0, 1), bytes(4 * WIDTH))
+        assert isinstance(reply, wire.Failure)
+        assert reply.code == wire.ErrorCode.BUSY
+        for _ in range(3):
+            bob.product(execute(0, 100), ones(100))
+
+
+# Bills
+
+
+def test_counters_survive_sigkill(
+    configure: Configure, launch: Launch, connect: Connect, requests: Requests, tmp_path: Path
+) -> None:
+    """What tenants have received is on the bill, and no more than what was in flight beside it."""
+    execute, effect = requests
+    database = tmp_path / "usage.sqlite"
+    service = launch(msgspec.structs.replace(configure(), usage=UsageConfig(database=database)))
+    received = {"alice": 0, "bob": 0, "carol": 0}
+    clients = {
+        "alice": connect("alice", to=service),
+        "bob": connect("bob", to=service),
+        "carol": connect("carol", role="helper", to=service),
+    }
+
+    def ask(name: str, client: Client) -> None:
+        while True:
+            try:
+                if name == "carol":
+                    client.product(effect(0, 2, seed=bytes(32)))
+                else:
+                    client.product(execute(0, 2), ones(2))
+            except OSError:
+                return
+            received[name] += 1
+
+    threads = [threading.Thread(target=ask, args=each) for each in clients.items()]
+    for thread in threads:
+        thread.start()
+    until(lambda: min(received.values()) > 20)
+    os.kill(service.process.pid, signal.SIGKILL)
+    for thread in threads:
+        thread.join(20)
+    bill = {str(row["tenant"]): row for row in read(database)}
+    for name, count in received.items():
+        assert 0 <= int(bill[name]["requests"]) - count <= 1  # one in flight
+        assert bill[name]["rows"] == 2 * int(bill[name]["requests"])
+    assert bill["carol"]["role"] == "helper"
+    assert int(bill["carol"]["work"]) / int(bill["carol"]["rows"]) > int(bill["alice"]["work"]) / int(
+        bill["alice"]["rows"]
+    )  # the keystream is charged too
+    with Provider(msgspec.structs.replace(configure(), usage=UsageConfig(database=database))) as provider:
+        connect("alice", to=provider).product(execute(0, 2), ones(2))
+    again = {row["tenant"]: row for row in read(database)}
+    assert again["alice"]["requests"] == int(bill["alice"]["requests"]) + 1
+
+
+def test_refused_and_abandoned_requests_are_counted_apart(
+    configure: Configure, connect: Connect, requests: Requests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alice leaves while bob's product runs: hers is not computed, and not on the bill."""
+    execute, _ = requests
+    database = tmp_path / "usage.sqlite"
+    begun, go_on, cancelled = threading.Event(), threading.Event(), threading.Event()
+    product, cancel = ServedModel.product, ExecutorClient.cancel
+
+    def slow(*args: Any, **kwargs: Any) -> torch.Tensor:
+        begun.set()
+        assert go_on.wait(20)
+        return product(*args, **kwargs)
+
+    def noted(self: ExecutorClient) -> None:
+        cancel(self)
+        cancelled.set()
+
+    monkeypatch.setattr(ExecutorClient, "cancel", noted)
+    with Provider(msgspec.structs.replace(configure(), usage=UsageConfig(database=database))) as provider:
+        alice, bob = connect("alice", to=provider), connect("bob", to=provider)
+        assert isinstance(alice.ask(execute(0, 1), b"too little"), wire.Failure)
+        alice.product(execute(0, 1), ones(1))
+        monkeypatch.setattr(ServedModel, "product", slow)
+        bob.send(execute(0, 3), wire.as_bytes(ones(3)))
+        assert begun.wait(20)
+        alice.send(execute(1, 1), wire.as_bytes(ones(1)))
+        alice.close()
+        assert cancelled.wait(20)
+        go_on.set()
+        assert isinstance(bob.receive()[0], wire.Result)
+        until(lambda: provider.status().connections == 1)
+        report = provider.status().executor
+        assert report is not None
+        assert (report.cancelled, sum(report.heat)) == (1, 4)
+    bill = {row["tenant"]: row for row in read(database)}
+    counted = ("requests", "rows", "refused", "abandoned")
+    assert [bill["alice"][name] for name in counted] == [1, 1, 1, 1]
+    assert [bill["bob"][name] for name in counted] == [1, 3, 0, 0]
+
+
+def test_a_full_disk_stops_nobody(tmp_path: Path) -> None:
+    usage = Usage(tmp_path / "usage.sqlite")
+    usage._connection.close()
+    usage.count(ALICE, "executor", Counts(requests=1))
+    assert usage.totals()[ALICE, "executor"] == Counts(requests=1)
+    usage.close()
+
+
+def test_export(tmp_path: Path, configure: Configure, keys: Keys) -> None:
+    path = tmp_path / "provider.toml"
+    names = {"certificate": keys.provider.certificate, "key": keys.provider.key}
+    tls = "\n".join(f"{k} = {json.dumps(str(v))}" for k, v in names.items())
+    path.write_text(
+        f'name = "a"\n[model]\ncheckpoint = "m"\n[tls]\n{tls}\n'
+        f"tenant_authority = {json.dumps(str(keys.authority.certificate))}\n"
+    )
+    run = CliRunner()
+    assert isinstance(run.invoke(app, ["usage", "-c", str(path)]).exception, ConfigError)
+    usage = Usage(tmp_path / "provider.usage.sqlite")
+    usage.count(ALICE, "executor", Counts(requests=2, rows=5))
+    usage.count(ALICE, "executor", Counts(requests=1, rows=1))
+    rows = json.loads(run.invoke(app, ["usage", "-c", str(path), "--format", "json"]).stdout)
+    assert [(r["tenant"], r["requests"], r["rows"]) for r in rows] == [("alice", 3, 6)]
+    table = list(csv.DictReader(run.invoke(app, ["usage", "-c", str(path)]).stdout.splitlines()))
+    assert [row["rows"] for row in table] == ["6"]
+    assert run.invoke(app, ["usage", "-c", str(path), "--since", "2999-01-01"]).stdout.count("\n") == 1
+    usage.close()
+
+
+# Revocation
+
+
+@pytest.fixture
+def dora(keys: Keys, tmp_path: Path) -> Identity:
+    """A tenant of her own, to be revoked."""
+    return certificates.issue(tmp_path, authority=keys.authority, kind=Kind.TENANT, name="dora")
+
+
+def test_a_revoked_tenant_is_hung_up_on_in_the_middle_of_a_request(
+    configure: Configure,
+    connect: Connect,
+    keys: Keys,
+    requests: Requests,
+    tmp_path: Path,
+    dora: Identity,
+) -> None:
+    """No new authority, nobody else notices, and she is told when she comes back."""
+    execute, _ = requests
+    listed = tmp_path / "revoked.txt"
+    listed.touch()
+    config = configure()
+    config = msgspec.structs.replace(config, tls=msgspec.structs.replace(config.tls, revoked=listed))
+    context = client_context(certificate=dora.certificate, key=dora.key, pins=(keys.provider.certificate,))
+    with Provider(config) as provider:
+        alice = connect("alice", to=provider)
+        revoked = connect(context=context, to=provider)
+        revoked.product(execute(0, 1), ones(1))
+        revoked.send(execute(0, 100), announced=100 * WIDTH * 4)  # a request whose payload is on its way
+        result = CliRunner().invoke(
+            keys_cli.app, ["revoke", "--name", "dora", "--directory", str(tmp_path), "--file", str(listed)]
+        )
+        assert result.exit_code == 0, result.output
+        assert revoked.at_end()
+        alice.product(execute(0, 1), ones(1))
+        again = connect(context=context, role=None, to=provider)
+        reply, _ = again.receive()
+        assert isinstance(reply, wire.Failure)
+        assert reply.code == wire.ErrorCode.REVOKED
+        assert again.at_end()
+
+
+def test_a_list_that_is_not_understood_changes_nothing_and_starts_nothing(
+    configure: Configure, connect: Connect, keys: Keys, requests: Requests, tmp_path: Path, dora: Identity
+) -> None:
+    execute, _ = requests
+    listed = tmp_path / "revoked.txt"
+    config = configure()
+    config = msgspec.structs.replace(config, tls=msgspec.structs.replace(config.tls, revoked=listed))
+    with pytest.raises(CertificateError, match="keys revoke"):
+        Provider(config).start()
+    revoke(listed, [keys.tenants["bob"].certificate])
+    with Provider(config) as provider:
+        listed.write_text("everybody\n")
+        provider.reload()
+        bob = connect("bob", role=None, to=provider)
+        assert isinstance(bob.receive()[0], wire.Failure)
+        connect("alice", to=provider).product(execute(0, 1), ones(1))
+        with pytest.raises(CertificateError, match="line 1"):
+            load_revoked(listed)
+
+
+def test_the_list(keys: Keys, tmp_path: Path, dora: Identity) -> None:
+    listed = tmp_path / "list.txt"
+    listed.write_text("# who left\n")
+    first = revoke(listed, [dora.certificate, dora.certificate])
+    assert first == [certificates.fingerprint(dora.certificate)]
+    assert revoke(listed, [dora.certificate]) == []
+    assert load_revoked(listed) == frozenset(first)
+    assert listed.read_text().startswith("# who left\n")
+    with pytest.raises(CertificateError, match="no tenant"):
+        revoke(listed, [keys.provider.certificate])
+
+
+# Reload
+
+
+def test_a_new_certificate_and_new_quotas_are_taken_over(
+    launch: Launch, configure: Configure, connect: Connect, keys: Keys, requests: Requests, tmp_path: Path
+) -> None:
+    """SIGHUP; who is connected stays so, and new connections see the new certificate."""
+    execute, _ = requests
+    own = certificates.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="turning")
+    config = configure()
+    tls = msgspec.structs.replace(config.tls, certificate=own.certificate, key=own.key)
+    service = launch(msgspec.structs.replace(config, tls=tls))
+    identity = keys.tenants["alice"]
+
+    def context() -> ssl.SSLContext:
+        return client_context(certificate=identity.certificate, key=identity.key, pins=(own.certificate,))
+
+    client = connect(context=context(), to=service)
+    certificates.rotate(own.certificate, authority=None)
+    text = service.config_file.read_text()
+    service.config_file.write_text(text.replace("[tenants]", "[tenants.alice]\nrows_per_s = 1.0\n"))
+    service.process.send_signal(signal.SIGHUP)
+    until(lambda: any(line["event"] == "reloaded" for line in service.logged()))
+    client.product(execute(0, 50), ones(50))
+    assert isinstance(client.ask(execute(0, 1), bytes(4 * WIDTH)), wire.Failure)
+    fresh = connect(context=context(), role=None, to=service)
+    assert isinstance(fresh.ask(wire.Health()), wire.HealthReport)

@@ -120,9 +120,18 @@ class Checkpoint:
             raise CheckpointError(f"{self.path / file_name} holds no tensor {name} ({error})") from error
         return tensor
 
-    def signature(self) -> str:
-        """Changes whenever a weight file is replaced: a hash of names, sizes and modification times."""
-        stats = [(name, (self.path / name).stat()) for name in self.files()]
-        rows = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
-        config = (self.path / "config.json").read_bytes()
-        return hashlib.sha256(msgspec.json.encode(rows) + config).hexdigest()
+    def identity(self) -> str:
+        """Changes whenever a file is replaced or written to: a hash of inodes, sizes and times, and of the JSON files.
+
+        The change time is among them: unlike the modification time, nobody can set it back.
+        """
+        rows = []
+        for name in self.files():
+            status = (self.path / name).stat()
+            inode = (status.st_dev, status.st_ino)
+            rows.append((name, *inode, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+        sha = hashlib.sha256(msgspec.json.encode(rows))
+        for name in ("config.json", _INDEX):
+            path = self.path / name
+            sha.update(hashlib.sha256(path.read_bytes() if path.is_file() else b"").digest())
+        return sha.hexdigest()

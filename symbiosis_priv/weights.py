@@ -100,9 +100,9 @@ class WeightStore:
     def _manifest_path(self) -> Path:
         """By what decides it: the files, and transformers, whose code says which layers share an input."""
         with Checkpoint(self.path) as checkpoint:
-            signature = checkpoint.signature()
+            identity = checkpoint.identity()
         how = f"v{MANIFEST_VERSION}-{self.weight_bits}-transformers-{transformers.__version__}"
-        return self._cache / f"manifest-{how}-{signature}.json"
+        return self._cache / f"manifest-{how}-{identity}.json"
 
     def _cached_manifest(self) -> Manifest | None:
         try:

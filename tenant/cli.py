@@ -201,9 +201,9 @@ def prepare(
     from symbiosis_priv.checkpoint import resolve
     from symbiosis_priv.federation import load_federation
     from symbiosis_priv.weights import WeightStore
-    from tenant import facts
     from tenant import ledger as ledgers
     from tenant.connect import progress_bar
+    from tenant.preparation import prepare as prepare_model
     from tenant.slim import write_slim
     from tenant.verifier import DEFAULT_COLUMNS
 
@@ -211,7 +211,14 @@ def prepare(
     pinned = load_federation(federation)
     store = WeightStore(resolve(model), weight_bits=pinned.weight_bits)
     with progress_bar("verification keys") as progress:
-        preparation = facts.prepare(store, digest=pinned.model_digest, columns=DEFAULT_COLUMNS, progress=progress)
+        preparation = prepare_model(
+            store,
+            digest=pinned.model_digest,
+            columns=DEFAULT_COLUMNS,
+            weight_bits=pinned.weight_bits,
+            reread=True,
+            progress=progress,
+        )
     typer.echo(f"prepared {len(preparation.facts)} layer groups of {pinned.model_digest}")
     if slim is not None:
         kept, left_out = write_slim(store, preparation.manifest, slim)

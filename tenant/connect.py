@@ -17,9 +17,11 @@ from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
 from symbiosis_priv.weights import Progress, WeightStore
 from tenant.backend import Backend, RingBackend
 from tenant.config import RemoteConfig
-from tenant.facts import GroupFacts, Preparation, prepare
+from tenant.facts import GroupFacts, Preparation
 from tenant.masking.registry import scheme_named
 from tenant.masking.scheme import SessionScheme
+from tenant.own_tensors import own_digest
+from tenant.preparation import prepare
 from tenant.session import Session, SessionOptions
 
 
@@ -60,6 +62,8 @@ class Opening:
                 self._full_store,
                 digest=self.federation.model_digest,
                 columns=self.config.verify_columns,
+                model=self._own_store(self.federation.weight_bits),
+                weight_bits=self.federation.weight_bits,
                 cache=self._cache,
                 progress=progress,
             )
@@ -70,6 +74,12 @@ class Opening:
         store = self._store(bits)
         with progress_bar("quantising") as progress:
             manifest = store.manifest(progress=progress)
+        own = self._own_store(bits)
+        if own.path != store.path and own_digest(own, manifest) != own_digest(store, manifest):
+            raise CheckpointError(
+                f"config.json or the tensors that stay with you (embeddings, norms) of {own.path} are not those of "
+                f"{store.path}; load one model, or its slim copy"
+            )
         return store, [GroupFacts.of(entry, store.group(i)) for i, entry in enumerate(manifest.groups)]
 
     def session(self, scheme: SessionScheme) -> Backend:
@@ -100,6 +110,10 @@ class Opening:
         """The full checkpoint, if the tenant has it."""
         store = self._store(self.federation.weight_bits)
         return store if self.config.checkpoint or store.is_complete() else None
+
+    def _own_store(self, weight_bits: int) -> WeightStore:
+        """The checkpoint that is being loaded, full or not."""
+        return WeightStore(resolve(self._model), weight_bits=weight_bits, cache=self._cache)
 
     def _store(self, weight_bits: int) -> WeightStore:
         return WeightStore(resolve(self.config.checkpoint or self._model), weight_bits=weight_bits, cache=self._cache)

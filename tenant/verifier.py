@@ -19,11 +19,13 @@ small or sparse columns could be learned by probing.
 
 from __future__ import annotations
 
+import hmac
 import itertools
 import secrets
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import torch
 from safetensors import safe_open
 from torch import Tensor
@@ -66,6 +68,11 @@ class VerificationKeys:
             height = len(self._products[index, other])
             column = self._columns[index, direction] = self._column(index, direction, height)
         return column, self._products[index, direction]
+
+    def mac(self, purpose: str, *parts: str) -> bytes:
+        """32 bytes that only the holder of these keys can make: what lies beside them on disk is checked with it."""
+        key = derive(self._secret, "mac", purpose)
+        return hmac.digest(key, msgspec.json.encode(parts), "sha256")
 
     def to_tensors(self) -> dict[str, Tensor]:
         """For safetensors, on the tenant's own disk."""

@@ -25,7 +25,8 @@ from symbiosis_priv.federation import Peer
 from symbiosis_priv.keystream import SEED_BYTES, expand
 from symbiosis_priv.passes import unmask
 from symbiosis_priv.ring import DIRECTIONS, FORWARD, RANGE, Direction
-from tenant.facts import Preparation, prepare
+from tenant.facts import Preparation
+from tenant.preparation import prepare
 from tenant.rows import RingRows
 from tenant.session import Session, SessionOptions
 from tenant.verifier import BlameKeys

@@ -139,7 +139,7 @@ def _oracle(model: str | None, *, weight_bits: int, digest: str | None, seed: in
     from symbiosis_priv.checkpoint import resolve
     from symbiosis_priv.weights import WeightStore
     from tenant.connect import progress_bar
-    from tenant.facts import prepare
+    from tenant.preparation import prepare
     from tenant.verifier import DEFAULT_COLUMNS
     from threat_model.conformance import CheckpointOracle, PreparedOracle
 

@@ -30,7 +30,8 @@ from symbiosis_priv.weights import WeightStore
 from tenant.backend import RingBackend
 from tenant.bench.echo import EchoClient, EchoServer
 from tenant.channel import Channel, fresh_nonce
-from tenant.facts import Preparation, prepare
+from tenant.facts import Preparation
+from tenant.preparation import prepare
 from tenant.rows import FloatRows
 from tenant.session import Session, SessionOptions
 from tenant.verifier import DEFAULT_COLUMNS

@@ -25,12 +25,12 @@ from tenant.demo.base_model import cached_base_model
 from tenant.demo.claims import Figures
 from tenant.demo.tamper import rejected
 from tenant.demo.text import PRIVATE_PROMPT, private_text
-from tenant.facts import prepare
 from tenant.finetune import FineTuned, FineTuning, finetune
 from tenant.generate import open_model
 from tenant.hf import backend_of
 from tenant.ledger import ledger_of, since
 from tenant.loading import load_adapter, load_model, load_tokenizer
+from tenant.preparation import prepare
 from tenant.quality import compare
 from tenant.remote_linear import RemoteLayer
 from tenant.session import Ledger

@@ -111,15 +111,15 @@ def test_a_checkpoint_without_safetensors_says_what_to_do(copied: Path) -> None:
         Checkpoint(copied)
 
 
-@pytest.mark.parametrize("change", ["size", "time", "config", "shard"])
-def test_the_signature_sees_changes(change: str, sharded: Path) -> None:
-    def signature() -> str:
+@pytest.mark.parametrize("change", ["size", "time", "config", "shard", "in place", "copy"])
+def test_the_identity_sees_changes(change: str, sharded: Path) -> None:
+    def identity() -> str:
         with Checkpoint(sharded) as checkpoint:
-            return checkpoint.signature()
+            return checkpoint.identity()
 
-    file, before = min(sharded.glob("*.safetensors")), signature()
+    file, before = min(sharded.glob("*.safetensors")), identity()
     stat = file.stat()
-    assert signature() == before
+    assert identity() == before
     if change == "size":
         save_file({**load_file(file), "one.more": torch.zeros(1)}, file)
         os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
@@ -128,11 +128,21 @@ def test_the_signature_sees_changes(change: str, sharded: Path) -> None:
     elif change == "config":
         config = json.loads((sharded / "config.json").read_text())
         (sharded / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    elif change == "in place":  # the last byte, and the times set back
+        with file.open("r+b") as opened:
+            opened.seek(-1, os.SEEK_END)
+            last = opened.read(1)
+            opened.seek(-1, os.SEEK_END)
+            opened.write(bytes([last[0] ^ 1]))
+        os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    elif change == "copy":  # the same bytes in another file
+        shutil.copy2(file, sharded / "copy")
+        (sharded / "copy").rename(file)
     else:
         file.rename(sharded / "renamed.safetensors")
         index = (sharded / INDEX).read_text().replace(file.name, "renamed.safetensors")
         (sharded / INDEX).write_text(index)
-    assert signature() != before
+    assert identity() != before
 
 
 def test_resolve(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:

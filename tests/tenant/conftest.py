@@ -26,7 +26,8 @@ from symbiosis_priv.federation import Federation, Peer
 from symbiosis_priv.tls import server_context
 from symbiosis_priv.weights import WeightStore
 from tenant.channel import Wiretap
-from tenant.facts import Preparation, prepare
+from tenant.facts import Preparation
+from tenant.preparation import prepare
 from tenant.session import Session, SessionOptions
 
 TIMEOUT_S = 20.0

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import pytest
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from symbiosis_priv.certificates import Identity, Kind, issue
@@ -184,6 +185,23 @@ def test_prepare_writes_a_slim_checkpoint_that_generates_the_same(
     assert generate(slim).splitlines()[0] == full.splitlines()[0]
     assert "round trips" in generate(slim, "--beams", "2")
     assert "round trips" in generate(slim, "--temperature", "0.7", "--top-p", "0.9")
+
+
+def test_another_model_is_not_run_on_what_was_prepared(model: Path, local: LocalFederation, tmp_path: Path) -> None:
+    """Nothing that providers serve has changed, so every answer would verify."""
+    where = ("--federation", str(local.federation))
+    prepared = tenant("prepare", "--model", str(model), *where)
+    other = Path(shutil.copytree(model, tmp_path / "other"))
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.embed_tokens.weight"] *= 3
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"{other} is not the checkpoint that was prepared .*{model}"):
+        tenant("generate", "--model", str(other), *where, "--prompt", "a", "--max-new-tokens", "1")
+    tensors["model.layers.0.mlp.up_proj.weight"] *= 3
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"other is model sha256:\w+, but the federation pins sha256:"):
+        tenant("prepare", "--model", str(other), *where)
+    assert tenant("prepare", "--model", str(model), *where) == prepared
 
 
 def test_check_reports_quality_without_a_provider(model: Path, text: Path) -> None:

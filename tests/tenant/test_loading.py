@@ -236,6 +236,7 @@ def test_the_commands_run_no_code_of_a_checkpoint(
         ("check", *model, *text),
         ("generate", *where, "--prompt", "a"),
         ("finetune", *where, *text, "--output", str(tmp_path / "out")),
+        ("prepare", *where),
     ):
         result = CliRunner().invoke(cli.app, command, input=answer)
         assert isinstance(result.exception, SymbiosisError), result.output
@@ -280,7 +281,7 @@ def test_the_hub_is_not_asked_about_what_is_here(
     (adapter / "adapter_config.json").write_text(json.dumps(config | elsewhere))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    load_adapter(load_model(path, remote=RemoteConfig(federation=federation)), adapter)
+    load_adapter(load_model(path, remote=RemoteConfig(federation=federation, cache=tmp_path / "cache")), adapter)
     with pytest.raises(SymbiosisError):
         load_tokenizer(path)
     assert asked == []

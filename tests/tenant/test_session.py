@@ -31,7 +31,8 @@ from symbiosis_priv.federation import Peer
 from symbiosis_priv.ring import BACKWARD, DIRECTIONS, FORWARD, Direction, quantise_rows
 from symbiosis_priv.weights import WeightStore
 from tenant.backend import RingBackend
-from tenant.facts import Preparation, prepare
+from tenant.facts import Preparation
+from tenant.preparation import prepare
 from tenant.session import Session
 from tenant.verifier import BlameKeys
 

@@ -36,7 +36,7 @@ from symbiosis_priv.kernels import RingMatrix
 from symbiosis_priv.local import LocalFederation
 from symbiosis_priv.ring import FORWARD
 from symbiosis_priv.weights import WeightStore
-from tenant.facts import prepare
+from tenant.preparation import prepare
 from threat_model.conformance import (
     PROPERTIES,
     CheckpointOracle,

@@ -17,8 +17,8 @@ from symbiosis_priv import testing, wire
 from symbiosis_priv.errors import NonFiniteError
 from symbiosis_priv.ring import FORWARD, Direction
 from symbiosis_priv.weights import WeightStore
-from tenant.facts import prepare
 from tenant.masking.paper_pool import PaperPoolBackend, gaussian
+from tenant.preparation import prepare
 
 if TYPE_CHECKING:
     from tests.tenant.conftest import NewFederation, NewProvider, ScriptedProvider, Tape

@@ -273,7 +273,7 @@ class Executor:
             matrix = wire.as_matrix(job.payload.buffer, rows=request.rows, arithmetic=request.arithmetic)
             return matrix.reshape(request.rows, inputs)[piece.start : piece.stop]
         if job.made is None:
-            return torch.empty(0, inputs, dtype=torch.int32)
+            return torch.empty(0, inputs, dtype=torch.int32, device="cpu")
         rows, job.made = job.made[: piece.rows], job.made[piece.rows :]
         return rows
 

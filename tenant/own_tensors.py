@@ -13,7 +13,7 @@ import torch
 
 from symbiosis_priv.checkpoint import Checkpoint
 from symbiosis_priv.manifest import Manifest
-from symbiosis_priv.trust import vet
+from symbiosis_priv.trust import read_json
 from symbiosis_priv.weights import WeightStore
 
 _WRITTEN_BY_SAVING = ("transformers_version", "_name_or_path")
@@ -29,7 +29,9 @@ def own_digest(store: WeightStore, manifest: Manifest) -> str:
         CheckpointError: the checkpoint cannot be read.
     """
     served = {member for group in manifest.groups for member in group.members}
-    config = {key: value for key, value in vet(store.path).items() if key not in _WRITTEN_BY_SAVING}
+    config = {
+        key: value for key, value in read_json(store.path / "config.json").items() if key not in _WRITTEN_BY_SAVING
+    }
     sha = hashlib.sha256(msgspec.json.encode(config, order="sorted"))
     with Checkpoint(store.path) as checkpoint:
         names = {store.skeleton.names.parameter(stored): stored for stored in checkpoint.names()}

@@ -867,7 +867,12 @@ def test_rule_10_a_folder_does_not_turn_masking_off(
     folder = tmp_path / "hostile"
     shutil.copytree(llama, folder)
     config = json.loads((folder / "config.json").read_bytes())
-    unmasked = {"quant_method": "symbiosis-priv", "masking": "none", "federation": str(federation)}
+    unmasked = {
+        "quant_method": "symbiosis-priv",
+        "masking": "none",
+        "federation": str(federation),
+        "cache": str(tmp_path / "evil"),
+    }
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": unmasked}))
     with pytest.raises(CheckpointError, match="does not decide"):
         masked_rows_reach(executor, folder, remote)

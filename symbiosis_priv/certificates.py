@@ -367,7 +367,7 @@ def require_identity(identity: Identity, *, kind: Kind) -> None:
     if found is not kind:
         raise CertificateError(
             f"{identity.certificate} is {'no' if found is None else f'a {found} certificate, not a'} {kind} "
-            f"certificate: create one with `symbiosis-priv keys {kind}`"
+            f"certificate: create one with `symbiosis-priv keys {'request' if kind is Kind.TENANT else kind}`"
         )
     _require_usable(identity, certificate, fix="run `symbiosis-priv keys rotate`")
 

@@ -166,7 +166,7 @@ def tenant_identity(connection: TlsConnection) -> TenantIdentity:
     name = None if certificate is None else tenant_name(certificate)
     if certificate is None or name is None:
         raise CertificateError(
-            "the client showed no verified tenant certificate: issue one with `symbiosis-priv keys tenant`"
+            "the client showed no verified tenant certificate: sign its request with `symbiosis-priv keys sign`"
         )
     authorities = map(x509.load_der_x509_certificate, connection.context.get_ca_certs(binary_form=True))
     for issuer in (certificate, *authorities):

@@ -125,8 +125,8 @@ def _single(
         raise ConfigError("--address needs --certificate PROVIDER.pem and --model CHECKPOINT: what it is held to")
     if tenant_certificate is None or tenant_key is None:
         raise ConfigError(
-            f"--address needs --tenant-certificate and --tenant-key: {_IDENTITY}. Ask the provider's operator to "
-            f"issue one (`symbiosis-priv keys tenant`), or to trust yours"
+            f"--address needs --tenant-certificate and --tenant-key: {_IDENTITY}. Make a request with `symbiosis-priv "
+            f"keys request`, and ask the executor's operator to sign it"
         )
     host, port = parse_address(address)
     peer = Peer(name=address, operator="unknown", role=role, host=host, port=port, certificate=certificate)

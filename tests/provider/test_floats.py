@@ -16,10 +16,13 @@ from provider.model import ServedModel
 from provider.server import Provider
 from symbiosis_priv import wire
 from symbiosis_priv.errors import ConfigError, ProviderError
+from symbiosis_priv.federation import Federation, Peer, parse_address
 from symbiosis_priv.weights import WeightStore
+from tenant.masking.paper_pool import PaperPoolBackend
+from tenant.preparation import prepare
 
 if TYPE_CHECKING:
-    from tests.provider.conftest import Client, Configure, Connect, Launch, Requests, Service
+    from tests.provider.conftest import Client, Configure, Connect, Keys, Launch, Requests, Service
 
 CPU = torch.device("cpu")
 
@@ -41,6 +44,28 @@ def test_floats_are_off_by_default(connect: Connect, store: WeightStore, request
             message = str(ProviderError(code=reply.code, provider="alpha", detail=reply.detail))
             assert "float = true under [executor]" in message
             assert "masking = 'pad'" in message
+
+
+def test_a_tenant_of_the_paper_pool_is_told_what_to_switch_on(
+    provider: Provider, keys: Keys, store: WeightStore, tmp_path: Path
+) -> None:
+    host, port = parse_address(provider.address)
+    alice = keys.tenants["alice"]
+    federation = Federation(
+        model_digest=provider.model_digest,
+        weight_bits=store.weight_bits,
+        tenant_certificate=alice.certificate,
+        tenant_key=alice.key,
+        peers=(Peer("alpha", "A", "executor", host, port, keys.provider.certificate),),
+    )
+    prepared = prepare(store, digest=provider.model_digest, columns=8, cache=tmp_path)
+    with pytest.warns(UserWarning, match="masking = 'pad'"):
+        backend = PaperPoolBackend(federation, prepared, pool_size=2, noise_scale=1.0, deadline_s=20.0)
+    with pytest.raises(
+        ProviderError, match=r"masking = 'pad', or ask its operator to set float = true under \[executor\]"
+    ):
+        backend.linear(0, "forward", torch.ones(1, store.manifest().groups[0].inputs))
+    backend.close()
 
 
 def test_a_model_without_a_float_path_refuses_floats(store: WeightStore) -> None:

@@ -82,6 +82,10 @@ class Pad:
         """Every share's effect, int32 `[r, o]` each. Raises what became of a broken promise."""
         return [share.rows_of_effect(self.rows) for share in self.shares]
 
+    def holders(self) -> list[Peer]:
+        """Who else computes its effects."""
+        return [share.holder for share in self.shares if share.holder is not None]
+
     def split(self, rows: int) -> tuple[Pad, Pad]:
         """Two pads over disjoint rows."""
         rest = tuple(share.shifted(rows) for share in self.shares)
@@ -215,6 +219,19 @@ class NoisePool:
     def _release(self, rows: int) -> None:
         self._ahead -= rows
         self._memory.give_back(rows * self._row_bytes)
+
+
+def cut(pads: Sequence[Pad], rows: int) -> tuple[list[Pad], list[Pad]]:
+    """Pads for the first `rows` rows, and those for the rest; of no pads, none."""
+    head, rest = list[Pad](), deque(pads)
+    while rest and rows:
+        pad = rest.popleft()
+        if pad.rows > rows:
+            pad, later = pad.split(rows)
+            rest.appendleft(later)
+        head.append(pad)
+        rows -= pad.rows
+    return head, list(rest)
 
 
 def _unreachable(pad: Pad) -> bool:

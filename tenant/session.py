@@ -14,6 +14,9 @@ is the executor alone, the same masked rows go to the next one of the federation
 The secret, the counters, the pools and the connections belong to one process: after a fork the child starts with fresh
 ones (rules 2 and 12).
 
+A large product goes out in pieces over two connections, so that masking, sending, multiplying, receiving and checking
+overlap. Each piece is a request with rows, pads, a deadline and a check of its own.
+
 A session ends when it is closed, when nobody holds it any longer, or with the program. Its threads are told to stop,
 its connections are shut down, which wakes whoever reads from them, and the threads are joined while the interpreter is
 still whole: see `tenant.worker`.
@@ -29,6 +32,7 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
@@ -59,7 +63,7 @@ from tenant.facts import GroupFacts, Preparation
 from tenant.helper import Helper
 from tenant.masking.registry import session_scheme
 from tenant.masking.scheme import Materials, SessionScheme
-from tenant.noise import NoisePool, Pad, PoolMemory, joined
+from tenant.noise import NoisePool, Pad, PoolMemory, cut, joined
 from tenant.notices import Notices
 from tenant.rows import RingRows, Rows
 from tenant.worker import Worker
@@ -67,6 +71,8 @@ from tenant.worker import Worker
 log = logging.getLogger(__name__)
 
 _UNUSED_BYTES = 128 << 20  # a few answers of the size that fills a request
+_LANES = 2  # connections to an executor: on one something travels while the other's rows are multiplied
+_MOST_PIECES = 4  # of a product: many small ones cost more than they hide
 _JOIN_S = 5.0  # for what a thread is in the middle of: a product, or a name that is being looked up
 
 
@@ -80,6 +86,8 @@ class SessionOptions:
         deadline_option: what the user calls that, for messages.
         pool_memory: bytes that pads drawn ahead may take.
         row_bucket: row counts are rounded up to a multiple of this before anything is sent.
+        piece_bytes: products of more than twice this, rows and answers together, go out in pieces of about so many
+            bytes, over two connections.
         wiretap: an observer of every frame (tests, reviewers), or None.
     """
 
@@ -88,6 +96,7 @@ class SessionOptions:
     deadline_option: str = DEADLINE_OPTION
     pool_memory: int = 256 << 20
     row_bucket: int = 1
+    piece_bytes: int = 4 << 20
     wiretap: Wiretap | None = None
 
 
@@ -143,6 +152,7 @@ class Session:
         self._keys_of = functools.cache(keys_of)  # as they are now, whatever becomes of the pinned files
         self._quarantined: set[str] = set()  # public keys: a liar by another name is the same liar
         self._lock = threading.RLock()
+        self._counting = threading.Lock()  # two lanes do
         self._closed = False
         self._runtime: _Runtime | None = None
         self._finalizer: weakref.finalize[..., Session] | None = None
@@ -154,12 +164,12 @@ class Session:
             runtime = self._live()
             if helper := next((h for h in runtime.helpers if self._is_quarantined(h.peer)), None):
                 raise QuarantinedError(f"helper {helper.peer.name!r} is quarantined; nothing more is sent")
-            if all(self._is_quarantined(channel.peer) for channel in runtime.executors):
+            if all(self._is_quarantined(executor.peer) for executor in runtime.executors):
                 raise QuarantinedError(
                     "every executor of the federation is quarantined for this session; nothing more is sent"
                 )
-            for part in self._parts(runtime, index, direction, rows):
-                self._masked(runtime, part)
+            parts = self._parts(runtime, index, direction, rows)
+            runtime.in_lanes([functools.partial(self._masked, runtime, part) for part in parts])
             self._products += 1
             self._rows += rows.count
 
@@ -170,42 +180,54 @@ class Session:
         return ring_rows.product
 
     def _parts(self, runtime: _Runtime, index: int, direction: Direction, rows: Rows) -> list[_Part]:
-        """All rows, encoded and filled up with zeros to the bucket, in requests of a size that everybody takes."""
+        """All rows, encoded and filled up with zeros to the bucket, under pads that were burnt for them, in requests of
+        a size that everybody takes."""
         facts = self._preparation.facts[index]
         column, products = self._preparation.keys.columns(index, direction)
         count = rows.count + -rows.count % self._options.row_bucket
-        xq = torch.empty((count, facts.inputs(direction)), dtype=torch.int32, device="cpu")
+        xq = runtime.buffers.matrix(count, facts.inputs(direction))
         expected = torch.zeros(count, dtype=torch.int64, device="cpu")
         rows.encode(xq[: rows.count], column=products, expected=expected[: rows.count])
         xq[rows.count :] = 0
-        limit = runtime.row_limit(facts)
-        return [
-            _Part(index, direction, rows, start, xq[start : start + limit], column, expected[start : start + limit])
-            for start in range(0, count, limit)
-        ]
+        limit, piece = runtime.row_limit(facts), self._piece(count, facts)
+        parts = []
+        for first in range(0, count, limit):
+            end = min(first + limit, count)
+            pads = runtime.take(index, direction, end - first)
+            for start in range(first, end, piece):
+                some = slice(start, min(start + piece, end))
+                mine, pads = cut(pads, some.stop - some.start)
+                parts.append(_Part(index, direction, rows, start, xq[some], column, expected[some], mine))
+        return parts
 
-    def _masked(self, runtime: _Runtime, part: _Part) -> None:
+    def _piece(self, count: int, facts: GroupFacts) -> int:
+        """Rows of a piece, by the product's size alone (rule 5)."""
+        size = wire.ITEM_BYTES * count * (facts.entry.inputs + facts.entry.stacked_outputs)
+        return -(-count // max(1, min(_MOST_PIECES, size // self._options.piece_bytes)))
+
+    def _masked(self, runtime: _Runtime, part: _Part, lane: int) -> None:
         """The product by the first executor whose answer passes. All of them are sent identical rows."""
-        pads = runtime.take(part.index, part.direction, len(part.sent))
-        part.put_on(pads)
+        part.put_on_pads()
         lie: SymbiosisError | None = None
-        for channel in runtime.executors:
-            if self._is_quarantined(channel.peer):
-                continue
+        for executor in runtime.executors:
+            with runtime.gate:  # held for as long as it takes to find out who lied
+                if self._is_quarantined(executor.peer):
+                    continue
             try:
-                answer = self._ask(channel, part)
+                answer = self._ask(executor.lanes[lane], part)
             except ProtocolError as error:
-                self._reject(channel.peer)
+                self._reject(executor.peer)
                 lie = error
                 continue
-            self._wait_for_effects(pads, part)
-            if part.decode(answer, pads):
-                self._verified += len(part.sent)
-                self._effects_verified += sum(pad.rows for pad in pads if any(share.holder for share in pad.shares))
+            self._wait_for_effects(part)
+            if part.decode(answer):
+                with self._counting:
+                    self._verified += len(part.sent)
+                    self._effects_verified += sum(pad.rows for pad in part.pads if pad.holders())
                 return
-            lie = self._accuse(runtime, channel.peer, part, answer, pads)
-        assert lie is not None  # somebody was asked
-        raise lie
+            lie = self._accuse(runtime, executor.peer, part, answer)
+        # nobody was asked if, while this part waited, another one has found the last of them lying
+        raise lie or QuarantinedError("every executor of the federation is quarantined; nothing more is sent")
 
     def _ask(self, channel: Channel, part: _Part) -> Tensor:
         """An executor's answer, unverified."""
@@ -218,9 +240,9 @@ class Session:
             answers.append(channel.request(request, rows, outputs=facts.outputs(part.direction)))
         return joined(answers)
 
-    def _wait_for_effects(self, pads: Sequence[Pad], part: _Part) -> None:
+    def _wait_for_effects(self, part: _Part) -> None:
         waited = self._options.deadline_s
-        shares = [share for pad in pads for share in pad.shares]
+        shares = [share for pad in part.pads for share in pad.shares]
         wait([share.effect for share in shares], waited)  # ordered ahead: behind many that an absent helper owes
         if not all(share.effect.done() for share in shares):
             raise DeadlineExceededError(
@@ -235,9 +257,7 @@ class Session:
                 self._reject(share.holder)
                 raise self._lie([share.holder], part, what="an effect") from error
 
-    def _accuse(
-        self, runtime: _Runtime, executor: Peer, part: _Part, answer: Tensor, pads: Sequence[Pad]
-    ) -> VerificationError:
+    def _accuse(self, runtime: _Runtime, executor: Peer, part: _Part, answer: Tensor) -> VerificationError:
         """Quarantine who lied, before anybody is asked for anything else.
 
         Returns:
@@ -247,10 +267,12 @@ class Session:
             VerificationError: an effect is wrong, or nobody can tell what is.
         """
         with runtime.gate:
-            liars = self._liars(executor, part, answer, pads)
-            holders = [share.holder for pad in pads for share in pad.shares if share.holder is not None]
-            suspects = list(dict.fromkeys(liars or [executor, *holders]))
-            self._rejected += len(suspects) if liars else 1
+            involved = [executor, *(holder for pad in part.pads for holder in pad.holders())]
+            # another part may have found somebody out just now, and the keys that tell are gone by now
+            liars = [peer for peer in involved if self._is_quarantined(peer)] or self._liars(executor, part, answer)
+            suspects = list(dict.fromkeys(liars or involved))
+            with self._counting:
+                self._rejected += len(suspects) if liars else 1
             self._quarantine(*suspects)
         what = "an answer" if executor in suspects else "an effect"
         lie = self._lie(suspects, part, what=what, certain=bool(liars))
@@ -258,9 +280,9 @@ class Session:
             raise lie
         return lie
 
-    def _liars(self, executor: Peer, part: _Part, answer: Tensor, pads: Sequence[Pad]) -> list[Peer]:
+    def _liars(self, executor: Peer, part: _Part, answer: Tensor) -> list[Peer]:
         """Those whose answer or effect is not the product modulo 2^32; nobody if that cannot be told."""
-        others = [(pad, share) for pad in pads for share in pad.shares if share.holder is not None]
+        others = [(pad, share) for pad in part.pads for share in pad.shares if share.holder is not None]
         if not others:
             return [executor]
         accepts = functools.partial(self._preparation.blame.accepts, part.index, part.direction)
@@ -279,13 +301,15 @@ class Session:
         return liars
 
     def _reject(self, peer: Peer) -> None:
-        self._rejected += 1
+        with self._counting:
+            self._rejected += 1
         self._quarantine(peer)
 
     def _is_quarantined(self, peer: Peer) -> bool:
         return not self._quarantined.isdisjoint(self._keys_of(peer))
 
-    def _quarantine(self, *peers: Peer) -> None:
+    def _quarantine(self, *suspects: Peer) -> None:
+        peers = [peer for peer in suspects if not self._is_quarantined(peer)]
         self._quarantined.update(*map(self._keys_of, peers))
         self._preparation.forget_keys()
         for helper in self._runtime.helpers if self._runtime else ():
@@ -325,7 +349,7 @@ class Session:
         runtime = self._runtime
         if runtime is None:
             return Ledger()
-        to_executors = [c.traffic for c in runtime.executors]
+        to_executors = [c.traffic for e in runtime.executors for c in e.lanes]
         to_helpers = [c.traffic for h in runtime.helpers for c in h.channels]
         return Ledger(
             rows=self._rows,
@@ -356,7 +380,7 @@ class Session:
 
     def _begin_again(self) -> None:
         """In a forked child: nothing of the parent's is used or disturbed, nor a lock that one of its threads held."""
-        self._lock = threading.RLock()
+        self._lock, self._counting = threading.RLock(), threading.Lock()
         if self._runtime is not None:
             self._runtime.abandon()
         self._forget_runtime()
@@ -391,6 +415,7 @@ class _Part:
         sent: int32 `[r, d]`, these rows in the ring, and zeros where the bucket asks for more than there are.
         column: R.
         expected: int64 `[r]`, what R makes of their true product.
+        pads: for these rows; none without masking.
     """
 
     index: int
@@ -400,15 +425,16 @@ class _Part:
     sent: Tensor
     column: Column
     expected: Tensor
+    pads: Sequence[Pad]
 
-    def put_on(self, pads: Sequence[Pad]) -> None:
+    def put_on_pads(self) -> None:
         """Mask the rows. They are what is sent from now on, and they do not change again (rule 3)."""
-        for pad, first in _placed(pads):
+        for pad, first in _placed(self.pads):
             pad.put_on(self.sent[first : first + pad.rows])
 
-    def decode(self, answer: Tensor, pads: Sequence[Pad]) -> bool:
+    def decode(self, answer: Tensor) -> bool:
         """Take the effects off an answer and hand it on, if it is the product; see `Rows.decode`."""
-        places = [(first, pad.rows, pad.effects()) for pad, first in _placed(pads)] or [(0, len(self.sent), [])]
+        places = [(first, pad.rows, pad.effects()) for pad, first in _placed(self.pads)] or [(0, len(self.sent), [])]
         return all(self._decode(answer, first, count, effects) for first, count, effects in places)
 
     def _decode(self, answer: Tensor, first: int, count: int, effects: Sequence[Tensor]) -> bool:
@@ -438,6 +464,14 @@ def _placed(pads: Sequence[Pad]) -> Iterator[tuple[Pad, int]]:
     for pad in pads:
         yield pad, first
         first += pad.rows
+
+
+@dataclass(frozen=True)
+class _Executor:
+    """An executor, and the connections to it."""
+
+    peer: Peer
+    lanes: tuple[Channel, ...]
 
 
 class _Runtime:
@@ -474,7 +508,12 @@ class _Runtime:
                 wiretap=options.wiretap,
             )
 
-        self.executors = [channel(peer) for peer in federation.executors if not is_quarantined(peer)]
+        self.executors = [
+            _Executor(peer, tuple(channel(peer) for _ in range(_LANES)))
+            for peer in federation.executors
+            if not is_quarantined(peer)
+        ]
+        self._second_lane = Worker("lane")
         secret = SessionSecret()
         self.gate = threading.Lock()
         self.helpers = [Helper(channel(peer), channel(peer), secret, gate=self.gate) for peer in helpers]
@@ -500,13 +539,46 @@ class _Runtime:
             )
         return pool.take(rows)
 
+    def in_lanes(self, parts: Sequence[Callable[[int], None]]) -> None:
+        """Do the parts of a product, two at a time, each told the number of its lane.
+
+        Raises what the first of them raises to fail; then no other one begins, and none is still at work.
+        """
+        waiting = deque(parts)
+
+        def work(lane: int) -> None:
+            try:
+                while waiting:
+                    with contextlib.suppress(IndexError):  # the other lane was faster
+                        part = waiting.popleft()
+                        part(lane)
+            except BaseException:
+                waiting.clear()
+                raise
+
+        if len(parts) == 1:
+            return work(0)
+        inference = torch.is_inference_mode_enabled()  # belongs to a thread, and to the results that parts write
+
+        def work_beside() -> None:
+            with torch.inference_mode(inference):
+                work(1)
+
+        beside = self._second_lane.submit(work_beside)
+        try:
+            work(0)
+        except Exception:  # an interrupt need not wait
+            wait([beside])  # bounded by the deadline of its request
+            raise
+        return beside.result()
+
     def row_limit(self, facts: GroupFacts) -> int:
         """Rows of one request: what the limits of an executor and of every helper allow, both ways."""
         return row_limit(facts, self._welcomes)
 
     @functools.cached_property
     def _welcomes(self) -> list[wire.Welcome]:
-        return [self.executors[0].welcome(), *(helper.channels[0].welcome() for helper in self.helpers)]
+        return [self.executors[0].lanes[0].welcome(), *(helper.channels[0].welcome() for helper in self.helpers)]
 
     def close(self) -> None:
         """Stop threads and close connections, for good. Waits for the threads, up to `_JOIN_S` in all."""
@@ -534,10 +606,16 @@ class _Runtime:
 
     def _workers(self) -> list[Worker]:
         source = self.source.workers if self.source is not None else ()
-        return [self._refill, *source, *(worker for helper in self.helpers for worker in helper.workers)]
+        return [
+            self._refill,
+            self._second_lane,
+            *source,
+            *(worker for helper in self.helpers for worker in helper.workers),
+        ]
 
     def _channels(self) -> list[Channel]:
-        return [*self.executors, *(channel for helper in self.helpers for channel in helper.channels)]
+        lanes = (channel for executor in self.executors for channel in executor.lanes)
+        return [*lanes, *(channel for helper in self.helpers for channel in helper.channels)]
 
 
 _open: set[_Runtime] = set()

@@ -87,8 +87,9 @@ class Pools:
         )
 
     def settle(self) -> None:
-        """Wait for every refill that was ordered."""
-        self._refill.submit(lambda: None).result(TIMEOUT_S)
+        """Wait for every refill that was ordered, and for what the source's own threads promised."""
+        for worker in (self._refill, *self.source.workers):
+            worker.submit(lambda: None).result(TIMEOUT_S)
 
     def close(self) -> None:
         for worker in (self._refill, *self.source.workers):

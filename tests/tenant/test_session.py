@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -578,6 +579,114 @@ def test_keys_are_forgotten_after_a_lie(
     assert not any(path.exists() for path in keys)
     prepare(store, digest=digest, columns=16, cache=tmp_path)
     assert all(path.read_bytes() != old for path, old in zip(keys, before, strict=True))
+
+
+# Pieces
+
+
+@pytest.mark.parametrize(("masking", "helpers"), [("none", 0), ("local", 0), ("pad", 2)])
+def test_pieces_give_the_same_bits(
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, masking: str, helpers: int
+) -> None:
+    """Whatever limits, buckets and pads cut as well."""
+    executor = new_provider(max_rows=40)
+    session: Session = new_session(
+        masking, [executor], [new_provider() for _ in range(helpers)], piece_bytes=2048, row_bucket=5
+    )
+    for seed, count in enumerate((1, 3, 37, 80, 96)):
+        index, direction = seed % 9, DIRECTIONS[seed % 2]
+        rows = ring_rows(session._preparation, index, direction, count, seed=seed)
+        with torch.inference_mode(bool(seed % 2)):
+            got = session.product(index, direction, rows)
+        assert torch.equal(got, product_of(store, index, direction, rows))
+    sizes = [h.request.rows for h in executor.executed]
+    assert len(sizes) > 5
+    assert sum(sizes) == 5 + 5 + 40 + 80 + 100
+    assert max(sizes) <= 40
+    ledger = session.ledger()
+    assert ledger.answers_verified == sum(sizes)
+    assert len(executor.hellos) == 2
+    if masking != "none":
+        assert ledger.pads_taken == sum(sizes)
+        masked = torch.cat([h.rows[:, :8] for h in executor.executed])
+        assert len({row.numpy().tobytes() for row in masked}) == len(masked)  # by chance: below 2^-240
+
+
+def test_how_a_product_is_cut_depends_on_its_size_alone(executor: ScriptedProvider, new_session: NewSession) -> None:
+    session = new_session("none", [executor], piece_bytes=4096)
+    for scale in (0, 1, 1000):
+        session.product(MLP, FORWARD, ring_rows(session._preparation, MLP, FORWARD, 60, seed=scale) * (scale > 0))
+    sizes = [h.request.rows for h in executor.executed]
+    assert sorted(sizes) == [15] * 12
+
+
+def test_one_piece_is_on_its_way_while_another_is_multiplied(
+    executor: ScriptedProvider, new_session: NewSession, store: WeightStore, frames: Callable[..., bytes]
+) -> None:
+    """No answer comes before two pieces have been heard."""
+    both = threading.Barrier(2)
+
+    def answer_when_both_are_here(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
+        both.wait(20)
+        return frames(reply, answer)
+
+    executor.behaviour = answer_when_both_are_here
+    session = new_session("none", [executor], piece_bytes=4096)
+    rows = ring_rows(session._preparation, MLP, FORWARD, 60)
+    assert torch.equal(session.product(MLP, FORWARD, rows), product_of(store, MLP, FORWARD, rows))
+    assert len(executor.executed) == 4
+
+
+@pytest.mark.parametrize("liar", ["executor", "helper"])
+def test_two_wrong_pieces_at_once_accuse_nobody_else(
+    new_provider: NewProvider,
+    helper: ScriptedProvider,
+    new_session: NewSession,
+    store: WeightStore,
+    frames: Callable[..., bytes],
+    liar: str,
+) -> None:
+    """The second one to fail finds the keys gone that tell who lied (`forget_keys` deletes them)."""
+    first, second = new_provider(), new_provider()
+    both = threading.Barrier(2)
+
+    def lie(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
+        both.wait(20)
+        return frames(*spoil(heard, reply, answer))
+
+    if liar == "executor":
+        first.behaviour = lie
+    else:
+        helper.behaviour = saying(frames, spoil)
+    session = new_session("pad", [first, second], [helper], piece_bytes=4096 * 4)
+    rows = ring_rows(session._preparation, MLP, FORWARD, 60)
+    if liar == "executor":
+        assert torch.equal(session.product(MLP, FORWARD, rows), product_of(store, MLP, FORWARD, rows))
+        assert session.ledger().answers_rejected == 2
+        assert len(first.executed) == 2
+        assert {h.payload for h in first.executed} < {h.payload for h in second.executed}
+    else:
+        with pytest.raises(VerificationError, match="an effect of provider"):
+            session.product(MLP, FORWARD, rows)
+    with contextlib.suppress(QuarantinedError):
+        session.product(OUT, FORWARD, ring_rows(session._preparation, OUT, FORWARD, 1))
+    assert session._is_quarantined(session._federation.helpers[0]) == (liar == "helper")
+    assert session._is_quarantined(session._federation.executors[0]) == (liar == "executor")
+    assert not session._is_quarantined(session._federation.executors[1])
+
+
+def test_after_a_piece_that_fails_no_other_begins(
+    executor: ScriptedProvider, new_session: NewSession, store: WeightStore, frames: Callable[..., bytes]
+) -> None:
+    failure = wire.Failure(code=wire.ErrorCode.INTERNAL, detail="out of order")
+    executor.behaviour = lambda *heard: frames(failure)
+    session = new_session("none", [executor], piece_bytes=4096)
+    rows = ring_rows(session._preparation, MLP, FORWARD, 60)
+    with pytest.raises(ProviderError, match="out of order"):
+        session.product(MLP, FORWARD, rows)
+    assert len(executor.executed) <= 2
+    executor.behaviour = lambda heard, reply, answer: frames(reply, answer)
+    assert torch.equal(session.product(MLP, FORWARD, rows), product_of(store, MLP, FORWARD, rows))
 
 
 # Away, full, closed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -184,7 +185,7 @@ def init(
 
 def _next_steps(path: Path, *, name: str, role: Role) -> Iterator[str]:
     keys = path.parent / "keys"
-    where = "" if keys == Path("keys") else f" --directory {keys}"
+    where = "" if keys == Path("keys") else f" --directory {shlex.quote(str(keys))}"
     if not (keys / "authority.pem").exists():
         if role == "executor":
             yield f"symbiosis-priv keys authority{where}"
@@ -192,8 +193,8 @@ def _next_steps(path: Path, *, name: str, role: Role) -> Iterator[str]:
             yield f"put authority.pem, which the executor's operator has, into {keys}"
     if not (keys / f"{name}.pem").exists():
         yield f"symbiosis-priv keys provider --name {name} --host YOUR.HOST --self-signed{where}"
-    yield f"symbiosis-priv provider manifest --config {path}"
-    yield f"symbiosis-priv provider serve --config {path}"
+    yield f"symbiosis-priv provider manifest --config {shlex.quote(str(path))}"
+    yield f"symbiosis-priv provider serve --config {shlex.quote(str(path))}"
 
 
 @contextmanager

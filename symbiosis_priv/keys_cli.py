@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from symbiosis_priv import certificates, revocation, signing
+from symbiosis_priv import certificates, revocation
 from symbiosis_priv.certificates import Description, Identity, Kind
 from symbiosis_priv.errors import CertificateError, ConfigError
 
@@ -90,11 +90,11 @@ def request(*, name: Name, directory: Directory = KEYS) -> None:
 
     Where the key exists, the request is for that one: so is a certificate renewed.
     """
-    path = signing.create_request(directory, name=name)
+    path = certificates.create_request(directory, name=name)
     _line(f"{path}", style="bold green")
     _line(f"  name         {name}")
     _line(f"  key          {certificates.pair(directory, name).key} (secret, mode 0600; it never leaves this machine)")
-    _line(f"  fingerprint  {signing.load_request(path).fingerprint}")
+    _line(f"  fingerprint  {certificates.load_request(path).fingerprint}")
     _next(f"Send {path} to the executor's operator, and this fingerprint by another channel. They run:")
     _line(f"symbiosis-priv keys sign {path.name}")
     _next(f"Put the {name}.pem that comes back into {directory}.")
@@ -113,10 +113,10 @@ def sign(
     days: Days = 365,
 ) -> None:
     """As the executor's operator: issue the certificate that a tenant requests."""
-    wanted = signing.load_request(request)
+    wanted = certificates.load_request(request)
     if fingerprint not in (None, wanted.fingerprint):
         raise CertificateError(f"{request} is for the key {wanted.fingerprint}, not {fingerprint}: do not sign it")
-    path = signing.sign_request(
+    path = certificates.sign_request(
         wanted, authority=_identity(directory, authority), directory=directory, days=days, renew=renew
     )
     _print_certificate(path, certificates.describe(path))

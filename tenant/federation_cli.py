@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -63,7 +64,7 @@ def init(
     typer.echo(f"wrote {path}. Compare these fingerprints with their operators, then:")
     if not certificate.exists():
         typer.echo(f"  put {certificate.name}, which the executor's operator signs, into {directory}")
-    typer.echo(f"  symbiosis-priv federation check --federation {path}")
+    typer.echo(f"  symbiosis-priv federation check --federation {shlex.quote(str(path))}")
 
 
 def _digest(model: str, weight_bits: int) -> str:

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from symbiosis_priv import certificates, tls
-from symbiosis_priv.certificates import Identity, Kind
+from symbiosis_priv.certificates import Identity, Kind, clock
 from symbiosis_priv.errors import CertificateError, ConnectionLostError, SymbiosisError
 from symbiosis_priv.tls import TenantIdentity
 
@@ -50,7 +50,7 @@ class Keys:
 @contextmanager
 def last_month() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(certificates, "_now", lambda: datetime.now(UTC) - timedelta(days=30))
+        patch.setattr(clock, "now", lambda: datetime.now(UTC) - timedelta(days=30))
         yield
 
 

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from symbiosis_priv.certificates import Kind, create_authority, create_self_signed, fingerprint, issue
+from symbiosis_priv.certificates import Kind, create_authority, create_request, create_self_signed, fingerprint, issue
 from symbiosis_priv.errors import CertificateError, ConfigError, RoleConflictError, SymbiosisError
 from symbiosis_priv.federation import load_federation
-from symbiosis_priv.signing import create_request
 from symbiosis_priv.weights import WeightStore
 from tenant.federation_cli import app
 from tenant.federation_init import Descriptor

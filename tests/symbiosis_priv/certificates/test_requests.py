@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from symbiosis_priv import certificates, signing, tls
+from symbiosis_priv import certificates, tls
 from symbiosis_priv.certificates import Identity, Kind
 from symbiosis_priv.errors import CertificateError, ConfigError, SymbiosisError
 from symbiosis_priv.keys_cli import app
@@ -34,8 +34,8 @@ def authority(tmp_path: Path) -> Identity:
 
 
 def sign(authority: Identity, request: Path, *, renew: bool = False) -> Path:
-    return signing.sign_request(
-        signing.load_request(request), authority=authority, directory=authority.certificate.parent, renew=renew
+    return certificates.sign_request(
+        certificates.load_request(request), authority=authority, directory=authority.certificate.parent, renew=renew
     )
 
 
@@ -55,7 +55,7 @@ def foreign_request(path: Path, *, names: list[str], key: ec.EllipticCurvePrivat
 
 def test_a_signed_request_makes_a_tenant_that_a_provider_knows(tmp_path: Path, authority: Identity) -> None:
     tenant = tmp_path / "tenant"
-    request = signing.create_request(tenant, name="alice")
+    request = certificates.create_request(tenant, name="alice")
     assert stat.S_IMODE((tenant / "alice.key").stat().st_mode) == 0o600
     assert b"PRIVATE" not in request.read_bytes()
     assert not list(authority.certificate.parent.glob("alice*"))
@@ -151,7 +151,7 @@ def test_bad_requests_are_refused(
     path = tmp_path / "bad.csr"
     write(path)
     with pytest.raises(error, match=words):
-        signing.load_request(path)
+        certificates.load_request(path)
 
 
 @given(st.binary(max_size=400))
@@ -159,12 +159,12 @@ def test_any_bytes_are_a_request_or_an_error_of_the_tree(tmp_path_factory: pytes
     path = tmp_path_factory.getbasetemp() / "any.csr"
     path.write_bytes(b"-----BEGIN CERTIFICATE REQUEST-----\n" + data)
     with pytest.raises(CertificateError):
-        signing.load_request(path)
+        certificates.load_request(path)
 
 
 def test_a_name_stays_with_its_key_unless_it_is_renewed(tmp_path: Path, authority: Identity) -> None:
-    first = signing.create_request(tmp_path / "one", name="alice")
-    other = signing.create_request(tmp_path / "two", name="alice")
+    first = certificates.create_request(tmp_path / "one", name="alice")
+    other = certificates.create_request(tmp_path / "two", name="alice")
     record = sign(authority, first)
     before = record.read_bytes()
     with pytest.raises(CertificateError, match=r"already gives the name alice to another key.*--renew"):
@@ -174,7 +174,7 @@ def test_a_name_stays_with_its_key_unless_it_is_renewed(tmp_path: Path, authorit
     sign(authority, other, renew=True)
     assert (
         certificates.key_fingerprint(certificates.load_certificates(record)[0])
-        == signing.load_request(other).fingerprint
+        == certificates.load_request(other).fingerprint
     )
     assert (record.parent / "alice.previous.pem").exists()
 
@@ -185,27 +185,27 @@ def test_no_request_takes_the_place_of_somebody_else(
     tmp_path: Path, authority: Identity, name: str, renew: bool
 ) -> None:
     operator = authority.certificate.parent
-    sign(authority, signing.create_request(tmp_path / "one", name="alice"))
+    sign(authority, certificates.create_request(tmp_path / "one", name="alice"))
     certificates.create_self_signed(operator, kind=Kind.PROVIDER, name="alpha")
-    sign(authority, signing.create_request(tmp_path / "one", name="renamed"))
+    sign(authority, certificates.create_request(tmp_path / "one", name="renamed"))
     (operator / "renamed.pem").rename(operator / "elsewhere.pem")
     before = {path: path.read_bytes() for path in operator.iterdir()}
     with pytest.raises(CertificateError):
-        sign(authority, signing.create_request(tmp_path / "two", name=name), renew=renew and name != "renamed")
+        sign(authority, certificates.create_request(tmp_path / "two", name=name), renew=renew and name != "renamed")
     assert {path: path.read_bytes() for path in operator.iterdir()} == before
 
 
 def test_a_request_keeps_the_key_that_is_there_and_never_a_providers(tmp_path: Path) -> None:
-    path = signing.create_request(tmp_path, name="alice")
-    key, fingerprint = (tmp_path / "alice.key").read_bytes(), signing.load_request(path).fingerprint
-    signing.create_request(tmp_path, name="alice")
+    path = certificates.create_request(tmp_path, name="alice")
+    key, fingerprint = (tmp_path / "alice.key").read_bytes(), certificates.load_request(path).fingerprint
+    certificates.create_request(tmp_path, name="alice")
     assert (tmp_path / "alice.key").read_bytes() == key
-    assert signing.load_request(path).fingerprint == fingerprint
+    assert certificates.load_request(path).fingerprint == fingerprint
     certificates.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="alpha")
     with pytest.raises(CertificateError, match=r"alpha\.pem is not the certificate of a tenant alpha"):
-        signing.create_request(tmp_path, name="alpha")
+        certificates.create_request(tmp_path, name="alpha")
     with pytest.raises(ConfigError, match=r"name '\.\./x'"):
-        signing.create_request(tmp_path, name="../x")
+        certificates.create_request(tmp_path, name="../x")
 
 
 # The command line
@@ -230,7 +230,7 @@ def test_request_and_sign_show_both_sides_the_same_fingerprint(tmp_path: Path, a
 
 def test_rotating_a_tenants_pair_without_the_authority_names_the_request(tmp_path: Path, authority: Identity) -> None:
     tenant = tmp_path / "tenant"
-    signed = sign(authority, signing.create_request(tenant, name="alice"))
+    signed = sign(authority, certificates.create_request(tenant, name="alice"))
     (tenant / "alice.pem").write_bytes(signed.read_bytes())
     with pytest.raises(CertificateError, match="keys request --name alice"):
         run("rotate", "--name", "alice", "--directory", tenant)

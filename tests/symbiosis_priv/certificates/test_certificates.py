@@ -18,8 +18,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from symbiosis_priv import certificates, pem
-from symbiosis_priv.certificates import Identity, Kind
+from symbiosis_priv import certificates
+from symbiosis_priv.certificates import Identity, Kind, alerts, clock, issuing, pem
 from symbiosis_priv.errors import CertificateError, ConfigError, SymbiosisError
 from symbiosis_priv.keys_cli import app
 from symbiosis_priv.tls import client_context, server_context
@@ -201,7 +201,7 @@ def test_a_leaf_is_no_authority(tmp_path: Path, authority: Identity) -> None:
 
 
 def test_expired_authority(tmp_path: Path, authority: Identity, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(certificates, "_now", lambda: datetime.now(UTC) + timedelta(days=3651))
+    monkeypatch.setattr(clock, "now", lambda: datetime.now(UTC) + timedelta(days=3651))
     with pytest.raises(CertificateError, match=r"authority\.pem is valid only from"):
         certificates.issue(tmp_path, authority=authority, kind=Kind.TENANT, name="alice")
 
@@ -280,7 +280,7 @@ def test_rotation_repairs_an_interrupted_one(tmp_path: Path, monkeypatch: pytest
             raise OSError("power cut")
         replace(path, content, mode=mode)
 
-    monkeypatch.setattr(certificates, "replace_file", power_cut)
+    monkeypatch.setattr(issuing, "replace_file", power_cut)
     with pytest.raises(OSError, match="power cut"):
         certificates.rotate(identity.certificate, authority=None)
     monkeypatch.undo()
@@ -293,7 +293,7 @@ def test_rotation_repairs_an_interrupted_one(tmp_path: Path, monkeypatch: pytest
 
 
 def test_an_expired_certificate_can_be_rotated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(certificates, "_now", lambda: datetime.now(UTC) - timedelta(days=30))
+    monkeypatch.setattr(clock, "now", lambda: datetime.now(UTC) - timedelta(days=30))
     identity = certificates.create_self_signed(tmp_path, kind=Kind.TENANT, name="alice", days=1)
     monkeypatch.undo()
     with pytest.raises(CertificateError, match=r"alice\.pem is valid only from .*keys rotate"):
@@ -362,10 +362,10 @@ def test_strangers_have_no_kind(tmp_path: Path) -> None:
 @pytest.fixture
 def warned(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
     """What has been warned of since the last call."""
-    monkeypatch.setattr(certificates, "_warned", set())
+    monkeypatch.setattr(alerts, "_warned", set())
 
     def take() -> list[str]:
-        messages = [record.getMessage() for record in caplog.records if record.name == certificates.__name__]
+        messages = [record.getMessage() for record in caplog.records if record.name == alerts.__name__]
         caplog.clear()
         return messages
 
@@ -402,7 +402,7 @@ def test_certificates_that_expire_within_days_are_warned_of_once(
     use_both_sides(provider, tenant, authority)
     assert warned() == []
     later = datetime.now(UTC) + timedelta(days=10)
-    monkeypatch.setattr(certificates, "_now", lambda: later)
+    monkeypatch.setattr(clock, "now", lambda: later)
     for _ in range(2):
         use_both_sides(provider, tenant, authority)
     messages = warned()

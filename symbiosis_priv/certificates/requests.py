@@ -20,20 +20,11 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from symbiosis_priv.certificates import (
-    Identity,
-    Kind,
-    LeafKey,
-    check_name,
-    issue_to_key,
-    key_fingerprint,
-    load_certificates,
-    pair,
-    subject,
-    tenant_name,
-)
+from symbiosis_priv.certificates.issuing import LeafKey, issue_to_key
+from symbiosis_priv.certificates.naming import check_name, subject
+from symbiosis_priv.certificates.pem import certificate_pem, create_file, key_pem, make_folder, read_file, replace_file
+from symbiosis_priv.certificates.reading import Identity, Kind, key_fingerprint, load_certificates, pair, tenant_name
 from symbiosis_priv.errors import CertificateError
-from symbiosis_priv.pem import certificate_pem, create_file, key_pem, make_folder, read_file, replace_file
 
 _MAKE = "make one with `symbiosis-priv keys request`"
 

@@ -1,0 +1,320 @@
+"""Makes certificates: an authority, providers, tenants, and their rotation.
+
+A key file is created with mode 0600 and is never overwritten; only `rotate` replaces one, and keeps the old pair
+beside it. Keys are ECDSA P-256, which every TLS 1.3 stack supports.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Final
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from cryptography.x509.oid import ExtendedKeyUsageOID
+
+from symbiosis_priv.certificates import clock
+from symbiosis_priv.certificates.naming import NEXT, PREVIOUS, TENANT_URN, check_name, subject
+from symbiosis_priv.certificates.pem import certificate_pem, create_file, key_pem, make_folder, read_file, replace_file
+from symbiosis_priv.certificates.reading import (
+    Identity,
+    Kind,
+    alternative_names,
+    is_authority,
+    kind_of,
+    load_certificates,
+    pair,
+    require_usable,
+    usages,
+)
+from symbiosis_priv.errors import CertificateError, ConfigError
+
+DEFAULT_HOSTS: Final = ("localhost", "127.0.0.1")
+MAX_DAYS: Final = 36_500
+
+_LABEL: Final = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+# No wildcard, and no numeric last label: 10.0.0.256 is a mistyped address, not a DNS name.
+_DNS_NAME: Final = re.compile(rf"(?:{_LABEL}\.)*(?![0-9]+\Z){_LABEL}")
+_CLOCK_SKEW: Final = timedelta(minutes=5)
+
+LeafKey = ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey
+"""What providers and tenants may have."""
+
+
+@dataclass(frozen=True)
+class _Authority:
+    certificate: x509.Certificate
+    key: ec.EllipticCurvePrivateKey
+
+
+def create_authority(directory: Path, *, name: str = "authority", days: int = 3650) -> Identity:
+    """Creates a certificate authority for tenants: `<name>.pem` and `<name>.key`.
+
+    Raises `ConfigError` for a bad name or lifetime, `CertificateError` if either file exists.
+    """
+    key = ec.generate_private_key(ec.SECP256R1())
+    usage = x509.KeyUsage(
+        digital_signature=False,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=True,
+        crl_sign=True,
+        encipher_only=False,
+        decipher_only=False,
+    )
+    certificate = _sign(
+        subject(name, unit="authority"),
+        public_key=key.public_key(),
+        # path_length=0: a tenant's certificate can never sign another one.
+        extensions=[x509.BasicConstraints(ca=True, path_length=0), usage],
+        days=days,
+        signer=key,
+    )
+    return _write_pair(directory, name=name, certificate=certificate, key=key)
+
+
+def issue(
+    directory: Path, *, authority: Identity, kind: Kind, name: str, hosts: Sequence[str] = (), days: int = 365
+) -> Identity:
+    """Issues `<name>.pem` and `<name>.key`, signed by `authority`.
+
+    Args:
+        authority: as made by `create_authority`; the new certificate does not outlive it.
+        name: 1 to 64 of `A-Za-z0-9._-`, no leading dot; for a tenant, the name that providers see.
+        hosts: DNS names and IP addresses of a provider, by default localhost; a tenant has none.
+        days: lifetime.
+
+    Raises `ConfigError` for a bad name, host or lifetime, `CertificateError` if a file exists or the
+    authority is unusable.
+    """
+    signer = _load_authority(authority)
+    return _create(directory, kind=kind, name=name, hosts=hosts, days=days, authority=signer)
+
+
+def issue_to_key(public_key: LeafKey, *, name: str, authority: Identity, days: int = 365) -> x509.Certificate:
+    """A tenant's certificate for a key that was made elsewhere. Arguments and errors as `issue` has them."""
+    return _sign_tenant(public_key, name=name, signer=_load_authority(authority), days=days)
+
+
+def create_self_signed(
+    directory: Path, *, kind: Kind, name: str, hosts: Sequence[str] = (), days: int = 365
+) -> Identity:
+    """Like `issue` without an authority, for a certificate that its peer pins directly."""
+    return _create(directory, kind=kind, name=name, hosts=hosts, days=days, authority=None)
+
+
+def prepare_rotation(certificate: Path, *, authority: Identity | None, days: int = 365) -> Identity:
+    """Makes the pair that `rotate` will put in place, as `<name>.next.pem` and `<name>.next.key`.
+
+    So a provider's tenants can pin its next certificate while it still shows the present one. Arguments and errors as
+    `rotate` has them; `CertificateError` if a next pair is there already.
+    """
+    key, new = _renewed(certificate, authority=authority, days=days)
+    return _write_pair(certificate.parent, name=certificate.stem + NEXT, certificate=new, key=key)
+
+
+def rotate(certificate: Path, *, authority: Identity | None, days: int = 365) -> Identity:
+    """Replaces a pair by the next one, or by a new one with the same subject, alternative names and key usage.
+
+    The old pair stays as `<name>.previous.pem` and `<name>.previous.key`, in place of an older one. Each file
+    is replaced atomically, the key first: whoever loads the pair in between gets a `CertificateError` about a
+    mismatch and may retry. Rotation also repairs a pair whose key is lost.
+
+    Args:
+        certificate: `<name>.pem`, a provider's or a tenant's.
+        authority: signs the new certificate; None for a self-signed one. Not used if a next pair is there.
+
+    Raises `CertificateError` for an authority (create a second one instead) and for a missing authority.
+    """
+    upcoming = pair(certificate.parent, certificate.stem + NEXT)
+    prepared = upcoming.certificate.exists()
+    if prepared:
+        new = load_certificates(upcoming.certificate)[0]
+        require_usable(upcoming, new, fix=f"remove {upcoming.certificate} to make another")
+        key_bytes = read_file(upcoming.key)
+    else:
+        key, new = _renewed(certificate, authority=authority, days=days)
+        key_bytes = key_pem(key)
+
+    old = load_certificates(certificate)[0]
+    current = pair(certificate.parent, certificate.stem)
+    previous = pair(certificate.parent, certificate.stem + PREVIOUS)
+    # If they do not fit, the key is lost, or an interrupted rotation has already kept the true pair.
+    if _fits(current, old):
+        replace_file(previous.key, read_file(current.key), mode=0o600)
+        replace_file(previous.certificate, read_file(certificate), mode=0o644)
+    replace_file(current.key, key_bytes, mode=0o600)
+    replace_file(current.certificate, certificate_pem(new), mode=0o644)
+    if prepared:
+        upcoming.certificate.unlink()
+        upcoming.key.unlink()
+    return current
+
+
+def _renewed(
+    certificate: Path, *, authority: Identity | None, days: int
+) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    if certificate.suffix != ".pem":
+        raise CertificateError(f"{certificate} is not named <name>.pem: pass the certificate, not its key")
+    check_name(certificate.stem)
+    old = load_certificates(certificate)[0]
+    if kind_of(old) is None:
+        raise CertificateError(
+            f"{certificate} is neither a provider's nor a tenant's: to replace an authority, create a second "
+            f"one and list both in the provider's tenant_authority file until every tenant has moved"
+        )
+    if authority is None and old.issuer != old.subject:
+        raise CertificateError(f"{certificate} was issued by an authority: pass that authority to rotate it")
+    key = ec.generate_private_key(ec.SECP256R1())
+    new = _sign(
+        old.subject,
+        public_key=key.public_key(),
+        extensions=[
+            x509.SubjectAlternativeName(alternative_names(old)),
+            *_leaf_usage(x509.ExtendedKeyUsage(usages(old))),
+        ],
+        days=days,
+        signer=key if authority is None else _load_authority(authority),
+    )
+    return key, new
+
+
+# Building
+
+
+def _create(
+    directory: Path, *, kind: Kind, name: str, hosts: Sequence[str], days: int, authority: _Authority | None
+) -> Identity:
+    key = ec.generate_private_key(ec.SECP256R1())
+    if kind is Kind.TENANT:
+        if hosts:
+            raise ConfigError(f"hosts={list(hosts)}: a tenant's certificate names no hosts, leave them out")
+        certificate = _sign_tenant(key.public_key(), name=name, signer=authority or key, days=days)
+    else:
+        certificate = _sign(
+            subject(name, unit=kind),
+            public_key=key.public_key(),
+            extensions=[
+                x509.SubjectAlternativeName([_host(host) for host in hosts or DEFAULT_HOSTS]),
+                *_leaf_usage(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])),
+            ],
+            days=days,
+            signer=authority or key,
+        )
+    return _write_pair(directory, name=name, certificate=certificate, key=key)
+
+
+def _sign_tenant(
+    public_key: LeafKey, *, name: str, signer: _Authority | ec.EllipticCurvePrivateKey, days: int
+) -> x509.Certificate:
+    return _sign(
+        subject(name, unit=Kind.TENANT),
+        public_key=public_key,
+        extensions=[
+            x509.SubjectAlternativeName([x509.UniformResourceIdentifier(TENANT_URN + name)]),
+            *_leaf_usage(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH])),
+        ],
+        days=days,
+        signer=signer,
+    )
+
+
+def _sign(
+    who: x509.Name,
+    *,
+    public_key: LeafKey,
+    extensions: Sequence[x509.ExtensionType],
+    days: int,
+    signer: _Authority | ec.EllipticCurvePrivateKey,
+) -> x509.Certificate:
+    """`signer` is the certificate's own private key where it is self-signed."""
+    if not 1 <= days <= MAX_DAYS:
+        raise ConfigError(f"days={days}: choose a lifetime from 1 to {MAX_DAYS} days")
+    not_after = clock.now() + timedelta(days=days)
+    if isinstance(signer, _Authority):
+        not_after = min(not_after, signer.certificate.not_valid_after_utc)
+        issuer, signing_key = signer.certificate.subject, signer.key
+    else:
+        issuer, signing_key = who, signer
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(who)
+        .issuer_name(issuer)
+        .public_key(public_key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(clock.now() - _CLOCK_SKEW)
+        .not_valid_after(not_after)
+        # The key identifiers tell an old and a new certificate with one subject apart (rotation).
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public_key), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signing_key.public_key()), critical=False)
+    )
+    for extension in extensions:
+        critical = isinstance(extension, x509.BasicConstraints | x509.KeyUsage)
+        builder = builder.add_extension(extension, critical=critical)
+    return builder.sign(signing_key, hashes.SHA256())
+
+
+def _leaf_usage(usage: x509.ExtendedKeyUsage) -> list[x509.ExtensionType]:
+    signing = x509.KeyUsage(
+        digital_signature=True,  # all that TLS 1.3 asks of a certificate
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=False,
+        crl_sign=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+    return [x509.BasicConstraints(ca=False, path_length=None), signing, usage]
+
+
+def _host(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        if len(host) > 253 or not _DNS_NAME.fullmatch(host):
+            raise ConfigError(
+                f"host {host!r}: use a DNS name or an IP address, without scheme, port or wildcard"
+            ) from None
+        return x509.DNSName(host)
+
+
+def _load_authority(identity: Identity) -> _Authority:
+    certificate = load_certificates(identity.certificate)[0]
+    fix = "create an authority with `symbiosis-priv keys authority`"
+    if not is_authority(certificate):
+        raise CertificateError(f"{identity.certificate} is no authority: {fix}")
+    key = require_usable(identity, certificate, fix=fix)
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise CertificateError(f"{identity.key} is no elliptic-curve key: {fix}")
+    return _Authority(certificate=certificate, key=key)
+
+
+def _fits(identity: Identity, certificate: x509.Certificate) -> bool:
+    try:
+        return identity.private_key().public_key() == certificate.public_key()
+    except CertificateError:
+        return False
+
+
+def _write_pair(
+    directory: Path, *, name: str, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey
+) -> Identity:
+    identity = pair(directory, name)
+    make_folder(directory)
+    create_file(identity.key, key_pem(key), mode=0o600)
+    try:
+        create_file(identity.certificate, certificate_pem(certificate), mode=0o644)
+    except BaseException:
+        identity.key.unlink()  # ours, created just above: no half pairs
+        raise
+    return identity

@@ -1,0 +1,37 @@
+"""Names of tenants, providers and authorities, and of their files."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from cryptography import x509
+from cryptography.x509.oid import NameOID
+
+from symbiosis_priv.errors import ConfigError
+
+NAME: Final = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,64}")
+TENANT_URN: Final = "urn:symbiosis-priv:tenant:"
+PREVIOUS: Final = ".previous"
+NEXT: Final = ".next"
+
+
+def check_name(name: str) -> None:
+    """Raises `ConfigError` for what cannot be the name of files and of a tenant."""
+    if not NAME.fullmatch(name):
+        raise ConfigError(f"name {name!r}: use 1 to 64 of A-Z a-z 0-9 . _ and -, not starting with a dot")
+    if name.endswith((PREVIOUS, NEXT)):
+        raise ConfigError(f"name {name!r}: rotation keeps other pairs under that ending, choose another name")
+
+
+def subject(name: str, *, unit: str) -> x509.Name:
+    """The subject of whoever is called that."""
+    # The unit keeps an authority apart from a certificate of that name, which would look self-issued.
+    check_name(name)
+    return x509.Name(
+        [
+            x509.NameAttribute(NameOID.ORGANIZATION_NAME, "symbiosis-priv"),
+            x509.NameAttribute(NameOID.ORGANIZATIONAL_UNIT_NAME, unit),
+            x509.NameAttribute(NameOID.COMMON_NAME, name),
+        ]
+    )

@@ -1,0 +1,207 @@
+"""Reads certificates and keys, and says what they are."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
+from cryptography.x509.oid import ExtendedKeyUsageOID
+
+from symbiosis_priv.certificates import clock
+from symbiosis_priv.certificates.naming import NAME, TENANT_URN
+from symbiosis_priv.certificates.pem import read_file
+from symbiosis_priv.errors import CertificateError
+
+_Extension = TypeVar("_Extension", bound=x509.ExtensionType)
+
+
+class Kind(StrEnum):
+    """What a certificate may be used for."""
+
+    PROVIDER = "provider"
+    TENANT = "tenant"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A certificate and its private key, as two PEM files. The key is read only when it is needed."""
+
+    certificate: Path
+    key: Path
+
+    def private_key(self) -> PrivateKeyTypes:
+        """Reads the key file. Raises `CertificateError` if it is missing, encrypted or not a key."""
+        try:
+            return serialization.load_pem_private_key(read_file(self.key), password=None)
+        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+            raise CertificateError(
+                f"{self.key} is not an unencrypted PEM private key: restore it, or run `symbiosis-priv keys rotate`"
+            ) from error
+
+
+@dataclass(frozen=True)
+class Description:
+    """What `symbiosis-priv keys show` prints about one certificate."""
+
+    subject: str
+    kind: Kind | Literal["authority", "other"]
+    hosts: tuple[str, ...]
+    not_after: datetime
+    fingerprint: str
+
+
+def pair(directory: Path, name: str) -> Identity:
+    """`<name>.pem` and `<name>.key` in a folder."""
+    return Identity(certificate=directory / f"{name}.pem", key=directory / f"{name}.key")
+
+
+def load_certificates(path: Path) -> list[x509.Certificate]:
+    """All certificates of a PEM file, at least one. Raises `CertificateError`."""
+    try:
+        return x509.load_pem_x509_certificates(read_file(path))
+    except ValueError as error:
+        raise CertificateError(
+            f"{path} holds no PEM certificate: expected a file made by `symbiosis-priv keys`"
+        ) from error
+
+
+def load_pin(path: Path) -> x509.Certificate:
+    """The provider's certificate in a pinned file. Raises `CertificateError` unless it holds that and nothing else."""
+    certificates = load_certificates(path)
+    if len(certificates) > 1:
+        raise CertificateError(
+            f"{path} holds {len(certificates)} certificates, and a pinned file holds one: keep the provider's own. "
+            f"While it rotates, name the file of its new one as next_certificate"
+        )
+    if kind_of(certificates[0]) is not Kind.PROVIDER:
+        raise CertificateError(f"{path} is no provider certificate: pin the one that its operator gave you")
+    return certificates[0]
+
+
+def fingerprint(certificate: Path | bytes) -> str:
+    """`sha256:<hex>` of the DER encoding: of the first certificate in a PEM file, or of DER bytes."""
+    der = certificate if isinstance(certificate, bytes) else _der(load_certificates(certificate)[0])
+    return f"sha256:{hashlib.sha256(der).hexdigest()}"
+
+
+def key_fingerprint(certificate: x509.Certificate | x509.CertificateSigningRequest) -> str:
+    """`sha256:<hex>` of the public key (its SubjectPublicKeyInfo): the same in every certificate for that key."""
+    spki = certificate.public_key().public_bytes(
+        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    return f"sha256:{hashlib.sha256(spki).hexdigest()}"
+
+
+def describe(path: Path) -> Description:
+    """Describes the first certificate of a PEM file."""
+    certificate = load_certificates(path)[0]
+    return Description(
+        subject=certificate.subject.rfc4514_string(),
+        kind="authority" if is_authority(certificate) else kind_of(certificate) or "other",
+        hosts=_hosts(certificate),
+        not_after=certificate.not_valid_after_utc,
+        fingerprint=fingerprint(_der(certificate)),
+    )
+
+
+def kind_of(certificate: x509.Certificate) -> Kind | None:
+    """Which side of a connection the certificate is for; None for an authority or a stranger."""
+    if tenant_name(certificate) is not None:
+        return Kind.TENANT
+    is_server = ExtendedKeyUsageOID.SERVER_AUTH in usages(certificate) and not is_authority(certificate)
+    return Kind.PROVIDER if is_server and _hosts(certificate) else None
+
+
+def tenant_name(certificate: x509.Certificate) -> str | None:
+    """The tenant a certificate speaks for; None unless it is a tenant's.
+
+    The caller vouches for the signature: this only reads the names that the authority signed.
+    """
+    if is_authority(certificate) or ExtendedKeyUsageOID.CLIENT_AUTH not in usages(certificate):
+        return None
+    names = alternative_names(certificate)
+    uris = [name.value for name in names if isinstance(name, x509.UniformResourceIdentifier)]
+    if len(uris) != 1 or not uris[0].startswith(TENANT_URN):
+        return None
+    name = uris[0].removeprefix(TENANT_URN)
+    return name if NAME.fullmatch(name) else None
+
+
+def is_authority(certificate: x509.Certificate) -> bool:
+    """Whether the certificate may sign others."""
+    constraints = _extension(certificate, x509.BasicConstraints)
+    return constraints is not None and constraints.ca
+
+
+def is_issued_by(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
+    """Whether the issuer's key has signed the certificate. Neither lifetime nor purpose is looked at."""
+    try:
+        certificate.verify_directly_issued_by(issuer)
+    except (InvalidSignature, UnsupportedAlgorithm, TypeError, ValueError):
+        return False
+    return True
+
+
+def is_current(certificate: x509.Certificate) -> bool:
+    """Whether now lies within the certificate's lifetime."""
+    return certificate.not_valid_before_utc <= clock.now() <= certificate.not_valid_after_utc
+
+
+def require_identity(identity: Identity, *, kind: Kind) -> None:
+    """Raises `CertificateError` unless the pair is complete, of this kind, current, and its key fits."""
+    certificate = load_certificates(identity.certificate)[0]
+    found = kind_of(certificate)
+    if found is not kind:
+        raise CertificateError(
+            f"{identity.certificate} is {'no' if found is None else f'a {found} certificate, not a'} {kind} "
+            f"certificate: create one with `symbiosis-priv keys {'request' if kind is Kind.TENANT else kind}`"
+        )
+    require_usable(identity, certificate, fix="run `symbiosis-priv keys rotate`")
+
+
+def require_usable(identity: Identity, certificate: x509.Certificate, *, fix: str) -> PrivateKeyTypes:
+    """The key of a pair whose certificate is current and fits it. Raises `CertificateError`, with the fix."""
+    if not is_current(certificate):
+        raise CertificateError(
+            f"{identity.certificate} is valid only from {certificate.not_valid_before_utc:%Y-%m-%d %H:%M} to "
+            f"{certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC: check the clock, or {fix}"
+        )
+    key = identity.private_key()
+    if key.public_key() != certificate.public_key():
+        raise CertificateError(f"{identity.key} is not the key of {identity.certificate}: restore it, or {fix}")
+    return key
+
+
+def usages(certificate: x509.Certificate) -> list[x509.ObjectIdentifier]:
+    """What a certificate may be used for."""
+    return list(_extension(certificate, x509.ExtendedKeyUsage) or ())
+
+
+def alternative_names(certificate: x509.Certificate) -> list[x509.GeneralName]:
+    """The names that its issuer vouches for."""
+    return list(_extension(certificate, x509.SubjectAlternativeName) or ())
+
+
+def _hosts(certificate: x509.Certificate) -> tuple[str, ...]:
+    names = alternative_names(certificate)
+    return tuple(str(name.value) for name in names if isinstance(name, x509.DNSName | x509.IPAddress))
+
+
+def _extension(certificate: x509.Certificate, kind: type[_Extension]) -> _Extension | None:
+    """The extension; None if it is absent or malformed, so that a strange certificate has no kind."""
+    try:
+        return certificate.extensions.get_extension_for_class(kind).value
+    except (x509.ExtensionNotFound, x509.DuplicateExtension, ValueError):
+        return None
+
+
+def _der(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.DER)

@@ -4,8 +4,8 @@ Both sides run this on the checkpoint's config alone: the architecture is built 
 traced once. Linears of one block that receive the *same tensor* are siblings and form one group, whatever they are
 called: q/k/v, gate/up, a fused c_attn. No list of architectures is kept; the manifest's digest proves that both sides
 found the same.
-Embeddings, a tied LM head and linears that the trace does not reach (cross-attention of a decoder without an encoder)
-stay with the tenant.
+Embeddings, a tied LM head, heads of other tasks (classifiers) and linears that the trace does not reach
+(cross-attention of a decoder without an encoder) stay with the tenant.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def discover(path: Path) -> Skeleton:
     with on_this_machine():
         model = _skeleton(load_config(path))
     _refuse_stacked(model)
-    kept = _tied_modules(model)
+    kept = _tied_modules(model) | _task_heads(model)
     linears = {n: m for n, m in model.named_modules() if is_linear(m) and n not in kept}
     calls, computed_with = _trace(model, linears)
     calls = [call for call in calls if call[0] not in computed_with]
@@ -192,18 +192,31 @@ def load_config(path: Path) -> PreTrainedConfig:
     return config
 
 
-def _skeleton(config: PreTrainedConfig) -> PreTrainedModel:
+def architecture(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The class whose tensors a checkpoint holds, from its configuration.
+
+    Raises:
+        UnsupportedModelError: it names none that transformers knows.
+    """
     import transformers
 
-    architectures = config.architectures or []
-    kind = getattr(transformers, architectures[0], None) if architectures else None
-    if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
-        raise UnsupportedModelError(f"config.json names the architectures {architectures}, none known to transformers")
+    match config.architectures:
+        case [str(name), *_]:
+            kind = getattr(transformers, name, None)
+            if isinstance(kind, type) and issubclass(kind, PreTrainedModel):
+                return kind
+    raise UnsupportedModelError(
+        f"config.json names the architectures {config.architectures}, none known to transformers"
+    )
+
+
+def _skeleton(config: PreTrainedConfig) -> PreTrainedModel:
+    kind = architecture(config)
     try:
         with torch.device("meta"):
             model: PreTrainedModel = kind._from_config(config, attn_implementation="eager")
     except Exception as error:  # an architecture's own code, on a configuration that somebody else wrote
-        raise UnsupportedModelError(f"{architectures[0]} cannot be built from its config.json: {error}") from error
+        raise UnsupportedModelError(f"{kind.__name__} cannot be built from its config.json: {error}") from error
     model.eval()
     return model
 
@@ -233,6 +246,23 @@ def _tied_modules(model: PreTrainedModel) -> set[str]:
     shared = {name for names in owners.values() if len(names) > 1 for name in names}
     ties = model.all_tied_weights_keys  # on the meta device, not every tie is made
     return shared | {parameter.rpartition(".")[0] for tie in ties.items() for parameter in tie}
+
+
+def _task_heads(model: PreTrainedModel) -> set[str]:
+    """What stands outside the base model and the LM head: classifiers and the like, which tenants train and replace.
+
+    The LM head is the output embeddings, with what stands beside them in a module of its own (a transform before the
+    decoder of a masked LM).
+    """
+    base = model.base_model
+    outputs = model.get_output_embeddings()
+    modules = dict(model.named_modules())
+    inside = {id(module) for module in base.modules()}
+    for name, module in modules.items():
+        if module is outputs:
+            parent = modules[name.rpartition(".")[0]]
+            inside.update(id(part) for part in (module if parent is model else parent).modules())
+    return {name for name, module in modules.items() if id(module) not in inside}
 
 
 def _trace(model: PreTrainedModel, linears: dict[str, nn.Module]) -> tuple[list[tuple[str, Tensor, int]], set[str]]:

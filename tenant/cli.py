@@ -6,10 +6,11 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -21,7 +22,7 @@ from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIG
 
 if TYPE_CHECKING:  # what imports torch is imported by the commands: not for --help
     from tenant.config import RemoteConfig
-    from tenant.quality import Quality
+    from tenant.quality import Likeness, Quality
     from tenant.training import Progress as OnProgress
 
 _SECONDS_PER_LINE = 10.0  # of progress, where there is no terminal
@@ -236,29 +237,39 @@ def check(
     sequence_length: Length = 256,
     blocks: Annotated[int, typer.Option(min=1, help="Blocks of text to compare.")] = 8,
 ) -> None:
-    """Measure here, without a provider, what the ring's arithmetic does to a model's quality."""
+    """Measure here, without a provider, what the ring's arithmetic does to a model's quality.
+
+    A model that predicts the next token is judged by its predictions, any other by its last hidden states.
+    """
     import torch
 
+    from symbiosis_priv.checkpoint import resolve
+    from symbiosis_priv.discovery import architecture, load_config
+    from tenant import quality
     from tenant.config import RemoteConfig
     from tenant.connect import progress_bar
     from tenant.corpus import load_examples
     from tenant.hf import backend_of
-    from tenant.loading import load_model, load_tokenizer
-    from tenant.quality import compare
+    from tenant.loading import is_language_model, load_model, load_tokenizer
 
     _quiet()
+    kind = architecture(load_config(resolve(model)))
+    causal = is_language_model(kind)
+    load = partial(load_model, model, kind=kind)
     tokenizer = load_tokenizer(model)
-    split = load_model(model, remote=RemoteConfig(masking="simulate", weight_bits=weight_bits), dtype=torch.float32)
-    reference = load_model(model, dtype=torch.float32)
+    split = load(remote=RemoteConfig(masking="simulate", weight_bits=weight_bits), dtype=torch.float32)
+    reference = load(dtype=torch.float32)
     limit = getattr(reference.config, "max_position_embeddings", sequence_length)
     examples, _ = load_examples(text, tokenizer, length=min(sequence_length, limit))
     ids = [example.input_ids for example in examples[:blocks]]
+    compare: Callable[..., Any] = quality.compare if causal else quality.compare_embeddings
+    table: Callable[..., Table] = _quality_table if causal else _likeness_table
     with progress_bar(f"ring, {weight_bits} bits") as progress:
         ring = compare(reference, split, ids, progress=progress)
     backend_of(split).close()
     with progress_bar("bf16") as progress:
-        bf16 = compare(reference, load_model(model, dtype=torch.bfloat16), ids, progress=progress)
-    Console().print(_quality_table({f"ring, {weight_bits} bits": ring, "bf16": bf16}))
+        bf16 = compare(reference, load(dtype=torch.bfloat16), ids, progress=progress)
+    Console().print(table({f"ring, {weight_bits} bits": ring, "bf16": bf16}))
 
 
 def _prompt(given: str | None, file: Path | None) -> str:
@@ -301,6 +312,14 @@ def _quality_table(models: dict[str, Quality]) -> Table:
     table.add_row("fp32's perplexity", *(f"{q.reference_perplexity:.4f}" for q in models.values()))
     table.add_row("difference", *(f"{q.perplexity_change:+.3%}" for q in models.values()))
     table.add_row("smallest cosine of logits", *(f"{q.min_cosine:.6f}" for q in models.values()))
+    return table
+
+
+def _likeness_table(models: dict[str, Likeness]) -> Table:
+    first = next(iter(models.values()))
+    table = _table(f"beside unquantised fp32, {first.tokens:,} tokens", *models)
+    table.add_row("smallest cosine of hidden states", *(f"{q.min_cosine:.6f}" for q in models.values()))
+    table.add_row("mean cosine of hidden states", *(f"{q.mean_cosine:.6f}" for q in models.values()))
     return table
 
 

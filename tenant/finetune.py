@@ -27,7 +27,7 @@ from symbiosis_priv.interrupts import Interrupts
 from tenant.config import RemoteConfig
 from tenant.corpus import NOT_LEARNED, Example, hold_out, load_examples
 from tenant.hf import backend_of
-from tenant.loading import load_model, load_tokenizer
+from tenant.loading import load_language_model, load_tokenizer
 from tenant.output import RunRecord, check_output, last_checkpoint, read_record
 from tenant.session import Ledger
 from tenant.tracking import check_trackers
@@ -137,7 +137,7 @@ def finetune(
         record.check_continues(read_record(start))
     train, held_out = hold_out(examples)
     with Interrupts() as interrupts:
-        model = load_model(folder, remote=remote, dtype=options.dtype)
+        model = load_language_model(folder, remote=remote, dtype=options.dtype)
         backend = backend_of(model)
         try:
             _check_length(model, options.sequence_length)

@@ -16,7 +16,7 @@ from transformers import (
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.trust import vet_adapter
 from tenant.config import RemoteConfig
-from tenant.loading import load_adapter, load_model, load_tokenizer
+from tenant.loading import load_adapter, load_language_model, load_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ def open_model(
     if adapter is not None:
         vet_adapter(adapter)  # before anything slow
     tokenizer = load_tokenizer(model_path)
-    model = load_model(model_path, remote=remote, dtype=dtype)
+    model = load_language_model(model_path, remote=remote, dtype=dtype)
     return model if adapter is None else load_adapter(model, adapter), tokenizer
 
 

@@ -14,14 +14,17 @@ from typing import Any
 import torch
 from peft import PeftModel
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from symbiosis_priv.checkpoint import resolve
-from symbiosis_priv.errors import CheckpointError, SymbiosisError
+from symbiosis_priv.discovery import architecture, load_config
+from symbiosis_priv.errors import CheckpointError, SymbiosisError, UnsupportedModelError
 from symbiosis_priv.trust import on_this_machine, vet_adapter
 from tenant.config import RemoteConfig
 
 _LISTED = 3  # names of missing tensors that an error quotes
+_NEXT_TOKEN = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
 
 def load_model(
@@ -70,6 +73,30 @@ def load_model(
             f"use a checkpoint that holds them"
         )
     return loaded.eval()
+
+
+def load_language_model(
+    model: str | Path, *, remote: RemoteConfig | None = None, dtype: torch.dtype | str = "auto"
+) -> Any:
+    """A model that predicts the next token, as `load_model` loads it.
+
+    Raises:
+        UnsupportedModelError: it predicts something else; an LM head would be random, or see what it predicts.
+        SymbiosisError: whatever `load_model` raises.
+    """
+    kind = architecture(load_config(resolve(model)))
+    if not is_language_model(kind):
+        raise UnsupportedModelError(
+            f"{model} is a {kind.__name__}, which does not predict the next token. Load it with "
+            f"{kind.__name__}.from_pretrained(path, quantization_config=RemoteConfig(...)) and train that with PEFT; "
+            f"`symbiosis-priv tenant check` measures its embeddings"
+        )
+    return load_model(model, remote=remote, dtype=dtype)
+
+
+def is_language_model(kind: type[PreTrainedModel]) -> bool:
+    """Whether an architecture predicts the next token."""
+    return kind.__name__ in _NEXT_TOKEN
 
 
 def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:

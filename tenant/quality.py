@@ -75,3 +75,52 @@ def _logits(model: Any, ids: Tensor) -> Tensor:
     """float64 `[tokens - 1, vocabulary]`, of every position that has a next token."""
     logits: Tensor = model(input_ids=ids.to(model.device)).logits[0, :-1]
     return logits.to(device="cpu", dtype=torch.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Likeness:
+    """A model that predicts no next token beside the unquantised fp32 one, over the same tokens.
+
+    Args:
+        tokens: tokens compared.
+        min_cosine: smallest cosine between the two models' last hidden states of one token.
+        mean_cosine: its mean.
+    """
+
+    tokens: int
+    min_cosine: float
+    mean_cosine: float
+
+
+@torch.no_grad()
+def compare_embeddings(
+    reference: Any, model: Any, blocks: Sequence[list[int]], *, progress: Callable[[int, int], None] | None = None
+) -> Likeness:
+    """Run both models over blocks of token ids (at least one, none empty) and compare the last hidden states.
+
+    Args:
+        reference: the fp32 model.
+        model: the one to judge.
+        blocks: token ids.
+        progress: told (blocks done, blocks in all).
+    """
+    cosines = []
+    for done, block in enumerate(blocks, start=1):
+        ids = torch.tensor([block], dtype=torch.long, device="cpu")
+        want, got = _hidden(reference, ids), _hidden(model, ids)
+        same = (want == got).all(dim=-1)  # padding may be all zeros, whose cosine is 0
+        cosines.append(torch.where(same, 1.0, cosine_similarity(want, got, dim=-1)))
+        if progress:
+            progress(done, len(blocks))
+    every = torch.cat(cosines)
+    return Likeness(tokens=len(every), min_cosine=float(every.min()), mean_cosine=float(every.mean()))
+
+
+def _hidden(model: Any, ids: Tensor) -> Tensor:
+    """float64 `[tokens, width]`."""
+    ids = ids.to(model.device)
+    decoder = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    output = model(input_ids=ids, output_hidden_states=True, **decoder)
+    states = output.decoder_hidden_states if decoder else output.hidden_states
+    hidden: Tensor = states[-1][0]
+    return hidden.to(device="cpu", dtype=torch.float64)

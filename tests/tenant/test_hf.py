@@ -13,24 +13,33 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from safetensors.torch import save_file
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    BertConfig,
+    BertForPreTraining,
+    BertForSequenceClassification,
     Gemma2Config,
     GPT2LMHeadModel,
     GPTNeoXConfig,
     Lfm2Config,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
     PhiConfig,
     PreTrainedConfig,
+    PreTrainedModel,
     Qwen3Config,
+    Qwen3ForTokenClassification,
+    RobertaConfig,
+    RobertaForSequenceClassification,
 )
 
 from symbiosis_priv.checkpoint import Checkpoint
+from symbiosis_priv.discovery import architecture, discover, load_config
 from symbiosis_priv.errors import CheckpointError, NonFiniteError, SymbiosisError
 from symbiosis_priv.federation import Federation
 from symbiosis_priv.weights import WeightStore
@@ -313,6 +322,100 @@ def test_shards_and_subfolders_are_read_where_transformers_reads_them(load: Load
     )
     with torch.no_grad():
         assert torch.equal(sharded(input_ids=IDS).logits, load(llama, masking="simulate")(input_ids=IDS).logits)
+
+
+# Heads of tasks
+
+
+LABELLED: dict[str, Any] = {**SIZES, "num_labels": 3}
+CLASSIFIERS: dict[str, Callable[[], PreTrainedModel]] = {
+    "bert": lambda: BertForSequenceClassification(BertConfig(**LABELLED)),
+    "llama": lambda: LlamaForSequenceClassification(LlamaConfig(**LABELLED)),
+    "roberta, a head of two layers": lambda: RobertaForSequenceClassification(RobertaConfig(**LABELLED)),
+    "tokens": lambda: Qwen3ForTokenClassification(Qwen3Config(**HEADS | LABELLED)),
+}
+
+
+@pytest.fixture
+def classifier(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    torch.manual_seed(6)
+    CLASSIFIERS[request.param]().save_pretrained(tmp_path / "classifier")
+    return tmp_path / "classifier"
+
+
+def head_of(model: Any) -> dict[str, Tensor]:
+    """The tensors outside the base model."""
+    prefix = model.base_model_prefix + "."
+    return {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(prefix)}
+
+
+@pytest.mark.parametrize("classifier", CLASSIFIERS, indirect=True)
+def test_a_classification_head_stays_with_the_tenant_and_is_trained(
+    load: Load,
+    classifier: Path,
+    new_provider: NewProvider,
+    new_federation: NewFederation,
+    federation_file: Write,
+    tmp_path: Path,
+) -> None:
+    """By real providers, who find the same groups; saved here, and loaded at home."""
+    kind = architecture(load_config(classifier))
+    store = WeightStore(classifier)
+    members = {member for entry in store.manifest().groups for member in entry.members}
+    assert members
+    assert all(member.startswith(kind.base_model_prefix + ".") for member in members)
+    providers = [new_provider(store=store) for _ in range(2)]
+    federation = federation_file(new_federation(providers[:1], providers[1:], digest=store.manifest().digest))
+    task = "TOKEN_CLS" if "Token" in kind.__name__ else "SEQ_CLS"
+    labels = IDS % 3 if task == "TOKEN_CLS" else torch.tensor([1, 2])
+    outcomes = []
+    for options in ({"federation": federation}, {"masking": "simulate"}):
+        model = load(classifier, kind=kind, **options)
+        stored = head_of(model)
+        assert stored
+        torch.manual_seed(7)
+        # "all-linear" would be PEFT's own conflict with the head of a token classifier
+        where: Any = "all-linear" if task == "SEQ_CLS" else ["q_proj", "down_proj"]
+        lora = LoraConfig(task_type=task, target_modules=where, r=4)
+        adapted: Any = get_peft_model(model, lora)
+        optimizer = torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], lr=0.1)
+        adapted.eval()(input_ids=IDS, labels=labels).loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            outcomes.append(adapted(input_ids=IDS).logits)
+    assert torch.equal(*outcomes)
+    adapted.save_pretrained(tmp_path / "adapter")
+    with Checkpoint(classifier) as checkpoint:
+        for name, tensor in stored.items():
+            assert torch.equal(tensor, checkpoint.tensor(name))
+    trained = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert any(not torch.equal(t, stored[n]) for name, t in trained.items() for n in stored if name.endswith(n))
+    home: Any = PeftModel.from_pretrained(kind.from_pretrained(classifier), str(tmp_path / "adapter")).eval()
+    with torch.no_grad():
+        assert torch.nn.functional.cosine_similarity(home(input_ids=IDS).logits, outcomes[0], dim=-1).min() > 0.99
+
+
+@pytest.mark.parametrize("classifier", ["bert", "llama"], indirect=True)
+def test_another_number_of_labels_makes_another_head(load: Load, classifier: Path) -> None:
+    kind = architecture(load_config(classifier))
+    config = RemoteConfig(masking="simulate")
+    model: Any = kind.from_pretrained(
+        classifier, num_labels=7, ignore_mismatched_sizes=True, quantization_config=config
+    )
+    with torch.no_grad():
+        assert model(input_ids=IDS).logits.shape == (2, 7)
+    backend_of(model).close()
+
+
+@pytest.mark.parametrize("classifier", ["bert"], indirect=True)
+def test_a_language_model_beside_a_classifier_is_another_model(classifier: Path, tmp_path: Path) -> None:
+    """An LM head, with the transform before it, is the provider's; a head beside it is not."""
+    torch.manual_seed(6)
+    BertForPreTraining(BertConfig(**SIZES)).save_pretrained(tmp_path / "lm")
+    members = {member for group in discover(tmp_path / "lm").groups for member in group.members}
+    outside = {member for member in members if not member.startswith("bert.")}
+    assert outside == {"cls.predictions.transform.dense"}
+    assert "bert.pooler.dense" in members
 
 
 # Models

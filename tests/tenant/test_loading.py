@@ -18,17 +18,27 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    BertConfig,
+    BertForMaskedLM,
+    BertModel,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    LlamaConfig,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 from typer.testing import CliRunner
 
 from symbiosis_priv.checkpoint import Checkpoint
-from symbiosis_priv.errors import CheckpointError, SymbiosisError
+from symbiosis_priv.errors import CheckpointError, SymbiosisError, UnsupportedModelError
 from symbiosis_priv.federation import Federation
 from symbiosis_priv.trust import QUANT_METHOD
 from tenant import RemoteConfig, cli
+from tenant.demo.base_model import Pretraining, make_base_model
+from tenant.demo.text import private_text
 from tenant.loading import load_adapter, load_model, load_tokenizer
 
 if TYPE_CHECKING:
@@ -297,3 +307,66 @@ def test_missing_tensors_are_an_error_and_not_random(hostile: Hostile, llama: Pa
         load_model(llama, kind=AutoModelForSequenceClassification, remote=RemoteConfig(masking="simulate"))
     with pytest.raises(CheckpointError, match="cannot be loaded as AutoModelForCausalLM"):
         load_model(hostile(hidden_size=65), remote=None)
+
+
+# Models that predict no next token
+
+
+@pytest.fixture(scope="module")
+def tokenized(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`tokenized(model)`: a checkpoint with the demo's tokenizer, and private text beside it."""
+    source = make_base_model(
+        tmp_path_factory.mktemp("tokenizer") / "model",
+        recipe=Pretraining(steps=1, batch=2, window=16, sentences=300, vocab=320),
+    )
+
+    def write(model: PreTrainedModel) -> Path:
+        path = tmp_path_factory.mktemp(type(model).__name__)
+        model.save_pretrained(path)
+        for file in source.glob("*token*"):
+            shutil.copy(file, path)
+        (path / "notes.text").write_text("\n\n".join(private_text(seed=0, records=20)))
+        return path
+
+    return write
+
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 320,
+}
+T5: dict[str, Any] = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 1, "num_heads": 2, "vocab_size": 320}
+NO_LANGUAGE_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "BertModel": lambda: BertModel(BertConfig(**SMALL)),
+    "BertForMaskedLM": lambda: BertForMaskedLM(BertConfig(**SMALL)),
+    "LlamaForSequenceClassification": lambda: LlamaForSequenceClassification(LlamaConfig(**SMALL, pad_token_id=0)),
+    "T5ForConditionalGeneration": lambda: T5ForConditionalGeneration(T5Config(**T5)),
+}
+
+
+@pytest.mark.parametrize("name", NO_LANGUAGE_MODELS)
+def test_an_encoder_is_measured_by_its_hidden_states_and_not_given_a_random_head(
+    name: str, tokenized: Callable[..., Path], federation: Path, executor: ScriptedProvider, tmp_path: Path
+) -> None:
+    torch.manual_seed(2)
+    path = tokenized(NO_LANGUAGE_MODELS[name]())
+    text = ("--text", str(path / "notes.text"))
+    check = CliRunner().invoke(
+        cli.app, ["check", "--model", str(path), *text, "--sequence-length", "16", "--blocks", "2"]
+    )
+    assert check.exception is None, check.exception
+    assert "perplexity" not in check.output
+    (line,) = [line for line in check.output.splitlines() if "smallest cosine of hidden states" in line]
+    assert float(line.split()[-2]) > 0.999  # the ring's; bf16's is the last
+    where = ("--model", str(path), "--federation", str(federation))
+    for command in (
+        ("finetune", *where, *text, "--output", str(tmp_path / "out")),
+        ("generate", *where, "--prompt", "a"),
+    ):
+        error = CliRunner().invoke(cli.app, command).exception
+        assert isinstance(error, UnsupportedModelError), error
+        assert f"{name}, which does not predict the next token" in str(error)
+    assert executor.hellos == []

@@ -26,7 +26,7 @@ class Peer:
         tenant = tenant_identity(connection)
         shown = connection.getpeercert(binary_form=True)
         if shown is None:
-            raise CertificateError("the client showed no certificate: issue one with `symbiosis-priv keys tenant`")
+            raise CertificateError("the client showed no certificate: sign its request with `symbiosis-priv keys sign`")
         return cls(tenant, fingerprint(shown))
 
 

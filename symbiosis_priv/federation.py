@@ -212,6 +212,8 @@ def check_parties(peers: Sequence[Peer]) -> None:
         if not shared:
             continue
         pair = f"{one.role} {one.name!r} and {other.role} {other.name!r} have the same {', '.join(shared)}"
+        if shared == ["name"]:
+            raise ConfigError(f"{pair}, and case does not count: give each of them its own")
         if one.role != other.role:
             raise RoleConflictError(
                 f"{pair}: together they would see everything. Choose a helper that somebody else runs, "

@@ -90,6 +90,19 @@ def test_serve_until_told_to_stop(
     assert str(0x53454352) not in text
 
 
+def test_a_key_that_others_can_read_is_warned_of_in_the_log(
+    configure: Configure, keys: Keys, launch: Launch, tmp_path: Path
+) -> None:
+    key = tmp_path / "exposed.key"
+    key.write_bytes(keys.provider.key.read_bytes())
+    key.chmod(0o644)
+    config = configure()
+    service = launch(msgspec.structs.replace(config, tls=msgspec.structs.replace(config.tls, key=key)))
+    assert service.stop() == 0
+    warnings = [line["event"] for line in service.logged() if line["level"] == "warning"]
+    assert len([event for event in warnings if event.endswith(f"chmod 600 {key}")]) == 1
+
+
 def test_executor_in_its_own_process_comes_back(
     configure: Configure,
     connect: Connect,

@@ -134,9 +134,9 @@ def test_rule_11_no_party_is_listed_twice(
 ) -> None:
     path = write(alpha={"role": one}, beta={"role": other, **same}, gamma={"role": "executor"})
     name = same.get("name", "beta")
-    with pytest.raises(ConfigError, match=f"{one} 'alpha' and {other} .* have the same {shared}:") as caught:
+    with pytest.raises(ConfigError, match=f"{one} 'alpha' and {other} .* have the same {shared}[:,]") as caught:
         load_federation(path)
-    assert caught.type is error
+    assert caught.type is (ConfigError if shared == "name" else error)
     assert str(path) in str(caught.value)
     assert repr(name) in str(caught.value)
 

@@ -5,7 +5,7 @@ ctypes releases the GIL during a call; the library has no threads of its own and
 argument, so that one process can compare all of them.
 
     SYMBIOSIS_PRIV_NATIVE=0          act as if there were no library
-    SYMBIOSIS_PRIV_ISA=portable      (avx2, avx512) use nothing above this instruction set
+    SYMBIOSIS_PRIV_ISA=portable      (avx2, avxvnni, avx512) use nothing above this instruction set
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ _LIBRARY = _FOLDER / "libring.so"
 
 
 class Isa(enum.IntEnum):
-    """Instruction sets with code of their own, as C's `enum isa`; each includes those before it."""
+    """Instruction sets with code of their own, as C's `enum isa`; better ones later."""
 
     PORTABLE = 0
     AVX2 = 1
-    AVX512 = 2  # with VNNI
+    AVXVNNI = 2
+    AVX512 = 3  # with VNNI
 
 
 def library() -> ctypes.CDLL | None:
@@ -50,12 +51,13 @@ def isas() -> tuple[Isa, ...]:
     lib = library()
     if lib is None:
         return ()
-    best = lib.ring_best_isa()
+    usable = lib.ring_isas()
+    best = max(Isa)
     if name := os.environ.get("SYMBIOSIS_PRIV_ISA"):
         if name.upper() not in Isa.__members__:
             raise ConfigError(f"SYMBIOSIS_PRIV_ISA={name} is unknown; choose {', '.join(Isa.__members__).lower()}")
-        best = min(best, Isa[name.upper()])
-    return tuple(isa for isa in Isa if isa <= best)
+        best = Isa[name.upper()]
+    return tuple(isa for isa in Isa if isa <= best and usable >> isa & 1)
 
 
 def pointer(tensor: Tensor | None, row: int = 0) -> int | None:
@@ -87,7 +89,13 @@ def _declare(lib: ctypes.CDLL) -> None:
     address, integer, real, isa = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double, ctypes.c_int32
     parts = (address, address, address, integer, ctypes.c_int32)
     signatures: dict[str, tuple[tuple[object, ...], object]] = {
-        "ring_best_isa": ((), isa),
+        "ring_isas": ((), ctypes.c_uint32),
+        "ring_pack": ((address, integer, integer, ctypes.c_int32, address), None),
+        "ring_split": ((address, integer, integer, address), None),
+        "ring_product": (
+            (isa, ctypes.c_int32, address, ctypes.c_int32, *2 * (integer,), address, integer, address, *2 * (integer,)),
+            None,
+        ),
         "ring_encode": ((isa, *parts, integer, integer, address, real, real, *5 * (address,)), integer),
         "ring_decode": ((isa, *2 * (address,), *3 * (integer,), *5 * (address,), *parts, address), integer),
         "ring_dot": ((isa, address, integer, integer, address, address), None),

@@ -10,16 +10,24 @@
 #if defined(__x86_64__) && defined(__GNUC__)
 #define HAVE_X86 1
 #include <immintrin.h>
+#if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11
+#define HAVE_AVXVNNI 1
+#define TARGET_AVXVNNI __attribute__((target("avx2,fma,avxvnni")))
+#else
+#define HAVE_AVXVNNI 0
+#endif
 #define TARGET_AVX2 __attribute__((target("avx2,fma")))
 #define TARGET_AVX512 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
 #else
 #define HAVE_X86 0
 #endif
 
+#define INLINE inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 8") /* also understood by clang; sums stay in registers only if loops vanish */
 #define EXPORT __attribute__((visibility("default")))
 
-/* Instruction sets that functions are written for, as their `isa` argument. Each includes those before it.
- * Mirrored by `Isa` in __init__.py. */
-enum isa { ISA_PORTABLE = 0, ISA_AVX2 = 1, ISA_AVX512 = 2 };
+/* Instruction sets that functions are written for, as their `isa` argument, better ones later. A CPU may lack
+ * ISA_AVXVNNI and have ISA_AVX512; all others include those before them. Mirrored by `Isa` in __init__.py. */
+enum isa { ISA_PORTABLE = 0, ISA_AVX2 = 1, ISA_AVXVNNI = 2, ISA_AVX512 = 3 };
 
 #endif

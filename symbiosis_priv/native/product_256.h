@@ -1,0 +1,69 @@
+/* The inner loop and the transposition for 256-bit registers; included once per instruction set, with DOT, NAMED and
+ * TARGET defined. */
+
+static INLINE TARGET __m256i NAMED(load)(const void *weights, int64_t vector, int weight_bytes) {
+    if (weight_bytes == 1) return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)weights + vector));
+    return _mm256_loadu_si256((const __m256i *)weights + vector);
+}
+
+/* VECTORS of 8 columns at a time: 2 * ROWS * VECTORS sums and what feeds them fill 16 registers. */
+static INLINE TARGET void NAMED(block)(const struct block *b, const int rows, const int weight_bytes) {
+    enum { VECTORS = 2, PER_PAIR = PANEL / 8 };
+    for (int column = 0; column < PER_PAIR; column += VECTORS) {
+        __m256i sums[2 * ROWS][VECTORS];
+        UNROLL for (int i = 0; i < 2 * rows; i++)
+            UNROLL for (int j = 0; j < VECTORS; j++) sums[i][j] = _mm256_setzero_si256();
+        const int32_t *limbs = b->limbs;
+        for (int64_t k = 0; k < b->pairs; k++, limbs += 2 * rows) {
+            __m256i w[VECTORS];
+            UNROLL for (int j = 0; j < VECTORS; j++) w[j] = NAMED(load)(b->weights, k * PER_PAIR + column + j, weight_bytes);
+            UNROLL for (int i = 0; i < 2 * rows; i++) {
+                __m256i x = _mm256_set1_epi32(limbs[i]);
+                UNROLL for (int j = 0; j < VECTORS; j++) sums[i][j] = DOT(sums[i][j], x, w[j]);
+            }
+        }
+        UNROLL for (int r = 0; r < rows; r++) {
+            __m256i *out = (__m256i *)(b->out + r * b->stride) + column;
+            UNROLL for (int j = 0; j < VECTORS; j++) {
+                __m256i sum = _mm256_add_epi32(sums[r][j], _mm256_slli_epi32(sums[rows + r][j], 16));
+                if (b->add) sum = _mm256_add_epi32(sum, _mm256_loadu_si256(out + j));
+                _mm256_storeu_si256(out + j, sum);
+            }
+        }
+    }
+}
+
+static TARGET void NAMED(block_product)(const struct block *b, int rows, int weight_bytes) {
+    if (weight_bytes == 1) {
+        if (rows == 3) NAMED(block)(b, 3, 1);
+        else if (rows == 2) NAMED(block)(b, 2, 1);
+        else NAMED(block)(b, 1, 1);
+    } else {
+        if (rows == 3) NAMED(block)(b, 3, 2);
+        else if (rows == 2) NAMED(block)(b, 2, 2);
+        else NAMED(block)(b, 1, 2);
+    }
+}
+
+static TARGET void NAMED(tile_transpose)(const void *packed, const void *next, int16_t *turned, int weight_bytes) {
+    const __m256i swap_words =
+        _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
+    enum { CELLS = 4, VECTORS = TILE_PAIRS / CELLS }; /* cells of 64 bits in a vector, vectors in a line of the tile */
+    for (int line = 0; line < VECTORS; line++) {
+        for (int column = 0; column < VECTORS; column++) {
+            prefetch(next, (line * VECTORS + column) * CELLS / 2, CELLS / 2, weight_bytes);
+            __m256i a[CELLS];
+            for (int i = 0; i < CELLS; i++) {
+                __m256i cells = NAMED(load)(packed, (line * CELLS + i) * VECTORS + column, weight_bytes);
+                a[i] = _mm256_shuffle_epi8(cells, swap_words);
+            }
+            __m256i *out = (__m256i *)turned + column * CELLS * VECTORS + line;
+            for (int odd = 0; odd < 2; odd++) {
+                __m256i upper = odd ? _mm256_unpackhi_epi64(a[0], a[1]) : _mm256_unpacklo_epi64(a[0], a[1]);
+                __m256i lower = odd ? _mm256_unpackhi_epi64(a[2], a[3]) : _mm256_unpacklo_epi64(a[2], a[3]);
+                _mm256_store_si256(out + (0 + odd) * VECTORS, _mm256_permute2x128_si256(upper, lower, 0x20));
+                _mm256_store_si256(out + (2 + odd) * VECTORS, _mm256_permute2x128_si256(upper, lower, 0x31));
+            }
+        }
+    }
+}

@@ -113,8 +113,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         device: a torch device.
         kernel: `auto`, or a name in `symbiosis_priv.kernels.KERNELS`.
         threads: torch threads; torch's own choice if None.
-        warm_up: load every layer group, and choose its kernels, in idle moments after the start; if false, each when
-            it is first asked for.
+        warm_up: load every layer group in idle moments after the start; if false, each when it is first asked for.
         float_path: `float` in the file: also serve float products, which only masking = "paper-pool" needs.
         float_memory_mib: what their weights may take; the least recently used layer groups are dropped first.
     """

@@ -345,7 +345,7 @@ def build(config: ProviderConfig, *, model_digest: str, context: Context) -> Exe
     store = open_store(config)
     if store.manifest().digest != model_digest:
         raise CheckpointError(f"{store.path} changed while it was in use; start the provider again")
-    model = ServedModel(store, device=settings.device, kernel=settings.kernel, float_memory=settings.float_memory)
+    model = ServedModel(store, float_memory=settings.float_memory)
     return Executor(
         model,
         context=context,

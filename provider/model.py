@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
 import torch
@@ -15,17 +14,18 @@ from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.kernels import RingMatrix
 from symbiosis_priv.keystream import expand, mask_key
 from symbiosis_priv.manifest import Manifest
-from symbiosis_priv.ring import FORWARD, Direction
+from symbiosis_priv.ring import Direction
 from symbiosis_priv.weights import WeightStore
 from symbiosis_priv.wire import Arithmetic, Effect
-
-_FEW_AND_MANY = (1, 64)  # row counts of the two classes for which kernels are chosen
 
 
 def open_store(config: ProviderConfig) -> WeightStore:
     """The weight store that a configuration names."""
     path = resolve(config.model.checkpoint)
-    return WeightStore(path, weight_bits=config.model.weight_bits, cache=config.model.cache)
+    model, executor = config.model, config.executor
+    return WeightStore(
+        path, weight_bits=model.weight_bits, cache=model.cache, device=executor.device, kernel=executor.kernel
+    )
 
 
 def _usable(device: str) -> torch.device:
@@ -42,18 +42,16 @@ class ServedModel:
     """Products of every layer group. Not thread-safe: it belongs to the executor.
 
     Args:
-        store: the base model.
-        device: where products run; ConfigError if this machine or this torch has none such.
-        kernel: "auto" or a name in `kernels.KERNELS`.
+        store: the base model, and the device that products of it run on.
         float_memory: bytes for weights of the float path; None if there is no float path.
+
+    Raises:
+        ConfigError: this machine or this torch has no such device.
     """
 
-    def __init__(
-        self, store: WeightStore, *, device: str = "cpu", kernel: str = "auto", float_memory: int | None = None
-    ) -> None:
+    def __init__(self, store: WeightStore, *, float_memory: int | None = None) -> None:
         self._store = store
-        self._device = _usable(device)
-        self._kernel = kernel
+        self._device = _usable(store.device)
         self._ring: dict[int, RingMatrix] = {}
         self._floats = None if float_memory is None else FloatGroups(store, device=self._device, memory=float_memory)
 
@@ -82,7 +80,7 @@ class ServedModel:
             ConfigError: floats are asked for and there is no float path; the gateway refuses such requests before.
         """
         if arithmetic == "ring":
-            return self._ring_group(group).product(rows, transposed=direction != FORWARD).cpu()
+            return self._ring_group(group).product(rows, direction).cpu()
         if self._floats is None:
             raise ConfigError("float products are not served here: set float = true under [executor]")
         operand = self._floats.group(group)
@@ -96,21 +94,13 @@ class ServedModel:
         return expand(key, first_row=request.first_row, rows=request.rows, width=inputs)
 
     def warm_up(self) -> Iterator[None]:
-        """Load every group for the ring and choose its kernels, one small step per `next`."""
+        """Load every group for the ring, one per `next`."""
         for index in range(len(self.manifest.groups)):
-            matrix = self._ring_group(index)
+            self._ring_group(index)
             yield
-            for rows, transposed in itertools.product(_FEW_AND_MANY, (False, True)):
-                matrix.chosen(rows, transposed=transposed)
-                yield
 
     def _ring_group(self, index: int) -> RingMatrix:
         matrix = self._ring.get(index)
         if matrix is None:
-            matrix = self._ring[index] = RingMatrix(
-                self._store.group(index).weight,
-                weight_bits=self._store.weight_bits,
-                device=self._device,
-                kernel=self._kernel,
-            )
+            matrix = self._ring[index] = self._store.matrix(index)
         return matrix

@@ -1,23 +1,28 @@
 """The quantised base model: a store that hands out one layer group at a time.
 
-Quantised groups are kept on disk under their digest, and checked against it when read back.
+Groups are kept on disk under their digest: packed for products and mapped (`packed`), and, for those who ask for the
+integers themselves, as they are, checked against the digest when read back.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import torch
 import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from symbiosis_priv import packed
 from symbiosis_priv.checkpoint import Checkpoint
 from symbiosis_priv.discovery import Skeleton, discover
-from symbiosis_priv.errors import CheckpointError
+from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.files import default_cache, replace_atomically, write_atomically
+from symbiosis_priv.kernels import Choice, RingMatrix, choose, kernel_of, tune
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
 from symbiosis_priv.manifest import MANIFEST_VERSION, GroupEntry, Manifest
 from symbiosis_priv.quantise import Layer, QuantisedGroup, quantise
@@ -35,12 +40,25 @@ class WeightStore:
         path: a local checkpoint folder (`checkpoint.resolve` gives one).
         weight_bits: b.
         cache: folder for quantised groups; `default_cache()` if None.
+        device: where products of `matrix` run.
+        kernel: "auto", or a name in `kernels.KERNELS`, for `matrix`.
     """
 
-    def __init__(self, path: Path, *, weight_bits: int = DEFAULT_WEIGHT_BITS, cache: Path | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        weight_bits: int = DEFAULT_WEIGHT_BITS,
+        cache: Path | None = None,
+        device: str = "cpu",
+        kernel: str = "auto",
+    ) -> None:
         self.path = path
         self.weight_bits = weight_bits
+        self.device = device
+        self._kernel = kernel
         self._cache = (cache or default_cache()) / "weights"
+        self._choices = self._cache / "kernels.json"
         self._skeleton: Skeleton | None = None
         self._manifest: Manifest | None = None
         self._cache_failed = False
@@ -53,7 +71,7 @@ class WeightStore:
         return self._skeleton
 
     def manifest(self, *, progress: Progress | None = None) -> Manifest:
-        """The manifest; the first call for a checkpoint reads and quantises all of it, later ones only look it up."""
+        """The manifest; the first call for a checkpoint quantises and packs all of it, later ones only look it up."""
         if self._manifest is None:
             self._manifest = self._cached_manifest() or self._quantise_all(progress)
         return self._manifest
@@ -74,12 +92,61 @@ class WeightStore:
         cached = self._read(entry.digest)
         if cached is not None:
             return cached
+        group = self._quantise(entry)
+        self._cache_group(entry.digest, group)
+        return group
+
+    def matrix(self, index: int) -> RingMatrix:
+        """One group ready for products: packed weights mapped from the cache, or packed now.
+
+        Raises:
+            ConfigError: no such kernel, or none that is exact on this store's device.
+            CheckpointError: the checkpoint changed since its manifest was made.
+        """
+        entry = self.manifest().groups[index]
+        matrix = self._mapped(entry)
+        if matrix is None:
+            group = self._read(entry.digest) or self._quantise(entry)
+            matrix = self._pack(entry, group.weight)
+        return matrix
+
+    def _quantise(self, entry: GroupEntry) -> QuantisedGroup:
         with Checkpoint(self.path) as checkpoint:
             group = quantise(list(self._layers(checkpoint, entry.members)), weight_bits=self.weight_bits)
         if group.digest() != entry.digest:
             raise CheckpointError(f"{self.path} changed while it was in use; start again")
-        self._cache_group(entry.digest, group)
         return group
+
+    def _choice(self, entry: GroupEntry) -> Choice:
+        return choose(
+            (entry.stacked_outputs, entry.inputs),
+            weight_bits=self.weight_bits,
+            device=torch.device(self.device),
+            kernel=self._kernel,
+            memory=self._choices,
+        )
+
+    def _mapped(self, entry: GroupEntry) -> RingMatrix | None:
+        choice = self._choice(entry)
+        found = packed.read(self._cache, entry.digest, choice.layout, weight_bits=self.weight_bits)
+        if found is None:
+            return None
+        matrix = RingMatrix.of_packed(found[0], choice, device=self.device)
+        if packed.agrees(matrix, found[1]):
+            return matrix
+        log.warning("the packed weights of %s in %s are damaged and are packed again", entry.name, self._cache)
+        return None
+
+    def _pack(self, entry: GroupEntry, weight: Tensor) -> RingMatrix:
+        """Pack a group and keep it; the mapped copy is the one that stays, where the cache can be written."""
+        if self._kernel == "auto":
+            device = torch.device(self.device)
+            self._remember(lambda: tune(weight, weight_bits=self.weight_bits, device=device, memory=self._choices))
+        choice = self._choice(entry)
+        made = kernel_of(choice.layout).pack(weight, weight_bits=self.weight_bits)
+        products = packed.probe_products(weight, weight_bits=self.weight_bits)
+        self._remember(lambda: packed.write(self._cache, entry.digest, made, products))
+        return self._mapped(entry) or RingMatrix.of_packed(made, choice, device=self.device)
 
     def layers(self, index: int) -> list[Layer]:
         """The float members of a group, as stored in the checkpoint (the float path's weights)."""
@@ -135,7 +202,8 @@ class WeightStore:
     def _quantise_all(self, progress: Progress | None) -> Manifest:
         entries = []
         for entry, group in self.stream(progress=progress):
-            self._cache_group(entry.digest, group)
+            with contextlib.suppress(ConfigError):  # no such device here: it is said when products are wanted
+                self._pack(entry, group.weight)
             entries.append(entry)
         return self.assemble(entries)
 

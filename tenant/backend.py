@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv.kernels import RingMatrix
-from symbiosis_priv.ring import FORWARD, Direction
+from symbiosis_priv.ring import Direction
 from symbiosis_priv.weights import WeightStore
 from tenant.facts import GroupFacts
 from tenant.rows import FloatRows, Rows
@@ -107,9 +107,8 @@ class Simulation:
     def product(self, index: int, direction: Direction, rows: Tensor) -> Tensor:
         """The product modulo 2^32: int32 `[r, d]` in, int32 `[r, o]` out."""
         if index not in self._matrices:
-            weight = self._store.group(index).weight
-            self._matrices[index] = RingMatrix(weight, weight_bits=self._store.weight_bits)
-        return self._matrices[index].product(rows, transposed=direction != FORWARD)
+            self._matrices[index] = self._store.matrix(index)
+        return self._matrices[index].product(rows, direction)
 
     def close(self) -> None:
         self._matrices.clear()

@@ -12,9 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
 
 if TYPE_CHECKING:  # what imports torch is imported by the commands: not for --help
-    from tenant.bench.linear import KernelTiming, RoundTrip, Timing
+    from tenant.bench.kernels import KernelTiming
+    from tenant.bench.linear import RoundTrip, Timing
 
 app = typer.Typer(no_args_is_help=True, help="Measure round trips beside a bare TLS echo of the same bytes.")
 
@@ -68,37 +70,60 @@ def roundtrip(
 @app.command()
 def kernels(
     *,
-    rows: Rows = "1,16,64,256",
-    shape: Annotated[str, typer.Option(help="INPUTSxOUTPUTS, separated by commas.")] = "256x256,1024x1024,1024x4096",
-    repeat: Repeat = 20,
+    rows: Rows = "1,8,64,256",
+    shape: Annotated[str, typer.Option(help="INPUTSxOUTPUTS, separated by commas.")] = "2048x2048,2048x11264",
+    repeat: Repeat = 10,
     threads: Threads = _HALF_THE_CORES,
+    weight_bits: Annotated[
+        int, typer.Option(min=MIN_WEIGHT_BITS, max=MAX_WEIGHT_BITS, help="Bits of a quantised weight.")
+    ] = DEFAULT_WEIGHT_BITS,
     device: Annotated[str, typer.Option(help="Torch device.")] = "cpu",
     json: Json = None,
 ) -> None:
-    """Time every exact kernel beside float32, and show which one is chosen."""
+    """Time every exact kernel beside float32 in both directions, and show which one is chosen."""
     import torch
 
-    from symbiosis_priv.kernels import KERNELS
-    from tenant.bench.linear import measure_kernels
+    from tenant.bench.kernels import measure_kernels
 
+    counts, shapes = _numbers(rows, "--rows"), _shapes(shape)
     torch.set_num_threads(threads)
-    results = [
-        measure_kernels(inputs=inputs, outputs=outputs, rows=count, repeat=repeat, device=device)
-        for inputs, outputs in _shapes(shape)
-        for count in _numbers(rows, "--rows")
-    ]
-    table = Table("inputs x outputs", "rows", *KERNELS, "float32", "chosen", "ratio")
-    for r in results:
-        times = [f"{r.kernels[name]:,.0f}" if name in r.kernels else "-" for name in KERNELS]
-        ratio = f"{r.kernels[r.chosen] / r.float32:.2f}"
-        table.add_row(f"{r.inputs} x {r.outputs}", str(r.rows), *times, f"{r.float32:,.0f}", r.chosen, ratio)
+    results: list[KernelTiming] = []
     console = Console()
-    console.print(table)
+    with console.status("measuring") as status:
+        for inputs, outputs in shapes:
+            status.update(f"measuring {inputs} x {outputs}")
+            results += measure_kernels(
+                inputs=inputs,
+                outputs=outputs,
+                row_counts=counts,
+                repeat=repeat,
+                weight_bits=weight_bits,
+                device=device,
+            )
+    for start in range(0, len(results), 2 * len(counts)):
+        console.print(_kernel_table(results[start : start + 2 * len(counts)]))
     console.print(
-        f"microseconds, median of {repeat} repetitions by turns, {threads} torch threads on {device}; the ratio "
-        f"is the chosen kernel's time to float32's"
+        f"microseconds and ratio to float32, median of {repeat} repetitions by turns, {threads} threads on {device}, "
+        f"{weight_bits} weight bits; * is what a provider uses"
     )
     _write(json, results)
+
+
+def _kernel_table(results: list[KernelTiming]) -> Table:
+    """One shape; a column per direction and row count, microseconds and their ratio to float32's."""
+    columns = [f"{r.direction} {r.rows}" for r in results]
+    table = Table(f"{results[0].inputs} x {results[0].outputs}", *columns)
+    table.add_row("float32", *(f"{r.float32:,.0f}" for r in results), end_section=True)
+    for name in dict.fromkeys(name for r in results for name in r.kernels):
+        table.add_row(name, *(_kernel_cell(r, name) for r in results))
+    return table
+
+
+def _kernel_cell(timing: KernelTiming, kernel: str) -> str:
+    if kernel not in timing.kernels:
+        return "-"
+    chosen = "*" if kernel == timing.chosen else ""
+    return f"{timing.kernels[kernel]:,.0f} {timing.ratio(kernel):.2f}{chosen}"
 
 
 def _table(results: list[RoundTrip]) -> Table:

@@ -127,11 +127,11 @@ class BlameKeys:
 
     def add(self, index: int, weight: Tensor, *, weight_bits: int) -> None:
         """Make the keys of one layer group from its quantised weight, int16 `[o, d]`."""
-        matrix = RingMatrix(weight, weight_bits=weight_bits, kernel="int32")
+        matrix = RingMatrix(weight, weight_bits=weight_bits)
         for direction in DIRECTIONS:
             forward = direction == FORWARD
             r = self._expand(index, direction, rows=weight.shape[0 if forward else 1])
-            product = matrix.product(r.t(), transposed=forward)
+            product = matrix.product(r.t(), BACKWARD if forward else FORWARD)
             self._made[_name(index, direction)] = product.t().contiguous()
 
     def accepts(self, index: int, direction: Direction, *, rows: Tensor, answer: Tensor) -> bool:

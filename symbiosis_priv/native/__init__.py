@@ -60,6 +60,11 @@ def isas() -> tuple[Isa, ...]:
     return tuple(isa for isa in Isa if isa <= best and usable >> isa & 1)
 
 
+def vectorised() -> bool:
+    """Whether the library has code for this CPU's vector instructions, and not only plain C."""
+    return any(isa > Isa.PORTABLE for isa in isas())
+
+
 def pointer(tensor: Tensor | None, row: int = 0) -> int | None:
     """The address of a CPU tensor's row, for a C argument; the caller keeps the tensor alive."""
     return None if tensor is None else tensor.data_ptr() + row * tensor.stride(0) * tensor.element_size()
@@ -73,7 +78,7 @@ def _load() -> ctypes.CDLL | None:
     try:
         lib = ctypes.CDLL(str(_LIBRARY))
         lib.ring_source_digest.restype = ctypes.c_char_p
-        stale = lib.ring_source_digest().decode() != _source_digest()
+        stale = lib.ring_source_digest().decode() != source_digest()
     except (OSError, AttributeError) as error:
         log.warning("compiled kernels left out: %s does not load (%s); install symbiosis-priv again", _LIBRARY, error)
         return None
@@ -107,7 +112,7 @@ def _declare(lib: ctypes.CDLL) -> None:
         function.argtypes, function.restype = arguments, result
 
 
-def _source_digest() -> str:
-    """As hatch_build.py computes it."""
+def source_digest() -> str:
+    """SHA-256 of the sources, as hatch_build.py computes it."""
     sources = sorted(_FOLDER.glob("*.[ch]"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()

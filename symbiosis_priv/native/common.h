@@ -22,7 +22,7 @@
 #define HAVE_X86 0
 #endif
 
-#define INLINE inline __attribute__((always_inline))
+#define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 8") /* also understood by clang; sums stay in registers only if loops vanish */
 #define EXPORT __attribute__((visibility("default")))
 

@@ -9,8 +9,6 @@
 #include "common.h"
 #include <math.h>
 
-#define INLINE static inline __attribute__((always_inline))
-
 /* Arithmetic modulo p = 2^61 - 1. A column of residues comes as three arrays of limbs, r0 + 2^21 r1 + 2^41 r2, so that
  * products with int32 are below 2^52 and CHECK_BLOCK of them sum up exactly in int64. */
 #define P61 ((1ull << 61) - 1)

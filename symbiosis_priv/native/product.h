@@ -79,7 +79,7 @@ static void tile_transpose_portable(const void *packed, const void *next, int16_
 #if HAVE_X86
 
 /* `vectors` vectors of 64 bytes of int16 (32 of int8) from `first` on. */
-static INLINE void prefetch(const void *weights, int64_t first, int vectors, int weight_bytes) {
+INLINE void prefetch(const void *weights, int64_t first, int vectors, int weight_bytes) {
     const char *start = (const char *)weights + first * 32 * weight_bytes;
     UNROLL for (int i = 0; i < vectors * weight_bytes / 2; i++) _mm_prefetch(start + 64 * i, _MM_HINT_T0);
 }
@@ -87,13 +87,13 @@ static INLINE void prefetch(const void *weights, int64_t first, int vectors, int
 /* ---- 256 bit: AVX2 and AVX-VNNI differ in one operation ---- */
 
 /* As the intrinsics, around which gcc spills and copies sums (here and below). */
-static INLINE TARGET_AVX2 __m256i dot_avx2(__m256i sum, __m256i x, __m256i w) {
+INLINE TARGET_AVX2 __m256i add_pairs_avx2(__m256i sum, __m256i x, __m256i w) {
     __m256i pair;
     __asm__("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(pair) : "x"(x), "xm"(w));
     return sum;
 }
 
-#define DOT(sum, x, w) dot_avx2(sum, x, w)
+#define DOT(sum, x, w) add_pairs_avx2(sum, x, w)
 #define NAMED(name) name##_avx2
 #define TARGET TARGET_AVX2
 #include "product_256.h"
@@ -102,12 +102,12 @@ static INLINE TARGET_AVX2 __m256i dot_avx2(__m256i sum, __m256i x, __m256i w) {
 #undef TARGET
 
 #if HAVE_AVXVNNI
-static INLINE TARGET_AVXVNNI __m256i dot_avxvnni(__m256i sum, __m256i x, __m256i w) {
+INLINE TARGET_AVXVNNI __m256i add_pairs_avxvnni(__m256i sum, __m256i x, __m256i w) {
     __asm__("%{vex%} vpdpwssd %2, %1, %0" : "+x"(sum) : "x"(x), "xm"(w));
     return sum;
 }
 
-#define DOT(sum, x, w) dot_avxvnni(sum, x, w)
+#define DOT(sum, x, w) add_pairs_avxvnni(sum, x, w)
 #define NAMED(name) name##_avxvnni
 #define TARGET TARGET_AVXVNNI
 #include "product_256.h"
@@ -118,17 +118,17 @@ static INLINE TARGET_AVXVNNI __m256i dot_avxvnni(__m256i sum, __m256i x, __m256i
 
 /* ---- 512 bit ---- */
 
-static INLINE TARGET_AVX512 __m512i dot_512(__m512i sum, __m512i x, __m512i w) {
+INLINE TARGET_AVX512 __m512i add_pairs_512(__m512i sum, __m512i x, __m512i w) {
     __asm__("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(x), "vm"(w));
     return sum;
 }
 
-static INLINE TARGET_AVX512 __m512i load_512(const void *weights, int64_t vector, int weight_bytes) {
+INLINE TARGET_AVX512 __m512i load_512(const void *weights, int64_t vector, int weight_bytes) {
     if (weight_bytes == 1) return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)weights + vector));
     return _mm512_loadu_si512((const __m512i *)weights + vector);
 }
 
-static INLINE TARGET_AVX512 void block_512(const struct block *b, const int rows, const int weight_bytes) {
+INLINE TARGET_AVX512 void block_512(const struct block *b, const int rows, const int weight_bytes) {
     enum { VECTORS = PANEL / 16 };
     __m512i sums[2 * ROWS][VECTORS];
     UNROLL for (int i = 0; i < 2 * rows; i++)
@@ -139,7 +139,7 @@ static INLINE TARGET_AVX512 void block_512(const struct block *b, const int rows
         UNROLL for (int j = 0; j < VECTORS; j++) w[j] = load_512(b->weights, k * VECTORS + j, weight_bytes);
         UNROLL for (int i = 0; i < 2 * rows; i++) {
             __m512i x = _mm512_set1_epi32(limbs[i]);
-            UNROLL for (int j = 0; j < VECTORS; j++) sums[i][j] = dot_512(sums[i][j], x, w[j]);
+            UNROLL for (int j = 0; j < VECTORS; j++) sums[i][j] = add_pairs_512(sums[i][j], x, w[j]);
         }
     }
     UNROLL for (int r = 0; r < rows; r++) {

@@ -1,13 +1,13 @@
 /* The inner loop and the transposition for 256-bit registers; included once per instruction set, with DOT, NAMED and
  * TARGET defined. */
 
-static INLINE TARGET __m256i NAMED(load)(const void *weights, int64_t vector, int weight_bytes) {
+INLINE TARGET __m256i NAMED(load)(const void *weights, int64_t vector, int weight_bytes) {
     if (weight_bytes == 1) return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)weights + vector));
     return _mm256_loadu_si256((const __m256i *)weights + vector);
 }
 
 /* VECTORS of 8 columns at a time: 2 * ROWS * VECTORS sums and what feeds them fill 16 registers. */
-static INLINE TARGET void NAMED(block)(const struct block *b, const int rows, const int weight_bytes) {
+INLINE TARGET void NAMED(block)(const struct block *b, const int rows, const int weight_bytes) {
     enum { VECTORS = 2, PER_PAIR = PANEL / 8 };
     for (int column = 0; column < PER_PAIR; column += VECTORS) {
         __m256i sums[2 * ROWS][VECTORS];

@@ -21,9 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from symbiosis_priv import wire
 from symbiosis_priv.errors import DeadlineExceededError
 from symbiosis_priv.federation import Federation, load_federation
-from symbiosis_priv.kernels import KERNELS, RingMatrix, is_exact, probe_rows
 from symbiosis_priv.keystream import SessionSecret, add_keystream, expand, mask_key
-from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
 from symbiosis_priv.local import LocalFederation
 from symbiosis_priv.ring import FORWARD
 from symbiosis_priv.weights import WeightStore
@@ -143,7 +141,7 @@ class _Bench:
         self._width = width
         self._index = next(i for i, facts in enumerate(preparation.facts) if facts.entry.members[0].endswith("o_proj"))
         self._group = self._facts[self._index]
-        self._matrix = RingMatrix(store.group(self._index).weight, weight_bits=store.weight_bits)
+        self._matrix = store.matrix(self._index)
         self._session = Session(federation, preparation, options=SessionOptions())
         self._backend = RingBackend(preparation.facts, self._session)
         self._channel = Channel(
@@ -243,62 +241,7 @@ class _Clock:
         self._last = now
 
 
-@dataclass(frozen=True, kw_only=True)
-class KernelTiming:
-    """One product of one shape: median microseconds of every exact kernel, and of float32.
-
-    Args:
-        kernels: by name; kernels that are not exact or do not run here are missing.
-        chosen: what `RingMatrix` picks.
-        float32: the ordinary product.
-    """
-
-    inputs: int
-    outputs: int
-    rows: int
-    kernels: dict[str, float]
-    chosen: str
-    float32: float
-
-
-def measure_kernels(
-    *, inputs: int, outputs: int, rows: int, repeat: int, weight_bits: int = DEFAULT_WEIGHT_BITS, device: str = "cpu"
-) -> KernelTiming:
-    """Time every exact kernel on one shape, by turns."""
-    top = (1 << (weight_bits - 1)) - 1
-    weight = torch.randint(-top, top + 1, (outputs, inputs), dtype=torch.int16, device=device)
-    x = probe_rows(rows, inputs).to(device)
-    runs: dict[str, Callable[[], object]] = {}
-    for name, kind in KERNELS.items():
-        if not kind.supports(device=torch.device(device), width=inputs):
-            continue
-        try:
-            kernel = kind(weight, weight_bits=weight_bits)
-            if is_exact(kernel, weight, x, transposed=False):
-                runs[name] = functools.partial(kernel.product, x, transposed=False)
-        except (RuntimeError, NotImplementedError):  # not built for this device
-            continue
-    matrix = RingMatrix(weight, weight_bits=weight_bits, device=device)
-    x_float, weight_float = x.float(), weight.float()
-    runs["float32"] = lambda: x_float @ weight_float.t()
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeat):
-        for name, run in runs.items():
-            times[name].append(_seconds(run, device=device))
-    medians = {name: Timing.of(seconds).p50 for name, seconds in times.items()}
-    return KernelTiming(
-        inputs=inputs,
-        outputs=outputs,
-        rows=rows,
-        float32=medians.pop("float32"),
-        kernels=medians,
-        chosen=matrix.chosen(rows).name,
-    )
-
-
-def _seconds(run: Callable[[], object], *, device: str = "cpu") -> float:
+def _seconds(run: Callable[[], object]) -> float:
     start = time.perf_counter()
     run()
-    if device.startswith("cuda"):
-        torch.cuda.synchronize(device)
     return time.perf_counter() - start

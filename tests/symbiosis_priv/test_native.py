@@ -35,7 +35,7 @@ def test_every_instruction_set_up_to_the_forced_one_is_offered(monkeypatch: pyte
     assert everything[0] is native.Isa.PORTABLE
     for isa in everything:
         monkeypatch.setenv("SYMBIOSIS_PRIV_ISA", isa.name.lower())
-        assert native.isas() == everything[: isa + 1]
+        assert native.isas() == tuple(other for other in everything if other <= isa)
     monkeypatch.setenv("SYMBIOSIS_PRIV_ISA", "sse9")
     with pytest.raises(ConfigError, match=r"sse9.*avx2"):
         native.isas()
@@ -93,7 +93,7 @@ SAY_WHAT_WAS_LOADED = "from symbiosis_priv import native; print(native.__file__,
 @pytest.mark.parametrize("compiler", ["present", "absent", "broken"])
 def test_a_wheel_installs_with_and_without_a_compiler(compiler: str, tmp_path: Path) -> None:
     pytest.importorskip("hatchling")  # the build backend, offline; `make` installs it
-    if compiler == "present" and native._load() is None:
+    if compiler == "present" and shutil.which("cc") is None:
         pytest.skip("no C compiler here")
     environment = {"absent": {"CC": "/nonexistent/cc"}, "broken": {"CC": "false"}}.get(compiler, {})
     wheel = build_wheel(tmp_path, **environment)

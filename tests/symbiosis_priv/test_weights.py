@@ -26,6 +26,8 @@ from symbiosis_priv.manifest import Manifest
 from symbiosis_priv.quantise import Layer, QuantisedGroup, quantise
 from symbiosis_priv.weights import WeightStore
 
+ROWS = torch.arange(3 * 32, dtype=torch.int32).reshape(3, 32) * 0x01234567
+
 
 @pytest.fixture(params=["llama", "gpt2"])
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
@@ -90,6 +92,7 @@ def test_a_cache_hit_equals_a_fresh_group(path: Path, cache: Path, monkeypatch: 
     fresh = WeightStore(path, cache=cache)
     entries, groups = zip(*fresh.stream(), strict=True)
     assert fresh.manifest().groups == entries
+    assert all(same(fresh.group(i), group) for i, group in enumerate(groups))
     monkeypatch.setattr(weights, "quantise", lambda *_, **__: pytest.fail("quantised again"))
     later = WeightStore(path, cache=cache)
     assert later.manifest() == fresh.manifest()
@@ -188,6 +191,7 @@ def test_a_corrupt_cache_file_is_found_and_made_again(
     cache = tmp_path_factory.mktemp("cache")
     store = WeightStore(gpt2_path, cache=cache)
     entry = store.manifest().groups[0]
+    store.group(0)
     [file] = cache.rglob(f"{entry.digest}.safetensors")
     content = bytearray(file.read_bytes())
     if data.draw(st.booleans()):
@@ -205,6 +209,7 @@ def test_a_corrupt_cache_file_is_found_and_made_again(
 def test_another_models_cache_file_is_not_believed(path: Path, cache: Path) -> None:
     store = WeightStore(path, cache=cache)
     first, second = store.manifest().groups[:2]
+    assert store.group(0) is not store.group(1)
     [victim], [other] = (list(cache.rglob(f"{entry.digest}.safetensors")) for entry in (first, second))
     other.replace(victim)
     assert store.group(0).digest() == first.digest
@@ -299,5 +304,6 @@ def test_a_cache_that_cannot_be_written_costs_time_only(
     cached, uncached = (WeightStore(llama_path, cache=tmp_path / name) for name in ("empty", "full"))
     assert uncached.manifest() == cached.manifest()
     assert uncached.group(0).digest() == cached.group(0).digest()
+    assert torch.equal(uncached.matrix(0).product(ROWS), cached.matrix(0).product(ROWS))
     assert [r.levelname for r in caplog.records] == ["WARNING"]  # said once
     assert "choose another folder" in caplog.text

@@ -68,7 +68,7 @@ def residues(draw: st.DrawFn) -> Case:
     weight, bits = draw(weights())
     direction = draw(testing.directions())
     rows = draw(testing.ring_rows(width=weight.shape[1 if direction == FORWARD else 0]))
-    product = RingMatrix(weight, weight_bits=bits, kernel="int32").product(rows, transposed=direction != FORWARD)
+    product = RingMatrix(weight, weight_bits=bits, kernel="int32").product(rows, direction)
     return weight, rows, product, direction
 
 

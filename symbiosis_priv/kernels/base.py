@@ -1,0 +1,76 @@
+"""What a kernel is: a packing of the weights, and an exact product modulo 2^32 from it in both directions."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from symbiosis_priv.ring import FORWARD, Direction
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A weight matrix as some kernels read it: one plain tensor, so that it can be mapped from disk and shared.
+
+    Args:
+        layout: which kernels these are (`Kernel.layout`).
+        outputs: o, of the weight.
+        inputs: d, of the weight.
+        weight_bits: b; a packed weight takes 1 byte up to 8 bits, else 2.
+        data: contiguous int8 or int16.
+    """
+
+    layout: str
+    outputs: int
+    inputs: int
+    weight_bits: int
+    data: Tensor
+
+    def columns(self, direction: Direction) -> tuple[int, int]:
+        """(columns of a product's rows, columns of its result)."""
+        return (self.inputs, self.outputs) if direction == FORWARD else (self.outputs, self.inputs)
+
+    def to(self, device: torch.device) -> Packed:
+        """The same on another device."""
+        return replace(self, data=self.data.to(device))
+
+
+class Kernel(ABC):
+    """One way to multiply. Kernels of the same layout work on the same packed weights."""
+
+    name: str
+    layout: ClassVar[str]
+
+    @abstractmethod
+    def supports(self, device: torch.device) -> bool:
+        """Whether products run on this device."""
+
+    def is_candidate(self, device: torch.device) -> bool:
+        """Whether it may be the fastest on this device, one that it supports."""
+        return True
+
+    def max_terms(self) -> int:
+        """The widest row whose product is exact."""
+        return 1 << 62
+
+    @abstractmethod
+    def form(self, outputs: int, inputs: int, *, weight_bits: int) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Dtype and shape of the packed tensor."""
+
+    @abstractmethod
+    def pack(self, weight: Tensor, *, weight_bits: int) -> Packed:
+        """Pack int16 `[o, d]`, `|weight| < 2^(weight_bits - 1)`, on the CPU. Keeps nothing of `weight`."""
+
+    @abstractmethod
+    def product(self, packed: Packed, rows: Tensor, direction: Direction, out: Tensor) -> None:
+        """`rows @ weight.T` forward, `rows @ weight` backward, mod 2^32.
+
+        Args:
+            packed: of this kernel's layout.
+            rows: int32, contiguous, at least one row, on the packed weights' device.
+            out: int32, contiguous, overwritten.
+        """

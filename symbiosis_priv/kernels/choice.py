@@ -1,0 +1,150 @@
+"""Which layout weights are packed in, and which kernel of that layout multiplies how many rows.
+
+Every kernel computes the same residues, so this is about speed only, and it never keeps a tenant waiting: `choose`
+looks a measurement up or takes the likely best, which has passed the self-test. `tune` measures: it is for the moment
+when weights are packed for the first time, which takes far longer, and does nothing where there is no choice. What it
+finds is remembered on disk, by machine and shape class.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import platform
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from symbiosis_priv import native
+from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.files import write_atomically
+from symbiosis_priv.kernels.base import Kernel
+from symbiosis_priv.kernels.registry import KERNELS, candidates, is_exact, probe_rows
+from symbiosis_priv.ring import DIRECTIONS, Direction
+
+log = logging.getLogger(__name__)
+
+_FEW_LIMIT = 8
+_COUNTS = {"few": 4, "many": 64}  # rows that stand for their class when timing
+_TIMED_WEIGHTS = 1 << 22  # a slice of the matrix is enough to compare
+_REPEATS = 3
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """A layout, and the kernel's name by "direction class", as in "forward few"."""
+
+    layout: str
+    kernels: dict[str, str]
+
+    def kernel(self, direction: Direction, count: int) -> Kernel:
+        """The kernel for a product of `count` rows."""
+        return KERNELS[self.kernels[f"{direction} {'few' if count <= _FEW_LIMIT else 'many'}"]]
+
+
+def choose(
+    shape: Sequence[int], *, weight_bits: int, device: torch.device, kernel: str = "auto", memory: Path | None = None
+) -> Choice:
+    """What was measured for this shape class, or the likely best.
+
+    Args:
+        shape: (outputs, inputs).
+        kernel: "auto", or a name in `KERNELS`.
+        memory: the file that `tune` writes.
+
+    Raises:
+        ConfigError: a kernel that is unknown, does not run here, or is not exact for this shape.
+    """
+    found = _exact_for(shape, device, kernel)
+    if kernel == "auto" and memory is not None:
+        remembered = _recall(memory).get(_shape_class(shape, weight_bits, device))
+        if remembered and set(remembered.kernels.values()) <= {k.name for k in found if k.layout == remembered.layout}:
+            return remembered
+    layout = found[0].layout
+    few, *_, many = [found[0], *(k for k in found if k.layout == layout)]
+    names = {"few": few.name, "many": many.name}
+    return Choice(layout, {f"{direction} {rows}": names[rows] for direction in DIRECTIONS for rows in names})
+
+
+def tune(weight: Tensor, *, weight_bits: int, device: torch.device, memory: Path) -> None:
+    """Time the candidates on part of a matrix, unless that is known or there is but one, and remember the fastest.
+
+    Args:
+        weight: int16 `[o, d]` on the CPU.
+        memory: a file in the cache folder.
+    """
+    key = _shape_class(weight.shape, weight_bits, device)
+    found = _exact_for(weight.shape, device, "auto")
+    if len(found) == 1 or key in _recall(memory):
+        return
+    part = weight[: max(1, _TIMED_WEIGHTS // weight.shape[1])]
+    times: dict[str, dict[str, dict[str, float]]] = {}  # by layout, by "direction class", by kernel
+    for kernel in found:
+        for direction in DIRECTIONS:
+            for rows, count in _COUNTS.items():
+                seconds = _seconds(kernel, part, count, direction=direction, weight_bits=weight_bits, device=device)
+                times.setdefault(kernel.layout, {}).setdefault(f"{direction} {rows}", {})[kernel.name] = seconds
+    best = {
+        layout: {c: min(t.items(), key=lambda item: item[1]) for c, t in by.items()} for layout, by in times.items()
+    }
+    layout = min(best, key=lambda name: math.prod(seconds for _, seconds in best[name].values()))
+    choice = Choice(layout, {row_class: name for row_class, (name, _) in best[layout].items()})
+    log.info("kernels for %s: %s", key, choice)
+    write_atomically(memory, msgspec.json.encode(_recall(memory) | {key: choice}))
+
+
+def _exact_for(shape: Sequence[int], device: torch.device, kernel: str) -> list[Kernel]:
+    found = [k for k in candidates(device, kernel=kernel) if max(shape) <= k.max_terms()]
+    if not found:
+        raise ConfigError(f"kernel = {kernel!r} is not exact for a layer of {list(shape)}; use kernel = 'auto'")
+    return found
+
+
+def _seconds(
+    kernel: Kernel, weight: Tensor, count: int, *, direction: Direction, weight_bits: int, device: torch.device
+) -> float:
+    """The best of a few; infinite if the kernel is not exact for this shape after all."""
+    if not is_exact(kernel, weight, count=count, direction=direction, weight_bits=weight_bits, device=device):
+        log.warning("kernel %s is not exact for %s on this machine and is left out", kernel.name, list(weight.shape))
+        return math.inf
+    packed = kernel.pack(weight, weight_bits=weight_bits).to(device)
+    width, columns = packed.columns(direction)
+    rows = probe_rows(count, width).to(device)
+    out = torch.empty((count, columns), dtype=torch.int32, device=device)
+    seconds = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        kernel.product(packed, rows, direction, out)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def _recall(memory: Path) -> dict[str, Choice]:
+    try:
+        return msgspec.json.decode(memory.read_bytes(), type=dict[str, Choice])
+    except (OSError, msgspec.DecodeError):  # none yet, or damaged: measured again
+        return {}
+
+
+def _shape_class(shape: Sequence[int], weight_bits: int, device: torch.device) -> str:
+    """What decides speed: shapes to the nearest power of two."""
+    outputs, inputs = (round(math.log2(max(1, size))) for size in shape)
+    return f"{_machine(device)}, {torch.get_num_threads()} threads, 2^{outputs}x2^{inputs}, {weight_bits} bits"
+
+
+@functools.cache
+def _machine(device: torch.device) -> str:
+    processor = platform.processor() or platform.machine()
+    cpus = Path("/proc/cpuinfo")
+    if cpus.is_file():
+        lines = cpus.read_text(encoding="utf-8", errors="replace").splitlines()
+        processor = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), processor)
+    if device.type == "cuda":
+        processor += " " + torch.cuda.get_device_name(device)
+    return f"{processor}, torch {torch.__version__}, {native.source_digest()[:12]}"

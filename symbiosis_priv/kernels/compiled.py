@@ -1,0 +1,85 @@
+"""Kernels of the compiled library, one per instruction set, on one layout (native/product.h has the theory).
+
+The library has no threads: Python slices the result's columns and hands the slices to `parallel`.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+
+from symbiosis_priv import native
+from symbiosis_priv.kernels import parallel
+from symbiosis_priv.kernels.base import Kernel, Packed
+from symbiosis_priv.native import Isa
+from symbiosis_priv.ring import BACKWARD, Direction
+
+_PANEL = 64  # PANEL in product.h
+_SLICE_BYTES = 1 << 20  # of weights at up to _SLICE_ROWS rows: worth handing to another thread
+_SLICE_ROWS = 8
+_scratch = threading.local()
+
+
+def _padded(width: int) -> int:
+    return -(-width // _PANEL) * _PANEL
+
+
+class CompiledKernel(Kernel):
+    """`pmaddwd`, `vpdpwssd` or plain C.
+
+    Args:
+        isa: the instruction set.
+    """
+
+    layout = "panels"
+
+    def __init__(self, isa: Isa) -> None:
+        self.isa = isa
+        self.name = f"native-{isa.name.lower()}"
+
+    def supports(self, device: torch.device) -> bool:
+        return device.type == "cpu" and self.isa in native.isas()
+
+    def is_candidate(self, device: torch.device) -> bool:
+        return self.isa is native.isas()[-1] and native.vectorised()
+
+    def form(self, outputs: int, inputs: int, *, weight_bits: int) -> tuple[torch.dtype, tuple[int, ...]]:
+        shape = (_padded(outputs) // _PANEL, _padded(inputs) // 2, _PANEL, 2)
+        return torch.int8 if weight_bits <= 8 else torch.int16, shape
+
+    def pack(self, weight: Tensor, *, weight_bits: int) -> Packed:
+        lib = native.library()
+        assert lib is not None  # `supports` said so
+        weight = weight.contiguous()
+        outputs, inputs = weight.shape
+        dtype, shape = self.form(outputs, inputs, weight_bits=weight_bits)
+        data = torch.empty(shape, dtype=dtype, device="cpu")
+        lib.ring_pack(weight.data_ptr(), outputs, inputs, dtype.itemsize, data.data_ptr())
+        return Packed(self.layout, outputs, inputs, weight_bits, data)
+
+    def product(self, packed: Packed, rows: Tensor, direction: Direction, out: Tensor) -> None:
+        lib = native.library()
+        assert lib is not None
+        count, width = rows.shape
+        limbs = _limbs(count * _padded(width))
+        lib.ring_split(rows.data_ptr(), count, width, limbs.data_ptr())
+        data, weight_bytes = packed.data.data_ptr(), packed.data.element_size()
+        arguments = (self.isa, direction == BACKWARD, data, weight_bytes, packed.outputs, packed.inputs)
+        operands = (limbs.data_ptr(), count, out.data_ptr())
+
+        def columns(begin: int, end: int) -> None:
+            lib.ring_product(*arguments, *operands, begin, end)
+
+        panels = _padded(out.shape[1]) // _PANEL
+        panel_bytes = _PANEL * _padded(width) * weight_bytes * max(1, count // _SLICE_ROWS)
+        parallel.for_each_slice(columns, total=panels, least=-(-_SLICE_BYTES // panel_bytes))
+
+
+def _limbs(size: int) -> Tensor:
+    """This thread's buffer for the rows' limbs: fresh pages would cost small products more than the arithmetic."""
+    buffer: Tensor | None = getattr(_scratch, "limbs", None)
+    if buffer is None or len(buffer) < size:
+        buffer = _scratch.limbs = torch.empty(size, dtype=torch.int32, device="cpu")
+    return buffer

@@ -1,0 +1,80 @@
+"""int8 matrix units (CUDA tensor cores, AMX): rows become four balanced int8 limbs, weights one or two int8 digits.
+
+Limb pairs whose shift reaches 32 vanish: seven int8 products for 9 to 15 weight bits, four for up to 8. The units want
+the second matrix by columns: forward that is how the digits lie, backward they are turned block by block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from symbiosis_priv import native
+from symbiosis_priv.kernels.base import Kernel, Packed
+from symbiosis_priv.ring import FORWARD, Direction
+
+_BALANCE = -0x7F7F7F80  # 0x80808080 as int32: adding and xoring it makes every byte a balanced digit
+_TURNED_AT_A_TIME = 1 << 22  # weights
+_MULTIPLE = 8  # of every dimension, for the units
+
+
+class LimbKernel(Kernel):
+    name = "limbs"
+    layout = "digits"
+
+    def supports(self, device: torch.device) -> bool:
+        return True
+
+    def is_candidate(self, device: torch.device) -> bool:
+        return device.type != "cpu" or not native.vectorised() or torch.cpu._is_amx_tile_supported()
+
+    def max_terms(self) -> int:
+        return 1 << 16  # products of 2^7 * 2^7 in int32 accumulators
+
+    def form(self, outputs: int, inputs: int, *, weight_bits: int) -> tuple[torch.dtype, tuple[int, ...]]:
+        digits = 1 if weight_bits <= 8 else 2
+        return torch.int8, (digits, outputs + -outputs % _MULTIPLE, inputs + -inputs % _MULTIPLE)
+
+    def pack(self, weight: Tensor, *, weight_bits: int) -> Packed:
+        outputs, inputs = weight.shape
+        digits = [weight]
+        if weight_bits > 8:
+            low = ((weight + 0x80) & 0xFF) - 0x80
+            digits = [low, (weight - low) >> 8]
+        padding = (0, -inputs % _MULTIPLE, 0, -outputs % _MULTIPLE)
+        data = torch.stack([pad(digit.to(torch.int8), padding) for digit in digits])
+        return Packed(self.layout, outputs, inputs, weight_bits, data)
+
+    def product(self, packed: Packed, rows: Tensor, direction: Direction, out: Tensor) -> None:
+        if direction == FORWARD:
+            width, parts = packed.data.shape[2], [(slice(0, packed.outputs), [w.t() for w in packed.data])]
+            self._product(rows, width, iter(parts), out)
+        else:
+            self._product(rows, packed.data.shape[1], self._turned(packed.data), out)
+
+    def _turned(self, digits: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
+        """Blocks of backward's output columns: where they are, and the digits `[o, columns]` by columns."""
+        _, outputs, inputs = digits.shape
+        step = max(1, _TURNED_AT_A_TIME // outputs // _MULTIPLE) * _MULTIPLE
+        for start in range(0, inputs, step):
+            part = slice(start, start + step)
+            yield part, [w[:, part].t().contiguous().t() for w in digits]
+
+    def _product(self, rows: Tensor, width: int, parts: Iterator[tuple[slice, list[Tensor]]], out: Tensor) -> None:
+        count = rows.shape[0]
+        padded = max(_MULTIPLE, count + -count % _MULTIPLE)
+        x = pad(rows, (0, width - rows.shape[1], 0, padded - count))
+        x.add_(_BALANCE).bitwise_xor_(_BALANCE)
+        limbs = x.new_empty((4, *x.shape), dtype=torch.int8)
+        for limb in limbs:
+            limb.copy_(x)  # its lowest byte
+            x >>= 8
+        for part, matrices in parts:
+            target = out[:, part].zero_()
+            for j, matrix in enumerate(matrices):  # CUDA wants more than 16 rows: there are at least 3 limbs of 8
+                products = torch._int_mm(limbs[: 4 - j].flatten(0, 1), matrix).view(4 - j, padded, -1)
+                for i, product in enumerate(products):
+                    target.add_(product[:count, : target.shape[1]], alpha=1 << 8 * (i + j))

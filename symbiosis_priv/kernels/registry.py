@@ -1,0 +1,104 @@
+"""Every kernel by name, the self-test that admits one, and the candidates on a device."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+from torch import Tensor
+
+from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.kernels.base import Kernel
+from symbiosis_priv.kernels.compiled import CompiledKernel
+from symbiosis_priv.kernels.limbs import LimbKernel
+from symbiosis_priv.kernels.plain import Float64Kernel, Int32Kernel
+from symbiosis_priv.native import Isa
+from symbiosis_priv.ring import DIRECTIONS, FORWARD, Direction
+
+log = logging.getLogger(__name__)
+
+_ALL: tuple[Kernel, ...] = (*map(CompiledKernel, reversed(Isa)), Int32Kernel(), LimbKernel(), Float64Kernel())
+KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _ALL}
+"""Every kernel by name: what `[executor] kernel` in provider.toml may say, besides "auto"."""
+
+_TEST_SHAPE, _TEST_ROWS = (133, 515), (1, 9, 66)  # beyond one block of every kernel, no multiple of anything
+
+
+def kernel_of(layout: str) -> Kernel:
+    """A kernel that packs in this layout."""
+    return next(kernel for kernel in KERNELS.values() if kernel.layout == layout)
+
+
+def candidates(device: torch.device, *, kernel: str = "auto") -> list[Kernel]:
+    """Kernels that pass the self-test on a device and may be the fastest there, the likely best first.
+
+    Among several of one layout, the first is likely the best for few rows and the last for many.
+
+    Args:
+        kernel: "auto", or the only name to consider.
+
+    Raises:
+        ConfigError: no such kernel, or it does not run here or is not exact.
+    """
+    if kernel != "auto" and kernel not in KERNELS:
+        raise ConfigError(f"kernel = {kernel!r} is unknown; choose auto, {', '.join(KERNELS)}")
+    considered = KERNELS.values() if kernel == "auto" else [KERNELS[kernel]]
+    found = [k for k in considered if k.supports(device) and (k.name == kernel or k.is_candidate(device))]
+    found = [k for k in found if passes_self_test(k, device)]
+    if not found:
+        raise ConfigError(
+            f"kernel = {kernel!r} gives no exact product on {device}; use kernel = 'auto' or device = 'cpu'"
+        )
+    return found
+
+
+@functools.cache
+def passes_self_test(kernel: Kernel, device: torch.device) -> bool:
+    """Whether a kernel runs here and is exact, on a small matrix of each packed width; once per process."""
+    try:
+        exact = all(_is_exact_on_a_sample(kernel, weight_bits, device) for weight_bits in (8, 12))
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # not built for this device or torch version
+        log.debug("kernel %s cannot run here: %s", kernel.name, error)
+        return False
+    if not exact:
+        log.warning("kernel %s is not exact on this machine and is left out", kernel.name)
+    return exact
+
+
+def _is_exact_on_a_sample(kernel: Kernel, weight_bits: int, device: torch.device) -> bool:
+    outputs, inputs = _TEST_SHAPE
+    top = (1 << (weight_bits - 1)) - 1
+    weight = (probe_rows(outputs, inputs) % (2 * top + 1) - top).to(torch.int16)
+    return all(
+        is_exact(kernel, weight, count=count, direction=direction, weight_bits=weight_bits, device=device)
+        for direction in DIRECTIONS
+        for count in _TEST_ROWS
+    )
+
+
+def is_exact(
+    kernel: Kernel, weight: Tensor, *, count: int, direction: Direction, weight_bits: int, device: torch.device
+) -> bool:
+    """Compare with an int64 product (which wraps mod 2^64, so its low 32 bits are right).
+
+    Some columns stand for all of them: spread over the whole matrix, the first and the last included.
+    """
+    matrix = weight.t() if direction == FORWARD else weight
+    width, columns = matrix.shape
+    sample = torch.linspace(0, columns - 1, min(columns, 64), dtype=torch.float64, device="cpu").long().unique()
+    rows = probe_rows(count, width)
+    want = (rows.to(torch.int64) @ matrix[:, sample].to(torch.int64)).to(torch.int32)
+    out = torch.empty((count, columns), dtype=torch.int32, device=device)
+    packed = kernel.pack(weight, weight_bits=weight_bits).to(device)
+    kernel.product(packed, rows.to(device), direction, out)
+    return torch.equal(out.cpu()[:, sample], want)
+
+
+def probe_rows(count: int, width: int) -> Tensor:
+    """Public test rows that reach the corners of int32: extremes, alternating signs, every byte pattern."""
+    mixed = torch.arange(count * width, dtype=torch.int64, device="cpu").reshape(count, width) * 0x9E3779B1 + 0x7F4A7C15
+    rows = mixed.to(torch.int32)  # wraps: a Weyl sequence over the whole ring
+    rows[0, ::2] = -(1 << 31)
+    rows[-1, 1::2] = (1 << 31) - 1
+    return rows

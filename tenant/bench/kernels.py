@@ -1,0 +1,126 @@
+"""What exact products cost beside float32's, by kernel, instruction set, shape, row count and direction.
+
+Every repetition takes each of them once, one after the other, so that whatever else the machine does meanwhile hits all
+of them alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from symbiosis_priv.kernels import KERNELS, Kernel, Packed, RingMatrix, is_exact, probe_rows
+from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
+from symbiosis_priv.ring import DIRECTIONS, FORWARD, Direction
+
+_SLOW_S = 0.5  # what takes longer is measured once
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelTiming:
+    """One product of one shape.
+
+    Args:
+        inputs: input features of the weight.
+        outputs: its output features.
+        kernels: median microseconds by name; kernels that are not exact or do not run here are missing.
+        chosen: what `RingMatrix` picks.
+        float32: median microseconds of the ordinary product.
+    """
+
+    inputs: int
+    outputs: int
+    rows: int
+    direction: Direction
+    weight_bits: int
+    kernels: dict[str, float]
+    chosen: str
+    float32: float
+
+    def ratio(self, kernel: str) -> float:
+        """A kernel's time to float32's."""
+        return self.kernels[kernel] / self.float32
+
+
+def measure_kernels(
+    *,
+    inputs: int,
+    outputs: int,
+    row_counts: list[int],
+    repeat: int,
+    weight_bits: int = DEFAULT_WEIGHT_BITS,
+    device: str = "cpu",
+) -> list[KernelTiming]:
+    """Time every exact kernel on one shape, in both directions, by turns."""
+    where = torch.device(device)
+    top = (1 << (weight_bits - 1)) - 1
+    weight = torch.randint(-top, top + 1, (outputs, inputs), dtype=torch.int16, device="cpu")
+    kernels = {name: kernel for name, kernel in KERNELS.items() if kernel.supports(where)}
+    kernels = {name: kernel for name, kernel in kernels.items() if max(weight.shape) <= kernel.max_terms()}
+    packed: dict[str, Packed] = {}
+    for kernel in kernels.values():
+        if kernel.layout not in packed:
+            packed[kernel.layout] = kernel.pack(weight, weight_bits=weight_bits).to(where)
+    matrix = RingMatrix(weight, weight_bits=weight_bits, device=device)
+    weight_float = weight.to(where, torch.float32)
+    results = []
+    for direction in DIRECTIONS:
+        width, columns = matrix.columns(direction)
+        for count in row_counts:
+            rows = probe_rows(count, width).to(where)
+            out = torch.empty((count, columns), dtype=torch.int32, device=where)
+            floats = (rows.to(torch.float32), weight_float.t() if direction == FORWARD else weight_float)
+            runs: dict[str, Callable[[], object]] = {
+                "float32": partial(torch.mm, *floats, out=out.to(torch.float32)),
+                **{
+                    name: partial(kernel.product, packed[kernel.layout], rows, direction, out)
+                    for name, kernel in kernels.items()
+                    if _is_exact(kernel, weight, count, direction, weight_bits, where)
+                },
+            }
+            times = _median_us(runs, repeat=repeat, device=where)
+            results.append(
+                KernelTiming(
+                    inputs=inputs,
+                    outputs=outputs,
+                    rows=count,
+                    direction=direction,
+                    weight_bits=weight_bits,
+                    float32=times.pop("float32"),
+                    kernels=times,
+                    chosen=matrix.chosen(count, direction).name,
+                )
+            )
+    return results
+
+
+def _is_exact(
+    kernel: Kernel, weight: Tensor, count: int, direction: Direction, weight_bits: int, device: torch.device
+) -> bool:
+    try:
+        return is_exact(kernel, weight, count=count, direction=direction, weight_bits=weight_bits, device=device)
+    except (RuntimeError, NotImplementedError):  # not built for this device
+        return False
+
+
+def _median_us(runs: dict[str, Callable[[], object]], *, repeat: int, device: torch.device) -> dict[str, float]:
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    names = deque(runs)
+    for _ in range(1 + repeat):
+        names.rotate(1)  # kernels share packed weights: none always finds them in the cache
+        for name in names:
+            if times[name] and times[name][0] > _SLOW_S:
+                continue
+            start = time.perf_counter()
+            runs[name]()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times[name].append(time.perf_counter() - start)
+    return {name: float(np.median(seconds[1:] or seconds) * 1e6) for name, seconds in times.items()}

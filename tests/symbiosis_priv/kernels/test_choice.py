@@ -1,0 +1,189 @@
+"""Which kernels are admitted, and which of them are used: against planted ones."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from symbiosis_priv import native
+from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.kernels import KERNELS, Packed, RingMatrix, choice, choose, tune
+from symbiosis_priv.kernels.plain import Int32Kernel
+from symbiosis_priv.kernels.registry import candidates
+from symbiosis_priv.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
+
+CPU = torch.device("cpu")
+SHAPE = (300, 300)
+WEIGHT = torch.arange(-511, 512, dtype=torch.int16).repeat(88)[: 300 * 300].reshape(SHAPE)
+
+
+class Planted(Int32Kernel):
+    """Hands out what the int32 kernel once computed, so it would win every race; `spoil` gets at the result."""
+
+    name = "planted"
+
+    def __init__(self, spoil: Callable[[Tensor], object] = lambda _: None) -> None:
+        self._spoil = spoil
+        self._memo: dict[tuple[object, ...], Tensor] = {}
+        self.counts: list[int] = []
+
+    def is_candidate(self, device: torch.device) -> bool:
+        return True
+
+    def product(self, packed: Packed, rows: Tensor, direction: Direction, out: Tensor) -> None:
+        key = (packed.data.shape, packed.weight_bits, rows.shape, direction)
+        if key not in self._memo:
+            super().product(packed, rows, direction, out)
+            self._memo[key] = out.clone()
+        out.copy_(self._memo[key])
+        self.counts.append(len(rows))
+        self._spoil(out)
+
+
+@pytest.fixture
+def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Planted]:
+    def plant(spoil: Callable[[Tensor], object] = lambda _: None) -> Planted:
+        planted = Planted(spoil)
+        monkeypatch.setitem(KERNELS, "planted", planted)
+        return planted
+
+    return plant
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Path:
+    return tmp_path / "cache" / "kernels.json"
+
+
+def used(memory: Path | None, *, kernel: str = "auto") -> set[str]:
+    """Names of the kernels of every class."""
+    return set(choose(SHAPE, weight_bits=10, device=CPU, kernel=kernel, memory=memory).kernels.values())
+
+
+SPOILERS: dict[str, Callable[[Tensor], object]] = {
+    "every entry by one": lambda y: y.add_(1),
+    "the lowest bit of the last column": lambda y: y[:, -1].bitwise_xor_(1),
+    "the last row": lambda y: y[-1].zero_(),
+    "float32 accumulation": lambda y: y.copy_(y.float().clamp(-(2**31), 2**31 - 128).to(torch.int32)),
+}
+
+
+@pytest.mark.parametrize("fault", SPOILERS)
+def test_an_inexact_kernel_is_left_out(
+    fault: str, plant: Callable[..., Planted], memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    planted = plant(SPOILERS[fault])
+    with caplog.at_level(logging.WARNING, logger="symbiosis_priv.kernels"):
+        tune(WEIGHT, weight_bits=10, device=CPU, memory=memory)
+    assert planted not in candidates(CPU)
+    assert "planted" not in used(memory)
+    assert "kernel planted is not exact" in caplog.text
+
+
+def test_a_kernel_that_is_inexact_for_a_shape_only_is_left_out(plant: Callable[..., Planted], memory: Path) -> None:
+    planted = plant(lambda y: y.add_(y.shape[1] == SHAPE[0]))
+    tune(WEIGHT, weight_bits=10, device=CPU, memory=memory)
+    assert planted in candidates(CPU)
+    assert "planted" not in used(memory)
+
+
+def test_an_exact_and_faster_kernel_is_taken_and_remembered(plant: Callable[..., Planted], memory: Path) -> None:
+    """The counterpart: the planted kernel loses by its fault and by nothing else."""
+    planted = plant()
+    tune(WEIGHT, weight_bits=10, device=CPU, memory=memory)
+    assert used(memory) == {"planted"}
+    measured = len(planted.counts)
+    tune(WEIGHT, weight_bits=10, device=CPU, memory=memory)
+    assert len(planted.counts) == measured
+    assert used(None) != {"planted"}  # no memory, and choosing never measures
+    assert len(planted.counts) == measured
+
+
+def test_a_slower_kernel_is_not_taken(plant: Callable[..., Planted], memory: Path) -> None:
+    plant(lambda _: time.sleep(0.02))
+    tune(WEIGHT, weight_bits=10, device=CPU, memory=memory)
+    assert memory.is_file()
+    assert "planted" not in used(memory)
+
+
+def test_what_is_remembered_and_no_longer_there_is_not_used(
+    plant: Callable[..., Planted], memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    default = used(None)
+    plant()
+    tune(WEIGHT, weight_bits=10, device=CPU, memory=memory)
+    monkeypatch.delitem(KERNELS, "planted")
+    assert used(memory) == default
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"a": 1}', b"\xff"])
+def test_a_damaged_memory_is_measured_again(content: bytes, plant: Callable[..., Planted], memory: Path) -> None:
+    plant()
+    memory.parent.mkdir()
+    memory.write_bytes(content)
+    assert used(memory)
+    tune(WEIGHT, weight_bits=10, device=CPU, memory=memory)
+    assert used(memory) == {"planted"}
+
+
+def test_there_is_nothing_to_measure_where_there_is_no_choice(memory: Path) -> None:
+    if len(candidates(CPU)) > 1:
+        pytest.skip("several candidates on this CPU")
+    tune(WEIGHT, weight_bits=10, device=CPU, memory=memory)
+    assert not memory.exists()
+
+
+def test_memory_tells_machines_shapes_and_threads_apart(set_threads: Callable[[int], None]) -> None:
+    set_threads(1)
+    known = {choice._shape_class(shape, 10, CPU) for shape in [(64, 64), (64, 128), (128, 64)]}
+    set_threads(2)
+    known.add(choice._shape_class((64, 64), 10, CPU))
+    known.add(choice._shape_class((64, 64), 8, CPU))
+    assert len(known) == 5
+    assert choice._shape_class((64, 64), 8, CPU) == choice._shape_class((70, 60), 8, CPU)
+
+
+def test_a_named_kernel_must_be_exact_too(plant: Callable[..., Planted]) -> None:
+    plant(SPOILERS["every entry by one"])
+    with pytest.raises(ConfigError, match="planted"):
+        RingMatrix(WEIGHT, weight_bits=10, kernel="planted")
+
+
+@pytest.mark.parametrize("error", [NotImplementedError, RuntimeError])
+def test_a_kernel_that_cannot_run_is_left_out(error: type[Exception], plant: Callable[..., Planted]) -> None:
+    def fail(_: Tensor) -> None:
+        raise error("not built for this device")
+
+    planted = plant(fail)
+    assert planted not in candidates(CPU)
+
+
+def test_limbs_are_not_offered_beyond_their_accumulator() -> None:
+    wide = torch.ones(1, (1 << 16) + 1, dtype=torch.int16)
+    with pytest.raises(ConfigError, match="limbs"):
+        RingMatrix(wide, weight_bits=4, kernel="limbs")
+    assert RingMatrix(wide, weight_bits=4).chosen(1).name != "limbs"
+
+
+def test_without_the_library_torch_does_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SYMBIOSIS_PRIV_NATIVE", "0")
+    found = choose(SHAPE, weight_bits=10, device=CPU)
+    assert found.layout == "plain"
+    assert found.kernel(FORWARD, 1).name == "int32"
+    assert found.kernel(BACKWARD, 64).name == "fp64"
+    with pytest.raises(ConfigError, match="native-avx2"):
+        choose(SHAPE, weight_bits=10, device=CPU, kernel="native-avx2")
+
+
+@pytest.mark.skipif(not native.vectorised(), reason="no compiled kernel with vectors here")
+def test_the_instruction_set_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert used(None) == {f"native-{native.isas()[-1].name.lower()}"}
+    monkeypatch.setenv("SYMBIOSIS_PRIV_ISA", "avx2")
+    assert used(None) == {"native-avx2"}
+    assert {choose(SHAPE, weight_bits=10, device=CPU).kernel(d, 9).name for d in DIRECTIONS} == {"native-avx2"}

@@ -1,0 +1,222 @@
+"""Every kernel, instruction set and direction against numpy's wrapping int64 product."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.strategies import DataObject
+from torch import Tensor
+
+from symbiosis_priv import testing
+from symbiosis_priv.errors import ConfigError, RangeError
+from symbiosis_priv.kernels import KERNELS, RingMatrix, registry
+from symbiosis_priv.ring import DIRECTIONS, FORWARD, Direction
+
+NAMES = [
+    "auto",
+    *(
+        pytest.param(name, marks=pytest.mark.skipif(not kernel.supports(torch.device("cpu")), reason="not on this CPU"))
+        for name, kernel in KERNELS.items()
+    ),
+]
+SHAPES = [(1, 1), (1, 7), (9, 1), (3, 5), (33, 65), (64, 128), (70, 31)]
+DEEP = [(65, 1031), (1031, 65)]  # more terms than any kernel takes at once, and an odd rest
+
+
+def oracle(rows: Tensor, weight: Tensor, direction: Direction) -> Tensor:
+    """int64 wraps mod 2^64, so its low 32 bits are the product mod 2^32."""
+    x, w = rows.cpu().numpy().astype(np.int64), weight.cpu().numpy().astype(np.int64)
+    return torch.from_numpy((x @ (w.T if direction == FORWARD else w)).astype(np.int32))
+
+
+def uniform(shape: tuple[int, int], *, bits: int, seed: int = 0) -> Tensor:
+    """Uniform signed integers below 2^(bits - 1), both ends included."""
+    peak = 2 ** (bits - 1) - 1
+    dtype = torch.int32 if bits == 32 else torch.int16
+    values = torch.from_numpy(np.random.default_rng(seed).integers(-peak, peak + 1, shape)).to(dtype)
+    values.view(-1)[0], values.view(-1)[-1] = -peak, peak
+    return values
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("bits", [4, 8, 10, 12])
+@pytest.mark.parametrize("kernel", NAMES)
+def test_kernels_are_exact(kernel: str, bits: int, direction: Direction) -> None:
+    for shape in SHAPES + DEEP:
+        weight = uniform(shape, bits=bits)
+        matrix = RingMatrix(weight, weight_bits=bits, kernel=kernel)
+        for count in (0, 1, 2, 3, 64, 257) if shape in SHAPES else (1, 5):
+            rows = uniform((max(count, 1), shape[1 if direction == FORWARD else 0]), bits=32, seed=count)[:count]
+            got = matrix.product(rows, direction)
+            assert got.is_contiguous()
+            assert torch.equal(got, oracle(rows, weight, direction))
+
+
+@pytest.mark.parametrize("kernel", NAMES)
+@given(data=st.data(), direction=testing.directions(), bits=testing.weight_bits())
+def test_kernels_are_exact_at_the_corners(kernel: str, data: DataObject, direction: Direction, bits: int) -> None:
+    outputs, inputs = data.draw(testing.widths()), data.draw(testing.widths())
+    weight = data.draw(testing.integer_weights(outputs=outputs, inputs=inputs, bits=bits))
+    rows = data.draw(testing.ring_rows(width=inputs if direction == FORWARD else outputs))
+    before = rows.clone()
+    got = RingMatrix(weight, weight_bits=bits, kernel=kernel).product(rows, direction)
+    assert torch.equal(got, oracle(rows, weight, direction))
+    assert torch.equal(rows, before)  # the caller's rows are read, never written
+
+
+def test_the_oracle_itself() -> None:
+    """Python's integers agree with numpy's wrapping ones."""
+    weight, rows = uniform((3, 9), bits=12), uniform((4, 9), bits=32)
+    exact = rows.numpy().astype(object) @ weight.numpy().astype(object).T
+    wrapped = [[(int(v) + 2**31) % 2**32 - 2**31 for v in row] for row in exact]
+    assert oracle(rows, weight, FORWARD).tolist() == wrapped
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("bits", [4, 10, 12])
+@pytest.mark.parametrize("kernel", NAMES)
+def test_wide_products_of_one_sign(kernel: str, bits: int, direction: Direction) -> None:
+    """All partial sums at their largest, past the width where float64 has to split (2^(23 - b) terms)."""
+    width = min(3 * 2 ** (23 - bits) + 5, 1 << 16)
+    peak = 2 ** (bits - 1) - 1
+    weight = torch.full((3, width) if direction == FORWARD else (width, 3), peak, dtype=torch.int16)
+    weight[0, 0] -= 1
+    matrix = RingMatrix(weight, weight_bits=bits, kernel=kernel)
+    for corner in (-(2**31), 2**31 - 1, -0x7F7F7F80, 0x7F7F7F7F):
+        rows = torch.full((2, width), corner, dtype=torch.int32)
+        rows[1, ::2] += 1
+        got = matrix.product(rows, direction)
+        assert torch.equal(got, oracle(rows, weight, direction))
+
+
+@pytest.mark.parametrize("kernel", NAMES)
+@given(data=st.data(), direction=testing.directions())
+def test_batch_composition_changes_nothing(kernel: str, data: DataObject, direction: Direction) -> None:
+    """Requests flattened into one matrix get the answers that each would have got alone."""
+    weight = data.draw(testing.integer_weights(outputs=13, inputs=24, bits=10))
+    rows = data.draw(testing.ring_rows(width=24 if direction == FORWARD else 13, count=st.integers(1, 40)))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(rows)), max_size=4)))
+    order = torch.tensor(data.draw(st.permutations(range(len(rows)))))
+    matrix = RingMatrix(weight, weight_bits=10, kernel=kernel)
+    whole = matrix.product(rows, direction)
+    parts = [matrix.product(part, direction) for part in torch.tensor_split(rows, cuts)]
+    assert torch.equal(torch.cat(parts), whole)
+    assert torch.equal(matrix.product(rows[order], direction), whole[order])
+
+
+@pytest.mark.parametrize("kernel", NAMES)
+def test_layout_and_threads_change_nothing(kernel: str, set_threads: Callable[[int], None]) -> None:
+    weight, rows = uniform((48, 64), bits=10), uniform((64, 24), bits=32).t()  # a transposed view
+    want = oracle(rows, weight, FORWARD)
+    for threads in (1, 2, 4):
+        set_threads(threads)
+        assert torch.equal(RingMatrix(weight, weight_bits=10, kernel=kernel).product(rows), want)
+        strided = uniform((48, 128), bits=32)[::2, ::2]
+        got = RingMatrix(weight, weight_bits=10, kernel=kernel).product(strided)
+        assert torch.equal(got, oracle(strided, weight, FORWARD))
+
+
+class Pages(NamedTuple):
+    """What a matrix may hold."""
+
+    bits: int
+    bytes_per_weight: int
+
+
+@pytest.mark.parametrize("pages", [Pages(8, 1), Pages(10, 2)])
+@pytest.mark.parametrize("kernel", NAMES)
+def test_one_packed_copy_serves_both_directions(kernel: str, pages: Pages) -> None:
+    """2 bytes per weight, 1 at up to 8 bits, and nothing else as large: no original, no second layout, no candidate."""
+    outputs, inputs = 192, 320
+    before = {id(t) for t in tensors_of_at_least(outputs * inputs)}
+    matrix = RingMatrix(uniform((outputs, inputs), bits=pages.bits), weight_bits=pages.bits, kernel=kernel)
+    for count in (1, 64):
+        for direction in DIRECTIONS:
+            matrix.product(uniform((count, matrix.columns(direction)[0]), bits=32), direction)
+    held = [t for t in tensors_of_at_least(outputs * inputs) if id(t) not in before]
+    assert sum(t.nbytes for t in held) == matrix.nbytes == outputs * inputs * pages.bytes_per_weight
+
+
+def tensors_of_at_least(size: int) -> list[Tensor]:
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # looking at some objects' classes warns
+        return [o for o in gc.get_objects() if isinstance(o, Tensor) and o.numel() >= size]
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("kernel", NAMES)
+def test_results_can_be_written_where_they_belong(kernel: str, direction: Direction) -> None:
+    weight = uniform((70, 31), bits=10)
+    matrix = RingMatrix(weight, weight_bits=10, kernel=kernel)
+    width, columns = matrix.columns(direction)
+    rows = uniform((300, width), bits=32)  # more than one block of rows
+    buffer = torch.full((302, columns), 7, dtype=torch.int32)
+    out = matrix.product(rows, direction, out=buffer[1:-1])
+    assert out.data_ptr() == buffer[1].data_ptr()
+    assert torch.equal(out, oracle(rows, weight, direction))
+    assert set(buffer[[0, -1]].flatten().tolist()) == {7}
+
+
+@pytest.mark.parametrize(
+    "out",
+    [
+        torch.empty((2, 6), dtype=torch.int32),
+        torch.empty((3, 5), dtype=torch.int32),
+        torch.empty((2, 5), dtype=torch.int64),
+        torch.empty((5, 2), dtype=torch.int32).t(),
+    ],
+)
+def test_a_place_that_does_not_fit_is_refused(out: Tensor) -> None:
+    matrix = RingMatrix(torch.ones(5, 4, dtype=torch.int16), weight_bits=8)
+    with pytest.raises(RangeError, match="contiguous"):
+        matrix.product(torch.zeros(2, 4, dtype=torch.int32), out=out)
+
+
+def test_the_dtype_that_torch_makes_by_default_does_not_matter() -> None:
+    """transformers changes it while it loads a checkpoint."""
+    registry.passes_self_test.cache_clear()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        weight, rows = uniform((200, 301), bits=10), uniform((3, 301), bits=32)
+        assert torch.equal(RingMatrix(weight, weight_bits=10).product(rows), oracle(rows, weight, FORWARD))
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_unknown_kernels_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"'fast'.*int32"):
+        RingMatrix(torch.ones(1, 1, dtype=torch.int16), weight_bits=8, kernel="fast")
+
+
+@pytest.mark.parametrize(
+    "rows", [torch.zeros(2, 3, dtype=torch.int32), torch.zeros(4, dtype=torch.int32), torch.zeros(2, 4)]
+)
+def test_wrong_rows_are_refused(rows: Tensor) -> None:
+    with pytest.raises(RangeError):
+        RingMatrix(torch.ones(5, 4, dtype=torch.int16), weight_bits=8).product(rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("bits", [8, 10])
+@pytest.mark.parametrize("kernel", ["auto", "fp64", "limbs"])
+def test_kernels_are_exact_on_cuda(kernel: str, bits: int, direction: Direction) -> None:
+    for shape in [*SHAPES, *DEEP, (513, 4099)]:
+        weight = uniform(shape, bits=bits)
+        matrix = RingMatrix(weight, weight_bits=bits, device="cuda", kernel=kernel)
+        for count in (0, 1, 2, 17, 64):
+            rows = uniform((max(count, 1), shape[1 if direction == FORWARD else 0]), bits=32, seed=count)[:count]
+            got = matrix.product(rows, direction)
+            assert got.device.type == "cuda"
+            assert torch.equal(got.cpu(), oracle(rows, weight, direction))

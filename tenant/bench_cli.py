@@ -11,12 +11,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.errors import ConfigError, ProtocolError
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
 
 if TYPE_CHECKING:  # what imports torch is imported by the commands: not for --help
     from tenant.bench.kernels import KernelTiming
     from tenant.bench.linear import RoundTrip, Timing
+    from tenant.bench.tenants import Figures
 
 app = typer.Typer(no_args_is_help=True, help="Measure round trips beside a bare TLS echo of the same bytes.")
 
@@ -126,6 +127,79 @@ def _kernel_cell(timing: KernelTiming, kernel: str) -> str:
     return f"{timing.kernels[kernel]:,.0f} {timing.ratio(kernel):.2f}{chosen}"
 
 
+@app.command()
+def provider(
+    *,
+    tenants: Annotated[str, typer.Option(help="How many at once, separated by commas.")] = "1,8,16",
+    training: Annotated[float, typer.Option(min=0, max=1, help="The share of them that trains.")] = 0.25,
+    hidden: Annotated[int, typer.Option(min=8, help="Width of the synthetic model, a multiple of 8.")] = 256,
+    layers: Annotated[int, typer.Option(min=1, help="Blocks of the synthetic model.")] = 2,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Of each measurement.")] = 5.0,
+    threads: Threads = _HALF_THE_CORES,
+    json: Json = None,
+    picture: Annotated[Path | None, typer.Option(help="Also draw tokens per second and latency, as SVG.")] = None,
+) -> None:
+    """Let many tenants ask one provider, with each batching policy by turns; every answer is compared bit by bit."""
+    from transformers.utils import logging
+
+    from tenant.bench.picture import draw
+    from tenant.bench.tenants import POLICIES, Scenario, measure_tenants
+
+    if hidden % 8:
+        raise ConfigError("--hidden: a Llama's width is a multiple of 8 here")
+    counts = _numbers(tenants, "--tenants")
+    trainers = [int(count * training) for count in counts]
+    scenarios = [Scenario(generating=n - t, training=t) for n, t in zip(counts, trainers, strict=True)]
+    logging.disable_progress_bar()
+    results: list[Figures] = []
+    console = Console()
+    with console.status("starting a provider for each policy") as status, tempfile.TemporaryDirectory() as folder:
+
+        def done(figures: Figures) -> None:
+            results.append(figures)
+            status.update(f"measured {figures.policy} with {figures.generating} + {figures.training} tenants")
+
+        measure_tenants(
+            Path(folder),
+            scenarios=scenarios,
+            hidden=hidden,
+            layers=layers,
+            seconds=seconds,
+            threads=threads,
+            on_result=done,
+        )
+    table = Table("tenants", "policy", "tokens/s", "token ms", "trained rows/s", "step ms", "rows", "requests", "MiB")
+    for figures in results:
+        table.add_row(
+            f"{figures.generating} + {figures.training}",
+            figures.policy,
+            f"{figures.tokens_per_s:,.0f}",
+            _pair(figures.token_ms),
+            f"{figures.trained_rows_per_s:,.0f}",
+            _pair(figures.step_ms),
+            f"{figures.batch_rows:,.1f}",
+            f"{figures.batch_requests:,.2f}",
+            f"{figures.resident_mib:,.0f}",
+            end_section=figures.policy == POLICIES[-1],
+        )
+    console.print(table)
+    wrong = sum(figures.wrong for figures in results)
+    console.print(
+        f"tenants: generating + training; p50 / p99; mean rows and requests of a product; measured by turns in one "
+        f"run, {threads} torch threads per provider, {os.cpu_count()} cores that tenants share; "
+        f"{wrong} answers differ from those that their tenant got alone"
+    )
+    if picture is not None:
+        draw(results, picture)
+    _write(json, results)
+    if wrong:
+        raise ProtocolError(f"{wrong} answers were not the bits that their tenant got alone")
+
+
+def _pair(values: tuple[float, float] | None) -> str:
+    return "-" if values is None else f"{values[0]:,.1f} / {values[1]:,.1f}"
+
+
 def _table(results: list[RoundTrip]) -> Table:
     """One width; a column per row count."""
     from tenant.bench.linear import PARTS
@@ -168,7 +242,7 @@ def _shapes(text: str) -> list[tuple[int, int]]:
     return shapes
 
 
-def _write(path: Path | None, results: list[RoundTrip] | list[KernelTiming]) -> None:
+def _write(path: Path | None, results: list[RoundTrip] | list[KernelTiming] | list[Figures]) -> None:
     import msgspec
 
     if path is not None:

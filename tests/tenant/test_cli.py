@@ -286,6 +286,23 @@ def test_bench_roundtrip_writes_every_figure(tmp_path: Path) -> None:
     assert set(first["parts"]) == {"quantise", "mask", "network + product", "unmask, verify, dequantise"}
 
 
+def test_bench_provider_compares_policies_bit_by_bit(tmp_path: Path) -> None:
+    """Eight tenants in processes of their own, generating and training: every answer is the one that they get alone."""
+    figures, picture = tmp_path / "provider.json", tmp_path / "provider.svg"
+    size = ["--tenants", "8", "--hidden", "64", "--layers", "1", "--seconds", "0.7", "--threads", "1"]
+    files = ["--json", str(figures), "--picture", str(picture)]
+    shown = checked(CliRunner().invoke(bench_cli.app, ["provider", *size, *files]))
+    assert "0 answers differ" in " ".join(shown.output.split())
+    results = json.loads(figures.read_text())
+    assert [(r["policy"], r["generating"], r["training"]) for r in results] == [
+        (policy, 6, 2) for policy in ("none", "lockstep", "opportunistic")
+    ]
+    assert all(r["wrong"] == 0 and r["tokens_per_s"] > 0 for r in results)
+    assert all(r["trained_rows_per_s"] > 0 for r in results)
+    assert all(r["batch_requests"] == 1 for r in results if r["policy"] == "none")
+    assert picture.read_text().count("<rect") == 1 + 2 * 3 + 3
+
+
 def test_bench_kernels_shows_the_choice() -> None:
     arguments = ["kernels", "--rows", "1,32", "--shape", "32x64", "--repeat", "2"]
     shown = checked(CliRunner().invoke(bench_cli.app, arguments)).output

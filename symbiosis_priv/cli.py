@@ -115,6 +115,8 @@ def main(args: Sequence[str] | None = None) -> None:
     Args:
         args: the words after the program's name; `sys.argv` by default.
     """
+    # Read when torch is loaded, which is later. Threads that spin while they wait take the cores of everybody else.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a letter must not end a run of hours
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -217,3 +218,29 @@ def test_a_bug_keeps_its_traceback(plug: Plug) -> None:
     plug("bug", bug)
     with pytest.raises(ZeroDivisionError):
         cli.main(["bug"])
+
+
+IDLE = """
+import sys, time
+from symbiosis_priv import cli
+try:
+    cli.main(["--version"])
+except SystemExit:
+    pass
+import torch
+torch.set_num_threads(2)
+numbers = torch.ones(400_000)
+numbers.add_(1)
+before = time.process_time()
+for _ in range(100):
+    numbers.add_(1)
+    time.sleep(0.005)
+sys.exit(time.process_time() - before > 0.3)
+"""
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="nobody to wait for")
+def test_torchs_threads_do_not_spin_while_they_wait() -> None:
+    """A command's process shares its cores: spinning, the same loop takes about a second of CPU time, and not 0.02."""
+    clean = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    subprocess.run([sys.executable, "-c", IDLE], check=True, timeout=120, env=clean)

@@ -122,7 +122,10 @@ def sign(
     _print_certificate(path, certificates.describe(path))
     _line(f"  of the key   {wanted.fingerprint}")
     if renew:
-        _next("The certificate of its old key is good until it expires.")
+        _next(
+            f"The old key is good until its certificate expires, or until you run `symbiosis-priv keys revoke "
+            f"--name {wanted.name}.previous`."
+        )
     if fingerprint is None:
         _next(f"Has {wanted.name} told you this key's fingerprint by another channel? If not, ask before you go on.")
     _next(f"Send {path} back. Keep a copy: it is the record that the name is taken.")
@@ -175,7 +178,7 @@ def revoke(
     directory: Directory = KEYS,
     file: Annotated[Path | None, typer.Option(help="Where they are listed; DIRECTORY/revoked.txt by default.")] = None,
 ) -> None:
-    """Let providers turn a tenant's certificate away, and the one that it had before, at once: no new authority."""
+    """Let providers turn a tenant's certificate away, and those that it had before, at once: no new authority."""
     path = _identity(directory, name).certificate
     previous = path.with_name(f"{path.stem}.previous.pem")
     listed = file or directory / "revoked.txt"

@@ -11,6 +11,8 @@ import re
 from datetime import UTC, datetime
 from pathlib import Path
 
+from cryptography.hazmat.primitives.serialization import Encoding
+
 from symbiosis_priv.certificates import fingerprint, load_certificates, tenant_name
 from symbiosis_priv.errors import CertificateError
 from symbiosis_priv.files import write_atomically
@@ -43,19 +45,21 @@ def load_revoked(path: Path) -> frozenset[str]:
 
 
 def revoke(path: Path, certificates: list[Path]) -> list[str]:
-    """Add tenants' certificates to a file, which is made if there is none; returns the fingerprints that were added.
+    """Add every tenant's certificate in some files to a list, which is made if there is none.
+
+    Returns the fingerprints that were added.
 
     Raises `CertificateError` for a certificate that is no tenant's, and for a file that cannot be read or written.
     """
     known = load_revoked(path) if path.exists() else frozenset()
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     added = []
-    for file in certificates:
-        certificate = load_certificates(file)[0]
+    listed = [(file, certificate) for file in certificates for certificate in load_certificates(file)]
+    for file, certificate in listed:
         name = tenant_name(certificate)
         if name is None:
             raise CertificateError(f"{file} is no tenant's certificate: only those are revoked")
-        shown = fingerprint(file)
+        shown = fingerprint(certificate.public_bytes(Encoding.DER))
         if shown not in known and shown not in added:
             text = text if not text or text.endswith("\n") else text + "\n"
             text += f"{shown}  # {name}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC\n"

@@ -23,7 +23,15 @@ from cryptography.x509.oid import NameOID
 from symbiosis_priv.certificates.issuing import LeafKey, issue_to_key
 from symbiosis_priv.certificates.naming import check_name, subject
 from symbiosis_priv.certificates.pem import certificate_pem, create_file, key_pem, make_folder, read_file, replace_file
-from symbiosis_priv.certificates.reading import Identity, Kind, key_fingerprint, load_certificates, pair, tenant_name
+from symbiosis_priv.certificates.reading import (
+    Identity,
+    Kind,
+    is_current,
+    key_fingerprint,
+    load_certificates,
+    pair,
+    tenant_name,
+)
 from symbiosis_priv.errors import CertificateError
 
 _MAKE = "make one with `symbiosis-priv keys request`"
@@ -91,7 +99,8 @@ def load_request(path: Path) -> Request:
 def sign_request(
     request: Request, *, authority: Identity, directory: Path, days: int = 365, renew: bool = False
 ) -> Path:
-    """Writes `<name>.pem` for a request. A certificate that it replaces stays as `<name>.previous.pem`.
+    """Writes `<name>.pem` for a request. Those before it that are still good stay in `<name>.previous.pem`, so that
+    they can be revoked with it.
 
     Args:
         authority: as made by `create_authority`; the new certificate does not outlive it.
@@ -106,8 +115,10 @@ def sign_request(
     _require_free(directory, request, renew=renew)
     certificate = issue_to_key(request.public_key, name=request.name, authority=authority, days=days)
     path = pair(directory, request.name).certificate
-    if path.exists():
-        replace_file(path.with_name(f"{request.name}.previous.pem"), read_file(path), mode=0o644)
+    earlier = path.with_name(f"{request.name}.previous.pem")
+    issued = [c for file in (path, earlier) if file.exists() for c in load_certificates(file) if is_current(c)]
+    if issued:
+        replace_file(earlier, b"".join(map(certificate_pem, issued)), mode=0o644)
     replace_file(path, certificate_pem(certificate), mode=0o644)
     return path
 

@@ -24,6 +24,7 @@ from symbiosis_priv import certificates, tls
 from symbiosis_priv.certificates import Identity, Kind
 from symbiosis_priv.errors import CertificateError, ConfigError, SymbiosisError
 from symbiosis_priv.keys_cli import app
+from symbiosis_priv.revocation import load_revoked
 
 PEM = serialization.Encoding.PEM
 
@@ -234,3 +235,17 @@ def test_rotating_a_tenants_pair_without_the_authority_names_the_request(tmp_pat
     (tenant / "alice.pem").write_bytes(signed.read_bytes())
     with pytest.raises(CertificateError, match="keys request --name alice"):
         run("rotate", "--name", "alice", "--directory", tenant)
+
+
+def test_all_that_a_tenant_was_ever_given_can_be_revoked(tmp_path: Path, authority: Identity) -> None:
+    """Three renewals and a new key: every certificate that is still good is in the list."""
+    operator = authority.certificate.parent
+    given = []
+    for folder in ("one", "one", "one", "two"):
+        request = certificates.create_request(tmp_path / folder, name="alice")
+        given.append(certificates.fingerprint(sign(authority, request, renew=True)))
+    assert len(set(given)) == 4
+    run("revoke", "--name", "alice.previous", "--directory", operator, "--file", operator / "old.txt")
+    assert load_revoked(operator / "old.txt") == set(given[:3])  # the new key works on
+    run("revoke", "--name", "alice", "--directory", operator)
+    assert load_revoked(operator / "revoked.txt") == set(given)

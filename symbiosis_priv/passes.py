@@ -12,10 +12,7 @@ A check compares `y @ R` with `xq @ V` modulo p for the integers y and xq (`modu
 from __future__ import annotations
 
 import ctypes
-import itertools
-import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,11 +21,10 @@ from symbiosis_priv import native
 from symbiosis_priv.errors import NonFiniteError, RangeError
 from symbiosis_priv.modular import Column, dot
 from symbiosis_priv.native import pointer
+from symbiosis_priv.native.parts import FORMATS, Parts, all_rows, has_rows_in_one_piece
 from symbiosis_priv.ring import Bound, dequantise, quantise_rows
 
 _BLOCK = 1 << 16  # entries that torch's chain of operations takes at a time: they stay in the cache
-_SHARE = 1 << 18  # entries that are worth a thread of their own
-_FORMATS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}  # as in passes.h
 
 
 def encode(
@@ -66,7 +62,6 @@ def encode(
         shapes = [list(part.shape) for part in inputs]
         raise RangeError(f"expected float rows of shape [{rows}, {bound.inputs}], got {inputs[0].dtype} {shapes}")
     scale = torch.empty(rows, dtype=torch.float64, device="cpu")
-    inputs = [part.detach() for part in inputs]
     library = native.library()
     if library is None:
         for start, stop in _blocks(rows, width):
@@ -77,15 +72,14 @@ def encode(
                 expected[start:stop] = dot(out[start:stop], column)
         return scale
 
-    parts = [_readable(part) for part in inputs]
-    layout = _layout(parts)
+    parts = Parts.to_read(inputs)
     limbs = None if column is None else column.limbs
 
     def work(start: int, stop: int) -> bool:
         scratch = torch.empty(width, dtype=torch.float64, device="cpu")
         done: int = library.ring_encode(
             native.isas()[-1],
-            *_shifted(parts, layout, start),
+            *parts.arguments(start),
             stop - start,
             width,
             pointer(fold),
@@ -99,7 +93,7 @@ def encode(
         )
         return done == stop - start
 
-    if not _spread(work, rows, width):
+    if not all_rows(work, rows, width):
         raise NonFiniteError("an activation or gradient holds inf or nan; nothing was sent")
     return scale
 
@@ -149,8 +143,8 @@ def decode(
                 out[start:stop] = part
         return True
 
-    parts = [_writable(out) for out in outputs]
-    layout = _layout(parts)
+    written = [_writable(out) for out in outputs]
+    parts = Parts(written)
     limbs = None if column is None else column.limbs
 
     def work(start: int, stop: int) -> bool:
@@ -167,13 +161,13 @@ def decode(
             pointer(scale, start),
             pointer(channel_scale),
             pointer(bias),
-            *_shifted(parts, layout, start),
+            *parts.arguments(start),
             pointer(scratch),
         )
         return done == stop - start
 
-    passed = _spread(work, rows, width)
-    for part, out in zip(parts, outputs, strict=True):
+    passed = all_rows(work, rows, width)
+    for part, out in zip(written, outputs, strict=True):
         if part is not out and passed:
             out.copy_(part)
     return passed
@@ -197,55 +191,9 @@ def _blocks(rows: int, width: int) -> list[tuple[int, int]]:
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
-def _readable(part: Tensor) -> Tensor:
-    """As the compiled code reads it. float16 is exact in float32."""
-    part = part if part.dtype in _FORMATS else part.to(torch.float32)
-    return part if part.stride(1) == 1 or part.shape[1] <= 1 else part.contiguous()
-
-
 def _writable(out: Tensor) -> Tensor:
     """Where the compiled code writes: `out`, or what is to be copied there (torch, too, rounds to float32 first)."""
-    if out.dtype in _FORMATS and (out.stride(1) == 1 or out.shape[1] <= 1):
+    if out.dtype in FORMATS and has_rows_in_one_piece(out):
         return out
-    dtype = out.dtype if out.dtype in _FORMATS else torch.float32
+    dtype = out.dtype if out.dtype in FORMATS else torch.float32
     return torch.empty(out.shape, dtype=dtype, device="cpu")
-
-
-def _layout(parts: Sequence[Tensor]) -> tuple[ctypes.Array[ctypes.c_int64], ctypes.Array[ctypes.c_int64], int, int]:
-    """Strides, widths, count and format of matrices side by side."""
-    array = ctypes.c_int64 * len(parts)
-    strides, widths = array(*(part.stride(0) for part in parts)), array(*(part.shape[1] for part in parts))
-    return strides, widths, len(parts), _FORMATS[parts[0].dtype]
-
-
-def _shifted(parts: Sequence[Tensor], layout: tuple[object, ...], row: int) -> tuple[object, ...]:
-    """The same from a row on, with its addresses: five arguments of the compiled passes."""
-    return (ctypes.c_void_p * len(parts))(*(pointer(part, row) for part in parts)), *layout
-
-
-def _spread(work: Callable[[int, int], bool], rows: int, width: int) -> bool:
-    """Run `work(start, stop)` over all rows, on as many threads as torch may use if there is enough to do."""
-    shares = min(torch.get_num_threads(), rows, rows * width // _SHARE)
-    if shares <= 1:
-        return work(0, rows)
-    bounds = [rows * share // shares for share in range(shares + 1)]
-    return all(_threads().map(lambda pair: work(*pair), itertools.pairwise(bounds)))
-
-
-_pool: ThreadPoolExecutor | None = None
-
-
-def _threads() -> ThreadPoolExecutor:
-    global _pool
-    if _pool is None:
-        _pool = ThreadPoolExecutor(thread_name_prefix="passes")
-    return _pool
-
-
-def _forget_threads() -> None:
-    """Threads do not survive a fork."""
-    global _pool
-    _pool = None
-
-
-os.register_at_fork(after_in_child=_forget_threads)

@@ -16,8 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from symbiosis_priv import native
 from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
+from symbiosis_priv.native import pointer
+from symbiosis_priv.native.parts import Parts, all_rows
 from symbiosis_priv.ring import FORWARD, Bound, Direction
 
 _TINY = torch.finfo(torch.float64).tiny
@@ -66,10 +69,8 @@ class QuantisedGroup:
         width = self.weight.shape[1 if forward else 0]
         if not self.weight.numel():
             return Bound(inputs=width, weight_absmax=0, weight_norm=0.0)
-        low, high = self.weight.aminmax()
-        squares = [block.to(torch.float64).square_().sum(dim=1 if forward else 0) for block in _blocks(self.weight)]
-        longest = (torch.cat(squares) if forward else torch.stack(squares).sum(dim=0)).amax()  # integers: exact
-        return Bound(inputs=width, weight_absmax=max(-int(low), int(high)), weight_norm=math.sqrt(float(longest)))
+        absmax, row, column = _norms(self.weight)
+        return Bound(inputs=width, weight_absmax=absmax, weight_norm=math.sqrt(row if forward else column))
 
 
 def quantise(layers: Sequence[Layer], *, weight_bits: int = DEFAULT_WEIGHT_BITS) -> QuantisedGroup:
@@ -82,33 +83,71 @@ def quantise(layers: Sequence[Layer], *, weight_bits: int = DEFAULT_WEIGHT_BITS)
     """
     if not MIN_WEIGHT_BITS <= weight_bits <= MAX_WEIGHT_BITS:
         raise ConfigError(f"weight_bits = {weight_bits} is outside {MIN_WEIGHT_BITS}..{MAX_WEIGHT_BITS}")
-    integers, scales, biases = [], [], []
-    for layer in layers:
-        for block in _blocks(layer.weight):
-            w = block.to(device="cpu", dtype=torch.float64)
-            peak = w.abs().amax(dim=1)
-            if not bool(torch.isfinite(peak).all()):
-                raise CheckpointError(f"the weight of {layer.name} holds inf or nan")
-            scale = peak / (2 ** (weight_bits - 1) - 1)
-            # a zero channel, or a subnormal scale: too coarse to keep |Wq| < 2^(b-1), and no float32 output shows it
-            scale = torch.where(scale < _TINY, 1.0, scale)
-            integers.append((w / scale[:, None]).round_().to(torch.int16))
-            scales.append(scale)
-        outputs = layer.weight.shape[0]
-        bias = torch.zeros(outputs, dtype=torch.float32, device="cpu") if layer.bias is None else layer.bias
+    if len({layer.weight.shape[1] for layer in layers}) != 1:
+        raise CheckpointError(f"{[layer.name for layer in layers]} do not share an input width")
+    outputs = [len(layer.weight) for layer in layers]
+    weight = torch.empty((sum(outputs), layers[0].weight.shape[1]), dtype=torch.int16, device="cpu")
+    channel_scale = torch.empty(sum(outputs), dtype=torch.float64, device="cpu")
+    biases = []
+    for layer, rows, scale in zip(layers, weight.split(outputs), channel_scale.split(outputs), strict=True):
+        if not _quantise(layer.weight.cpu(), levels=2 ** (weight_bits - 1) - 1, out=rows, scale=scale):
+            raise CheckpointError(f"the weight of {layer.name} holds inf or nan")
+        bias = torch.zeros(len(rows), dtype=torch.float32, device="cpu") if layer.bias is None else layer.bias
         bias = bias.to(device="cpu", dtype=torch.float32)
-        if bias.shape != (outputs,) or not bool(torch.isfinite(bias).all()):
+        if bias.shape != (len(rows),) or not bool(torch.isfinite(bias).all()):
             raise CheckpointError(f"the bias of {layer.name} holds inf or nan, or has the wrong length")
         biases.append(bias)
-    if len({w.shape[1] for w in integers}) != 1:
-        raise CheckpointError(f"{[layer.name for layer in layers]} do not share an input width")
-    return QuantisedGroup(
-        weight=torch.cat(integers),
-        channel_scale=torch.cat(scales),
-        bias=torch.cat(biases) if any(layer.bias is not None for layer in layers) else None,
-    )
+    stacked = torch.cat(biases) if any(layer.bias is not None for layer in layers) else None
+    return QuantisedGroup(weight, channel_scale, stacked)
 
 
-def _blocks(matrix: Tensor) -> Sequence[Tensor]:
-    """A matrix in blocks of rows whose float64 values stay in the cache."""
-    return torch.split(matrix, max(1, torch.get_num_threads() * _BLOCK // max(1, matrix.shape[1])))
+def _quantise(weight: Tensor, *, levels: int, out: Tensor, scale: Tensor) -> bool:
+    """Fill int16 `[o, d]` and float64 `[o]` from a float matrix; False if it holds inf or nan."""
+    library = native.library()
+    rows, width = out.shape
+    if library is None:
+        for start, stop in _blocks(rows, width):
+            w = weight[start:stop].to(torch.float64)
+            peak = w.abs().amax(dim=1)
+            if not bool(torch.isfinite(peak).all()):
+                return False
+            # a zero channel, or a subnormal scale: too coarse to keep |Wq| < 2^(b-1), and no float32 output shows it
+            step = peak / levels
+            scale[start:stop] = torch.where(step < _TINY, 1.0, step)
+            out[start:stop] = (w / scale[start:stop, None]).round_()
+        return True
+    parts = Parts.to_read([weight])
+
+    def work(start: int, stop: int) -> bool:
+        scratch = torch.empty(width, dtype=torch.float64, device="cpu")
+        count = stop - start
+        arguments = count, width, levels, pointer(out, start), pointer(scale, start), pointer(scratch)
+        return bool(library.ring_quantise(native.isas()[-1], *parts.arguments(start), *arguments) == count)
+
+    return all_rows(work, rows, width)
+
+
+def _norms(weight: Tensor) -> tuple[int, int, int]:
+    """Of int16 `[o, d]`: max |w|, and the largest sums of squares of a row and of a column."""
+    library = native.library()
+    outputs, inputs = weight.shape
+    if library is None:
+        low, high = weight.aminmax()
+        columns, row = torch.zeros(inputs, dtype=torch.float64, device="cpu"), 0.0
+        for start, stop in _blocks(outputs, inputs):
+            squares = weight[start:stop].to(torch.float64).square_()  # integers: sums are exact
+            row = max(row, float(squares.sum(dim=1).amax()))
+            columns += squares.sum(dim=0)
+        return max(-int(low), int(high)), int(row), int(columns.amax())
+    weight = weight.contiguous()
+    columns = torch.zeros(inputs, dtype=torch.int64, device="cpu")
+    largest = torch.empty(3, dtype=torch.int64, device="cpu")
+    library.ring_norms(native.isas()[-1], pointer(weight), outputs, inputs, pointer(columns), pointer(largest))
+    absmax, row, column = largest.tolist()
+    return absmax, row, column
+
+
+def _blocks(rows: int, width: int) -> list[tuple[int, int]]:
+    """Rows whose float64 values stay in the cache."""
+    step = max(1, torch.get_num_threads() * _BLOCK // max(1, width))
+    return [(start, min(start + step, rows)) for start in range(0, rows, step)]

@@ -10,8 +10,7 @@ import threading
 import torch
 from torch import Tensor
 
-from symbiosis_priv import native
-from symbiosis_priv.kernels import parallel
+from symbiosis_priv import native, parallel
 from symbiosis_priv.kernels.base import Kernel, Packed
 from symbiosis_priv.native import Isa
 from symbiosis_priv.ring import BACKWARD, Direction

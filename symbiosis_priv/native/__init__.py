@@ -105,6 +105,8 @@ def _declare(lib: ctypes.CDLL) -> None:
         "ring_decode": ((isa, *2 * (address,), *3 * (integer,), *5 * (address,), *parts, address), integer),
         "ring_dot": ((isa, address, integer, integer, address, address), None),
         "ring_weigh": ((isa, address, integer, integer, address, integer, *3 * (address,)), None),
+        "ring_quantise": ((isa, *parts, integer, integer, real, address, address, address), integer),
+        "ring_norms": ((isa, address, integer, integer, address, address), None),
         "ring_join": ((address, integer, address), None),
     }
     for name, (arguments, result) in signatures.items():

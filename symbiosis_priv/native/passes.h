@@ -217,6 +217,45 @@ INLINE void weigh_rows(const int16_t *weight, int64_t outputs, int64_t inputs, c
                 sums[limb * inputs + i] += (int64_t)(int32_t)weight[o * inputs + i] * r[limb * r_stride + o];
 }
 
+/* quantise.quantise for one member of a group: int16 [rows, width] and the channels' scales. */
+INLINE int64_t quantise_channels(const struct parts *in, int64_t rows, int64_t width, double levels,
+                                 int16_t *restrict out, double *scale, double *scratch) {
+    for (int64_t row = 0; row < rows; row++) {
+        uint64_t bits = load_row(in, row, NULL, scratch);
+        double peak;
+        memcpy(&peak, &bits, sizeof peak);
+        if (bits >= 0x7ff0000000000000ull) return row;
+        double step = peak / levels;
+        if (step < 0x1p-1022) step = 1.0;
+        scale[row] = step;
+        for (int64_t i = 0; i < width; i++) out[row * width + i] = (int16_t)(int32_t)rint(scratch[i] / step);
+    }
+    return rows;
+}
+
+/* The largest |w|, and the largest sums of squares along a row and down a column; `columns` int64 [inputs], zeros. */
+INLINE void norms_of(const int16_t *weight, int64_t outputs, int64_t inputs, int64_t *restrict columns,
+                     int64_t *largest) {
+    int32_t low = 0, high = 0;
+    int64_t longest_row = 0, longest_column = 0;
+    for (int64_t o = 0; o < outputs; o++) {
+        const int16_t *w = weight + o * inputs;
+        int64_t row = 0;
+        for (int64_t i = 0; i < inputs; i++) {
+            int32_t x = w[i], square = x * x;
+            low = x < low ? x : low;
+            high = x > high ? x : high;
+            row += square;
+            columns[i] += square;
+        }
+        longest_row = row > longest_row ? row : longest_row;
+    }
+    for (int64_t i = 0; i < inputs; i++) longest_column = columns[i] > longest_column ? columns[i] : longest_column;
+    largest[0] = -low > high ? -low : high;
+    largest[1] = longest_row;
+    largest[2] = longest_column;
+}
+
 /* One copy of each pass per instruction set. */
 #define PASSES(suffix, TARGET)                                                                                        \
     TARGET static int64_t encode_##suffix(const struct parts *in, int64_t rows, int64_t width, const double *fold,    \
@@ -233,6 +272,14 @@ INLINE void weigh_rows(const int16_t *weight, int64_t outputs, int64_t inputs, c
     TARGET static void weigh_##suffix(const int16_t *weight, int64_t outputs, int64_t inputs, const int32_t *r,       \
                                       int64_t r_stride, const int32_t *back, int64_t *sums, int64_t *back_products) { \
         weigh_rows(weight, outputs, inputs, r, r_stride, back, sums, back_products);                                  \
+    }                                                                                                                 \
+    TARGET static int64_t quantise_##suffix(const struct parts *in, int64_t rows, int64_t width, double levels,       \
+                                            int16_t *out, double *scale, double *scratch) {                           \
+        return quantise_channels(in, rows, width, levels, out, scale, scratch);                                       \
+    }                                                                                                                 \
+    TARGET static void norms_##suffix(const int16_t *weight, int64_t outputs, int64_t inputs, int64_t *columns,       \
+                                      int64_t *largest) {                                                             \
+        norms_of(weight, outputs, inputs, columns, largest);                                                          \
     }                                                                                                                 \
     TARGET static void dot_##suffix(const int32_t *rows, int64_t count, int64_t width, const int32_t *limbs,          \
                                     int64_t *products) {                                                              \
@@ -255,7 +302,8 @@ PASSES(avx512, TARGET_AVX512)
  *
  * data, stride, width: `count` matrices side by side, [rows, width[k]] each, stride entries from row to row.
  * fold: float64 [columns] that columns are multiplied by first, or NULL. limbs: int32 [3, columns] of V, or NULL.
- * out: int32 [rows, columns]; scale: float64 [rows]; expected: int64 [rows]. scratch: float64 [columns]. Returns the number of rows done: short of `rows`, that row is not finite. */
+ * out: int32 [rows, columns]; scale: float64 [rows]; expected: int64 [rows]. scratch: float64 [columns].
+ * Returns the number of rows done: short of `rows`, that row is not finite. */
 EXPORT int64_t ring_encode(int32_t isa, void *const *data, const int64_t *stride, const int64_t *width, int64_t count,
                            int32_t format, int64_t rows, int64_t columns, const double *fold, double l1, double l2,
                            const int32_t *limbs, int32_t *out, double *scale, int64_t *expected, double *scratch) {
@@ -292,6 +340,22 @@ EXPORT void ring_dot(int32_t isa, const int32_t *rows, int64_t count, int64_t wi
 EXPORT void ring_weigh(int32_t isa, const int16_t *weight, int64_t outputs, int64_t inputs, const int32_t *r,
                        int64_t r_stride, const int32_t *back, int64_t *sums, int64_t *back_products) {
     BY_ISA(isa, weigh, weight, outputs, inputs, r, r_stride, back, sums, back_products);
+}
+
+/* Quantise the channels of a weight matrix: out int16 [rows, columns], scale float64 [rows], scratch float64 [columns];
+ * levels is 2^(b-1) - 1. Returns the number of rows done: short of `rows`, that row is not finite. */
+EXPORT int64_t ring_quantise(int32_t isa, void *const *data, const int64_t *stride, const int64_t *width, int64_t count,
+                             int32_t format, int64_t rows, int64_t columns, double levels, int16_t *out, double *scale,
+                             double *scratch) {
+    struct parts in = {data, stride, width, count, format};
+    return BY_ISA(isa, quantise, &in, rows, columns, levels, out, scale, scratch);
+}
+
+/* Of int16 [outputs, inputs]: largest[0..3) are max |w|, and the largest sums of squares of a row and of a column.
+ * columns: int64 [inputs], zeros. */
+EXPORT void ring_norms(int32_t isa, const int16_t *weight, int64_t outputs, int64_t inputs, int64_t *columns,
+                       int64_t *largest) {
+    BY_ISA(isa, norms, weight, outputs, inputs, columns, largest);
 }
 
 /* Join what ring_weigh gathered: sums int64 [3, inputs] to residues int64 [inputs]. */

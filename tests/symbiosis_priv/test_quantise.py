@@ -20,6 +20,7 @@ from symbiosis_priv import testing
 from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.quantise import Layer, QuantisedGroup, quantise
 from symbiosis_priv.ring import Direction
+from tests.builds import BUILDS, build
 
 
 def layer(weight: Tensor, bias: Tensor | None = None) -> Layer:
@@ -119,14 +120,40 @@ def test_the_digest_is_what_it_says() -> None:
     assert group.digest() == hashlib.sha256(stream).hexdigest()
 
 
-def test_threads_change_nothing(set_threads: Callable[[int], None]) -> None:
+def test_threads_and_layout_change_nothing(set_threads: Callable[[int], None]) -> None:
+    """Also where there is enough to do for several threads."""
     generator = torch.Generator().manual_seed(0)
-    members = [layer(torch.randn(300, 700, generator=generator), torch.randn(300, generator=generator))]
-    digests = set()
-    for threads in (1, 2, 5):
-        set_threads(threads)
-        digests.add(quantise(members).digest())
-    assert len(digests) == 1
+    weight, bias = torch.randn(600, 2100, generator=generator), torch.randn(600, generator=generator)
+    digests, bounds = set(), set()
+    for name in BUILDS:
+        with build(name):
+            for threads in (1, 2, 5):
+                set_threads(threads)
+                for same in (weight, weight.t().contiguous().t(), torch.cat([weight, weight], dim=1)[:, 2100:]):
+                    group = quantise([layer(same, bias)])
+                    digests.add(group.digest())
+                    bounds.add((group.bound("forward"), group.bound("backward")))
+    assert len(digests) == len(bounds) == 1
+
+
+@given(testing.layers(), testing.weight_bits())
+def test_every_build_makes_the_same_bits(members: list[Layer], bits: int) -> None:
+    """A digest is pinned in federation files: it must not depend on a compiler having been there."""
+    seen = set()
+    for name in BUILDS:
+        with build(name):
+            group = quantise(members, weight_bits=bits)
+            seen.add((group.digest(), group.bound("forward"), group.bound("backward")))
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_a_bad_weight_is_found_in_any_row(name: str) -> None:
+    for row in (0, 150, 299):
+        weight = torch.ones(300, 3000)
+        weight[row, row] = math.inf
+        with build(name), pytest.raises(CheckpointError, match="weight of layer "):
+            quantise([layer(torch.ones(2, 3000)), layer(weight)])
 
 
 @given(testing.layers(dtypes=[torch.bfloat16, torch.float16]))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from symbiosis_priv.kernels import parallel
+from symbiosis_priv import parallel
 
 
 @given(total=st.integers(0, 200), least=st.integers(1, 50))

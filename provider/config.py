@@ -21,6 +21,8 @@ from symbiosis_priv.wire import MAX_PAYLOAD, MAX_ROWS, Role
 
 MIB = 1 << 20
 INPROC = "inproc://executor"
+RANKS_VARIABLE = "SYMBIOSIS_PRIV_RANKS"
+"""Where the supervisor puts the model's digest and the configuration for the ranks of a group."""
 _LISTEN = "127.0.0.1:7401"
 _MAX_SOCKET_PATH = 100  # bytes; sockaddr_un holds 104 on the strictest systems
 
@@ -114,6 +116,10 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         kernel: `auto`, or a name in `symbiosis_priv.kernels.KERNELS`.
         threads: torch threads; torch's own choice if None.
         warm_up: load every layer group in idle moments after the start; if false, each when it is first asked for.
+        ranks: processes that hold the model together, each its shard, and multiply together (`shards`).
+        sharding: `columns` sends rows to the weights, `gathered` weights to the rows; `auto` measures, in idle moments,
+            which of them is faster for how many rows. Results are the same.
+        group_timeout_s: how long ranks wait for one that does not answer.
         float_path: `float` in the file: also serve float products, which only masking = "paper-pool" needs.
         float_memory_mib: what their weights may take; the least recently used layer groups are dropped first.
     """
@@ -123,6 +129,9 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     kernel: str = "auto"
     threads: _Count | None = None
     warm_up: bool = True
+    ranks: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
+    sharding: Literal["auto", "columns", "gathered"] = "auto"
+    group_timeout_s: _Seconds = 30.0
     float_path: bool = msgspec.field(default=False, name="float")
     float_memory_mib: _Count = 2048
 
@@ -347,6 +356,9 @@ tenant_authority = "keys/authority.pem"
 # kernel = "auto"                # the fastest exact one for each shape
 # threads = 8                    # torch threads
 # warm_up = true                 # load all layers in idle moments; false: each when it is first asked for
+# ranks = 1                      # processes that hold the model together, each its shard
+# sharding = "auto"              # "columns" or "gathered": how they share a product out
+# group_timeout_s = 30.0         # how long they wait for one that does not answer
 # float = false                  # float products too, for tenants with masking = "paper-pool"
 # float_memory_mib = 2048        # their weights in memory; the least recently used layers go first
 

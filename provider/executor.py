@@ -28,6 +28,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+import torch.distributed as dist
 import zmq
 from torch import Tensor
 
@@ -36,9 +37,10 @@ from provider.config import INPROC, ProviderConfig, SchedulerConfig, from_json
 from provider.envelope import ExecutorReport
 from provider.keystream_maker import KeystreamMaker
 from provider.model import ServedModel, open_store
+from provider.operands import Operands
 from provider.scheduler import Job, Piece, Scheduler
 from symbiosis_priv import wire
-from symbiosis_priv.errors import CheckpointError, ConfigError, SymbiosisError
+from symbiosis_priv.errors import CheckpointError, ConfigError, RankLostError, SymbiosisError
 
 log = logs.EventLog(__name__)
 
@@ -115,6 +117,7 @@ class Executor:
             try:
                 while self._jobs or not self._stopped:
                     self._step()
+                self._model.close()
             finally:
                 self._maker.close()
 
@@ -230,6 +233,8 @@ class Executor:
         """One step of it."""
         try:
             next(cold)
+        except RankLostError:
+            raise
         except StopIteration:
             self._cold = None
             log.info("warmed_up", groups=self._model.groups_loaded)
@@ -244,6 +249,8 @@ class Executor:
             rows = [self._rows(piece) for piece in pieces]
             flat = rows[0] if len(rows) == 1 else torch.cat(rows)
             product = self._model.product(flat, group=group, direction=direction, arithmetic=arithmetic)
+        except RankLostError:  # what computes has ended, and so must this process
+            raise
         except Exception as error:  # one batch's trouble (memory, a device) is not the next one's
             self._break([piece.job for piece in pieces], error)
             return
@@ -345,7 +352,12 @@ def build(config: ProviderConfig, *, model_digest: str, context: Context) -> Exe
     store = open_store(config)
     if store.manifest().digest != model_digest:
         raise CheckpointError(f"{store.path} changed while it was in use; start the provider again")
-    model = ServedModel(store, float_memory=settings.float_memory)
+    operands: Operands | None = None
+    if dist.is_initialized():  # this is rank 0 of a group
+        from provider.shards import ShardedOperands  # FSDP: only for those who shard
+
+        operands = ShardedOperands(store, sharding=settings.sharding)
+    model = ServedModel(store, operands=operands, float_memory=settings.float_memory)
     return Executor(
         model,
         context=context,

@@ -1,4 +1,4 @@
-"""The served base model: operands of each layer group, loaded when first asked for."""
+"""The served base model: the products that tenants may ask for."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 from provider.config import ProviderConfig
 from provider.floats import FloatGroups
+from provider.operands import LocalOperands, Operands
 from symbiosis_priv.checkpoint import resolve
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.kernels import RingMatrix
 from symbiosis_priv.keystream import expand, mask_key
 from symbiosis_priv.manifest import Manifest
 from symbiosis_priv.ring import Direction
@@ -43,16 +43,19 @@ class ServedModel:
 
     Args:
         store: the base model, and the device that products of it run on.
+        operands: where its ring products come from; the store's weights in this process if None.
         float_memory: bytes for weights of the float path; None if there is no float path.
 
     Raises:
         ConfigError: this machine or this torch has no such device.
     """
 
-    def __init__(self, store: WeightStore, *, float_memory: int | None = None) -> None:
+    def __init__(
+        self, store: WeightStore, *, operands: Operands | None = None, float_memory: int | None = None
+    ) -> None:
         self._store = store
         self._device = _usable(store.device)
-        self._ring: dict[int, RingMatrix] = {}
+        self._operands = operands or LocalOperands(store)
         self._floats = None if float_memory is None else FloatGroups(store, device=self._device, memory=float_memory)
 
     @property
@@ -63,7 +66,7 @@ class ServedModel:
     @property
     def groups_loaded(self) -> int:
         """Layer groups in memory."""
-        return len({*self._ring, *(self._floats.loaded if self._floats else ())})
+        return len({*self._operands.loaded, *(self._floats.loaded if self._floats else ())})
 
     def product(self, rows: Tensor, *, group: int, direction: Direction, arithmetic: Arithmetic) -> Tensor:
         """`rows @ W.T` forward, `rows @ W` backward.
@@ -80,7 +83,7 @@ class ServedModel:
             ConfigError: floats are asked for and there is no float path; the gateway refuses such requests before.
         """
         if arithmetic == "ring":
-            return self._ring_group(group).product(rows, direction).cpu()
+            return self._operands.product(rows, group=group, direction=direction)
         if self._floats is None:
             raise ConfigError("float products are not served here: set float = true under [executor]")
         operand = self._floats.group(group)
@@ -94,13 +97,9 @@ class ServedModel:
         return expand(key, first_row=request.first_row, rows=request.rows, width=inputs)
 
     def warm_up(self) -> Iterator[None]:
-        """Load every group for the ring, one per `next`."""
-        for index in range(len(self.manifest.groups)):
-            self._ring_group(index)
-            yield
+        """Do what the first requests would wait for, one small step per `next`."""
+        return self._operands.warm_up()
 
-    def _ring_group(self, index: int) -> RingMatrix:
-        matrix = self._ring.get(index)
-        if matrix is None:
-            matrix = self._ring[index] = self._store.matrix(index)
-        return matrix
+    def close(self) -> None:
+        """No more products."""
+        self._operands.close()

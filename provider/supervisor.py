@@ -7,9 +7,13 @@ executor it asked is gone, and tells its tenant to ask again (`BUSY`) instead of
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -19,15 +23,16 @@ from typing import NoReturn
 
 import msgspec
 import torch
+import torch.distributed as dist
 import zmq
 
 from provider import envelope, logs
 from provider.admission import Refusal
-from provider.config import INPROC, ProviderConfig, to_json
+from provider.config import INPROC, RANKS_VARIABLE, ProviderConfig, to_json
 from provider.envelope import Ask, Envelope, ExecutorReport
 from provider.executor import Context, build
 from symbiosis_priv import wire
-from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.errors import ConfigError, RankLostError
 
 log = logs.EventLog(__name__)
 
@@ -36,6 +41,7 @@ _FIRST_BACKOFF_S = 0.5  # so that a start that fails is not tried again before i
 _MAX_BACKOFF_S = 5.0
 _STARTUP_S = 300.0
 _GRACE_S = 1.0  # for the executor's own word that it is late, which comes after the slice that it is at
+_LOOPBACK = "lo"
 _SPARE_SOCKETS = 64  # the executor's own, and of connections that are being told that there are too many
 
 
@@ -91,6 +97,9 @@ class ThreadExecutor(ExecutorHandle):
             torch.set_num_threads(self.config.executor.threads)
         try:
             self._executor.run()
+        except RankLostError as error:
+            log.failure("rank_lost", error)
+            os._exit(1)  # this is a rank itself: torchrun starts the group again
         except Exception as error:
             log.failure("executor_failed", error)
         finally:
@@ -125,7 +134,7 @@ class ProcessExecutor(ExecutorHandle):
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self._kill()
         self._watcher.join(timeout)
 
     @property
@@ -140,6 +149,9 @@ class ProcessExecutor(ExecutorHandle):
             process.stdin.write(to_json(self.config) + b"\n" + self.model_digest.encode() + b"\n")
             process.stdin.flush()
         return process
+
+    def _kill(self) -> None:
+        self._process.kill()
 
     def _watch(self) -> None:
         backoff = _FIRST_BACKOFF_S
@@ -160,9 +172,46 @@ class ProcessExecutor(ExecutorHandle):
             log.info("executor_restarted", pid=self._process.pid)
 
 
+class GroupExecutor(ProcessExecutor):
+    """A group of ranks that hold the model together, started by torchrun and started again whenever one ends."""
+
+    def __init__(self, config: ProviderConfig, *, model_digest: str) -> None:
+        self._folder: str | None = None
+        if config.executor.endpoint == INPROC:
+            self._folder = tempfile.mkdtemp(prefix="ranks-")  # for this user only
+            executor = msgspec.structs.replace(config.executor, endpoint=f"ipc://{self._folder}/executor.sock")
+            config = msgspec.structs.replace(config, executor=executor)
+        super().__init__(config, model_digest=model_digest)
+
+    def stop(self, timeout: float) -> None:
+        """See `ExecutorHandle.stop`."""
+        super().stop(timeout)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        settings = self.config.executor
+        threads = settings.threads or os.cpu_count() or 1
+        environment = {
+            **os.environ,
+            RANKS_VARIABLE: f"{self.model_digest} {to_json(self.config).decode()}",
+            "OMP_NUM_THREADS": str(max(1, threads // settings.ranks)),
+            "GLOO_SOCKET_IFNAME": _LOOPBACK,  # torch.distributed authenticates nobody
+        }
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={settings.ranks}"]
+        command = [*torchrun, "-m", "provider.ranks"]
+        # stdin reaches rank 0, which ends with it; signals of a terminal are the gateway's to handle
+        return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
+
+    def _kill(self) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)
+
+
 def make(config: ProviderConfig, *, model_digest: str) -> ExecutorHandle:
-    """The kind of executor that the endpoint asks for."""
-    kind = ThreadExecutor if config.executor.endpoint == INPROC else ProcessExecutor
+    """The kind of executor that the configuration asks for."""
+    kind: type[ExecutorHandle] = ThreadExecutor if config.executor.endpoint == INPROC else ProcessExecutor
+    if config.executor.ranks > 1 and not dist.is_initialized():  # else this is rank 0 of a group already
+        kind = GroupExecutor
     return kind(config, model_digest=model_digest)
 
 

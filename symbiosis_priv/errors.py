@@ -19,6 +19,7 @@ __all__ = [
     "ProviderError",
     "QuarantinedError",
     "RangeError",
+    "RankLostError",
     "RoleConflictError",
     "StorageError",
     "SymbiosisError",
@@ -86,6 +87,10 @@ class RangeError(SymbiosisError, ValueError):
 
 class BurntRowError(SymbiosisError):
     """A mask row would be used a second time, or a mask outlived the process that drew it."""
+
+
+class RankLostError(SymbiosisError):
+    """A rank of a sharded executor did not take part: the message says which. The group is started again."""
 
 
 class TransportError(SymbiosisError):

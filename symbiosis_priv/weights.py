@@ -22,7 +22,7 @@ from symbiosis_priv.checkpoint import Checkpoint
 from symbiosis_priv.discovery import Skeleton, discover
 from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.files import default_cache, replace_atomically, write_atomically
-from symbiosis_priv.kernels import Choice, RingMatrix, choose, kernel_of, tune
+from symbiosis_priv.kernels import Choice, Packed, RingMatrix, choose, kernel_of, tune
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
 from symbiosis_priv.manifest import MANIFEST_VERSION, GroupEntry, Manifest
 from symbiosis_priv.quantise import Layer, QuantisedGroup, quantise
@@ -109,6 +109,21 @@ class WeightStore:
             group = self._read(entry.digest) or self._quantise(entry)
             matrix = self._pack(entry, group.weight)
         return matrix
+
+    def packed(self, index: int) -> tuple[Packed, Choice]:
+        """One group's packed weights as they are mapped, without a look at them; `matrix` makes and checks the file.
+
+        Raises:
+            ConfigError: there is no such file: `matrix` could not write it.
+        """
+        entry = self.manifest().groups[index]
+        choice = self._choice(entry)
+        found = packed.read(self._cache, entry.digest, choice.layout, weight_bits=self.weight_bits)
+        if found is None:
+            raise ConfigError(
+                f"no packed weights of {entry.name} in {self._cache}: make it a folder that can be written"
+            )
+        return found[0], choice
 
     def _quantise(self, entry: GroupEntry) -> QuantisedGroup:
         with Checkpoint(self.path) as checkpoint:

@@ -44,6 +44,8 @@ class Kernel(ABC):
 
     name: str
     layout: ClassVar[str]
+    block: ClassVar[int | None] = None
+    """Outputs in one element of the packed data's first dimension, by which it can be sharded; None if it cannot."""
 
     @abstractmethod
     def supports(self, device: torch.device) -> bool:

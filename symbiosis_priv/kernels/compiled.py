@@ -33,6 +33,7 @@ class CompiledKernel(Kernel):
     """
 
     layout = "panels"
+    block = _PANEL
 
     def __init__(self, isa: Isa) -> None:
         self.isa = isa

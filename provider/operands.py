@@ -1,0 +1,73 @@
+"""Where the ring products of a served model come from: weights of this process, or of a group of ranks (`shards`)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator
+
+from torch import Tensor
+
+from symbiosis_priv.kernels import RingMatrix
+from symbiosis_priv.ring import Direction
+from symbiosis_priv.weights import WeightStore
+
+
+class Operands(ABC):
+    """The quantised weights of every layer group. Not thread-safe."""
+
+    @property
+    @abstractmethod
+    def loaded(self) -> Collection[int]:
+        """Layer groups in memory."""
+
+    @abstractmethod
+    def product(self, rows: Tensor, *, group: int, direction: Direction) -> Tensor:
+        """`rows @ W.T` forward, `rows @ W` backward, mod 2^32.
+
+        Args:
+            rows: int32 `[r, inputs]` on the CPU.
+
+        Returns:
+            int32 `[r, outputs]`, contiguous, on the CPU.
+        """
+
+    @abstractmethod
+    def warm_up(self) -> Iterator[None]:
+        """Do what the first requests would wait for, one small step per `next`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """No more products."""
+
+
+class LocalOperands(Operands):
+    """All of them in this process, each loaded when first asked for.
+
+    Args:
+        store: the base model, and the device that products of it run on.
+    """
+
+    def __init__(self, store: WeightStore) -> None:
+        self._store = store
+        self._matrices: dict[int, RingMatrix] = {}
+
+    @property
+    def loaded(self) -> Collection[int]:
+        return self._matrices.keys()
+
+    def product(self, rows: Tensor, *, group: int, direction: Direction) -> Tensor:
+        return self._matrix(group).product(rows, direction).cpu()
+
+    def warm_up(self) -> Iterator[None]:
+        for group in range(len(self._store.manifest().groups)):
+            self._matrix(group)
+            yield
+
+    def close(self) -> None:
+        self._matrices.clear()
+
+    def _matrix(self, group: int) -> RingMatrix:
+        matrix = self._matrices.get(group)
+        if matrix is None:
+            matrix = self._matrices[group] = self._store.matrix(group)
+        return matrix

@@ -1,0 +1,79 @@
+"""The processes of a sharded executor (`shards`), as torchrun starts them: rank 0 serves, the others follow.
+
+On one machine, `[executor] ranks = 4` has the supervisor start such a group beside the gateway. Over several, run on
+each of them
+
+    torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:PORT \\
+        -m provider.ranks --config provider.toml
+
+and rank 0 is the whole provider. Between machines, torch.distributed is neither encrypted nor authenticated: keep it
+on a private network (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import zmq
+
+from provider import logs, server
+from provider.config import RANKS_VARIABLE, ProviderConfig, from_json, load
+from provider.executor import Context, build, wait_for_eof
+from provider.model import open_store
+from provider.shards import ShardedOperands
+from symbiosis_priv.errors import SymbiosisError
+
+
+def main() -> None:
+    """One rank. Status 1 if the group cannot come together or has lost somebody."""
+    parser = argparse.ArgumentParser(prog="torchrun ... -m provider.ranks")
+    parser.add_argument("--config", type=Path, help="provider.toml")
+    path: Path | None = parser.parse_args().config
+    if (path is None) == (RANKS_VARIABLE not in os.environ):
+        parser.error("name the provider's configuration: --config provider.toml")
+    try:
+        if path is not None:
+            config = load(path)
+            _run(config, lead=lambda: server.serve(config))
+        else:
+            digest, _, text = os.environ[RANKS_VARIABLE].partition(" ")
+            config = from_json(text.encode())
+            _run(config, lead=lambda: _serve_executor(config, model_digest=digest))
+    except SymbiosisError as error:
+        sys.exit(f"error: rank {os.environ.get('RANK')}: {error}")
+
+
+def _run(config: ProviderConfig, *, lead: Callable[[], None]) -> None:
+    logs.setup(config.log_level)
+    settings = config.executor
+    if settings.threads:
+        torch.set_num_threads(max(1, settings.threads // int(os.environ["LOCAL_WORLD_SIZE"])))
+    dist.init_process_group(
+        "nccl" if settings.device.startswith("cuda") else "gloo", timeout=timedelta(seconds=settings.group_timeout_s)
+    )
+    if dist.get_rank() == 0:
+        lead()
+    else:
+        with torch.no_grad():
+            ShardedOperands(open_store(config), sharding=settings.sharding).follow()
+    dist.destroy_process_group()
+
+
+def _serve_executor(config: ProviderConfig, *, model_digest: str) -> None:
+    """As `executor.main`: until stdin closes, which rank 0 has from the gateway by way of torchrun."""
+    context: Context = zmq.Context()
+    executor = build(config, model_digest=model_digest, context=context)
+    threading.Thread(target=wait_for_eof, args=(executor.stop,), name="lifeline", daemon=True).start()
+    executor.run()
+
+
+if __name__ == "__main__":
+    main()

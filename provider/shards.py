@@ -1,0 +1,382 @@
+"""Ring operands that a group of ranks holds together: each has its shard of every layer group (FSDP2).
+
+Theory of operation. Every rank makes the same units on the meta device, one per layer group, and `fully_shard` cuts
+each one's packed weights along their outputs; a rank then copies its own shard from the mapped cache, and nobody ever
+holds the model. Rank 0 serves (`executor`); the others `follow`. For each product rank 0 broadcasts a plan, and every
+rank checks its sequence number before it joins a collective: ranks that disagree about what comes next would otherwise
+gather each other's layers. There are two ways to multiply, and both give the same bits:
+
+    gathered   the unit gathers its weights on every rank, each of which multiplies some of the rows with them (FSDP)
+    columns    every rank multiplies all rows with its own shard: its columns of the result forward, a part of the sum
+               backward, which wraps modulo 2^32 as everything does here
+
+Few rows travel for less than weights do, many do not: `warm_up` times both, and rank 0 chooses. Weights travel as
+bytes, for gloo knows no int16.
+
+A rank that does not answer makes a collective fail or time out. Rank 0 then names whoever's heart has stopped
+(`roll_call`) and ends; so do the others, and the supervisor starts the whole group again. The ranks trust each other,
+and torch.distributed authenticates nobody: they belong on one machine or one private network.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from enum import IntEnum
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from provider.operands import Operands
+from provider.roll_call import RollCall
+from symbiosis_priv.errors import CheckpointError, ConfigError, RankLostError
+from symbiosis_priv.kernels import Choice, Packed, kernel_of, probe_rows
+from symbiosis_priv.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
+from symbiosis_priv.weights import WeightStore
+
+_IDLE = timedelta(days=365)  # between two plans
+_TIMED_ROWS = (1, 8, 64, 512)
+_NEVER = 1 << 62  # rows
+_LEAD = 0  # the rank that serves
+_HEAD = 4  # numbers of a plan before the rows of every rank
+
+
+class Mode(IntEnum):
+    """How a product is shared out."""
+
+    STOP = 0
+    COLUMNS = 1
+    GATHERED = 2
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What every rank does next.
+
+    Args:
+        sequence: 1 more than the last one's.
+        rows: of every rank; all of them the product's where each takes part in every row.
+    """
+
+    sequence: int
+    mode: Mode
+    group: int = 0
+    direction: Direction = FORWARD
+    rows: tuple[int, ...] = ()
+
+    def encode(self, world: int) -> Tensor:
+        """int64 `[4 + world]`."""
+        head = [self.sequence, self.mode, self.group, DIRECTIONS.index(self.direction)]
+        return torch.tensor([*head, *(self.rows or [0] * world)], dtype=torch.int64, device="cpu")
+
+    @classmethod
+    def decode(cls, plan: Tensor) -> Self:
+        """Inverse of `encode`."""
+        sequence, mode, group, direction, *rows = plan.tolist()
+        return cls(sequence, Mode(mode), group, DIRECTIONS[direction], tuple(rows))
+
+
+class _Unit(nn.Module):
+    """One layer group's packed weights: what FSDP shards, gathers and lets go of."""
+
+    def __init__(self, whole: Packed, choice: Choice) -> None:
+        super().__init__()
+        block = kernel_of(choice.layout).block
+        if block is None:
+            raise ConfigError(f"weights packed as {choice.layout!r} cannot be sharded: choose another kernel")
+        self._block = block
+        self.whole = replace(whole, data=whole.data[:0])
+        self.choice = choice
+        self._dtype = whole.data.dtype
+        shape = whole.data.view(torch.int8).shape
+        self.weight = nn.Parameter(torch.empty(shape, dtype=torch.int8, device="meta"), requires_grad=False)
+
+    def forward(self, rows: Tensor, direction: Direction, out: Tensor) -> None:
+        """The product with all of the weights, which are here while this runs."""
+        self._product(replace(self.whole, data=self.weight.view(self._dtype)), rows, direction, out)
+
+    def load(self, whole: Tensor, *, rank: int, world: int, device: torch.device) -> None:
+        """Copy this rank's shard from the mapped file; pages of other shards are not touched."""
+        self.to_empty(device=device)
+        local = self._local()
+        first = _chunk(len(whole), world) * rank
+        local.copy_(whole.view(torch.int8)[first : first + len(local)])
+
+    def columns_of(self, rank: int, world: int) -> slice:
+        """The outputs in a rank's shard."""
+        each = _chunk(self.weight.shape[0], world) * self._block
+        return slice(min(self.whole.outputs, each * rank), min(self.whole.outputs, each * (rank + 1)))
+
+    def multiply_shard(self, columns: slice, rows: Tensor, direction: Direction, out: Tensor) -> None:
+        """The product with this rank's shard alone, which holds those outputs."""
+        outputs = columns.stop - columns.start
+        weights = replace(self.whole, outputs=outputs, data=self._local().view(self._dtype))
+        if outputs:
+            self._product(weights, rows, direction, out)
+        else:
+            out.zero_()
+
+    def _local(self) -> Tensor:
+        assert isinstance(self.weight, DTensor)  # outside `forward`
+        return self.weight.to_local()
+
+    def _product(self, weights: Packed, rows: Tensor, direction: Direction, out: Tensor) -> None:
+        if out.numel():
+            self.choice.kernel(direction, len(rows)).product(weights, rows, direction, out)
+
+
+def _chunk(blocks: int, world: int) -> int:
+    """How `Shard(0)` cuts: every rank gets so many, the last ones fewer or none."""
+    return -(-blocks // world)
+
+
+class ShardedOperands(Operands):
+    """The ring products of a group of ranks. Every rank makes one; rank 0 asks for products, the others `follow`.
+
+    Args:
+        store: the base model.
+        sharding: "columns", "gathered", or "auto" to measure.
+
+    Raises:
+        CheckpointError: the ranks have other models.
+        ConfigError: the weights cannot be packed, or not be sharded as they are packed.
+        RankLostError: a rank did not answer while the group came together.
+    """
+
+    def __init__(self, store: WeightStore, *, sharding: str = "auto") -> None:
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._device = torch.device(store.device)
+        self._fixed = None if sharding == "auto" else Mode[sharding.upper()]
+        self._store = store
+        self._entries = store.manifest().groups
+        self._sequence = 0
+        self._crossover: dict[tuple[int, int, Direction], int] = {}
+        self._plans = dist.new_group(backend="gloo", timeout=_IDLE)
+        self._roll_call = RollCall(rank=self._rank, world=self._world)
+        self._require_one_model(store.manifest().digest)
+        if os.environ["LOCAL_RANK"] == "0":
+            for index in range(len(self._entries)):
+                store.matrix(index)  # one at a time: packs what is not there, checks what is
+        dist.barrier(self._plans)
+        mesh = init_device_mesh(self._device.type, (self._world,))
+        self._units = [self._load(index, mesh) for index in range(len(self._entries))]
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the rank that serves."""
+        return self._rank == _LEAD
+
+    @property
+    def loaded(self) -> frozenset[int]:
+        """Layer groups in memory: all of them."""
+        return frozenset(range(len(self._units)))
+
+    def product(self, rows: Tensor, *, group: int, direction: Direction) -> Tensor:
+        """On rank 0, with the others following. See `Operands.product`.
+
+        Raises:
+            RankLostError: a rank did not take part; this group is of no more use.
+        """
+        return self._multiply(rows, group=group, direction=direction, mode=self._mode(group, direction, len(rows)))
+
+    def warm_up(self) -> Iterator[None]:
+        """On rank 0: time both ways to multiply for every shape, one product per `next`."""
+        for group, entry in enumerate(self._entries):
+            for direction in DIRECTIONS:
+                shape = (entry.inputs, entry.stacked_outputs, direction)
+                if self._fixed is not None or shape in self._crossover:
+                    continue
+                inputs, _ = entry.columns(direction)
+                for count in _TIMED_ROWS:
+                    rows = probe_rows(count, inputs)
+                    seconds = dict.fromkeys((Mode.COLUMNS, Mode.GATHERED), math.inf)
+                    for mode in (*seconds, *seconds):
+                        start = time.perf_counter()
+                        self._multiply(rows, group=group, direction=direction, mode=mode)
+                        seconds[mode] = min(seconds[mode], time.perf_counter() - start)
+                        yield
+                    if seconds[Mode.GATHERED] < seconds[Mode.COLUMNS]:
+                        self._crossover[shape] = count
+                        break
+                else:
+                    self._crossover[shape] = _NEVER
+
+    def follow(self) -> None:
+        """On every other rank: take part in products until rank 0 closes.
+
+        Raises:
+            RankLostError: rank 0 or another one did not take part, or its plan is not the next one.
+        """
+        while True:
+            message = torch.empty(_HEAD + self._world, dtype=torch.int64, device="cpu")
+            with self._answering("the next plan"):
+                dist.broadcast(message, _LEAD, group=self._plans)
+            plan = _Plan.decode(message)
+            self._sequence += 1
+            if plan.sequence != self._sequence:
+                raise RankLostError(f"rank {self._rank} expected plan {self._sequence} and got {plan.sequence}")
+            if plan.mode is Mode.STOP:
+                self._roll_call.close()
+                return
+            with self._answering(self._name_of(plan)):
+                self._take_part(plan)
+
+    def close(self) -> None:
+        """On rank 0: let the others end."""
+        with self._answering("the last plan"):
+            self._announce(_Plan(self._sequence + 1, Mode.STOP))
+        self._roll_call.close()
+
+    # Together
+
+    def _multiply(self, rows: Tensor, *, group: int, direction: Direction, mode: Mode) -> Tensor:
+        _, outputs = self._entries[group].columns(direction)
+        out = torch.empty((len(rows), outputs), dtype=torch.int32, device="cpu")
+        if not len(rows):
+            return out
+        shares = [len(part) for part in rows.tensor_split(self._world)]
+        counts = shares if mode is Mode.GATHERED else [len(rows)] * self._world
+        plan = _Plan(self._sequence + 1, mode, group, direction, tuple(counts))
+        with self._answering(self._name_of(plan)):
+            self._announce(plan)
+            self._take_part(plan, rows.contiguous(), out)
+        return out
+
+    def _announce(self, plan: _Plan) -> None:
+        self._sequence = plan.sequence
+        dist.broadcast(plan.encode(self._world), _LEAD, group=self._plans)
+
+    def _take_part(self, plan: _Plan, rows: Tensor | None = None, out: Tensor | None = None) -> None:
+        """One rank's part in a product. Rank 0 has the rows, and gets the result in `out`."""
+        unit = self._units[plan.group]
+        if plan.mode is Mode.GATHERED:
+            self._gathered(plan, unit, rows, out)
+        elif plan.direction == FORWARD:
+            self._columns_forward(plan, unit, rows, out)
+        else:
+            self._columns_backward(plan, unit, rows, out)
+
+    def _gathered(self, plan: _Plan, unit: _Unit, rows: Tensor | None, out: Tensor | None) -> None:
+        inputs, outputs = self._entries[plan.group].columns(plan.direction)
+        if rows is not None and out is not None:
+            parts, results = rows.split(list(plan.rows)), out.split(list(plan.rows))
+            self._deal(parts)
+            mine, product = parts[_LEAD], results[_LEAD]
+        else:
+            mine, product = self._received(plan.rows[self._rank], inputs), self._matrix(plan.rows[self._rank], outputs)
+        mine, product = mine.to(self._device), product.to(self._device)
+        unit(mine, plan.direction, product)
+        if rows is not None and out is not None:
+            results[_LEAD].copy_(product)  # the same memory, unless on another device
+            self._collect(results)
+        else:
+            self._return(product)
+
+    def _columns_forward(self, plan: _Plan, unit: _Unit, rows: Tensor | None, out: Tensor | None) -> None:
+        inputs, _ = self._entries[plan.group].columns(FORWARD)
+        shards = [unit.columns_of(rank, self._world) for rank in range(self._world)]
+        shared = (self._matrix(plan.rows[self._rank], inputs) if rows is None else rows).to(self._device)
+        dist.broadcast(shared, _LEAD)
+        columns = shards[self._rank]
+        product = self._matrix(len(shared), columns.stop - columns.start).to(self._device)
+        unit.multiply_shard(columns, shared, FORWARD, product)
+        if out is None:
+            self._return(product)
+            return
+        parts = [product.cpu(), *(self._matrix(len(shared), s.stop - s.start) for s in shards[1:])]
+        self._collect(parts)
+        torch.cat(parts, dim=1, out=out)
+
+    def _columns_backward(self, plan: _Plan, unit: _Unit, rows: Tensor | None, out: Tensor | None) -> None:
+        _, outputs = self._entries[plan.group].columns(BACKWARD)
+        shards = [unit.columns_of(rank, self._world) for rank in range(self._world)]
+        columns, count = shards[self._rank], plan.rows[self._rank]
+        if rows is not None:
+            parts = [rows[:, shard].contiguous() for shard in shards]
+            self._deal(parts)
+            mine = parts[_LEAD]
+        else:
+            mine = self._received(count, columns.stop - columns.start)
+        product = self._matrix(count, outputs).to(self._device)
+        unit.multiply_shard(columns, mine.to(self._device), BACKWARD, product)
+        dist.reduce(product, _LEAD, op=dist.ReduceOp.SUM)  # int32 sums wrap
+        if out is not None:
+            out.copy_(product)
+
+    # Matrices between rank 0 and the others
+
+    def _deal(self, parts: Sequence[Tensor]) -> None:
+        sent = [dist.isend(part.to(self._device), rank) for rank, part in enumerate(parts) if rank and part.numel()]
+        _wait(sent)
+
+    def _received(self, count: int, width: int) -> Tensor:
+        rows = self._matrix(count, width).to(self._device)
+        if rows.numel():
+            dist.recv(rows, _LEAD)
+        return rows
+
+    def _return(self, product: Tensor) -> None:
+        if product.numel():
+            dist.send(product, _LEAD)
+
+    def _collect(self, results: Sequence[Tensor]) -> None:
+        """Fill the other ranks' parts of a result."""
+        arriving = [(part, part.to(self._device)) for part in results]
+        _wait([dist.irecv(there, rank) for rank, (_, there) in enumerate(arriving) if rank and there.numel()])
+        for rank, (here, there) in enumerate(arriving):
+            if rank and here is not there:
+                here.copy_(there)
+
+    def _matrix(self, rows: int, width: int) -> Tensor:
+        return torch.empty((rows, width), dtype=torch.int32, device="cpu")
+
+    # Start and failure
+
+    def _mode(self, group: int, direction: Direction, rows: int) -> Mode:
+        if self._fixed is not None:
+            return self._fixed
+        entry = self._entries[group]
+        crossover = self._crossover.get((entry.inputs, entry.stacked_outputs, direction), _NEVER)
+        return Mode.GATHERED if rows >= crossover else Mode.COLUMNS
+
+    def _load(self, index: int, mesh: DeviceMesh) -> _Unit:
+        whole, choice = self._store.packed(index)
+        unit = _Unit(whole, choice)
+        fully_shard(unit, mesh=mesh, reshard_after_forward=True)
+        unit.load(whole.data, rank=self._rank, world=self._world, device=self._device)
+        return unit
+
+    def _require_one_model(self, digest: str) -> None:
+        mine = torch.frombuffer(bytearray(digest.encode()), dtype=torch.uint8)
+        theirs = mine.clone()
+        dist.broadcast(theirs, _LEAD)
+        if not torch.equal(mine, theirs):
+            raise CheckpointError(f"rank {self._rank} has model {digest}, rank 0 another one: give all ranks the same")
+
+    @contextmanager
+    def _answering(self, what: str) -> Iterator[None]:
+        """Whatever breaks in here leaves the ranks out of step: this group has ended."""
+        try:
+            yield
+        except Exception as error:
+            absent = ", ".join(f"rank {rank}" for rank in self._roll_call.absent()) or "nobody, so far"
+            raise RankLostError(f"{what} failed on rank {self._rank}; not answering: {absent} ({error})") from error
+
+    def _name_of(self, plan: _Plan) -> str:
+        return f"product {plan.sequence} ({self._entries[plan.group].name}, {plan.direction})"
+
+
+def _wait(works: Sequence[dist.Work | None]) -> None:
+    for work in works:
+        if work is not None:  # None for a rank outside the group
+            work.wait()

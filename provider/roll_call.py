@@ -11,7 +11,7 @@ import threading
 import time
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public, and not in __all__
 
 _BEAT_S = 0.5
 _PATIENCE_S = 3.0  # without a beat

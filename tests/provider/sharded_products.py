@@ -1,7 +1,10 @@
-"""Run by `test_shards.py` on every rank of a group: rank 0 compares sharded products with those of one process."""
+"""Run by `test_shards.py` on every rank of a group: rank 0 compares sharded products with those of one process, or
+every rank loads its shard under a limit on its memory."""
 
 from __future__ import annotations
 
+import contextlib
+import resource
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -16,11 +19,11 @@ from symbiosis_priv.ring import DIRECTIONS
 from symbiosis_priv.weights import WeightStore
 
 ROWS = (0, 1, 2, 3, 7, 65, 300)
+ROOM = 24 << 20  # bytes: threads, rows, one layer group while it is read
 
 
-def main(checkpoint: str, cache: str, weight_bits: str, kernel: str) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    store = WeightStore(Path(checkpoint), weight_bits=int(weight_bits), cache=Path(cache), kernel=kernel)
+def products(store: WeightStore) -> None:
+    """Every layer group, direction and way to share out, at row counts that leave some ranks without rows."""
     for sharding in ("columns", "gathered", "auto"):
         operands = ShardedOperands(store, sharding=sharding)
         if not operands.leads:
@@ -39,6 +42,37 @@ def main(checkpoint: str, cache: str, weight_bits: str, kernel: str) -> None:
                     assert got.is_contiguous()
         operands.close()
         print(f"equal: {sharding} on {dist.get_world_size()} ranks")
+
+
+def limited(store: WeightStore, *, whole: int) -> None:
+    """Load and multiply where a rank may allocate its share and some room, and not the whole of the weights."""
+    status = Path("/proc/self/status").read_text()
+    used = 1024 * int(status.partition("VmData:")[2].split()[0])
+    room = whole // dist.get_world_size() + ROOM
+    assert room < whole
+    resource.setrlimit(resource.RLIMIT_DATA, (used + room, used + room))
+    operands = ShardedOperands(store, sharding="columns")
+    if operands.leads:
+        for group, entry in enumerate(store.manifest().groups):
+            for direction in DIRECTIONS:
+                operands.product(probe_rows(2, entry.columns(direction)[0]), group=group, direction=direction)
+        operands.close()
+        with contextlib.suppress(RuntimeError):  # the limit is one
+            torch.empty(whole, dtype=torch.int8)
+            raise AssertionError
+        print("loaded")
+    else:
+        operands.follow()
+
+
+def main(what: str, checkpoint: str, cache: str, weight_bits: str, kernel: str, whole: str) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    store = WeightStore(Path(checkpoint), weight_bits=int(weight_bits), cache=Path(cache), kernel=kernel)
+    with torch.no_grad():
+        if what == "products":
+            products(store)
+        else:
+            limited(store, whole=int(whole))
     dist.destroy_process_group()
 
 

@@ -5,20 +5,37 @@ Every group here is real: processes that torchrun starts, gloo between them, FSD
 
 from __future__ import annotations
 
+import itertools
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from provider.config import ExecutorConfig, ProviderConfig
+from provider.server import Provider
+from provider.supervisor import GroupExecutor
+from symbiosis_priv import wire
 from symbiosis_priv.weights import WeightStore
 
 SCRIPT = Path(__file__).with_name("sharded_products.py")
+WIDTH = 64  # of the tiny Llama
+Configure = Callable[..., ProviderConfig]
+Connect = Callable[..., Any]
+Requests = tuple[Callable[..., wire.Execute], Callable[..., wire.Effect]]
 
 
-def run_group(ranks: int, *arguments: str) -> str:
+def run_group(ranks: int, what: str, store: WeightStore, *, cache: Path, kernel: str = "auto", whole: int = 0) -> str:
     """What rank 0 of a group prints; every rank runs `SCRIPT`."""
+    arguments = [what, str(store.path), str(cache), str(store.weight_bits), kernel, str(whole)]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
@@ -30,7 +47,84 @@ def run_group(ranks: int, *arguments: str) -> str:
 
 @pytest.mark.parametrize(("ranks", "weight_bits", "kernel"), [(2, 10, "auto"), (4, 8, "int32")])
 def test_sharded_products_are_those_of_one_process(
-    gpt2_store: WeightStore, tmp_path: Path, ranks: int, weight_bits: int, kernel: str
+    gpt2: Path, tmp_path: Path, ranks: int, weight_bits: int, kernel: str
 ) -> None:
-    printed = run_group(ranks, str(gpt2_store.path), str(tmp_path), str(weight_bits), kernel)
+    store = WeightStore(gpt2, weight_bits=weight_bits)
+    printed = run_group(ranks, "products", store, cache=tmp_path, kernel=kernel)
     assert printed.splitlines() == [f"equal: {way} on {ranks} ranks" for way in ("columns", "gathered", "auto")]
+
+
+def ranks_of(provider: Provider) -> dict[int, int]:
+    """Process ids by rank."""
+    assert isinstance(provider.executor, GroupExecutor)
+    agent = provider.executor.pid
+    children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
+    found = {}
+    for pid in children:
+        for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            name, _, value = entry.partition(b"=")
+            if name == b"RANK":
+                found[int(value)] = int(pid)
+    return found
+
+
+def until_served(client: Any, request: wire.Execute, rows: Tensor) -> tuple[Tensor, int]:
+    """The answer, and how often the provider was busy before; 120 s at most."""
+    client.socket.settimeout(60)
+    deadline = time.monotonic() + 120
+    for refused in itertools.count():
+        client.send(request, wire.as_bytes(rows))
+        reply, payload = client.receive()
+        if isinstance(reply, wire.Result):
+            return wire.as_matrix(payload, rows=request.rows, arithmetic="ring"), refused
+        assert isinstance(reply, wire.Failure)
+        assert reply.code in wire.RETRYABLE, reply
+        assert time.monotonic() < deadline
+        time.sleep(0.2)  # as `tenant.channel` does
+    raise AssertionError
+
+
+@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_rank_is_named_and_the_group_comes_back(
+    configure: Configure, connect: Connect, requests: Requests, capfd: pytest.CaptureFixture[str], stop: signal.Signals
+) -> None:
+    """A rank that dies and one that hangs: a busy provider for a while, and then the same bits."""
+    execute, _ = requests
+    settings = ExecutorConfig(ranks=2, threads=1, warm_up=False, group_timeout_s=2)
+    with Provider(configure(executor=settings)) as provider:
+        client = connect(to=provider)
+        rows = torch.arange(4 * WIDTH, dtype=torch.int32).reshape(4, WIDTH)
+        before = client.product(execute(0, 4), rows)
+        before_ranks = ranks_of(provider)
+        assert before_ranks.keys() == {0, 1}
+        os.kill(before_ranks[1], stop)
+        after, refused = until_served(client, execute(0, 4), rows)
+        assert torch.equal(before, after)
+        assert refused
+        assert set(before_ranks.values()).isdisjoint(ranks_of(provider).values())
+    said = capfd.readouterr().err
+    if stop is signal.SIGSTOP:  # a rank that is killed is torchrun's to report, and it may be first
+        assert "not answering: rank 1" in said
+    assert "rank: 1" in said or "rank 1" in said
+    for pid in before_ranks.values():
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_ranks_hold_a_model_that_is_larger_than_what_each_may_allocate(tmp_path: Path) -> None:
+    """64 MiB of packed weights, and a limit on what every process may allocate (RLIMIT_DATA) of less than that."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "model")
+    store = WeightStore(tmp_path / "model", cache=tmp_path / "cache")
+    whole = sum(store.matrix(group).nbytes for group in range(len(store.manifest().groups)))
+    for ranks in (2, 4):
+        assert run_group(ranks, "limited", store, cache=tmp_path / "cache", whole=whole) == "loaded\n"

@@ -210,17 +210,17 @@ def test_a_provider_that_grants_one_connection_is_not_accused(judge: Judge, plac
 
 
 def test_one_weight_altered_by_one_unit_is_found_and_located(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = ServedModel._ring_group
+    honest = WeightStore.matrix
     group, output, column = 2, 17, 29
 
-    def altered(self: ServedModel, index: int) -> RingMatrix:
+    def altered(self: WeightStore, index: int) -> RingMatrix:
         if index != group:
             return honest(self, index)
-        weight = self._store.group(index).weight.clone()
+        weight = self.group(index).weight.clone()
         weight[output, column] += 1
-        return RingMatrix(weight, weight_bits=self._store.weight_bits)
+        return RingMatrix(weight, weight_bits=self.weight_bits)
 
-    monkeypatch.setattr(ServedModel, "_ring_group", altered)
+    monkeypatch.setattr(WeightStore, "matrix", altered)
     outcome = judge("every-layer")["every-layer"]
     assert outcome.verdict == "broken"
     assert outcome.culprit == "executor"
@@ -237,12 +237,12 @@ def test_one_weight_altered_by_one_unit_is_found_and_located(judge: Judge, monke
 
 
 def test_one_weight_altered_by_one_unit_is_found_at_a_helper(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    def altered(self: ServedModel, index: int) -> RingMatrix:
-        weight = self._store.group(index).weight.clone()
+    def altered(self: WeightStore, index: int) -> RingMatrix:
+        weight = self.group(index).weight.clone()
         weight[-1, -1] -= index == 3
-        return RingMatrix(weight, weight_bits=self._store.weight_bits)
+        return RingMatrix(weight, weight_bits=self.weight_bits)
 
-    monkeypatch.setattr(ServedModel, "_ring_group", altered)
+    monkeypatch.setattr(WeightStore, "matrix", altered)
     assert broken(judge("every-layer", "digest", role="helper")) == {"every-layer"}
 
 

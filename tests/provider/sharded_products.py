@@ -19,7 +19,7 @@ from symbiosis_priv.ring import DIRECTIONS
 from symbiosis_priv.weights import WeightStore
 
 ROWS = (0, 1, 2, 3, 7, 65, 300)
-ROOM = 24 << 20  # bytes: threads, rows, one layer group while it is read
+ROOM = 60 << 20  # bytes: stacks of threads, rows, a layer group while it is read
 
 
 def products(store: WeightStore) -> None:
@@ -46,6 +46,7 @@ def products(store: WeightStore) -> None:
 
 def limited(store: WeightStore, *, whole: int) -> None:
     """Load and multiply where a rank may allocate its share and some room, and not the whole of the weights."""
+    store.manifest()  # maps the checkpoint, whose size this limit would count as memory
     status = Path("/proc/self/status").read_text()
     used = 1024 * int(status.partition("VmData:")[2].split()[0])
     room = whole // dist.get_world_size() + ROOM

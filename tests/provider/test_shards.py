@@ -112,13 +112,13 @@ def test_a_lost_rank_is_named_and_the_group_comes_back(
 
 
 def test_ranks_hold_a_model_that_is_larger_than_what_each_may_allocate(tmp_path: Path) -> None:
-    """64 MiB of packed weights, and a limit on what every process may allocate (RLIMIT_DATA) of less than that."""
+    """128 MiB of packed weights, and a limit on what every process may allocate (RLIMIT_DATA) of less than that."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=1024,
         intermediate_size=4096,
-        num_hidden_layers=2,
+        num_hidden_layers=4,
         num_attention_heads=8,
         num_key_value_heads=8,
         tie_word_embeddings=True,

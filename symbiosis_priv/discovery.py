@@ -151,12 +151,12 @@ def discover(path: Path) -> Skeleton:
         UnsupportedModelError: the architecture is unknown to transformers or cannot be split, or the weights are
             quantised already.
     """
-    with on_this_machine():
+    with on_this_machine(), torch.random.fork_rng(devices=[]):  # whoever loads a model has seeded torch for it
         model = _skeleton(load_config(path))
-    _refuse_stacked(model)
-    kept = _tied_modules(model) | _task_heads(model)
-    linears = {n: m for n, m in model.named_modules() if is_linear(m) and n not in kept}
-    calls, computed_with = _trace(model, linears)
+        _refuse_stacked(model)
+        kept = _tied_modules(model) | _task_heads(model)
+        linears = {n: m for n, m in model.named_modules() if is_linear(m) and n not in kept}
+        calls, computed_with = _trace(model, linears)
     calls = [call for call in calls if call[0] not in computed_with]
     groups: dict[tuple[int, int, str], list[str]] = {}
     for name, x, version in calls:

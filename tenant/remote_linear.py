@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from symbiosis_priv.errors import UnsupportedMethodError
 from symbiosis_priv.ring import BACKWARD, FORWARD
+from tenant import compiled
 from tenant.backend import Backend
 from tenant.offloaded import OffloadedBias, OffloadedConv1DWeight, OffloadedParameter, OffloadedWeight
 
@@ -32,8 +33,11 @@ class LayerGroup:
     def __init__(self, backend: Backend, index: int) -> None:
         self.backend = backend
         self.index = index
+        self.inputs = backend.facts[index].entry.inputs
         self._outputs = backend.facts[index].entry.outputs
         self._pending: _Pending | None = None
+
+        self.handle = compiled.register(self)
 
     def output(self, x: Tensor, member: int) -> Tensor:
         """The output of one member for input x `[..., d]`; `[..., o]` in x's dtype (autocast's, if enabled)."""
@@ -47,21 +51,23 @@ class LayerGroup:
         assert part is not None
         return part
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Every member's output, one backend call."""
+    def shapes(self, x: Tensor) -> list[tuple[int, ...]]:
+        """Shapes of every member's output."""
+        return [(*x.shape[:-1], width) for width in self._outputs]
+
+    def forward(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Every member's output, in `dtype`, one backend call."""
         rows = x.reshape(-1, x.shape[-1])
-        dtype = _output_dtype(x)
         # each its own tensor and no views: callers may write to them
-        parts = tuple(torch.empty((*x.shape[:-1], width), dtype=dtype, device=x.device) for width in self._outputs)
+        parts = tuple(torch.empty(shape, dtype=dtype, device=x.device) for shape in self.shapes(x))
         self.backend.multiply(self.index, FORWARD, [rows], [part.view(len(rows), part.shape[-1]) for part in parts])
         return parts
 
     def backward(self, grads: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         """The input's gradient, in `dtype`, from every member's output gradient, one backend call."""
         rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
-        width = self.backend.facts[self.index].outputs(BACKWARD)
-        grad_x = torch.empty((*grads[0].shape[:-1], width), dtype=dtype, device=grads[0].device)
-        self.backend.multiply(self.index, BACKWARD, rows, [grad_x.view(len(rows[0]), width)])
+        grad_x = torch.empty((*grads[0].shape[:-1], self.inputs), dtype=dtype, device=grads[0].device)
+        self.backend.multiply(self.index, BACKWARD, rows, [grad_x.view(len(rows[0]), self.inputs)])
         return grad_x
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerGroup:
@@ -98,7 +104,7 @@ def _output_dtype(x: Tensor) -> torch.dtype:
 class _GroupLinear(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, group: LayerGroup) -> tuple[Tensor, ...]:
-        return group.forward(x)
+        return compiled.forward(group, x, _output_dtype(x))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, LayerGroup], output: tuple[Tensor, ...]) -> None:
@@ -108,7 +114,7 @@ class _GroupLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.backward(grads, ctx.dtype), None
+        return compiled.backward(ctx.group, grads, ctx.dtype), None
 
 
 class RemoteLayer(nn.Module):
@@ -136,7 +142,8 @@ class RemoteLayer(nn.Module):
                 setattr(self, name, type(parameter)(parameter.shape, dtype=dtype, device=device))
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.group.output(input, self.member)
+        y: Tensor = compiled.output(input, self.group.handle, self.member)
+        return y
 
     def _save_to_state_dict(self, *_: Any) -> None:
         """Nothing here is saved."""

@@ -163,6 +163,14 @@ def test_both_sides_find_the_same(found: tuple[str, Skeleton, Path]) -> None:
     assert discover(path) == skeleton
 
 
+def test_looking_leaves_the_random_numbers_alone(tmp_path: Path) -> None:
+    """Fake tensors draw some. Whoever seeds torch and loads a model gets the same head, whether or not it is split."""
+    path = save(CONFIGS["BigBirdForMaskedLM"](), "BigBirdForMaskedLM", tmp_path)
+    before = torch.get_rng_state()
+    discover(path)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 EXPECTED = {
     "LlamaForCausalLM": ["q_proj k_proj v_proj", "o_proj", "gate_proj up_proj", "down_proj"],
     "GPT2LMHeadModel": ["c_attn", "c_proj", "c_fc", "c_proj"],

@@ -19,6 +19,7 @@ from provider.credentials import Credentials
 from provider.executor import wait_for_eof
 from provider.gateway import Gateway
 from provider.model import open_store
+from provider.plan import check_plan, memory_plan
 from provider.reload import Reloader
 from provider.status import Status, StatusSource
 from provider.usage import Usage
@@ -80,6 +81,7 @@ class Provider:
         credentials = Credentials.load(config.tls)
         manifest = open_store(config).manifest(progress=self._progress)
         self.model_digest = manifest.digest
+        check_plan(memory_plan(config, manifest))
         self._usage = Usage(config.usage.database)
         self.executor = supervisor.make(config, model_digest=manifest.digest)
         try:

@@ -1,0 +1,51 @@
+"""The memory plan: what it says, that it holds, and that a provider which does not fit is refused with the numbers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from provider import plan
+from provider.config import MIB, ExecutorConfig
+from provider.plan import check_plan, memory_plan
+from provider.server import Provider
+from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.weights import WeightStore
+
+if TYPE_CHECKING:
+    from tests.provider.conftest import Configure
+
+
+def test_the_plan_counts_what_is_loaded(configure: Configure, store: WeightStore) -> None:
+    manifest = store.manifest()
+    packed = sum(store.matrix(index).nbytes for index in range(len(manifest.groups)))
+    needs = {need.what: need for need in memory_plan(configure(), manifest)}
+    ring = needs["ring weights, both directions"]
+    assert ring.size <= packed <= 1.5 * ring.size  # small matrices are padded to a kernel's panels
+    assert (ring.place, ring.kind) == ("cpu", "int16")
+    assert needs["matrices in flight"].size == 64 * MIB
+    assert "float weights" not in needs
+    with_floats = configure(executor=ExecutorConfig(float_path=True, float_memory_mib=100))
+    floats = next(need for need in memory_plan(with_floats, manifest) if need.what == "float weights")
+    assert (floats.size, floats.kind) == (100 * MIB, "float32")
+
+
+def test_eight_bits_take_a_byte(configure: Configure, store: WeightStore) -> None:
+    narrow = msgspec.structs.replace(store.manifest(), weight_bits=8)
+    wide = memory_plan(configure(), store.manifest())[0]
+    assert memory_plan(configure(), narrow)[0].size * 2 == wide.size
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = r"needs [\d,]+ MiB on cpu and there are [\d,]+ MiB .* in flight 1,048,576 MiB"
+    with pytest.raises(ConfigError, match=numbers):
+        Provider(configure(max_inflight_mib=1 << 20)).start()
+    monkeypatch.setattr(plan, "_container_limit", lambda: 10 * MIB)
+    with pytest.raises(ConfigError, match="there are 10 MiB"):
+        Provider(configure()).start()
+
+
+def test_a_plan_that_fits_passes(configure: Configure, store: WeightStore) -> None:
+    check_plan(memory_plan(configure(), store.manifest()))

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from symbiosis_priv.errors import CheckpointError
-from symbiosis_priv.trust import vet
+from symbiosis_priv.trust import read_json, vet
 
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # never code, never pickles
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -65,26 +65,26 @@ class Checkpoint:
         self._location = self._index()
 
     def _index(self) -> dict[str, str]:
-        if (self.path / _INDEX).is_file():
-            try:
-                location = msgspec.json.decode((self.path / _INDEX).read_bytes(), type=_Index).weight_map
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise CheckpointError(f"{self.path / _INDEX} is damaged: {error}") from error
-            for name in set(location.values()):
-                if Path(name).name != name or name == "..":
-                    raise CheckpointError(f"{self.path / _INDEX} names a file outside its folder")
-                if not (self.path / name).is_file():
-                    raise CheckpointError(f"{self.path} has no {name}, which its index names; fetch it again")
-            return location
-        if not (self.path / _SINGLE).is_file():
+        if (self.path / _SINGLE).is_file():  # before an index, as transformers does
+            return dict.fromkeys(self._file(_SINGLE).keys(), _SINGLE)
+        if not (self.path / _INDEX).is_file():
             raise CheckpointError(f"{self.path} has no {_SINGLE}; convert it: model.save_pretrained(path)")
-        return dict.fromkeys(self._file(_SINGLE).keys(), _SINGLE)
+        try:
+            location = msgspec.convert(read_json(self.path / _INDEX), _Index).weight_map
+        except msgspec.ValidationError as error:
+            raise CheckpointError(f"{self.path / _INDEX} is damaged: {error}") from error
+        for name in set(location.values()):
+            if not name or Path(name).name != name or name == ".." or "\0" in name:
+                raise CheckpointError(f"{self.path / _INDEX} names a file outside its folder")
+            if not (self.path / name).is_file():
+                raise CheckpointError(f"{self.path} has no {name}, which its index names; fetch it again")
+        return location
 
     def _file(self, name: str) -> safe_open:
         if name not in self._open:
             try:
                 self._open[name] = self._files.enter_context(safe_open(self.path / name, framework="pt"))
-            except SafetensorError as error:
+            except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{self.path / name} is damaged ({error}); fetch it again") from error
         return self._open[name]
 
@@ -116,7 +116,8 @@ class Checkpoint:
             raise CheckpointError(f"{self.path} has no tensor {name}; is it the full base checkpoint?") from None
         try:
             tensor: Tensor = self._file(file_name).get_tensor(name)
-        except SafetensorError as error:  # the index promised it
+        except (SafetensorError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+            # the index promised it; or it is of a dtype that this torch does not know
             raise CheckpointError(f"{self.path / file_name} holds no tensor {name} ({error})") from error
         return tensor
 

@@ -14,6 +14,7 @@ import contextlib
 import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.pytorch_utils import Conv1D
 
-from symbiosis_priv.errors import UnsupportedModelError
+from symbiosis_priv.errors import CheckpointError, UnsupportedModelError
 from symbiosis_priv.metadata import called, is_metadata
 from symbiosis_priv.trust import on_this_machine, vet
 
@@ -59,6 +60,16 @@ class Skeleton:
     biased: frozenset[str]
     """Members with a bias."""
     names: StoredNames = field(compare=False, repr=False)
+
+    @cached_property
+    def widths(self) -> dict[str, tuple[int, int]]:
+        """(outputs, inputs) of every member."""
+        pairs = [
+            (member, (outputs, g.inputs))
+            for g in self.groups
+            for member, outputs in zip(g.members, g.outputs, strict=True)
+        ]
+        return dict(pairs)
 
 
 class StoredNames:
@@ -94,8 +105,18 @@ class StoredNames:
         return name
 
     def by_parameter(self, stored: Iterable[str]) -> dict[str, str]:
-        """Stored name of every parameter, for the tensors of a checkpoint."""
-        return {self.parameter(name): name for name in stored}
+        """Stored name of every parameter, for the tensors of a checkpoint.
+
+        Raises:
+            CheckpointError: two tensors are one weight of an offloaded linear; which of them counts is anybody's guess.
+        """
+        found: dict[str, str] = {}
+        for name in stored:
+            parameter = self.parameter(name)
+            other = found.setdefault(parameter, name)
+            if other != name and parameter.rpartition(".")[0] in self._offloaded:
+                raise CheckpointError(f"{other} and {name} are both {parameter}; delete one of them")
+        return found
 
 
 def is_linear(module: nn.Module) -> bool:

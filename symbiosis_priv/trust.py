@@ -9,6 +9,7 @@ transformers from asking the hub about a folder that is here. Loading also passe
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ QUANT_METHOD = "symbiosis-priv"
 _MAX_JSON_BYTES = 16 << 20
 _QUANTISED = ("quantization_config", "compression_config")
 _OTHER_FILES = ("configuration_files", "transformers_weights")
+_COUNTS = re.compile(r"(?:layers?|blocks|experts|stages|labels|depths?)$")
+_MAX_COUNT = 1 << 14  # of layers, experts, ...: models are built of that many pieces, in Python
 _KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 
 
@@ -67,6 +70,8 @@ def vet(folder: Path) -> dict[str, Any]:
                 f"{path} carries a {key} of {QUANT_METHOD}, and a checkpoint does not decide how it is masked and "
                 f"verified; if you trust the rest of it, delete that entry"
             )
+        if _COUNTS.search(key) and any(n > _MAX_COUNT for n in _integers(value)):
+            raise CheckpointError(f"{path} says {key} = {str(value)[:40]}, which no model has; fetch it again")
         if key in _OTHER_FILES and value:
             raise CheckpointError(f"{path} points to other files ({key}); delete that entry, or use another checkpoint")
         if key in _KERNELS and any(
@@ -108,6 +113,12 @@ def vet_adapter(folder: Path) -> None:
         raise CheckpointError(
             f"{folder} has no adapter_model.safetensors (a .bin would have to be unpickled); save it again with PEFT"
         )
+
+
+def _integers(value: Any) -> Iterator[float]:
+    for number in value if isinstance(value, list) else [value]:
+        if isinstance(number, int | float):
+            yield number
 
 
 def _entries(value: Any) -> Iterator[tuple[str, Any]]:

@@ -29,6 +29,8 @@ from symbiosis_priv.quantise import Layer, QuantisedGroup, quantise
 
 log = logging.getLogger(__name__)
 
+_STORED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 Progress = Callable[[int, int], None]
 """Called with (groups done, groups in all)."""
 
@@ -175,9 +177,26 @@ class WeightStore:
             return checkpoint.tensor(stored.get(parameter, parameter))  # which names what is missing
 
         for name in members:
-            weight = read(f"{name}.weight")
-            bias = read(f"{name}.bias") if name in self.skeleton.biased else None
+            weight = self._checked(read(f"{name}.weight"), name, "weight")
+            bias = self._checked(read(f"{name}.bias"), name, "bias") if name in self.skeleton.biased else None
             yield Layer(name, weight.t() if name in self.skeleton.transposed else weight, bias)
+
+    def _checked(self, tensor: Tensor, name: str, kind: str) -> Tensor:
+        """A tensor of a linear, if it is what config.json promises."""
+        outputs, inputs = self.skeleton.widths[name]
+        matrix = (inputs, outputs) if name in self.skeleton.transposed else (outputs, inputs)
+        expected = matrix if kind == "weight" else (outputs,)
+        if tensor.shape != expected:
+            raise CheckpointError(
+                f"the {kind} of {name} is {list(tensor.shape)} on disk, not {list(expected)} as config.json says; "
+                f"fetch {self.path} again"
+            )
+        if tensor.dtype not in _STORED:
+            raise CheckpointError(
+                f"the {kind} of {name} is stored as {str(tensor.dtype).removeprefix('torch.')}; use a checkpoint in "
+                f"float32, bfloat16 or float16"
+            )
+        return tensor
 
     def _manifest_path(self) -> Path:
         """By what decides it: the files, and transformers, whose code says which layers share an input."""
@@ -200,8 +219,6 @@ class WeightStore:
                 if progress:
                     progress(done, len(specs))
                 group = quantise(list(self._layers(checkpoint, spec.members)), weight_bits=self.weight_bits)
-                if group.weight.shape != (sum(spec.outputs), spec.inputs):
-                    raise CheckpointError(f"{spec.name} is {list(group.weight.shape)} on disk, not as config.json says")
                 digest = group.digest()
                 yield GroupEntry(members=spec.members, inputs=spec.inputs, outputs=spec.outputs, digest=digest), group
         if progress:

@@ -34,10 +34,9 @@ def own_digest(store: WeightStore, manifest: Manifest) -> str:
     }
     sha = hashlib.sha256(msgspec.json.encode(config, order="sorted"))
     with Checkpoint(store.path) as checkpoint:
-        names = {store.skeleton.names.parameter(stored): stored for stored in checkpoint.names()}
-        for parameter in sorted(names):
+        for parameter, stored in sorted((store.skeleton.names.parameter(name), name) for name in checkpoint.names()):
             if parameter.rpartition(".")[0] not in served:
-                tensor = checkpoint.tensor(names[parameter])
+                tensor = checkpoint.tensor(stored)
                 sha.update(msgspec.json.encode([parameter, str(tensor.dtype), list(tensor.shape)]))
                 sha.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()

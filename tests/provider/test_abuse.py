@@ -83,6 +83,10 @@ class Watch:
         user, system = (self._folder / "stat").read_text().rpartition(")")[2].split()[11:13]
         return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
+    @property
+    def left_mib(self) -> float:
+        return (self._resident() - self._before) / MIB
+
     def _look(self) -> None:
         while not self._over.wait(0.01):
             self._peak = max(self._peak, self._resident())
@@ -226,3 +230,48 @@ def test_strangers_who_say_nothing(victim: Service, keys: Keys) -> None:
             connection.close()
     named = [line for line in victim.logged() if line["event"] in ("stranger_dropped", "handshake_refused")]
     assert len(named) < 50
+
+
+def held(pid: int) -> tuple[int, int]:
+    """(open files, threads) of a process."""
+    return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))  # noqa: PTH208 - /proc
+
+
+def test_a_thousand_connections_come_and_go_and_leave_nothing(
+    victim: Service, connect: Connect, keys: Keys, requests: Requests
+) -> None:
+    honest, before = connect("alice", to=victim), held(victim.process.pid)
+
+    def come_and_go() -> None:
+        for number in range(250):
+            with contextlib.suppress(OSError):  # some do not even wait for their handshake
+                connection = socket.create_connection(parse_address(victim.address), timeout=20)
+                with connection, contextlib.ExitStack() as stack:
+                    if number % 2:
+                        tls = keys.context("bob").wrap_socket(connection, server_hostname="127.0.0.1")
+                        stack.enter_context(tls).sendall(wire.encode(wire.Health()))
+
+    with watching(victim) as watch:
+        threads = [threading.Thread(target=come_and_go) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        assert longest_wait(honest, requests, seconds=1.0) <= PATIENCE_S
+        for thread in threads:
+            thread.join()
+    deadline = time.monotonic() + 20
+    while any(now > then + 2 for now, then in zip(held(victim.process.pid), before, strict=True)):
+        assert time.monotonic() < deadline, (held(victim.process.pid), before)
+        time.sleep(0.05)
+    assert watch.grown_mib <= 32
+
+
+def test_memory_is_flat_in_the_number_of_tenants(victim: Service, connect: Connect, requests: Requests) -> None:
+    """At most 2 MiB for each connection, whatever it has asked for before."""
+    execute, _ = requests
+    rows = torch.ones(64, WIDTH, dtype=torch.int32)
+    with watching(victim) as watch:
+        for tenant in ("alice", "bob", "carol"):
+            for _ in range(20):
+                connect(tenant, to=victim).product(execute(GATE_UP, 64), rows)
+    assert watch.grown_mib <= 2 * 60
+    assert watch.left_mib <= 60

@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 import torch
 import zmq
@@ -116,27 +117,47 @@ def test_effects_are_products_of_the_keystream(connect: Connect, store: WeightSt
                 assert torch.equal(got.flatten(), oracle(store, group, direction, masks).flatten())
 
 
-def test_tenants_at_once_get_what_they_get_alone(connect: Connect, store: WeightStore, requests: Requests) -> None:
+@pytest.mark.parametrize("max_batch_rows", [16_384, 3])
+@pytest.mark.parametrize("policy", ["none", "lockstep", "opportunistic"])
+def test_tenants_at_once_get_what_they_get_alone(
+    configure: Configure,
+    connect: Connect,
+    store: WeightStore,
+    requests: Requests,
+    policy: PolicyName,
+    max_batch_rows: int,
+) -> None:
+    """Bit by bit, with each policy, and also when every request is cut into pieces of three rows."""
     execute, effect = requests
     seed = secrets.token_bytes(32)
     entry = store.manifest().groups[0]
     masks = expand(mask_key(seed, group_name=entry.name, direction="forward"), first_row=0, rows=9, width=entry.inputs)
+    expected = oracle(store, 0, "forward", masks)
+    scheduling = SchedulerConfig(policy=policy, max_batch_rows=max_batch_rows, lockstep_wait_ms=5.0)
 
     def executor(number: int) -> None:
-        client = connect(("alice", "bob")[number % 2])
-        x = ring_rows(number + 1, entry.inputs, seed=number)
-        for _ in range(25):
-            assert torch.equal(client.product(execute(0, len(x)), x), oracle(store, 0, "forward", x))
+        client = connect(("alice", "bob")[number % 2], to=provider)
+        for direction in DIRECTIONS:
+            x = ring_rows(number + 1, entry.columns(direction)[0], seed=number)
+            for _ in range(10):
+                got = client.product(execute(0, len(x), direction=direction), x)
+                assert torch.equal(got, oracle(store, 0, direction, x))
 
-    def helper(number: int) -> None:
-        client = connect(role="helper")
-        for _ in range(25):
-            assert torch.equal(client.product(effect(0, 9, seed=seed)), oracle(store, 0, "forward", masks))
+    def helper() -> None:
+        client = connect(role="helper", to=provider)
+        for _ in range(20):
+            assert torch.equal(client.product(effect(0, 9, seed=seed)), expected)
 
-    with ThreadPoolExecutor(6) as pool:
-        runs = [pool.submit(helper if number > 3 else executor, number) for number in range(6)]
+    config = msgspec.structs.replace(configure(), scheduler=scheduling)
+    with Provider(config) as provider, ThreadPoolExecutor(8) as pool:
+        runs = [*(pool.submit(executor, number) for number in range(6)), *(pool.submit(helper) for _ in range(2))]
         for run in runs:
             run.result()
+        report = provider.status().executor
+    assert report is not None
+    assert report.batch_rows.total == sum(10 * 2 * (n + 1) for n in range(6)) + 2 * 20 * 9
+    if policy == "none":
+        assert report.batch_requests.total == sum(report.batch_requests.counts)
 
 
 def work(request: wire.Execute | wire.Effect, *, tenant: str = "alice") -> envelope.Work:

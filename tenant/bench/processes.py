@@ -1,0 +1,57 @@
+"""What processes have cost so far, from /proc: CPU seconds and peak memory of a process and all that it has started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from symbiosis_priv.errors import ConfigError
+
+_PROC = Path("/proc")
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+_KIB_PER_MIB = 1024
+
+
+def check_supported() -> None:
+    """Refuse where there is no /proc.
+
+    Raises:
+        ConfigError: this is not Linux.
+    """
+    if not (_PROC / "self" / "stat").exists():
+        raise ConfigError("this benchmark reads other processes' costs from /proc; run it on Linux")
+
+
+def cpu_seconds(pids: Iterable[int]) -> float:
+    """User and system time of processes and their living descendants."""
+    return sum(sum(map(int, _stat(pid)[11:13])) * _TICK_S for pid in _trees(pids))
+
+
+def peak_mib(pids: Iterable[int]) -> float:
+    """Largest resident memory of each process and descendant so far, summed."""
+    return sum(_peak_kib(pid) for pid in _trees(pids)) / _KIB_PER_MIB
+
+
+def _trees(pids: Iterable[int]) -> set[int]:
+    parents = {int(path.name): int(stat[1]) for path in _PROC.glob("[0-9]*") if (stat := _stat(int(path.name)))}
+    found = {pid for pid in pids if pid in parents}
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields after the command, state first; none if the process is gone."""
+    try:
+        return (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _peak_kib(pid: int) -> int:
+    try:
+        lines = (_PROC / str(pid) / "status").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))

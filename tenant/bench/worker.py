@@ -1,0 +1,131 @@
+"""A tenant in a process of its own, doing one thing at a time when it is told to.
+
+`python -m tenant.bench.worker SETUP` prints a line once its model is loaded. Then each line on stdin is a `Step` or a
+`Generate`, and is answered by a line with the seconds that it took. It ends when stdin does.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import msgspec
+import torch
+from peft import LoraConfig, get_peft_model
+
+from tenant.config import RemoteConfig
+from tenant.hf import backend_of
+from tenant.loading import load_model
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """What to load.
+
+    Args:
+        model: checkpoint folder.
+        masking: None for the whole model in float32, here.
+        federation: federation.toml.
+        cache: folder for verification keys.
+        threads: of torch.
+        pool_memory_mib: for pads drawn ahead.
+    """
+
+    model: str
+    masking: str | None
+    federation: str
+    cache: str
+    threads: int
+    pool_memory_mib: int
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """One optimizer step of LoRA on q and v."""
+
+    batch: int
+    tokens: int
+
+
+class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """`tokens` greedy tokens after a prompt."""
+
+    prompt: int
+    tokens: int
+
+
+Task = Step | Generate
+
+
+class Tenant:
+    """A model, and what can be done with it."""
+
+    def __init__(self, setup: Setup) -> None:
+        remote = None
+        if setup.masking is not None:
+            remote = RemoteConfig(
+                federation=setup.federation,
+                masking=setup.masking,
+                cache=setup.cache,
+                pool_memory_mib=setup.pool_memory_mib,
+            )
+        torch.manual_seed(0)
+        base = load_model(setup.model, remote=remote, dtype=torch.float32)
+        self._backend = None if remote is None else backend_of(base)
+        lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], r=8)
+        self._model: Any = get_peft_model(base, lora)
+        self._optimizer = torch.optim.AdamW((p for p in self._model.parameters() if p.requires_grad), lr=1e-4)
+
+    def do(self, task: Task) -> list[float]:
+        """Seconds of a step, or of each generated token."""
+        return [self._step(task)] if isinstance(task, Step) else self._generate(task)
+
+    def _step(self, task: Step) -> float:
+        ids = self._tokens(task.batch, task.tokens)
+        self._model.train()
+        start = time.perf_counter()
+        self._model(input_ids=ids, labels=ids).loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return time.perf_counter() - start
+
+    @torch.no_grad()
+    def _generate(self, task: Generate) -> list[float]:
+        self._model.eval()
+        output = self._model(input_ids=self._tokens(1, task.prompt), use_cache=True)
+        seconds = []
+        for _ in range(task.tokens):
+            start = time.perf_counter()
+            latest = output.logits[:, -1:].argmax(-1)
+            output = self._model(input_ids=latest, past_key_values=output.past_key_values, use_cache=True)
+            seconds.append(time.perf_counter() - start)
+        return seconds
+
+    def _tokens(self, rows: int, columns: int) -> torch.Tensor:
+        return torch.randint(self._model.config.vocab_size, (rows, columns), dtype=torch.long, device="cpu")
+
+    def close(self) -> None:
+        """Close the session, if there is one."""
+        if self._backend is not None:
+            self._backend.close()
+
+
+def main(setup: bytes) -> None:
+    """Serve stdin."""
+    what = msgspec.json.decode(setup, type=Setup)
+    torch.set_num_threads(what.threads)
+    tenant = Tenant(what)
+    try:
+        _answer([])
+        for line in sys.stdin.buffer:
+            _answer(tenant.do(msgspec.json.decode(line, type=Task)))
+    finally:
+        tenant.close()
+
+
+def _answer(seconds: list[float]) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(seconds) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1].encode())

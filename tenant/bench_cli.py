@@ -1,130 +1,161 @@
-"""`symbiosis-priv bench`: round trips beside a bare TLS echo, and the exact kernels beside float32."""
+"""`symbiosis-priv bench`: what the split costs, beside what it replaces."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from symbiosis_priv.errors import ConfigError, ProtocolError
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
 
 if TYPE_CHECKING:  # what imports torch is imported by the commands: not for --help
-    from tenant.bench.kernels import KernelTiming
-    from tenant.bench.linear import RoundTrip, Timing
+    from tenant.bench.report import Row
     from tenant.bench.tenants import Figures
 
-app = typer.Typer(no_args_is_help=True, help="Measure round trips beside a bare TLS echo of the same bytes.")
+app = typer.Typer(no_args_is_help=True, help="Measure what the split costs, beside what it replaces, in one run.")
+
+_HALF_THE_CORES = max(1, (os.cpu_count() or 1) // 2)
 
 Rows = Annotated[str, typer.Option(help="Rows per call, separated by commas.")]
 Repeat = Annotated[int, typer.Option(min=1, help="Repetitions.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Also write every figure to this file.")]
 Threads = Annotated[int, typer.Option(min=1, help="Torch threads of each process.")]
-
-_HALF_THE_CORES = max(1, (os.cpu_count() or 1) // 2)
+Shapes = Annotated[str, typer.Option("--shape", help="INPUTSxOUTPUTS, separated by commas.")]
+WeightBits = Annotated[int, typer.Option(min=MIN_WEIGHT_BITS, max=MAX_WEIGHT_BITS, help="Bits of a quantised weight.")]
+Width = Annotated[int, typer.Option(min=64, help="Of the Llama; a multiple of 64.")]
+Layers = Annotated[int, typer.Option(min=1, help="Of the Llama.")]
+Inner = Annotated[int, typer.Option(min=8, help="Width inside of the MLP.")]
+Maskings = Annotated[str, typer.Option("--masking", help="Schemes to measure, separated by commas.")]
+PoolMemory = Annotated[int, typer.Option(min=0, help="Memory of each tenant for pads drawn ahead, in MiB.")]
 
 
 @app.command()
-def roundtrip(
+def step(
     *,
-    rows: Rows = "1,8,64,256",
-    width: Annotated[str, typer.Option(help="Widths of the layer, separated by commas; multiples of 8.")] = "256,1024",
-    repeat: Repeat = 200,
+    width: Width = 2048,
+    layers: Layers = 4,
+    inner: Inner = 5632,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of a batch.")] = 4,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")] = 128,
+    masking: Maskings = "none,pad,local",
+    repeat: Repeat = 3,
+    threads: Threads = _HALF_THE_CORES,
+    pool_memory_mib: PoolMemory = 1024,
+    json: Json = None,
+) -> None:
+    """A LoRA step (q and v) of a Llama, whole and split: CPU seconds and peak memory of every process."""
+    from tenant.bench.contest import Shape, contest
+    from tenant.bench.step import measure_step
+    from tenant.bench.worker import Step
+
+    names, task = _maskings(masking), Step(batch=batch, tokens=tokens)
+    shape = Shape(width=_multiple(width, "--width"), layers=layers, inner=inner)
+    with (
+        _measuring() as (folder, tell),
+        contest(folder, shape, names, threads=threads, pool_memory_mib=pool_memory_mib) as running,
+    ):
+        rows = measure_step(running, shape, task, names, repeat=repeat, on_turn=tell)
+    _finish("step", rows, json)
+
+
+@app.command()
+def token(
+    *,
+    width: Width = 2048,
+    layers: Layers = 4,
+    inner: Inner = 5632,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens before the first that is measured.")] = 16,
+    tokens: Annotated[int, typer.Option(min=1, help="Generated tokens per turn.")] = 16,
+    masking: Maskings = "none,pad,local",
+    repeat: Repeat = 3,
+    threads: Threads = _HALF_THE_CORES,
+    pool_memory_mib: PoolMemory = 1024,
+    json: Json = None,
+) -> None:
+    """A generated token of a Llama, whole and split."""
+    from tenant.bench.contest import Shape, contest
+    from tenant.bench.step import measure_token
+    from tenant.bench.worker import Generate
+
+    names, task = _maskings(masking), Generate(prompt=prompt, tokens=tokens)
+    shape = Shape(width=_multiple(width, "--width"), layers=layers, inner=inner)
+    with (
+        _measuring() as (folder, tell),
+        contest(folder, shape, names, threads=threads, pool_memory_mib=pool_memory_mib) as running,
+    ):
+        rows = measure_token(running, shape, task, names, repeat=repeat, on_turn=tell)
+    _finish("token", rows, json)
+
+
+@app.command()
+def linear(
+    *,
+    rows: Rows = "1,16,64,256",
+    width: Annotated[str, typer.Option(help="Widths of the layer, separated by commas; multiples of 64.")] = "768,2048",
+    masking: Annotated[str, typer.Option(help="The scheme.")] = "pad",
+    repeat: Repeat = 50,
     threads: Threads = _HALF_THE_CORES,
     json: Json = None,
 ) -> None:
-    """Time a masked, verified linear beside a bare TLS echo of the same bytes, against a real provider process."""
-    from transformers.utils import logging
+    """One masked, verified linear and its parts, beside a bare TLS echo of the same bytes and the bare product."""
+    from tenant.bench.linear import measure_linears
 
-    from tenant.bench.linear import measure_round_trips
+    counts, widths = _numbers(rows, "--rows"), [_multiple(w, "--width") for w in _numbers(width, "--width")]
+    results: list[Row] = []
+    with _measuring() as (folder, tell):
 
-    row_counts, widths = _numbers(rows, "--rows"), _numbers(width, "--width")
-    if any(w % 8 for w in widths):
-        raise ConfigError("--width: a Llama's width is a multiple of 8 here")
-    logging.disable_progress_bar()
-    results: list[RoundTrip] = []
-    console = Console()
-    with console.status("starting providers") as status, tempfile.TemporaryDirectory() as folder:
-
-        def done(result: RoundTrip) -> None:
-            results.append(result)
-            status.update(f"measured {result.rows} rows of width {result.width}")
+        def done(row: Row) -> None:
+            results.append(row)
+            tell(f"measured {row['rows']} rows of width {row['width']}")
 
         for w in widths:
-            measure_round_trips(
-                Path(folder) / str(w), width=w, row_counts=row_counts, repeat=repeat, threads=threads, on_result=done
+            measure_linears(
+                folder / str(w),
+                width=w,
+                row_counts=counts,
+                masking=_scheme(masking),
+                repeat=repeat,
+                threads=threads,
+                on_result=done,
             )
-    for w in widths:
-        console.print(_table([result for result in results if result.width == w]))
-    console.print(
-        f"microseconds, p50 / p99 of {repeat} repetitions, measured by turns in one run; {threads} torch threads per "
-        f"process, {os.cpu_count()} cores, pads prefetched"
-    )
-    _write(json, results)
+    _finish("linear", results, json)
 
 
 @app.command()
 def kernels(
     *,
     rows: Rows = "1,8,64,256",
-    shape: Annotated[str, typer.Option(help="INPUTSxOUTPUTS, separated by commas.")] = "2048x2048,2048x11264",
+    shape: Shapes = "2048x2048,2048x11264",
     repeat: Repeat = 10,
     threads: Threads = _HALF_THE_CORES,
-    weight_bits: Annotated[
-        int, typer.Option(min=MIN_WEIGHT_BITS, max=MAX_WEIGHT_BITS, help="Bits of a quantised weight.")
-    ] = DEFAULT_WEIGHT_BITS,
+    weight_bits: WeightBits = DEFAULT_WEIGHT_BITS,
     device: Annotated[str, typer.Option(help="Torch device.")] = "cpu",
     json: Json = None,
 ) -> None:
-    """Time every exact kernel beside float32 in both directions, and show which one is chosen."""
-    import torch
-
-    from tenant.bench.kernels import measure_kernels
-
-    counts, shapes = _numbers(rows, "--rows"), _shapes(shape)
-    torch.set_num_threads(threads)
-    results: list[KernelTiming] = []
-    console = Console()
-    with console.status("measuring") as status:
-        for inputs, outputs in shapes:
-            status.update(f"measuring {inputs} x {outputs}")
-            results += measure_kernels(
-                inputs=inputs,
-                outputs=outputs,
-                row_counts=counts,
-                repeat=repeat,
-                weight_bits=weight_bits,
-                device=device,
-            )
-    for start in range(0, len(results), 2 * len(counts)):
-        console.print(_kernel_table(results[start : start + 2 * len(counts)]))
-    console.print(
-        f"microseconds and ratio to float32, median of {repeat} repetitions by turns, {threads} threads on {device}, "
-        f"{weight_bits} weight bits; * is what a provider uses"
-    )
-    _write(json, results)
+    """Every exact kernel beside float32 in both directions, and which one is chosen."""
+    found = _kernels(rows, shape, repeat=repeat, threads=threads, weight_bits=weight_bits, device=device)
+    _finish("kernels", found, json)
 
 
-def _kernel_table(results: list[KernelTiming]) -> Table:
-    """One shape; a column per direction and row count, microseconds and their ratio to float32's."""
-    columns = [f"{r.direction} {r.rows}" for r in results]
-    table = Table(f"{results[0].inputs} x {results[0].outputs}", *columns)
-    table.add_row("float32", *(f"{r.float32:,.0f}" for r in results), end_section=True)
-    for name in dict.fromkeys(name for r in results for name in r.kernels):
-        table.add_row(name, *(_kernel_cell(r, name) for r in results))
-    return table
-
-
-def _kernel_cell(timing: KernelTiming, kernel: str) -> str:
-    if kernel not in timing.kernels:
-        return "-"
-    chosen = "*" if kernel == timing.chosen else ""
-    return f"{timing.kernels[kernel]:,.0f} {timing.ratio(kernel):.2f}{chosen}"
+@app.command()
+def gpu(
+    *,
+    rows: Rows = "32,64,256,512",
+    shape: Shapes = "2048x2048,2048x11264,4096x4096",
+    repeat: Repeat = 10,
+    weight_bits: WeightBits = DEFAULT_WEIGHT_BITS,
+    json: Json = None,
+) -> None:
+    """Every exact kernel that runs on CUDA beside float32 there; refuses without a CUDA device."""
+    found = _kernels(rows, shape, repeat=repeat, threads=_HALF_THE_CORES, weight_bits=weight_bits, device="cuda")
+    _finish("gpu", found, json)
 
 
 @app.command()
@@ -140,10 +171,11 @@ def provider(
     picture: Annotated[Path | None, typer.Option(help="Also draw tokens per second and latency, as SVG.")] = None,
 ) -> None:
     """Let many tenants ask one provider, with each batching policy by turns; every answer is compared bit by bit."""
+    from rich.table import Table as Screen
     from transformers.utils import logging
 
     from tenant.bench.picture import draw
-    from tenant.bench.tenants import POLICIES, Scenario, measure_tenants
+    from tenant.bench.tenants import POLICIES, Scenario, measure_tenants, tenants_row
 
     if hidden % 8:
         raise ConfigError("--hidden: a Llama's width is a multiple of 8 here")
@@ -168,7 +200,7 @@ def provider(
             threads=threads,
             on_result=done,
         )
-    table = Table("tenants", "policy", "tokens/s", "token ms", "trained rows/s", "step ms", "rows", "requests", "MiB")
+    table = Screen("tenants", "policy", "tokens/s", "token ms", "trained rows/s", "step ms", "rows", "requests", "MiB")
     for figures in results:
         table.add_row(
             f"{figures.generating} + {figures.training}",
@@ -191,35 +223,157 @@ def provider(
     )
     if picture is not None:
         draw(results, picture)
-    _write(json, results)
+    _write(json, "provider", [tenants_row(figures) for figures in results])
     if wrong:
         raise ProtocolError(f"{wrong} answers were not the bits that their tenant got alone")
+
+
+@app.command()
+def scale(
+    *,
+    rows: Rows = "64,128,256,512",
+    width: Annotated[str, typer.Option(help="Widths, separated by commas; multiples of 64.")] = "512,1024,2048",
+    layers: Annotated[str, typer.Option(help="Layers, separated by commas.")] = "1,2,4",
+    masking: Annotated[str, typer.Option(help="The scheme.")] = "pad",
+    repeat: Repeat = 3,
+    threads: Threads = _HALF_THE_CORES,
+    pool_memory_mib: PoolMemory = 1024,
+    svg: Annotated[Path | None, typer.Option(help="Also draw a picture per axis into this folder.")] = None,
+    json: Json = None,
+) -> None:
+    """The tenant's cost of a step against rows, width and depth, with slopes in a log-log picture.
+
+    The first of each list stays while another one grows.
+    """
+    from symbiosis_priv.files import write_atomically
+    from tenant.bench.scale import AXES, measure_scale, picture
+
+    widths = [_multiple(w, "--width") for w in _numbers(width, "--width")]
+    row_counts, depths = _numbers(rows, "--rows"), _numbers(layers, "--layers")
+    with _measuring() as (folder, tell):
+        results = measure_scale(
+            folder,
+            rows=row_counts,
+            widths=widths,
+            depths=depths,
+            masking=_scheme(masking),
+            repeat=repeat,
+            threads=threads,
+            pool_memory_mib=pool_memory_mib,
+            on_turn=tell,
+        )
+    if svg is not None:
+        for axis in AXES:
+            write_atomically(svg / f"scale-{axis}.svg", picture(results, axis).encode())
+    _finish("scale", results, json)
+
+
+@app.command()
+def report(
+    files: Annotated[list[Path], typer.Argument(help="What --json has written.")],
+    *,
+    markdown: Annotated[
+        Path | None, typer.Option(help="Write the tables between this document's markers; else to stdout.")
+    ] = None,
+) -> None:
+    """Turn --json files into tables, such as those of docs/benchmarks.md."""
+    from tenant.bench.markdown import render, update
+    from tenant.bench.report import read
+
+    reports = [read(file) for file in files]
+    if markdown is None:
+        typer.echo("\n".join(map(render, reports)), nl=False)
+    else:
+        update(markdown, reports)
 
 
 def _pair(values: tuple[float, float] | None) -> str:
     return "-" if values is None else f"{values[0]:,.1f} / {values[1]:,.1f}"
 
 
-def _table(results: list[RoundTrip]) -> Table:
-    """One width; a column per row count."""
-    from tenant.bench.linear import PARTS
-    from tenant.ledger import size
+@contextmanager
+def _measuring() -> Iterator[tuple[Path, Callable[[str], None]]]:
+    """A folder that is gone afterwards, and how to say what is going on."""
+    from transformers.utils import logging
 
-    table = Table(f"width {results[0].width}", *(f"{r.rows} rows" for r in results))
-    table.add_row("bytes both ways", *(size(r.up + r.down) for r in results))
-    table.add_row("bare TLS echo", *(_cell(r.echo) for r in results))
-    table.add_row("product alone", *(_cell(r.kernel) for r in results))
-    table.add_row("masked call", *(_cell(r.masked) for r in results), end_section=True)
-    for name in PARTS:
-        table.add_row(f"  {name}", *(_cell(r.parts[name]) for r in results))
-    table.add_section()
-    table.add_row("masked / echo", *(f"{r.over_echo:.2f}" for r in results))
-    table.add_row("masked / (echo + product)", *(f"{r.over_floor:.2f}" for r in results))
-    return table
+    logging.disable_progress_bar()
+    console = Console(stderr=True)
+    with (
+        tempfile.TemporaryDirectory(prefix="symbiosis-priv-bench-") as folder,
+        console.status("starting providers and tenants") as status,
+    ):
+        yield Path(folder), status.update
 
 
-def _cell(timing: Timing) -> str:
-    return f"{timing.p50:,.0f} / {timing.p99:,.0f}"
+def _kernels(rows: str, shape: str, *, repeat: int, threads: int, weight_bits: int, device: str) -> list[Row]:
+    import torch
+
+    from tenant.bench.kernels import kernel_rows, measure_kernels
+
+    _check_device(device)
+    counts, shapes = _numbers(rows, "--rows"), _shapes(shape)
+    torch.set_num_threads(threads)
+    return [
+        row
+        for inputs, outputs in shapes
+        for timing in measure_kernels(
+            inputs=inputs, outputs=outputs, row_counts=counts, repeat=repeat, weight_bits=weight_bits, device=device
+        )
+        for row in kernel_rows(timing)
+    ]
+
+
+def _check_device(name: str) -> None:
+    import torch
+
+    try:
+        torch.empty(0, device=name, dtype=torch.int32)
+    except (RuntimeError, AssertionError) as error:  # the latter from a torch that is built without CUDA
+        cuda = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        raise ConfigError(f"there is no device {name!r} here; there are {', '.join(['cpu', *cuda])}") from error
+
+
+def _finish(benchmark: str, rows: Sequence[Row], json: Path | None) -> None:
+    """Show the figures, and write them."""
+    from rich.table import Table as Screen
+
+    from tenant.bench.markdown import Table
+
+    table = Table.of(rows)
+    lines = [table.headings, *table.rows]
+    if len(table.headings) > len(rows):  # figures below each other fit a terminal better
+        lines = list(map(list, zip(*lines, strict=True)))
+    screen = Screen(title=", ".join(f"{name} {value}" for name, value in table.shared.items()), title_justify="left")
+    for heading in lines[0]:
+        screen.add_column(heading, justify="right")
+    for cells in lines[1:]:
+        screen.add_row(*cells)
+    Console().print(screen)
+    _write(json, benchmark, rows)
+
+
+def _write(path: Path | None, benchmark: str, rows: Sequence[Row]) -> None:
+    from tenant.bench import report as reports
+
+    if path is not None:
+        reports.write(path, reports.report(benchmark, rows))
+
+
+def _scheme(name: str) -> str:
+    """The name of a scheme that a session can run."""
+    from tenant.masking.registry import session_scheme
+
+    return session_scheme(name).name
+
+
+def _maskings(text: str) -> list[str]:
+    return [_scheme(name.strip()) for name in text.split(",")]
+
+
+def _multiple(number: int, option: str) -> int:
+    if number % 64:
+        raise ConfigError(f"{option} {number}: write multiples of 64, the dimensions of an attention head")
+    return number
 
 
 def _numbers(text: str, option: str) -> list[int]:
@@ -240,10 +394,3 @@ def _shapes(text: str) -> list[tuple[int, int]]:
             raise ConfigError(f"--shape {text!r}: write INPUTSxOUTPUTS separated by commas, like 256x256,1024x4096")
         shapes.append((int(inputs), int(outputs)))
     return shapes
-
-
-def _write(path: Path | None, results: list[RoundTrip] | list[KernelTiming] | list[Figures]) -> None:
-    import msgspec
-
-    if path is not None:
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")

@@ -66,6 +66,7 @@ from tenant.masking.scheme import Materials, SessionScheme
 from tenant.noise import NoisePool, Pad, PoolMemory, cut, joined
 from tenant.notices import Notices
 from tenant.rows import RingRows, Rows
+from tenant.spans import span
 from tenant.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -187,13 +188,15 @@ class Session:
         count = rows.count + -rows.count % self._options.row_bucket
         xq = runtime.buffers.matrix(count, facts.inputs(direction))
         expected = torch.zeros(count, dtype=torch.int64, device="cpu")
-        rows.encode(xq[: rows.count], column=products, expected=expected[: rows.count])
+        with span("quantise"):
+            rows.encode(xq[: rows.count], column=products, expected=expected[: rows.count])
         xq[rows.count :] = 0
         limit, piece = runtime.row_limit(facts), self._piece(count, facts)
         parts = []
         for first in range(0, count, limit):
             end = min(first + limit, count)
-            pads = runtime.take(index, direction, end - first)
+            with span("take pads"):
+                pads = runtime.take(index, direction, end - first)
             for start in range(first, end, piece):
                 some = slice(start, min(start + piece, end))
                 mine, pads = cut(pads, some.stop - some.start)
@@ -207,20 +210,25 @@ class Session:
 
     def _masked(self, runtime: _Runtime, part: _Part, lane: int) -> None:
         """The product by the first executor whose answer passes. All of them are sent identical rows."""
-        part.put_on_pads()
+        with span("mask"):
+            part.put_on_pads()
         lie: SymbiosisError | None = None
         for executor in runtime.executors:
             with runtime.gate:  # held for as long as it takes to find out who lied
                 if self._is_quarantined(executor.peer):
                     continue
             try:
-                answer = self._ask(executor.lanes[lane], part)
+                with span("network + product"):
+                    answer = self._ask(executor.lanes[lane], part)
             except ProtocolError as error:
                 self._reject(executor.peer)
                 lie = error
                 continue
-            self._wait_for_effects(part)
-            if part.decode(answer):
+            with span("wait for effects"):
+                self._wait_for_effects(part)
+            with span("unmask + verify + dequantise"):
+                passed = part.decode(answer)
+            if passed:
                 with self._counting:
                     self._verified += len(part.sent)
                     self._effects_verified += sum(pad.rows for pad in part.pads if pad.holders())

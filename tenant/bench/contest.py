@@ -1,6 +1,7 @@
 """The same work by the whole model here and by split ones, each in a process of its own, by turns.
 
-A turn ends when everybody is idle again: the pads that a session draws for its next step are part of what this one costs.
+A turn ends when everybody is idle again: the pads that a session draws for its next step are part of what this one
+costs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from symbiosis_priv.local import LocalFederation
 from tenant.bench import processes
 from tenant.bench.worker import Setup, Task
 
-LOCAL = "local fp32"
+WHOLE = "whole"
 _START_S, _TURN_S = 900.0, 600.0
 _POLL_S, _IDLE_S, _IDLE_POLLS = 0.1, 0.02, 3  # idle: less CPU than this in each of so many polls
 _HEAD = 64  # dimensions of an attention head
@@ -199,7 +200,7 @@ class Tenant:
 def contest(
     directory: Path, shape: Shape, maskings: Sequence[str], *, threads: int, pool_memory_mib: int
 ) -> Iterator[Contest]:
-    """Start everybody: an executor, a helper, the whole model (LOCAL), and a tenant per masking, by its name.
+    """Start everybody: an executor, a helper, the whole model (WHOLE), and a tenant per masking, by its name.
 
     Args:
         directory: new or empty.
@@ -216,7 +217,7 @@ def contest(
         contextlib.ExitStack() as stack,
     ):
         tenants = {}
-        for name, masking in [(LOCAL, None), *((masking, masking) for masking in maskings)]:
+        for name, masking in [(WHOLE, None), *((masking, masking) for masking in maskings)]:
             setup = Setup(
                 model=str(model),
                 masking=masking,

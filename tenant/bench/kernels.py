@@ -19,6 +19,7 @@ from torch import Tensor
 from symbiosis_priv.kernels import KERNELS, Kernel, Packed, RingMatrix, is_exact, probe_rows
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
 from symbiosis_priv.ring import DIRECTIONS, FORWARD, Direction
+from tenant.bench.report import Row
 
 _SLOW_S = 0.5  # what takes longer is measured once
 
@@ -99,6 +100,24 @@ def measure_kernels(
                 )
             )
     return results
+
+
+def kernel_rows(timing: KernelTiming) -> list[Row]:
+    """A row per kernel, for a report."""
+    return [
+        {
+            "weight_bits": timing.weight_bits,
+            "inputs": timing.inputs,
+            "outputs": timing.outputs,
+            "direction": timing.direction,
+            "rows": timing.rows,
+            "kernel": name,
+            "chosen": "yes" if name == timing.chosen else "",
+            "product_us": micros,
+            "over_float32": timing.ratio(name),
+        }
+        for name, micros in timing.kernels.items()
+    ]
 
 
 def _is_exact(

@@ -1,6 +1,7 @@
 """One form for what every benchmark has measured: where, when, by which command, and rows of named figures.
 
-Names of figures end in their unit (`wall_s`, `echo_p50_us`, `tenant_peak_mib`); what has none is a ratio, a count or a word.
+Names of figures end in their unit (`wall_s`, `echo_p50_us`, `tenant_peak_mib`); what has none is a ratio, a count or a
+word.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -25,6 +26,7 @@ _DISTRIBUTIONS = ("symbiosis-priv", "torch", "transformers", "peft")
 _INTERESTING = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "amx_int8", "asimddp")  # what kernels are chosen by
 
 Value = float | int | str | None
+Row = dict[str, Value]
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -56,10 +58,10 @@ class Report(msgspec.Struct, frozen=True):
     command: str
     machine: Machine
     versions: dict[str, str]
-    rows: list[dict[str, Value]]
+    rows: list[Row]
 
 
-def report(benchmark: str, rows: Sequence[Mapping[str, Value]]) -> Report:
+def report(benchmark: str, rows: Sequence[Row]) -> Report:
     """Figures of this run of this program."""
     return Report(
         schema=SCHEMA,
@@ -68,7 +70,7 @@ def report(benchmark: str, rows: Sequence[Mapping[str, Value]]) -> Report:
         command=shlex.join(["symbiosis-priv", *sys.argv[1:]]),
         machine=this_machine(),
         versions={"python": platform.python_version(), **{name: version(name) for name in _DISTRIBUTIONS}},
-        rows=[dict(row) for row in rows],
+        rows=list(rows),
     )
 
 

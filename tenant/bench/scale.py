@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from symbiosis_priv import figures
-from tenant.bench.contest import Shape
-from tenant.bench.report import Value
-from tenant.bench.step import Row, measure_steps
+from tenant.bench.contest import Shape, contest
+from tenant.bench.report import Row, Value
+from tenant.bench.step import measure_step
 from tenant.bench.worker import Step
 
-_FIGURE = "tenant_cpu_s"
-_AXES = {"rows": "rows of a step", "width": "width", "layers": "layers"}
+_TICK_S = 0.01  # of the clock
+_FIGURES = ("width", "layers", "tokens", "variant", "wall_s", "tenant_cpu_s", "tenant_cpu_over_whole")
+AXES = {"rows": "rows of a step", "width": "width", "layers": "layers"}
 
 
 def measure_scale(
@@ -36,31 +38,37 @@ def measure_scale(
         directory: new or empty.
         rows, widths, depths: the points; multiples of 64 for widths.
         masking: of the split tenant.
-        repeat, threads, pool_memory_mib, on_turn: see `step.measure_steps`.
+        repeat, threads, pool_memory_mib, on_turn: see `step.measure_step` and `contest`.
     """
-    measured = {}
+    measured: dict[tuple[int, int], list[Row]] = {}
     base = (widths[0], depths[0])
     for width, depth in dict.fromkeys([base, *((w, depths[0]) for w in widths), *((widths[0], d) for d in depths)]):
         shape = Shape(width=width, layers=depth, inner=_inner(width))
-        counts = rows if (width, depth) == base else rows[:1]
         folder = directory / f"{width}-{depth}"
         folder.mkdir(parents=True)
-        measured[width, depth] = measure_steps(
-            folder,
-            shape,
-            [Step(batch=1, tokens=count) for count in counts],
-            [masking],
-            repeat=repeat,
-            threads=threads,
-            pool_memory_mib=pool_memory_mib,
-            on_turn=lambda what, shape=shape: on_turn(f"width {shape.width}, {shape.layers} layers: {what}"),
-        )
-    points: dict[str, list[Row]] = {
+        with contest(folder, shape, [masking], threads=threads, pool_memory_mib=pool_memory_mib) as running:
+            measured[width, depth] = [
+                {figure: row[figure] for figure in _FIGURES}
+                for count in (rows if (width, depth) == base else rows[:1])
+                for row in measure_step(
+                    running,
+                    shape,
+                    Step(batch=1, tokens=count),
+                    [masking],
+                    repeat=repeat,
+                    on_turn=partial(_tell, on_turn, shape),
+                )
+            ]
+    by_axis: dict[str, list[Row]] = {
         "rows": measured[base],
         "width": [row for width in widths for row in measured[width, depths[0]] if row["tokens"] == rows[0]],
         "layers": [row for depth in depths for row in measured[widths[0], depth] if row["tokens"] == rows[0]],
     }
-    return [row for axis, found in points.items() for row in _with_slopes(axis, found)]
+    return [row for axis, found in by_axis.items() for row in _with_slopes(axis, found)]
+
+
+def _tell(on_turn: Callable[[str], None], shape: Shape, what: str) -> None:
+    on_turn(f"width {shape.width}, {shape.layers} layers: {what}")
 
 
 def _inner(width: int) -> int:
@@ -75,19 +83,18 @@ def _with_slopes(axis: str, rows: Sequence[Row]) -> list[Row]:
 
 def points(rows: Sequence[Row], axis: str, variant: str) -> list[tuple[float, float]]:
     """(place on the axis, CPU seconds of the tenant) of one line."""
-    return [
-        (number(row["at"]), number(row[_FIGURE])) for row in rows if (row["axis"], row["variant"]) == (axis, variant)
-    ]
+    line = [row for row in rows if (row["axis"], row["variant"]) == (axis, variant)]
+    return [(number(row["at"]), number(row["tenant_cpu_s"])) for row in line]
 
 
 def slope(line: Sequence[tuple[float, float]]) -> float | None:
     """Of the least-squares line through the logarithms; None for fewer than two places."""
+    if len({x for x, _ in line}) < 2:
+        return None
     xs = [math.log(x) for x, _ in line]
-    ys = [math.log(max(y, 1e-9)) for _, y in line]
+    ys = [math.log(max(y, _TICK_S)) for _, y in line]
     mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
     spread = sum((x - mean_x) ** 2 for x in xs)
-    if not spread:
-        return None
     return sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / spread
 
 
@@ -100,9 +107,9 @@ def picture(rows: Sequence[Row], axis: str) -> str:
     labels = {f"{name}: slope {_slope_text(slope(line))}": line for name, line in lines.items()}
     every = [point for line in lines.values() for point in line]
     return figures.lines(
-        f"tenant's CPU seconds of a step against {_AXES[axis]}",
+        f"tenant's CPU seconds of a step against {AXES[axis]}",
         labels,
-        _axis(_AXES[axis], [x for x, _ in every]),
+        _axis(AXES[axis], [x for x, _ in every]),
         _axis("CPU seconds", [y for _, y in every]),
     )
 
@@ -115,7 +122,7 @@ def number(value: Value) -> float:
 
 def _axis(label: str, values: Sequence[float]) -> figures.Axis:
     """From power of ten to power of ten."""
-    low, high = math.floor(math.log10(max(min(values), 1e-9))), math.ceil(math.log10(max(*values, 1e-9)))
+    low, high = math.floor(math.log10(max(min(values), _TICK_S))), math.ceil(math.log10(max(*values, _TICK_S)))
     return figures.Axis(label, 10.0**low, 10.0 ** max(high, low + 1), log=True)
 
 

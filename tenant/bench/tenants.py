@@ -29,6 +29,7 @@ from symbiosis_priv.federation import parse_address
 from symbiosis_priv.local import LocalFederation
 from symbiosis_priv.weights import WeightStore
 from tenant.bench.load import Asker, Load, Report
+from tenant.bench.report import Row
 
 POLICIES = ("none", "lockstep", "opportunistic")
 _SLACK_S = 240.0  # for starting the tenants, and their answers alone
@@ -78,6 +79,26 @@ class Figures:
     batch_requests: float
     resident_mib: float
     wrong: int
+
+
+def tenants_row(figures: Figures) -> Row:
+    """For a report."""
+    token, step = figures.token_ms or (None, None), figures.step_ms or (None, None)
+    return {
+        "policy": figures.policy,
+        "generating": figures.generating,
+        "training": figures.training,
+        "tokens_per_s": figures.tokens_per_s,
+        "token_p50_ms": token[0],
+        "token_p99_ms": token[1],
+        "trained_rows_per_s": figures.trained_rows_per_s,
+        "step_p50_ms": step[0],
+        "step_p99_ms": step[1],
+        "batch_rows": figures.batch_rows,
+        "batch_requests": figures.batch_requests,
+        "resident_mib": figures.resident_mib,
+        "wrong": figures.wrong,
+    }
 
 
 def measure_tenants(

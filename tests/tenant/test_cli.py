@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import signal
@@ -23,7 +22,7 @@ from typer.testing import CliRunner
 from symbiosis_priv.certificates import Identity, Kind, issue
 from symbiosis_priv.errors import CheckpointError, ConfigError, DeadlineExceededError
 from symbiosis_priv.local import LocalFederation
-from tenant import bench_cli, cli, connect, federation_cli
+from tenant import cli, connect, federation_cli
 from tenant.config import RemoteConfig
 from tenant.demo.base_model import Pretraining, make_base_model
 from tenant.demo.text import private_text
@@ -273,49 +272,6 @@ def test_federation_check_names_the_provider_that_is_down(local: LocalFederation
     result = federation_check(path)
     assert result.exit_code == 1
     assert "Is it running?" in result.output
-
-
-def test_bench_roundtrip_writes_every_figure(tmp_path: Path) -> None:
-    arguments = ["roundtrip", "--rows", "1,4", "--width", "32", "--repeat", "3", "--json", str(tmp_path / "b.json")]
-    shown = checked(CliRunner().invoke(bench_cli.app, arguments)).output
-    assert "bare TLS echo" in shown
-    first, second = json.loads((tmp_path / "b.json").read_bytes())
-    assert (first["rows"], second["rows"]) == (1, 4)
-    assert first["up"] > 4 * 32
-    assert first["echo"]["p50"] <= first["echo"]["p99"]
-    assert set(first["parts"]) == {"quantise", "mask", "network + product", "unmask, verify, dequantise"}
-
-
-def test_bench_provider_compares_policies_bit_by_bit(tmp_path: Path) -> None:
-    """Eight tenants in processes of their own, generating and training: every answer is the one that they get alone."""
-    figures, picture = tmp_path / "provider.json", tmp_path / "provider.svg"
-    size = ["--tenants", "8", "--hidden", "64", "--layers", "1", "--seconds", "0.7", "--threads", "1"]
-    files = ["--json", str(figures), "--picture", str(picture)]
-    shown = checked(CliRunner().invoke(bench_cli.app, ["provider", *size, *files]))
-    assert "0 answers differ" in " ".join(shown.output.split())
-    results = json.loads(figures.read_text())
-    assert [(r["policy"], r["generating"], r["training"]) for r in results] == [
-        (policy, 6, 2) for policy in ("none", "lockstep", "opportunistic")
-    ]
-    assert all(r["wrong"] == 0 and r["tokens_per_s"] > 0 for r in results)
-    assert all(r["trained_rows_per_s"] > 0 for r in results)
-    assert all(r["batch_requests"] == 1 for r in results if r["policy"] == "none")
-    assert picture.read_text().count("<rect") == 1 + 2 * 3 + 3
-
-
-def test_bench_kernels_shows_the_choice() -> None:
-    arguments = ["kernels", "--rows", "1,32", "--shape", "32x64", "--repeat", "2"]
-    shown = checked(CliRunner().invoke(bench_cli.app, arguments)).output
-    assert "int32" in shown
-    assert "float32" in shown
-
-
-@pytest.mark.parametrize(
-    "arguments", [["roundtrip", "--rows", "none"], ["roundtrip", "--width", "30"], ["kernels", "--shape", "32"]]
-)
-def test_bench_explains_wrong_numbers(arguments: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"--(rows|width|shape)"):
-        checked(CliRunner().invoke(bench_cli.app, arguments))
 
 
 def test_a_checkpoint_without_a_tokenizer_is_told_so(model: Path, tmp_path: Path) -> None:

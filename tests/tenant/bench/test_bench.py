@@ -1,0 +1,166 @@
+"""The benchmarks, over real processes and small enough to be quick: what they report, not how fast it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from symbiosis_priv.errors import ConfigError, SymbiosisError
+from tenant import bench_cli, spans
+from tenant.bench import contest as contests
+from tenant.bench.contest import Contest, Shape, contest
+from tenant.bench.report import Report, read
+from tenant.bench.worker import Generate
+
+TINY = Shape(width=64, layers=1, inner=64)
+
+
+def bench(*arguments: str) -> str:
+    result = CliRunner().invoke(bench_cli.app, arguments, env={"COLUMNS": "200"})
+    if result.exception is not None:
+        raise result.exception
+    return result.output
+
+
+def measured(path: Path, *arguments: str) -> Report:
+    shown = bench(*arguments, "--repeat", "1", "--threads", "1", "--json", str(path))
+    assert shown.strip()
+    return read(path)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Contest]:
+    folder = tmp_path_factory.mktemp("contest")
+    with contest(folder, TINY, ["pad"], threads=1, pool_memory_mib=16) as running:
+        yield running
+
+
+@pytest.fixture
+def shared(running: Contest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands find everybody started already."""
+
+    @contextmanager
+    def already(folder: Path, shape: Shape, maskings: Any, **options: Any) -> Iterator[Contest]:
+        assert (shape, maskings) == (TINY, ["pad"])
+        yield running
+
+    monkeypatch.setattr(contests, "contest", already)
+
+
+MODEL = ("--width", "64", "--layers", "1", "--inner", "64", "--masking", "pad")
+
+
+@pytest.mark.usefixtures("shared")
+def test_a_step_is_measured_whole_and_split(tmp_path: Path) -> None:
+    found = measured(tmp_path / "b.json", "step", *MODEL, "--batch", "2", "--tokens", "8")
+    assert found.benchmark == "step"
+    whole, split = found.rows
+    assert (whole["variant"], split["variant"]) == ("whole, fp32", "split, pad")
+    for row in found.rows:
+        for figure in ("wall_s", "tenant_peak_mib"):
+            assert isinstance(row[figure], float)
+            assert row[figure] > 0
+    assert whole["helper_peak_mib"] is None
+    assert split["helper_peak_mib"] > 0  # type: ignore[operator]
+
+
+@pytest.mark.usefixtures("shared")
+def test_a_token_is_measured_whole_and_split(tmp_path: Path) -> None:
+    found = measured(tmp_path / "b.json", "token", *MODEL, "--prompt", "2", "--tokens", "3")
+    assert [row["variant"] for row in found.rows] == ["whole, fp32", "split, pad"]
+    assert all(row["token_ms"] > 0 for row in found.rows)  # type: ignore[operator]
+    assert found.rows[0]["token_over_whole"] == 1.0
+
+
+def test_a_turn_ends_when_everybody_is_idle(running: Contest) -> None:
+    turn = running.turn("pad", Generate(prompt=1, tokens=4))
+    assert len(turn.seconds) == 4
+    assert min(turn.tenant_cpu_s, turn.executor_cpu_s, turn.helper_cpu_s) >= 0
+
+
+def test_a_tenant_that_ends_is_quoted(tmp_path: Path) -> None:
+    with pytest.raises(SymbiosisError, match=r"(?s)'nobody' has ended: .*no config\.json"):
+        contests.Tenant(
+            "nobody",
+            contests.Setup(model=str(tmp_path), masking=None, federation="", cache="", threads=1, pool_memory_mib=0),
+            tmp_path,
+        ).__enter__()
+
+
+def test_scale_draws_what_it_has_measured(tmp_path: Path) -> None:
+    figures = ("--rows", "4,16", "--width", "64", "--layers", "1", "--masking", "none", "--svg", str(tmp_path))
+    found = measured(tmp_path / "b.json", "scale", *figures)
+    assert [(row["axis"], row["at"]) for row in found.rows[::2]] == [
+        ("rows", 4),
+        ("rows", 16),
+        ("width", 64),
+        ("layers", 1),
+    ]
+    assert found.rows[0]["slope"] is not None
+    assert found.rows[-1]["slope"] is None
+    assert sorted(path.name for path in tmp_path.glob("*.svg")) == [
+        "scale-layers.svg",
+        "scale-rows.svg",
+        "scale-width.svg",
+    ]
+
+
+def test_a_linear_is_measured_beside_its_floor(tmp_path: Path) -> None:
+    found = measured(tmp_path / "b.json", "linear", "--rows", "1,4", "--width", "64")
+    assert [row["rows"] for row in found.rows] == [1, 4]
+    for row in found.rows:
+        numbers: dict[str, float] = {name: value for name, value in row.items() if isinstance(value, int | float)}
+        assert numbers["bytes_both_ways"] > 2 * 4 * 64 * numbers["rows"]
+        parts = [numbers[f"{part}_us"] for part in spans.PARTS]
+        assert 0 < sum(parts) <= numbers["masked_p99_us"]
+        floor = numbers["echo_p50_us"] + numbers["product_p50_us"]
+        assert numbers["masked_over_floor"] == pytest.approx(numbers["masked_p50_us"] / floor)
+
+
+def test_kernels_shows_the_choice(tmp_path: Path) -> None:
+    found = measured(tmp_path / "b.json", "kernels", "--rows", "1,32", "--shape", "32x64")
+    assert {row["rows"] for row in found.rows} == {1, 32}
+    assert [row["chosen"] for row in found.rows].count("yes") >= 2
+    page = tmp_path / "page.md"
+    page.write_text("<!-- bench:kernels:begin -->\n<!-- bench:kernels:end -->\n")
+    bench("report", str(tmp_path / "b.json"), "--markdown", str(page))
+    assert bench("report", str(tmp_path / "b.json")) in page.read_text()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["linear", "--rows", "none"],
+        ["linear", "--width", "30"],
+        ["kernels", "--shape", "32"],
+        ["scale", "--layers", "0"],
+        ["step", "--width", "100"],
+    ],
+)
+def test_wrong_numbers_are_explained(arguments: list[str]) -> None:
+    with pytest.raises(ConfigError, match=rf"{arguments[1]} '?{arguments[2]}'?: "):
+        bench(*arguments)
+
+
+@pytest.mark.parametrize("arguments", [["step", "--masking", "pad,nobody"], ["linear", "--masking", "nobody"]])
+def test_wrong_schemes_are_told_which_there_are(arguments: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"'nobody' is unknown; choose one of .*pad"):
+        bench(*arguments)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("arguments", [["kernels", "--device", "cuda"], ["gpu"]])
+def test_without_a_gpu_its_benchmarks_refuse(arguments: list[str]) -> None:
+    with pytest.raises(ConfigError, match="there is no device 'cuda' here; there are cpu"):
+        bench(*arguments)
+
+
+def test_a_device_that_does_not_exist_is_told_which_there_are() -> None:
+    with pytest.raises(ConfigError, match="there is no device 'tpu9' here; there are cpu"):
+        bench("kernels", "--device", "tpu9")

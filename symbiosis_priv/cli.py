@@ -38,7 +38,7 @@ _SHORT_HELP = {
     "federation": "Write a federation file, and check the providers that it names.",
     "verify": "Test live providers for exactness, property by property.",
     "threat-model": "Attack every masking scheme and report what leaks.",
-    "bench": "Time round trips beside a bare TLS echo, the exact kernels, and providers of many tenants.",
+    "bench": "Measure what the split costs, beside what it replaces.",
 }
 
 

@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 from symbiosis_priv.errors import ConfigError, SymbiosisError
 from tenant import bench_cli, spans
 from tenant.bench import contest as contests
+from tenant.bench import scale
 from tenant.bench.contest import Contest, Shape, contest
 from tenant.bench.report import Report, read
-from tenant.bench.worker import Generate
+from tenant.bench.worker import Generate, Setup
 
 TINY = Shape(width=64, layers=1, inner=64)
 
@@ -47,10 +48,11 @@ def shared(running: Contest, monkeypatch: pytest.MonkeyPatch) -> None:
 
     @contextmanager
     def already(folder: Path, shape: Shape, maskings: Any, **options: Any) -> Iterator[Contest]:
-        assert (shape, maskings) == (TINY, ["pad"])
+        assert (shape.width, shape.layers, maskings) == (64, 1, ["pad"])
         yield running
 
-    monkeypatch.setattr(contests, "contest", already)
+    for module in (contests, scale):
+        monkeypatch.setattr(module, "contest", already)
 
 
 MODEL = ("--width", "64", "--layers", "1", "--inner", "64", "--masking", "pad")
@@ -62,19 +64,16 @@ def test_a_step_is_measured_whole_and_split(tmp_path: Path) -> None:
     assert found.benchmark == "step"
     whole, split = found.rows
     assert (whole["variant"], split["variant"]) == ("whole, fp32", "split, pad")
-    for row in found.rows:
-        for figure in ("wall_s", "tenant_peak_mib"):
-            assert isinstance(row[figure], float)
-            assert row[figure] > 0
+    assert all(scale.number(row[figure]) > 0 for row in found.rows for figure in ("wall_s", "tenant_peak_mib"))
     assert whole["helper_peak_mib"] is None
-    assert split["helper_peak_mib"] > 0  # type: ignore[operator]
+    assert scale.number(split["helper_peak_mib"]) > 0
 
 
 @pytest.mark.usefixtures("shared")
 def test_a_token_is_measured_whole_and_split(tmp_path: Path) -> None:
     found = measured(tmp_path / "b.json", "token", *MODEL, "--prompt", "2", "--tokens", "3")
     assert [row["variant"] for row in found.rows] == ["whole, fp32", "split, pad"]
-    assert all(row["token_ms"] > 0 for row in found.rows)  # type: ignore[operator]
+    assert all(scale.number(row["token_ms"]) > 0 for row in found.rows)
     assert found.rows[0]["token_over_whole"] == 1.0
 
 
@@ -88,13 +87,14 @@ def test_a_tenant_that_ends_is_quoted(tmp_path: Path) -> None:
     with pytest.raises(SymbiosisError, match=r"(?s)'nobody' has ended: .*no config\.json"):
         contests.Tenant(
             "nobody",
-            contests.Setup(model=str(tmp_path), masking=None, federation="", cache="", threads=1, pool_memory_mib=0),
+            Setup(model=str(tmp_path), masking=None, federation="", cache="", threads=1, pool_memory_mib=0),
             tmp_path,
         ).__enter__()
 
 
+@pytest.mark.usefixtures("shared")
 def test_scale_draws_what_it_has_measured(tmp_path: Path) -> None:
-    figures = ("--rows", "4,16", "--width", "64", "--layers", "1", "--masking", "none", "--svg", str(tmp_path))
+    figures = ("--rows", "4,16", "--width", "64", "--layers", "1", "--masking", "pad", "--svg", str(tmp_path))
     found = measured(tmp_path / "b.json", "scale", *figures)
     assert [(row["axis"], row["at"]) for row in found.rows[::2]] == [
         ("rows", 4),

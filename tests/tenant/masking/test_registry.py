@@ -122,7 +122,7 @@ def test_the_command_line_names_them_all() -> None:
 
 
 def test_no_other_module_asks_for_a_scheme_by_name() -> None:
-    asks = re.compile(r"masking\s*(==|!=|\bin\b|\bnot in\b)")
+    asks = re.compile(r"(?<!for )\bmasking\s*(==|!=|\bin\b|\bnot in\b)")  # a loop over names asks for none
     for package in ("tenant", "threat_model", "symbiosis_priv", "provider"):
         for path in (ROOT / package).rglob("*.py"):
             code = "\n".join(line.split("#")[0] for line in path.read_text().splitlines())

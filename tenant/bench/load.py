@@ -88,7 +88,7 @@ class _Tenant:
         generator = torch.Generator().manual_seed(zlib.crc32(asker.name.encode()))
         widest = max(max(shape) for shape in load.groups)
         self._rows = torch.randint(
-            -(1 << 31), 1 << 31, (asker.rows, widest), generator=generator, dtype=torch.int64
+            -(1 << 31), 1 << 31, (asker.rows, widest), generator=generator, dtype=torch.int64, device="cpu"
         ).to(torch.int32)
         self._alone: list[Tensor] = []
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -44,6 +44,19 @@ class RemoteQuantizer(HfQuantizer):
                 "its own, which transformers prefers to yours; delete it there, and pass RemoteConfig(...) yourself"
             )
         super().__init__(quantization_config, **kwargs)
+
+    def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
+        """Called before the model is built, which would fetch and run a kernel that config.json names."""
+        parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+        for part in parts:
+            for kind in ("_attn_implementation", "_experts_implementation"):
+                if "/" in str(getattr(part, kind, None) or ""):
+                    raise CheckpointError(
+                        f"{config.name_or_path or 'config'} asks for the kernel {getattr(part, kind)}, which would be "
+                        f"fetched and run; if that is your own wish, call model.set_attn_implementation(...) once the "
+                        f"model is loaded, and delete the entry from its config.json otherwise"
+                    )
+        return config
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         folder = _vetted(kwargs.get("checkpoint_files"))

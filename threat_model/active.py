@@ -30,6 +30,7 @@ from tenant.preparation import prepare
 from tenant.rows import RingRows
 from tenant.session import Session, SessionOptions
 from tenant.verifier import BlameKeys
+from threat_model.folders import attack_folders
 from threat_model.lab import Lab
 from threat_model.statistics import Interval, clopper_pearson
 
@@ -147,6 +148,7 @@ def attack_actively(lab: Lab, *, repeats: int, rng: torch.Generator) -> ActiveRe
 def _attack(lab: Lab, repeats: int, rng: torch.Generator) -> ActiveReport:
     preparation = prepare(lab.store, digest=lab.federation.model_digest, columns=16, cache=lab.folder / "cache")
     detections = [_detect(lab, preparation, kind, repeats, rng) for kind in _lies(lab, rng)]
+    detections += [Detection(f"hostile folder: {name}", int(caught), 1) for name, caught in attack_folders(lab).items()]
     leaks = [_leak(lab, preparation, "with verification", 8 * repeats, rng)]
     with plausible_is_enough():
         leaks.append(_leak(lab, preparation, "verification skipped (planted)", 8 * repeats, rng))

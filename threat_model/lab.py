@@ -162,7 +162,8 @@ class Lab:
             )
             self._federations.append(self.folder / f"federation-{len(self._federations)}.toml")
             self._federations[-1].write_text(text)
-        self.federation = load_federation(self._federations[1])
+        self.federation_path = self._federations[1]
+        self.federation = load_federation(self.federation_path)
 
     def private_windows(self, count: int, length: int, *, seed: int) -> Tensor:
         """Pieces of the tenant's text, int64 `[count, length]`."""

@@ -175,6 +175,14 @@ def test_an_adapters_base_model_cannot_either(
             kind.from_pretrained(tmp_path / "adapter", quantization_config=RemoteConfig(federation=federation))
 
 
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+def test_no_kernel_is_fetched_for_a_folder(key: str, hostile: Hostile, federation: Path) -> None:
+    """transformers would, while it builds the model."""
+    remote = RemoteConfig(federation=federation)
+    with pytest.raises(CheckpointError, match=r"fetch(ed)? and run"):
+        AutoModelForCausalLM.from_pretrained(hostile(**{key: "somebody/kernel"}), quantization_config=remote)
+
+
 def test_what_was_passed_is_what_is_used(llama: Path) -> None:
     config = RemoteConfig(masking="simulate")
     model: Any = AutoModelForCausalLM.from_pretrained(llama, quantization_config=config)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
+from transformers.quantizers.base import HfQuantizer
 
+from tenant import RemoteConfig
+from tenant.hf import RemoteQuantizer
 from threat_model.active import ActiveReport, attack_actively, mutual_information
+from threat_model.folders import attack_folders
 from threat_model.lab import Lab
 from threat_model.statistics import clopper_pearson
 
@@ -21,6 +26,21 @@ def test_every_lie_is_caught(report: ActiveReport) -> None:
     for detection in report.detections:
         assert detection.caught == detection.trials, detection
     assert {f"error of valuation {v}" for v in range(32)} <= {d.name for d in report.detections}
+
+
+def test_hostile_folders_are_refused_by_what_is_there_to_refuse_them(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: a tenant that looks at no folder. What the seal and the digests do not bind gets in."""
+    assert all(attack_folders(lab).values())
+    for module in ("tenant.hf", "symbiosis_priv.checkpoint", "symbiosis_priv.discovery"):
+        monkeypatch.setattr(f"{module}.vet", lambda folder: {})
+    monkeypatch.setattr("tenant.preparation._bind", lambda folder, prepared, model: None)
+    monkeypatch.setattr("hmac.compare_digest", lambda a, b: True)
+    monkeypatch.setattr(RemoteConfig, "from_dict", classmethod(lambda cls, values: cls(**values)))
+    monkeypatch.setattr(RemoteQuantizer, "__init__", HfQuantizer.__init__)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fallen = {name for name, refused in attack_folders(lab).items() if not refused}
+    assert {"a quantization_config that turns masking off", "a norm times 2", "a channel scale in the cache"} <= fallen
 
 
 def test_an_abort_after_verification_says_nothing(report: ActiveReport) -> None:

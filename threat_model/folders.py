@@ -1,0 +1,116 @@
+"""An adversary who writes folders: a checkpoint, or the tenant's cache, left for the tenant to load (rule 10).
+
+Nothing that providers serve is changed, so every answer would verify: what is at stake is masking itself, and the
+tensors and facts that the tenant computes with.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from symbiosis_priv.errors import SymbiosisError
+from symbiosis_priv.trust import QUANT_METHOD
+from symbiosis_priv.weights import WeightStore
+from tenant.config import RemoteConfig
+from tenant.hf import backend_of
+from tenant.preparation import prepare
+from threat_model.lab import Lab
+
+Change = Callable[[Path], None]
+
+
+def attack_folders(lab: Lab) -> dict[str, bool]:
+    """By what was written: whether the tenant refused it. An honest copy must load, or nothing here means anything.
+
+    Raises:
+        SymbiosisError: the honest copy did not.
+    """
+    cache = lab.folder / "cache"
+    prepare(lab.store, digest=lab.federation.model_digest, columns=16, cache=cache)
+    unmasked = {
+        "quant_method": QUANT_METHOD,
+        "masking": "none",
+        "federation": str(lab.federation_path),
+        "cache": str(cache),
+    }
+    changes: dict[str, Change] = {
+        "a quantization_config that turns masking off": lambda folder: _say(folder, quantization_config=unmasked),
+        "the same, nested": lambda folder: _say(folder, audio_config={"quantization_config": unmasked}),
+        "a kernel to fetch and run": lambda folder: _say(folder, attn_implementation="somebody/kernel"),
+        "an adapter beside the model": _add_adapter,
+        "another config.json": lambda folder: _say(folder, rms_norm_eps=0.25),
+        "embeddings times 3": lambda folder: _scale(folder, "embed_tokens.weight", 3.0),
+        "a norm times 2": lambda folder: _scale(folder, "norm.weight", 2.0),
+    }
+    with tempfile.TemporaryDirectory() as scratch:
+        place = Path(scratch)
+        _load(lab, _copy(lab, place / "honest", lambda folder: None), cache)
+        refused = {
+            name: _refused(lab, _copy(lab, place / "hostile", change), cache) for name, change in changes.items()
+        }
+        refused["a channel scale in the cache"] = _refuses_facts(lab, Path(shutil.copytree(cache, place / "cache")))
+    return refused
+
+
+def _copy(lab: Lab, folder: Path, change: Change) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(lab.store.path, folder)
+    change(folder)
+    return folder
+
+
+def _refused(lab: Lab, folder: Path, cache: Path) -> bool:
+    try:
+        _load(lab, folder, cache)
+    except SymbiosisError:
+        return True
+    except Exception:  # stopped by chance, by somebody else's code: that is no refusal
+        return False
+    return False
+
+
+def _load(lab: Lab, folder: Path, cache: Path) -> None:
+    remote = RemoteConfig(federation=lab.federation_path, cache=cache)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, quantization_config=remote, trust_remote_code=False)
+    backend_of(model).close()
+
+
+def _refuses_facts(lab: Lab, cache: Path) -> bool:
+    """One bit of one weight scale, and no checkpoint at hand to make the facts from again."""
+    for path in cache.glob("tenant/*/facts.safetensors"):
+        tensors = load_file(path)
+        name = next(name for name in tensors if name.endswith("channel_scale"))
+        tensors[name].view(torch.uint8)[0] ^= 1
+        path.write_bytes(save(tensors))
+    try:
+        prepare(None, digest=lab.federation.model_digest, columns=16, model=WeightStore(lab.store.path), cache=cache)
+    except SymbiosisError:
+        return True
+    return False
+
+
+def _add_adapter(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text("{}")
+
+
+def _say(folder: Path, **entries: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | entries))
+
+
+def _scale(folder: Path, ending: str, factor: float) -> None:
+    path = folder / "model.safetensors"
+    tensors: dict[str, Tensor] = load_file(path)
+    name = next(name for name in sorted(tensors) if name.endswith(ending))
+    tensors[name] = tensors[name] * factor
+    save_file(tensors, path, metadata={"format": "pt"})

@@ -14,8 +14,9 @@ threads or tensors.
   rows beside rows. Fine-tuning does not ride with inference: it would make it wait.
 * **Waiting.** `none` batches nothing. `opportunistic` lets a leader wait for company for a share of the time that its
   own product takes, and only while somebody is expected: a tenant that was active a moment ago and asks for nothing
-  now. `lockstep` waits until every active tenant has asked, and lets those who are behind go first; it is for
-  comparison.
+  now. When there is a choice, it takes the layer group that most tenants of the stage wait for; nobody is passed over
+  so for longer than a slice. `lockstep` waits until every active tenant has asked, and lets those who are behind go
+  first; it is for comparison.
 
 Times are seconds of one monotonic clock; work and cost are multiply-adds.
 """
@@ -264,10 +265,12 @@ class Scheduler(Generic[J]):
 
     def take(self, now: float) -> list[Piece[J]]:
         """Rows to multiply now, all of one key; empty if there are none, or if they wait for company."""
-        for leader in self._leaders():
-            if self._may_go(leader, now):
-                return self._batch(leader)
-        return []
+        leader = next((job for job in self._leaders() if self._may_go(job, now)), None)
+        if leader is None:
+            return []
+        if self.policy.name == "opportunistic" and now - leader.arrival < self.policy.slice_s:
+            leader = self._in_best_company(leader, now)
+        return self._batch(leader)
 
     def next_deadline(self, now: float) -> float | None:
         """When to call `expire` and `take` again if nothing else happens; None if there is nothing to wait for."""
@@ -327,6 +330,12 @@ class Scheduler(Generic[J]):
             if not self._jobs[tenant]:
                 return True
         return False
+
+    def _in_best_company(self, leader: J, now: float) -> J:
+        """Of a stage's leaders, the one that most tenants can ride with: whoever is passed over meets company later."""
+        flows = self._levels[leader.stage].flows()
+        leaders = [flow.first for flow in flows if self._may_go(flow.first, now)]
+        return max(leaders, key=lambda job: len({other.tenant for other in self._by_key[job.key]}))
 
     # What goes with it
 

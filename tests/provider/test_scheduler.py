@@ -219,6 +219,21 @@ def test_a_tenant_alone_waits_for_nobody() -> None:
         subject.done(pieces, now=turn + 0.1, seconds=0.1)
 
 
+def test_the_larger_batch_goes_first_and_nobody_is_passed_over_for_longer_than_a_slice() -> None:
+    subject = scheduler(slice_s=0.01)
+    subject.put(job("alone", group=1))
+    for tenant in "abc":
+        subject.put(job(tenant, group=2))
+    assert {p.job.tenant for p in subject.take(0.005)} == {"a", "b", "c"}
+    for tenant in "abc":
+        subject.put(job(tenant, group=2, arrival=0.006))
+    assert [p.job.tenant for p in subject.take(0.011)] == ["alone"]
+    for _ in range(3):
+        subject.put(job("many", group=3, arrival=0.012))  # three connections are one tenant
+    subject.put(job("d", group=2, arrival=0.012))
+    assert {p.job.tenant for p in subject.take(0.012)} == {"a", "b", "c", "d"}
+
+
 def test_lockstep_lets_those_behind_go_first() -> None:
     subject = scheduler("lockstep")
     ahead, behind = job("alice", group=3), job("bob", group=1)

@@ -6,13 +6,14 @@ BIN := .venv/bin
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check clean
+.PHONY: help venv demo test check compatibility clean
 
 help:
 	@echo "make demo    fine-tune and generate on an untrusted provider, and prove the claims"
 	@echo "make test    ruff, mypy and the tests"
 	@echo "make check   ruff and mypy only"
 	@echo "make venv    build .venv only"
+	@echo "make compatibility    try every architecture with every PEFT method, and write docs/compatibility.md"
 	@echo "make clean   remove .venv and caches"
 
 venv: .venv/.stamp
@@ -38,6 +39,9 @@ check: venv
 	@$(BIN)/ruff format --check --quiet
 	@echo "==> mypy"
 	@$(BIN)/mypy
+
+compatibility: venv
+	@$(BIN)/python -m pytest tests/compatibility --compatibility write
 
 clean:
 	@rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

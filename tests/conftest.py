@@ -31,6 +31,15 @@ settings.register_profile("thorough", settings.get_profile("default"), max_examp
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--compatibility",
+        choices=("some", "all", "write"),
+        default="some",
+        help="which pairs of architecture and PEFT method to try; write: try all, and write docs/compatibility.md",
+    )
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Quantised weights and verification keys of a test run never meet the user's."""

@@ -1,0 +1,498 @@
+"""Architectures, PEFT's methods, and what becomes of each pair of them: split, and plain at home.
+
+A pair is tried twice with the same seeds, on a split model and on the plain one, and both adapters are then loaded into
+a fresh plain model ("at home"). The plain model computes with the very weights that a provider has: the checkpoint is
+written from integers, so that quantising it loses nothing. What remains between the two is the rounding of rows, some
+2^-20 of a row, against adapters that are trained until they matter: hence the tolerances below.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from peft import PeftConfig, PeftModel, get_peft_model
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from symbiosis_priv.discovery import is_linear
+from symbiosis_priv.errors import UnsupportedMethodError
+from symbiosis_priv.weights import WeightStore
+from tenant import RemoteConfig
+
+STAGES = FORWARD, BACKWARD, GENERATE, HOME = "FBGH"
+TOLERANCE = 1e-2
+"""Of an adapter's effect on the logits. Ignoring the adapter of a single layer is more: `test_one_ignored_layer`."""
+
+IDS = torch.arange(3, 15).view(2, 6) * 7 % 96
+LABELS = {"SEQ_CLS": torch.tensor([0, 1])}
+
+
+# Architectures
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A family of models, in miniature."""
+
+    name: str
+    config: Callable[[], PreTrainedConfig]
+    stored: str
+    """The class that the checkpoint is saved as, and providers serve."""
+    task: str = "CAUSAL_LM"
+    norms: str = r".*norm.*"
+    """Names of norms: PEFT knows those of some architectures only."""
+    linears: str = "all-linear"
+    """What gets an adapter. (PEFT counts a new classification head among all linears.)"""
+
+    @property
+    def loader(self) -> Any:
+        """What the tenant loads it with."""
+        kinds = {
+            "CAUSAL_LM": "AutoModelForCausalLM",
+            "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
+            "SEQ_CLS": "AutoModelForSequenceClassification",
+        }
+        return getattr(transformers, kinds[self.task])
+
+    @property
+    def generates(self) -> bool:
+        return self.task != "SEQ_CLS"
+
+
+_TOKENS: dict[str, Any] = {"vocab_size": 96, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+_SIZES: dict[str, Any] = _TOKENS | {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+}
+_GROUPED = _SIZES | {"num_key_value_heads": 2}
+
+
+def _config(kind: str, **sizes: Any) -> Callable[[], PreTrainedConfig]:
+    return lambda: getattr(transformers, kind)(**sizes)
+
+
+def _decoder(
+    name: str, kind: str, *, sizes: dict[str, Any] = _GROUPED, norms: str = r".*norm.*", **more: Any
+) -> Architecture:
+    config = {"Gemma3n": "Gemma3nTextConfig"}.get(kind, f"{kind}Config")
+    head = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
+    return Architecture(name, _config(config, **sizes | more), head, norms=norms)
+
+
+def _encoder(name: str, kind: str, **more: Any) -> Architecture:
+    return Architecture(
+        name,
+        _config(f"{kind}Config", **_SIZES | more),
+        f"{kind}ForMaskedLM",
+        "SEQ_CLS",
+        r".*(LayerNorm|ln)",
+        r".*encoder.*\.(query|key|value|dense)",
+    )
+
+
+ARCHITECTURES: dict[str, list[Architecture]] = {
+    "Decoders": [
+        _decoder("Llama", "Llama"),
+        _decoder("Mistral", "Mistral"),
+        _decoder("Qwen3", "Qwen3", head_dim=8),
+        _decoder("Gemma 2", "Gemma2", head_dim=8),
+        _decoder("Phi", "Phi", sizes=_SIZES),
+        _decoder(
+            "GPT-2",
+            "GPT2",
+            sizes=_TOKENS | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 64},
+            norms=r".*ln_.",
+        ),
+        _decoder("GPT-NeoX", "GPTNeoX", sizes=_SIZES),
+        _decoder("OPT", "OPT", sizes=_SIZES, ffn_dim=64, word_embed_proj_dim=32),
+        _decoder("BLOOM", "Bloom", sizes=_TOKENS | {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
+        _decoder("Falcon", "Falcon", sizes=_SIZES),
+    ],
+    "Hybrids": [
+        _decoder(
+            "Jamba",
+            "Jamba",
+            num_experts=1,
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            mamba_d_state=8,
+            mamba_dt_rank=16,
+            use_mamba_kernels=False,
+        ),
+        _decoder(
+            "Zamba2",
+            "Zamba2",
+            sizes=_SIZES | {"num_hidden_layers": 3},
+            layers_block_type=["mamba", "hybrid", "hybrid"],
+            mamba_d_state=8,
+            n_mamba_heads=4,
+            num_mem_blocks=1,
+            adapter_rank=4,
+            use_mamba_kernels=False,
+        ),
+        _decoder(
+            "Gemma 3n",
+            "Gemma3n",
+            sizes=_GROUPED | {"head_dim": 8},
+            vocab_size_per_layer_input=96,
+            hidden_size_per_layer_input=16,
+            laurel_rank=8,
+            num_kv_shared_layers=0,
+            layer_types=["sliding_attention", "full_attention"],
+            activation_sparsity_pattern=[0.0, 0.0],
+            altup_num_inputs=2,
+        ),
+    ],
+    "Encoders, and both": [
+        _encoder("BERT", "Bert"),
+        _encoder("RoBERTa", "Roberta"),
+        _encoder("RemBERT", "RemBert", input_embedding_size=32, output_embedding_size=32),
+        _encoder("RoFormer", "RoFormer"),
+        _encoder("ConvBERT", "ConvBert", embedding_size=32),
+        _encoder("BigBird", "BigBird"),
+        _encoder("MegatronBERT", "MegatronBert"),
+        Architecture(
+            "T5",
+            _config(
+                "T5Config",
+                vocab_size=96,
+                d_model=32,
+                d_ff=64,
+                num_layers=2,
+                num_heads=4,
+                d_kv=8,
+                decoder_start_token_id=0,
+                eos_token_id=None,
+            ),
+            "T5ForConditionalGeneration",
+            "SEQ_2_SEQ_LM",
+            r".*layer_norm",
+        ),
+    ],
+}
+
+
+# Methods
+
+_EVERYWHERE = {"target_modules": "all-linear"}
+_SMALL = _EVERYWHERE | {"r": 4}
+_VIRTUAL = {"num_virtual_tokens": 3}
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "LoRA": ("LORA", _SMALL),
+    "LoRA, rank-stabilised, with biases": ("LORA", _SMALL | {"use_rslora": True, "lora_bias": True}),
+    "LoRA, orthogonal start": ("LORA", _SMALL | {"init_lora_weights": "orthogonal"}),
+    "LoRA, PiSSA start": ("LORA", _SMALL | {"init_lora_weights": "pissa"}),
+    "LoRA, OLoRA start": ("LORA", _SMALL | {"init_lora_weights": "olora"}),
+    "DoRA": ("LORA", _SMALL | {"use_dora": True}),
+    "AdaLoRA": ("ADALORA", _EVERYWHERE | {"total_step": 10, "tinit": 1, "tfinal": 1}),
+    "BEFT": ("BEFT", _EVERYWHERE),
+    "BOFT": ("BOFT", _EVERYWHERE | {"boft_block_size": 4}),
+    "C3A": ("C3A", _EVERYWHERE | {"block_size": 8}),
+    "Cartridge": ("CARTRIDGE", _VIRTUAL),
+    "CPT": (
+        "CPT",
+        {"cpt_token_ids": [*range(3, 11)], "cpt_mask": [1] * 8, "cpt_tokens_type_mask": [1, 2, 2, 2, 3, 3, 4, 4]},
+    ),
+    "DEFT": ("DEFT", _EVERYWHERE),
+    "DeLoRA": ("DELORA", _SMALL),
+    "FourierFT": ("FOURIERFT", _EVERYWHERE | {"n_frequency": 16}),
+    "FRoD": ("FROD", _EVERYWHERE),
+    "GLoRA": ("GLORA", _EVERYWHERE),
+    "GraLoRA": ("GRALORA", _SMALL | {"gralora_k": 2}),
+    "HiRA": ("HIRA", _SMALL),
+    "HRA": ("HRA", _SMALL),
+    "IA3": ("IA3", _EVERYWHERE | {"feedforward_modules": []}),
+    "Lily": ("LILY", _SMALL | {"stride_A": 1, "num_B": 2}),
+    "LLaMA-Adapter": ("ADAPTION_PROMPT", {"adapter_len": 4, "adapter_layers": 1}),
+    "LN tuning": ("LN_TUNING", {}),
+    "LoHa": ("LOHA", _SMALL),
+    "LoKr": ("LOKR", _SMALL),
+    "MiSS": ("MISS", _SMALL),
+    "Multitask prompt tuning": ("MULTITASK_PROMPT_TUNING", _VIRTUAL | {"num_tasks": 2}),
+    "OFT": ("OFT", _EVERYWHERE | {"oft_block_size": 8, "use_cayley_neumann": False}),
+    "OSF": ("OSF", _EVERYWHERE),
+    "P-tuning": ("P_TUNING", _VIRTUAL | {"encoder_hidden_size": 16}),
+    "PEANuT": ("PEANUT", _SMALL),
+    "Poly": ("POLY", _SMALL | {"n_tasks": 2, "n_skills": 2}),
+    "Prefix tuning": ("PREFIX_TUNING", _VIRTUAL),
+    "Prompt tuning": ("PROMPT_TUNING", _VIRTUAL),
+    "PSOFT": ("PSOFT", _SMALL),
+    "PVeRA": ("PVERA", _SMALL),
+    "RandLoRA": ("RANDLORA", _SMALL),
+    "RoAd": ("ROAD", _EVERYWHERE | {"group_size": 8}),
+    "Shadow": ("SHADOW", {}),
+    "SHiRA": ("SHIRA", _SMALL),
+    "SuperTuning": ("SUPERTUNING", _EVERYWHERE),
+    "TinyLoRA": ("TINYLORA", _EVERYWHERE),
+    "Trainable tokens": ("TRAINABLE_TOKENS", {"token_indices": IDS.unique().tolist()}),
+    "UniLoRA": ("UNILORA", _SMALL),
+    "VB-LoRA": ("VBLORA", _SMALL | {"num_vectors": 16, "vector_length": 8, "topk": 2}),
+    "VeRA": ("VERA", _SMALL),
+    "WaveFT": ("WAVEFT", _EVERYWHERE | {"n_frequency": 16}),
+    "X-LoRA": ("XLORA", {"hidden_size": 32, "xlora_size": 16}),
+}
+NOT_TRIED = {"ADAMSS": "AdaMSS wants scikit-learn, and clusters the singular vectors of W: it is refused"}
+_TASKS = {"POLY", "MULTITASK_PROMPT_TUNING"}  # want to be told which task a row belongs to
+
+
+# What becomes of a pair
+
+
+@dataclass
+class Attempt:
+    """A model with an adapter, as far as it came."""
+
+    stages: set[str] = field(default_factory=set)
+    error: Exception | None = None
+    start: Tensor | None = None
+    gradient: Tensor | None = None
+    logits: Tensor | None = None
+    tokens: Tensor | None = None
+
+
+class Pair:
+    """One method on one architecture."""
+
+    def __init__(self, architecture: Architecture, method: str, *, checkpoint: Path, folder: Path) -> None:
+        self.architecture = architecture
+        self.kind, options = METHODS[method]
+        self.options = dict(options)
+        self.checkpoint = checkpoint
+        self.folder = folder
+        self.extra = {"task_ids": torch.zeros(2, dtype=torch.long)} if self.kind in _TASKS else {}
+
+    def found(self) -> str:
+        """The stages that the pair passes; "–" if the split model refuses it by name, "·" if plain PEFT fails, too.
+
+        Raises:
+            AssertionError: the split model does what the plain one does not, or the other way round.
+        """
+        split = self.attempt(split=True)
+        if refused(split.error):
+            return "–" if self.attempt(split=False, home=False).stages else "·"
+        plain = self.attempt(split=False)
+        assert split.stages == plain.stages, (
+            f"split: {split.stages} {split.error!r}, plain: {plain.stages} {plain.error!r}"
+        )
+        if FORWARD in plain.stages:
+            assert plain.start is not None
+            assert close(split.start, plain.start, scale=plain.start.abs().max())
+        if BACKWARD in plain.stages:
+            assert plain.gradient is not None
+            assert close(split.gradient, plain.gradient, scale=plain.gradient.abs().max())
+        return "".join(stage for stage in STAGES if stage in split.stages) or "·"
+
+    def attempt(self, *, split: bool, home: bool = True) -> Attempt:
+        attempt = Attempt()
+        folder = self.folder / ("split" if split else "plain")
+        try:
+            self._train(attempt, folder, split=split)
+            if home:
+                self._go_home(attempt, folder)
+        except Exception as error:  # PEFT's own code, on what it may not have been made for
+            attempt.error = error
+        return attempt
+
+    def base(self, *, split: bool) -> Any:
+        return copy.deepcopy(load(self.architecture, self.checkpoint, split))
+
+    def _config(self) -> PeftConfig:
+        kind: Any = PEFT_TYPE_TO_CONFIG_MAPPING[getattr(peft.PeftType, self.kind)]
+        options = dict(self.options)
+        if self.kind == "LN_TUNING":
+            options["target_modules"] = self.architecture.norms
+        elif "target_modules" in options:
+            options["target_modules"] = self.architecture.linears
+        if self.kind == "XLORA":
+            options["adapters"] = {name: str(self._lora(name)) for name in ("0", "1")}
+        config: PeftConfig = kind(task_type=self.architecture.task, **options)
+        return config
+
+    def _lora(self, name: str) -> Path:
+        """X-LoRA mixes LoRAs that are there already."""
+        folder = self.folder / f"lora {name}"
+        if not folder.exists():
+            lora = peft.LoraConfig(task_type=self.architecture.task, target_modules=self.architecture.linears, r=4)
+            base = self.base(split=False)
+            lora.init_lora_weights = False
+            torch.manual_seed(4 + int(name))
+            get_peft_model(base, lora).save_pretrained(str(folder))
+        return folder
+
+    def _train(self, attempt: Attempt, folder: Path, *, split: bool) -> None:
+        base = self.base(split=split)
+        base.config.use_cache = self.kind != "XLORA"  # X-LoRA insists
+        config = self._config()
+        torch.manual_seed(3)
+        model: Any = get_peft_model(base, config)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        with torch.no_grad():
+            for parameter in trained:  # nothing hides behind an adapter that starts at zero
+                parameter.add_(torch.randn_like(parameter), alpha=0.02)
+        attempt.start = self.logits(model)
+        optimizer = torch.optim.Adam(trained, lr=0.03)
+        model.train()
+        for step in range(2):
+            torch.manual_seed(20 + step)
+            loss = model(input_ids=IDS, labels=LABELS.get(self.architecture.task, IDS), **self.extra).loss
+            attempt.stages.add(FORWARD)
+            loss.backward()
+            if attempt.gradient is None:
+                attempt.gradient = torch.cat([p.grad.flatten() for p in trained if p.grad is not None])
+                assert bool(attempt.gradient.any())
+                attempt.stages.add(BACKWARD)
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+        attempt.logits = self.logits(model)
+        model.save_pretrained(str(folder))
+        if self.architecture.generates:
+            attempt.tokens = self._generate(model)
+
+    def _go_home(self, attempt: Attempt, folder: Path) -> None:
+        """Load what was saved into a plain model: the same logits, and the generated tokens are its first choices."""
+        base = self.base(split=False)
+        base.config.use_cache = self.kind != "XLORA"
+        without = self.logits(base, extra={})
+        model = PeftModel.from_pretrained(base, str(folder)).eval()
+        logits = self.logits(model)
+        effect = (logits - without).abs().max()
+        assert effect > 1e-3
+        if close(attempt.logits, logits, scale=effect):
+            attempt.stages.add(HOME)
+        if attempt.tokens is not None and self._chooses(model, attempt.tokens, effect):
+            attempt.stages.add(GENERATE)
+
+    def logits(self, model: Any, *, extra: dict[str, Any] | None = None) -> Tensor:
+        """Without those of virtual tokens."""
+        inputs: dict[str, Any] = {"input_ids": IDS, **(self.extra if extra is None else extra)}
+        if self.architecture.task == "SEQ_2_SEQ_LM":
+            inputs["decoder_input_ids"] = IDS
+        with torch.no_grad():
+            logits: Tensor = model.eval()(**inputs).logits
+        return logits[:, -IDS.shape[1] :] if logits.dim() == 3 else logits
+
+    def _generate(self, model: Any) -> Tensor | None:
+        try:
+            tokens: Tensor = model.generate(
+                input_ids=IDS,
+                attention_mask=torch.ones_like(IDS),
+                max_new_tokens=4,
+                do_sample=False,
+                **self.extra,
+            )
+        except UnsupportedMethodError:
+            raise
+        except Exception:  # some adapters cannot, whatever the model
+            return None
+        return tokens
+
+    def _chooses(self, model: Any, tokens: Tensor, effect: Tensor) -> bool:
+        decoder = self.architecture.task == "SEQ_2_SEQ_LM"
+        inputs = {"input_ids": IDS, "decoder_input_ids": tokens} if decoder else {"input_ids": tokens}
+        with torch.no_grad():
+            logits = model(**inputs, **self.extra).logits[:, -tokens.shape[1] :]
+        first = 1 if decoder else IDS.shape[1]
+        chances = logits[:, first - 1 : -1]
+        chosen = chances.gather(-1, tokens[:, first:, None]).squeeze(-1)
+        return bool((chances.amax(-1) - chosen <= TOLERANCE * effect).all())
+
+
+@functools.cache
+def load(architecture: Architecture, checkpoint: Path, split: bool) -> Any:
+    options: dict[str, Any] = {"quantization_config": RemoteConfig(masking="simulate")} if split else {}
+    torch.manual_seed(2)  # for a head that the checkpoint does not have
+    return architecture.loader.from_pretrained(checkpoint, dtype=torch.float32, **options).eval()
+
+
+def close(a: Tensor | None, b: Tensor, *, scale: Tensor) -> bool:
+    """Whether two tensors differ by no more than rounding does, on that scale."""
+    return a is not None and a.shape == b.shape and bool(((a - b).abs() <= TOLERANCE * scale).all())
+
+
+def refused(error: Exception | None) -> bool:
+    """By name: by us, or by PEFT for the class of the layer."""
+    return isinstance(error, UnsupportedMethodError) or "Remote" in str(error)
+
+
+def write_checkpoint(architecture: Architecture, folder: Path) -> Path:
+    """A checkpoint whose offloaded weights are integers times a scale, so that quantising changes none of them."""
+    torch.manual_seed(0)
+    model: PreTrainedModel = getattr(transformers, architecture.stored)(architecture.config())
+    modules = dict(model.named_modules())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(parameter, std=0.1)
+            elif is_linear(modules[name.rpartition(".")[0]]):
+                torch.nn.init.normal_(parameter, std=0.08)
+        model.save_pretrained(folder)
+        store = WeightStore(folder)
+        for index, entry in enumerate(store.manifest().groups):
+            group = store.group(index)
+            weight = group.weight.to(torch.float64) * group.channel_scale[:, None]
+            for member, part in zip(entry.members, weight.split(list(entry.outputs)), strict=True):
+                linear = modules[member]
+                linear.weight.copy_(part.t() if isinstance(linear, Conv1D) else part)
+    model.save_pretrained(folder)
+    return folder
+
+
+# Fixtures
+
+
+@pytest.fixture(scope="session")
+def new_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Pair]:
+    """`new_pair(architecture, method)`; a checkpoint is made once."""
+    architectures = {a.name: a for kind in ARCHITECTURES.values() for a in kind}
+
+    @functools.cache
+    def checkpoint(name: str) -> Path:
+        return write_checkpoint(architectures[name], tmp_path_factory.mktemp("checkpoint"))
+
+    def make(architecture: str, method: str) -> Pair:
+        folder = tmp_path_factory.mktemp("pair")
+        return Pair(architectures[architecture], method, checkpoint=checkpoint(architecture), folder=folder)
+
+    return make
+
+
+@pytest.fixture
+def pair(names: tuple[str, str], new_pair: Callable[[str, str], Pair]) -> Pair:
+    return new_pair(*names)
+
+
+@pytest.fixture(scope="session")
+def compatibility() -> ModuleType:
+    """This module, for what its tests compare with."""
+    return sys.modules[__name__]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`names`: the pairs to try."""
+    if "names" in metafunc.fixturenames:
+        every = metafunc.config.getoption("compatibility") != "some"
+        pairs = [
+            (architecture.name, method)
+            for kind in ARCHITECTURES.values()
+            for architecture in kind
+            for method in METHODS
+            if every or method == "LoRA" or architecture.name in ("Llama", "GPT-2")
+        ]
+        metafunc.parametrize("names", pairs, ids=" × ".join)

@@ -1,0 +1,125 @@
+"""The table of docs/compatibility.md is what a run finds.
+
+By default: every method on a Llama (`nn.Linear`) and on a GPT-2 (`Conv1D`), and LoRA on every architecture. `make
+compatibility` tries every pair, which takes some minutes, and writes the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from peft import PeftModel
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from safetensors.torch import load_file, save_file
+
+from tenant.offloaded import OffloadedConv1DWeight, OffloadedWeight
+
+# PEFT's methods warn of many things that one may know about them.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
+BEGIN, END = "<!-- compatibility:begin -->", "<!-- compatibility:end -->"
+Table = dict[tuple[str, str], str]
+
+
+def render(found: Table, architectures: dict[str, list[Any]], methods: list[str]) -> str:
+    """One table for each kind of architecture."""
+    lines = [
+        f"peft {peft.__version__}, transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}"
+    ]
+    for title, kind in architectures.items():
+        names = [architecture.name for architecture in kind]
+        lines += ["", f"| {title} | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+        lines += [f"| {m} | {' | '.join(found.get((name, m), 'not tried') for name in names)} |" for m in methods]
+    return "\n".join(lines) + "\n"
+
+
+def committed() -> str:
+    return DOCUMENT.read_text(encoding="utf-8").partition(BEGIN + "\n")[2].partition(END)[0]
+
+
+def write(tables: str) -> None:
+    before, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN + "\n")
+    DOCUMENT.write_text(f"{before}{BEGIN}\n{tables}{END}{rest.partition(END)[2]}", encoding="utf-8")
+
+
+def parse(text: str) -> Table:
+    table: Table = {}
+    for block in text.split("\n\n"):
+        header, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in block.splitlines()] + [[], []]
+        for method, *cells in filter(None, rows):
+            table |= {(name, method): cell for name, cell in zip(header[1:], cells, strict=True)}
+    return table
+
+
+@pytest.fixture(scope="module")
+def found(pytestconfig: pytest.Config, compatibility: Any) -> Iterator[Table]:
+    """What this run finds, on top of what was found before; written at its end if that was asked for."""
+    table = parse(committed())
+    yield table
+    if pytestconfig.getoption("compatibility") == "write":
+        write(render(table, compatibility.ARCHITECTURES, list(compatibility.METHODS)))
+
+
+def test_a_pair_does_what_the_table_says(
+    pair: Any, names: tuple[str, str], found: Table, pytestconfig: pytest.Config
+) -> None:
+    cell = pair.found()
+    if pytestconfig.getoption("compatibility") != "write":
+        assert cell == found[names]
+    found[names] = cell
+
+
+def test_the_table_is_complete(compatibility: Any) -> None:
+    """A method that PEFT adds must be tried, and all that is in the table was."""
+    kinds = {kind for kind, _ in compatibility.METHODS.values()} | set(compatibility.NOT_TRIED)
+    assert kinds == {kind.name for kind in PEFT_TYPE_TO_CONFIG_MAPPING}
+    table = parse(committed())
+    names = [architecture.name for kind in compatibility.ARCHITECTURES.values() for architecture in kind]
+    assert list(table) == [
+        (architecture.name, method)
+        for kind in compatibility.ARCHITECTURES.values()
+        for method in compatibility.METHODS
+        for architecture in kind
+    ]
+    assert committed() == render(table, compatibility.ARCHITECTURES, list(compatibility.METHODS))
+    assert "not tried" not in table.values()
+    assert all(set("FBH") <= set(table[name, "LoRA"]) for name in names)
+    for reason in compatibility.NOT_TRIED.values():
+        assert reason in DOCUMENT.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("weight", "models"), [(OffloadedWeight, ("Llama", "Falcon", "BERT")), (OffloadedConv1DWeight, ("GPT-2",))]
+)
+def test_refusals_name_what_works(weight: type[OffloadedWeight], models: tuple[str, ...], compatibility: Any) -> None:
+    """An error names the adapters that work on such a layer in the table, with and without a bias."""
+    table = parse(committed())
+    working = {
+        PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType[kind]].__name__.removesuffix("Config")
+        for method, (kind, options) in compatibility.METHODS.items()
+        if "target_modules" in options and all(set("FBH") <= set(table[model, method]) for model in models)
+    }
+    assert set(weight.adapters) == working
+
+
+def test_one_ignored_layer_would_be_found(new_pair: Callable[[str, str], Any], compatibility: Any) -> None:
+    """The tolerance is below what the adapter of any one layer adds: an architecture that ignores it at home fails."""
+    pair = new_pair("Llama", "LoRA")
+    split = pair.attempt(split=True)
+    assert compatibility.HOME in split.stages
+    saved = pair.folder / "split" / "adapter_model.safetensors"
+    tensors = load_file(saved)
+    base = pair.base(split=False)
+    without = pair.logits(base)
+    effect = (split.logits - without).abs().max()
+    for name in [name for name in tensors if "lora_B" in name]:
+        save_file(tensors | {name: torch.zeros_like(tensors[name])}, saved)
+        home: Any = PeftModel.from_pretrained(pair.base(split=False), str(saved.parent))
+        assert not compatibility.close(split.logits, pair.logits(home), scale=effect), name

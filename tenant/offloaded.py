@@ -101,7 +101,7 @@ class OffloadedWeight(OffloadedParameter):
 
     layer: ClassVar[str] = "nn.Linear"
     adapters: ClassVar[tuple[str, ...]] = (
-        *("Lora", "AdaLora", "BEFT", "C3A", "FourierFT", "Gralora", "IA3", "Lily", "LoHa", "LoKr", "Miss", "OFT"),
+        *("Lora", "AdaLora", "Beft", "C3A", "FourierFT", "Gralora", "IA3", "Lily", "LoHa", "LoKr", "Miss", "OFT"),
         *("Poly", "Pvera", "RandLora", "Road", "UniLora", "VBLoRA", "Vera", "WaveFT"),
     )
     """PEFT's methods that work on such a layer."""

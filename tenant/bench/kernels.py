@@ -6,8 +6,8 @@ of them alike.
 
 from __future__ import annotations
 
+import random
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -133,9 +133,10 @@ def _median_us(runs: dict[str, Callable[[], object]], *, repeat: int, device: to
     times: dict[str, list[float]] = {name: [] for name in runs}
     # one thread's own time is free of other processes' turns
     clock = time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
-    names = deque(runs)
+    names = list(runs)
+    order = random.Random(0)
     for _ in range(1 + repeat):
-        names.rotate(1)  # kernels share packed weights: none always finds them in the cache
+        order.shuffle(names)  # kernels share packed weights: none always comes after one that has just read them
         for name in names:
             if times[name] and times[name][0] > _SLOW_S:
                 continue

@@ -126,7 +126,7 @@ class Session:
 
     Args:
         federation: whom to talk to.
-        preparation: facts and verification keys of the pinned model.
+        preparation: facts and verification keys of the pinned model; an attribute of the same name.
         options: masking, deadline, memory.
         store: the tenant's own copy of the weights, for schemes that need it.
     """
@@ -146,7 +146,7 @@ class Session:
                 f"than the executor; masking = 'local' needs none"
             )
         self._federation = federation
-        self._preparation = preparation
+        self.preparation = preparation
         self._options = options
         self._store = store
         self._rejected = self._verified = self._effects_verified = self._products = self._rows = 0
@@ -176,15 +176,15 @@ class Session:
 
     def product(self, index: int, direction: Direction, rows: Tensor) -> Tensor:
         """The same for integers whose true product is in the range: int32 `[r, d]` in, int32 `[r, o]` out."""
-        ring_rows = RingRows(rows, outputs=self._preparation.facts[index].outputs(direction))
+        ring_rows = RingRows(rows, outputs=self.preparation.facts[index].outputs(direction))
         self.multiply(index, direction, ring_rows)
         return ring_rows.product
 
     def _parts(self, runtime: _Runtime, index: int, direction: Direction, rows: Rows) -> list[_Part]:
         """All rows, encoded and filled up with zeros to the bucket, under pads that were burnt for them, in requests of
         a size that everybody takes."""
-        facts = self._preparation.facts[index]
-        column, products = self._preparation.keys.columns(index, direction)
+        facts = self.preparation.facts[index]
+        column, products = self.preparation.keys.columns(index, direction)
         count = rows.count + -rows.count % self._options.row_bucket
         xq = runtime.buffers.matrix(count, facts.inputs(direction))
         expected = torch.zeros(count, dtype=torch.int64, device="cpu")
@@ -239,7 +239,7 @@ class Session:
 
     def _ask(self, channel: Channel, part: _Part) -> Tensor:
         """An executor's answer, unverified."""
-        facts = self._preparation.facts[part.index]
+        facts = self.preparation.facts[part.index]
         answers = []
         for rows in part.sent.split(row_limit(facts, [channel.welcome()])):
             request = wire.Execute(
@@ -293,7 +293,7 @@ class Session:
         others = [(pad, share) for pad in part.pads for share in pad.shares if share.holder is not None]
         if not others:
             return [executor]
-        accepts = functools.partial(self._preparation.blame.accepts, part.index, part.direction)
+        accepts = functools.partial(self.preparation.blame.accepts, part.index, part.direction)
         width = part.sent.shape[1]
         liars: list[Peer] = []
         try:
@@ -319,7 +319,7 @@ class Session:
     def _quarantine(self, *suspects: Peer) -> None:
         peers = [peer for peer in suspects if not self._is_quarantined(peer)]
         self._quarantined.update(*map(self._keys_of, peers))
-        self._preparation.forget_keys()
+        self.preparation.forget_keys()
         for helper in self._runtime.helpers if self._runtime else ():
             if helper.peer in peers:
                 helper.drop_orders()
@@ -329,7 +329,7 @@ class Session:
     def _lie(self, peers: Sequence[Peer], part: _Part, *, what: str, certain: bool = True) -> VerificationError:
         return VerificationError(
             provider=(" and " if certain else " or ").join(peer.name for peer in peers),
-            group_name=self._preparation.facts[part.index].entry.name,
+            group_name=self.preparation.facts[part.index].entry.name,
             direction=part.direction,
             what=what,
         )
@@ -340,7 +340,7 @@ class Session:
         if self._runtime is None:
             runtime = _Runtime(
                 self._federation,
-                self._preparation,
+                self.preparation,
                 self._scheme,
                 self._options,
                 self._store,

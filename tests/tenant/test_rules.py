@@ -133,7 +133,7 @@ def masks_repeat_with_the_seed(new_session: NewSession, executor: ScriptedProvid
         torch.manual_seed(0)
         np.random.seed(0)
         session = new_session("local", [executor])
-        session.product(QKV, FORWARD, xq := ring_rows(session._preparation))
+        session.product(QKV, FORWARD, xq := ring_rows(session.preparation))
     return repeats(masks_of(executor.executed, xq)) > 0
 
 
@@ -141,7 +141,7 @@ def test_rule_1_a_training_seed_says_nothing_about_masks(new_session: NewSession
     state = torch.get_rng_state()
     np_state = np.random.get_state(legacy=False)
     session = new_session("local", [executor])
-    session.product(QKV, FORWARD, ring_rows(session._preparation))
+    session.product(QKV, FORWARD, ring_rows(session.preparation))
     assert torch.equal(torch.get_rng_state(), state)
     assert repr(np.random.get_state(legacy=False)) == repr(np_state)
     assert not masks_repeat_with_the_seed(new_session, executor)
@@ -217,7 +217,7 @@ def test_rule_2_a_forked_session_goes_on_with_a_secret_of_its_own(
     new_session: NewSession, executor: ScriptedProvider, helper: ScriptedProvider
 ) -> None:
     session = new_session("pad", [executor], [helper])
-    session.product(QKV, FORWARD, xq := ring_rows(session._preparation))
+    session.product(QKV, FORWARD, xq := ring_rows(session.preparation))
 
     def go_on() -> bytes:
         return session.product(QKV, FORWARD, xq).numpy().tobytes()
@@ -233,7 +233,7 @@ def sessions_repeat_a_mask(new_session: NewSession, executor: ScriptedProvider) 
     """Whether a program that is started again uses a row of its last run."""
     for _ in range(3):
         session = new_session("local", [executor])
-        session.product(QKV, FORWARD, xq := ring_rows(session._preparation))
+        session.product(QKV, FORWARD, xq := ring_rows(session.preparation))
         session.close()
     return repeats(masks_of(executor.executed, xq)) > 0
 
@@ -275,7 +275,7 @@ def test_rule_2_counters_cannot_be_stored(monkeypatch: Patch) -> None:
 
 def masks_repeat(session: Session, executor: ScriptedProvider) -> bool:
     """Whether any row is used twice, over requests of many sizes that find the pool dry and full."""
-    xq = ring_rows(session._preparation, count=80)
+    xq = ring_rows(session.preparation, count=80)
     executor.heard.clear()
     for count in (3, 80, 1, 64, 65, 2, 80):
         session.product(QKV, FORWARD, xq[:count])
@@ -324,7 +324,7 @@ def a_row_survives_a_crash(new_session: NewSession, executor: ScriptedProvider) 
 
     crash = Crash()
     session = new_session("local", [executor], wiretap=crash)
-    xq = ring_rows(session._preparation)
+    xq = ring_rows(session.preparation)
     with pytest.raises(KeyboardInterrupt):
         session.product(QKV, FORWARD, xq)
     session.product(QKV, FORWARD, xq)
@@ -352,7 +352,7 @@ def a_retry_differs(new_session: NewSession, executor: ScriptedProvider, frames:
     executor.behaviour = leave_twice
     session = new_session("local", [executor])
     with contextlib.suppress(VerificationError):  # the answer to rows that are not those that were meant
-        session.product(QKV, FORWARD, ring_rows(session._preparation))
+        session.product(QKV, FORWARD, ring_rows(session.preparation))
     assert len(executor.heard) == 3
     return len({heard.header + heard.payload for heard in executor.heard}) > 1
 
@@ -540,7 +540,7 @@ def spoils(frames: Callable[..., bytes], *, row: int = 0) -> Callable[..., bytes
 def a_lie_is_believed(session: Session) -> bool:
     session._quarantined.clear()
     try:
-        session.product(QKV, FORWARD, ring_rows(session._preparation))
+        session.product(QKV, FORWARD, ring_rows(session.preparation))
     except VerificationError:
         return False
     return True
@@ -575,7 +575,7 @@ def test_rule_6_nothing_is_handed_out_before_all_of_it_has_passed(
     """The last row is false: whoever asked for the product gets none of it."""
     {"executor": executor, "helper": helper}[liar].behaviour = spoils(frames, row=-1)
     session = new_session("pad", [executor], [helper], pool_memory=0)
-    group = LayerGroup(RingBackend(session._preparation.facts, session), QKV)
+    group = LayerGroup(RingBackend(session.preparation.facts, session), QKV)
     x = torch.randn(4, 64)
     with pytest.raises(VerificationError):
         group.output(x, 0)
@@ -588,7 +588,7 @@ def test_rule_6_nothing_is_handed_out_before_all_of_it_has_passed(
 
 def heard_after_an_abort(session: Session, provider: ScriptedProvider) -> int:
     """Requests that a provider gets after its lie, whatever the tenant does next."""
-    xq = ring_rows(session._preparation)
+    xq = ring_rows(session.preparation)
     with pytest.raises(VerificationError):
         session.product(QKV, FORWARD, xq)
     before = len(provider.heard)
@@ -640,7 +640,7 @@ def stranger(frames: Callable[..., bytes], **fields: Any) -> Callable[..., bytes
 def believes(session: Session) -> bool:
     session._quarantined.clear()
     try:
-        session.product(QKV, FORWARD, ring_rows(session._preparation))
+        session.product(QKV, FORWARD, ring_rows(session.preparation))
     except (ProtocolError, VerificationError):
         return False
     return True
@@ -737,7 +737,7 @@ def test_rule_8_no_party_gets_seed_and_row(
 
     def use() -> None:
         session = new_session("pad", executors, helpers)
-        session.product(QKV, FORWARD, ring_rows(session._preparation))
+        session.product(QKV, FORWARD, ring_rows(session.preparation))
 
     with pytest.raises(RoleConflictError, match="same operator"):
         use()
@@ -752,7 +752,7 @@ def test_rule_8_a_quarantined_helper_is_not_replaced_by_an_executor(
 ) -> None:
     helper.behaviour = spoils(frames)
     session = new_session("pad", [executor], [helper])
-    xq = ring_rows(session._preparation)
+    xq = ring_rows(session.preparation)
     with pytest.raises(VerificationError):
         session.product(QKV, FORWARD, xq)
     with pytest.raises(QuarantinedError):
@@ -799,7 +799,7 @@ def test_rule_9_only_shapes_are_visible(
     multiply = Session.multiply
 
     def skip_zeros(self: Session, index: int, direction: Any, rows: Rows) -> None:
-        facts = self._preparation.facts[index]
+        facts = self.preparation.facts[index]
         xq = torch.empty((rows.count, facts.inputs(direction)), dtype=torch.int32)
         rows.encode(xq)
         some = xq.any(dim=1)
@@ -891,7 +891,7 @@ def test_rule_10_a_folder_does_not_turn_masking_off(
 
 def masks_are_even(session: Session, executor: ScriptedProvider) -> bool:
     """Whether the lowest bit of all that an executor is sent is the row's own."""
-    xq = ring_rows(session._preparation)
+    xq = ring_rows(session.preparation)
     session.product(QKV, FORWARD, xq)
     rows = executor.executed[-1].rows
     assert rows is not None
@@ -923,7 +923,7 @@ def test_rule_11_a_quarantined_executor_is_not_asked_under_another_name(
     def asked() -> int:
         session = new_session("local", twins)
         with pytest.raises((ConfigError, VerificationError)):
-            session.product(QKV, FORWARD, ring_rows(session._preparation))
+            session.product(QKV, FORWARD, ring_rows(session.preparation))
         return len(executor.executed)
 
     assert asked() == 0
@@ -943,7 +943,7 @@ def test_rule_12_a_fork_is_noticed_where_process_ids_are_the_same(
     """As in a new pid namespace, and while another thread of the parent is in the middle of a product."""
     monkeypatch.setattr("os.getpid", lambda: 1)
     session = new_session("pad", [executor], [helper])
-    session.product(QKV, FORWARD, xq := ring_rows(session._preparation))
+    session.product(QKV, FORWARD, xq := ring_rows(session.preparation))
     busy, done = threading.Event(), threading.Event()
 
     def hold_its_lock() -> None:
@@ -974,7 +974,7 @@ def test_rule_12_a_child_leaves_its_parents_connections_alone(
     new_session: NewSession, executor: ScriptedProvider
 ) -> None:
     session = new_session("local", [executor])
-    session.product(QKV, FORWARD, xq := ring_rows(session._preparation))
+    session.product(QKV, FORWARD, xq := ring_rows(session.preparation))
 
     def close() -> bytes:
         session.close()

@@ -75,7 +75,7 @@ def test_every_scheme_is_exact(
 ) -> None:
     preparation: Preparation
     session: Session = new_session(masking, [new_provider()], [new_provider() for _ in range(helpers)])
-    preparation = session._preparation
+    preparation = session.preparation
 
     @given(data=st.data(), index=st.sampled_from(range(9)), direction=testing.directions(), count=st.integers(1, 90))
     @settings(max_examples=25, suppress_health_check=list(HealthCheck))
@@ -102,7 +102,7 @@ def test_several_threads_may_share_a_session(
 
     def ask(seed: int) -> bool:
         index, direction = seed % 9, DIRECTIONS[seed % 2]
-        rows = ring_rows(session._preparation, index, direction, 1 + seed % 7, seed=seed)
+        rows = ring_rows(session.preparation, index, direction, 1 + seed % 7, seed=seed)
         return torch.equal(session.product(index, direction, rows), product_of(store, index, direction, rows))
 
     with ThreadPoolExecutor(4) as threads:
@@ -118,7 +118,7 @@ def test_requests_are_split_to_the_smallest_limit(
     executor, helper = (small, large) if limited == "executor" else (large, small)
     session = new_session("pad", [executor], [helper])
     for seed in range(3):  # the later ones find pads that were drawn ahead
-        rows = ring_rows(session._preparation, QKV, FORWARD, 30, seed=seed)
+        rows = ring_rows(session.preparation, QKV, FORWARD, 30, seed=seed)
         assert torch.equal(session.product(QKV, FORWARD, rows), product_of(store, QKV, FORWARD, rows))
     at_most = limits.get("max_rows", 9)
     heard = small.executed + large.executed
@@ -132,7 +132,7 @@ def test_a_request_costs_one_round_trip(
 ) -> None:
     session = new_session("pad", [executor], [helper])
     for seed in range(5):
-        session.product(MLP, BACKWARD, ring_rows(session._preparation, MLP, BACKWARD, 12, seed=seed))
+        session.product(MLP, BACKWARD, ring_rows(session.preparation, MLP, BACKWARD, 12, seed=seed))
     ledger = session.ledger()
     assert ledger.executor_round_trips == ledger.products == len(executor.executed) == 5
     assert ledger.rows == 60
@@ -265,7 +265,7 @@ def tell_lies(session: Session, store: WeightStore, liar: Liar, *, count: int) -
     caught: list[SymbiosisError] = []
     while liar.told < count:
         index, direction = rng.randrange(9), rng.choice(DIRECTIONS)
-        rows = ring_rows(session._preparation, index, direction, rng.randrange(2, 5), seed=rng.getrandbits(32))
+        rows = ring_rows(session.preparation, index, direction, rng.randrange(2, 5), seed=rng.getrandbits(32))
         told = liar.told
         try:
             answer = session.product(index, direction, rows)
@@ -332,7 +332,7 @@ def test_a_lie_below_tls_is_caught_as_well(
 
     session = new_session("pad", [executor], [helper], wiretap=Tamper())
     with pytest.raises(VerificationError, match=r"an answer of provider 'executor .* for model.layers.0.*forward"):
-        session.product(QKV, FORWARD, ring_rows(session._preparation, QKV, FORWARD, 2))
+        session.product(QKV, FORWARD, ring_rows(session.preparation, QKV, FORWARD, 2))
 
 
 # What follows a lie
@@ -351,7 +351,7 @@ def test_a_liar_is_quarantined_and_hears_no_more(
 ) -> None:
     executor.behaviour = saying(frames, spoil)
     session = new_session("pad", [executor], [helper], pool_memory=0)
-    rows = ring_rows(session._preparation, OUT, FORWARD, 3)
+    rows = ring_rows(session.preparation, OUT, FORWARD, 3)
     with pytest.raises(VerificationError) as error:
         session.product(OUT, FORWARD, rows)
     assert error.value.provider == f"executor {executor.port}"
@@ -384,7 +384,7 @@ def test_without_a_helper_it_was_the_executor(
     first.behaviour = saying(frames, half_the_ring)
     session = new_session(masking, [first, second])
     for seed in range(2):
-        rows = ring_rows(session._preparation, DOWN, BACKWARD, 3, seed=seed)
+        rows = ring_rows(session.preparation, DOWN, BACKWARD, 3, seed=seed)
         assert torch.equal(session.product(DOWN, BACKWARD, rows), product_of(store, DOWN, BACKWARD, rows))
     assert [h.payload for h in first.executed] == [second.executed[0].payload]
     ledger = session.ledger()
@@ -405,7 +405,7 @@ def test_where_nobody_is_convicted_all_are_suspects(
     {"executor": executor, "helper": helper}[liar].behaviour = saying(frames, half_the_ring)
     other = new_provider()
     session = new_session("pad", [executor, other], [helper])
-    rows = ring_rows(session._preparation, OUT, FORWARD, 3)
+    rows = ring_rows(session.preparation, OUT, FORWARD, 3)
     with pytest.raises(VerificationError) as error:
         session.product(OUT, FORWARD, rows)
     assert error.value.provider == f"executor {executor.port} or helper {helper.port}"
@@ -434,10 +434,10 @@ def test_liars_are_named_and_nobody_else(
     helpers = [parties["first"], parties["second"]]
     session = new_session("pad", [executor], helpers, pool_memory=0)
     if liars == ["executor", "first"]:  # what one adds the other takes away: nothing is wrong, and nobody hurt
-        session.product(OUT, FORWARD, ring_rows(session._preparation, OUT, FORWARD, 3))
+        session.product(OUT, FORWARD, ring_rows(session.preparation, OUT, FORWARD, 3))
         return
     with pytest.raises(VerificationError) as error:
-        session.product(OUT, FORWARD, ring_rows(session._preparation, OUT, FORWARD, 3))
+        session.product(OUT, FORWARD, ring_rows(session.preparation, OUT, FORWARD, 3))
     roles = {"executor": "executor", "first": "helper", "second": "helper"}
     assert error.value.provider == " and ".join(f"{roles[liar]} {parties[liar].port}" for liar in liars)
 
@@ -465,7 +465,7 @@ def test_nobody_is_asked_for_anything_until_it_is_settled_who_lied(
 
     monkeypatch.setattr(BlameKeys, "accepts", slowly)
     with pytest.raises(VerificationError, match="an effect of provider"):
-        session.product(OUT, FORWARD, ring_rows(session._preparation, OUT, FORWARD, 3))
+        session.product(OUT, FORWARD, ring_rows(session.preparation, OUT, FORWARD, 3))
     session.close()  # whatever was ordered has gone out by now, or never will
     assert heard == [1, 1]
     assert [h.request.group for h in helper.effects if h.request.group == QKV] == []
@@ -480,7 +480,7 @@ def test_a_lying_helper_is_quarantined_and_no_row_is_sent_under_its_pads(
 ) -> None:
     helper.behaviour = saying(frames, spoil)
     session = new_session("pad", [executor], [new_provider(), helper])
-    rows = ring_rows(session._preparation, OUT, FORWARD, 3)
+    rows = ring_rows(session.preparation, OUT, FORWARD, 3)
     with pytest.raises(VerificationError, match="an effect of provider"):
         session.product(OUT, FORWARD, rows)
     before = len(executor.executed)
@@ -504,10 +504,10 @@ def test_a_lying_helper_is_asked_for_nothing_that_was_ordered_ahead(
     helper.behaviour = behave
     session = new_session("pad", [executor], [helper])
     for index in (QKV, OUT, MLP):
-        session.product(index, FORWARD, ring_rows(session._preparation, index, FORWARD, 1))
+        session.product(index, FORWARD, ring_rows(session.preparation, index, FORWARD, 1))
     assert ahead.wait(20)
     with pytest.raises(VerificationError, match="an effect of provider"):
-        session.product(DOWN, FORWARD, ring_rows(session._preparation, DOWN, FORWARD, 1))
+        session.product(DOWN, FORWARD, ring_rows(session.preparation, DOWN, FORWARD, 1))
     caught.set()
     runtime: Any = session._runtime
     for worker in (runtime._refill, runtime.helpers[0].workers[True]):
@@ -522,7 +522,7 @@ def test_a_quarantine_outlives_a_fork(
     first, second = new_provider(), new_provider()
     first.behaviour = saying(frames, spoil)
     session = new_session("local", [first, second])
-    rows = ring_rows(session._preparation, OUT, FORWARD, 3)
+    rows = ring_rows(session.preparation, OUT, FORWARD, 3)
     session.product(OUT, FORWARD, rows)
     session._begin_again()  # as a forked child does
     assert torch.equal(session.product(OUT, FORWARD, rows), product_of(store, OUT, FORWARD, rows))
@@ -535,7 +535,7 @@ def test_the_next_executor_may_take_fewer_rows(
     first, second = new_provider(), new_provider(max_rows=8)
     first.behaviour = saying(frames, spoil)
     session = new_session("local", [first, second])
-    rows = ring_rows(session._preparation, OUT, FORWARD, 20)
+    rows = ring_rows(session.preparation, OUT, FORWARD, 20)
     assert torch.equal(session.product(OUT, FORWARD, rows), product_of(store, OUT, FORWARD, rows))
     assert first.executed[0].payload == b"".join(h.payload for h in second.executed)
 
@@ -551,7 +551,7 @@ def test_the_next_executor_is_asked_for_the_same_bytes(
     first.behaviour = saying(frames, spoil)
     session = new_session("pad", [first, second], [helper])
     for seed in range(2):
-        rows = ring_rows(session._preparation, DOWN, BACKWARD, 3, seed=seed)
+        rows = ring_rows(session.preparation, DOWN, BACKWARD, 3, seed=seed)
         assert torch.equal(session.product(DOWN, BACKWARD, rows), product_of(store, DOWN, BACKWARD, rows))
     assert len(first.executed) == 1
     assert len(second.executed) == 2
@@ -595,7 +595,7 @@ def test_pieces_give_the_same_bits(
     )
     for seed, count in enumerate((1, 3, 37, 80, 96)):
         index, direction = seed % 9, DIRECTIONS[seed % 2]
-        rows = ring_rows(session._preparation, index, direction, count, seed=seed)
+        rows = ring_rows(session.preparation, index, direction, count, seed=seed)
         with torch.inference_mode(bool(seed % 2)):
             got = session.product(index, direction, rows)
         assert torch.equal(got, product_of(store, index, direction, rows))
@@ -615,7 +615,7 @@ def test_pieces_give_the_same_bits(
 def test_how_a_product_is_cut_depends_on_its_size_alone(executor: ScriptedProvider, new_session: NewSession) -> None:
     session = new_session("none", [executor], piece_bytes=4096)
     for scale in (0, 1, 1000):
-        session.product(MLP, FORWARD, ring_rows(session._preparation, MLP, FORWARD, 60, seed=scale) * (scale > 0))
+        session.product(MLP, FORWARD, ring_rows(session.preparation, MLP, FORWARD, 60, seed=scale) * (scale > 0))
     sizes = [h.request.rows for h in executor.executed]
     assert sorted(sizes) == [15] * 12
 
@@ -632,7 +632,7 @@ def test_one_piece_is_on_its_way_while_another_is_multiplied(
 
     executor.behaviour = answer_when_both_are_here
     session = new_session("none", [executor], piece_bytes=4096)
-    rows = ring_rows(session._preparation, MLP, FORWARD, 60)
+    rows = ring_rows(session.preparation, MLP, FORWARD, 60)
     assert torch.equal(session.product(MLP, FORWARD, rows), product_of(store, MLP, FORWARD, rows))
     assert len(executor.executed) == 4
 
@@ -659,7 +659,7 @@ def test_two_wrong_pieces_at_once_accuse_nobody_else(
     else:
         helper.behaviour = saying(frames, spoil)
     session = new_session("pad", [first, second], [helper], piece_bytes=4096 * 4)
-    rows = ring_rows(session._preparation, MLP, FORWARD, 60)
+    rows = ring_rows(session.preparation, MLP, FORWARD, 60)
     if liar == "executor":
         assert torch.equal(session.product(MLP, FORWARD, rows), product_of(store, MLP, FORWARD, rows))
         assert session.ledger().answers_rejected == 2
@@ -669,7 +669,7 @@ def test_two_wrong_pieces_at_once_accuse_nobody_else(
         with pytest.raises(VerificationError, match="an effect of provider"):
             session.product(MLP, FORWARD, rows)
     with contextlib.suppress(QuarantinedError):
-        session.product(OUT, FORWARD, ring_rows(session._preparation, OUT, FORWARD, 1))
+        session.product(OUT, FORWARD, ring_rows(session.preparation, OUT, FORWARD, 1))
     assert session._is_quarantined(session._federation.helpers[0]) == (liar == "helper")
     assert session._is_quarantined(session._federation.executors[0]) == (liar == "executor")
     assert not session._is_quarantined(session._federation.executors[1])
@@ -681,7 +681,7 @@ def test_after_a_piece_that_fails_no_other_begins(
     failure = wire.Failure(code=wire.ErrorCode.INTERNAL, detail="out of order")
     executor.behaviour = lambda *heard: frames(failure)
     session = new_session("none", [executor], piece_bytes=4096)
-    rows = ring_rows(session._preparation, MLP, FORWARD, 60)
+    rows = ring_rows(session.preparation, MLP, FORWARD, 60)
     with pytest.raises(ProviderError, match="out of order"):
         session.product(MLP, FORWARD, rows)
     assert len(executor.executed) <= 2
@@ -697,7 +697,7 @@ def test_a_helper_that_is_away_for_a_moment_costs_nothing_but_time(
 ) -> None:
     session = new_session("pad", [executor], [helper])
     for seed in range(4):
-        rows = ring_rows(session._preparation, QKV, FORWARD, 50, seed=seed)
+        rows = ring_rows(session.preparation, QKV, FORWARD, 50, seed=seed)
         assert torch.equal(session.product(QKV, FORWARD, rows), product_of(store, QKV, FORWARD, rows))
         helper.hang_up()
         executor.hang_up()
@@ -711,7 +711,7 @@ def test_who_never_comes_back_is_given_up_within_the_deadline(
     deadline_s = 2.0
     session = new_session("pad", [executor], [helper], deadline_s=deadline_s)
     for index in range(9):  # leaves a full pool for each
-        session.product(index, FORWARD, ring_rows(session._preparation, index, FORWARD, 60))
+        session.product(index, FORWARD, ring_rows(session.preparation, index, FORWARD, 60))
     {"executor": executor, "helper": helper}[absent].close()
     started = time.monotonic()
 
@@ -719,7 +719,7 @@ def test_who_never_comes_back_is_given_up_within_the_deadline(
         nonlocal started
         for index in (*range(9), *reversed(range(9))):  # empties the pools, then waits for the last one on order
             started = time.monotonic()
-            session.product(index, FORWARD, ring_rows(session._preparation, index, FORWARD, 60))
+            session.product(index, FORWARD, ring_rows(session.preparation, index, FORWARD, 60))
 
     with pytest.raises(DeadlineExceededError, match=r"within 2 s.*RemoteConfig\(deadline_s=\.\.\.\)"):
         go_on()
@@ -741,7 +741,7 @@ def test_closing_does_not_wait_for_who_is_away(
 
     helper.behaviour = answer_once
     session = new_session("pad", [executor], [helper], deadline_s=60.0)
-    session.product(QKV, FORWARD, ring_rows(session._preparation, QKV, FORWARD, 60))
+    session.product(QKV, FORWARD, ring_rows(session.preparation, QKV, FORWARD, 60))
     assert asked.wait(20)
     started = time.monotonic()
     session.close()
@@ -755,7 +755,7 @@ def test_a_refusal_is_told_in_the_providers_words(
     executor.behaviour = lambda *heard: frames(failure)
     session = new_session("none", [executor])
     with pytest.raises(ProviderError, match="answered internal: out of order"):
-        session.product(OUT, FORWARD, ring_rows(session._preparation, OUT, FORWARD, 1))
+        session.product(OUT, FORWARD, ring_rows(session.preparation, OUT, FORWARD, 1))
 
 
 def test_closing_fails_a_product_that_another_thread_waits_for(
@@ -770,7 +770,7 @@ def test_closing_fails_a_product_that_another_thread_waits_for(
     executor.behaviour = say_nothing
     session = new_session("local", [executor], deadline_s=60.0)
     with ThreadPoolExecutor(1) as thread:
-        waiting = thread.submit(session.product, OUT, FORWARD, ring_rows(session._preparation, OUT, FORWARD, 1))
+        waiting = thread.submit(session.product, OUT, FORWARD, ring_rows(session.preparation, OUT, FORWARD, 1))
         assert asked.wait(20)
         session.close()
         assert isinstance(waiting.exception(20), SymbiosisError)
@@ -778,8 +778,8 @@ def test_closing_fails_a_product_that_another_thread_waits_for(
 
 def test_a_backend_closes_itself_after_a_with_block(executor: ScriptedProvider, new_session: NewSession) -> None:
     session = new_session("none", [executor])
-    rows = ring_rows(session._preparation, OUT, FORWARD, 1)
-    with RingBackend(session._preparation.facts, session) as backend:
+    rows = ring_rows(session.preparation, OUT, FORWARD, 1)
+    with RingBackend(session.preparation.facts, session) as backend:
         backend.linear(OUT, FORWARD, rows.float())
     with pytest.raises(SymbiosisError, match="closed; load the model again"):
         session.product(OUT, FORWARD, rows)
@@ -787,7 +787,7 @@ def test_a_backend_closes_itself_after_a_with_block(executor: ScriptedProvider, 
 
 def test_a_closed_session_says_so(executor: ScriptedProvider, new_session: NewSession) -> None:
     session = new_session("none", [executor])
-    rows = ring_rows(session._preparation, OUT, FORWARD, 1)
+    rows = ring_rows(session.preparation, OUT, FORWARD, 1)
     session.product(OUT, FORWARD, rows)
     session.close()
     session.close()
@@ -819,5 +819,5 @@ def test_a_federation_of_one_operator_is_refused_before_anything_is_sent(
     peers = [executor.peer("executor", operator="One"), helper.peer("helper", operator=" one ")]
     session = new_session("pad", peers[:1], peers[1:])
     with pytest.raises(RoleConflictError, match="same operator"):
-        session.product(OUT, FORWARD, ring_rows(session._preparation, OUT, FORWARD, 1))
+        session.product(OUT, FORWARD, ring_rows(session.preparation, OUT, FORWARD, 1))
     assert executor.hellos == helper.hellos == []

@@ -247,7 +247,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "WaveFT": ("WAVEFT", _EVERYWHERE | {"n_frequency": 16}),
     "X-LoRA": ("XLORA", {"hidden_size": 32, "xlora_size": 16}),
 }
-NOT_TRIED = {"ADAMSS": "AdaMSS wants scikit-learn, and clusters the singular vectors of W: it is refused"}
+NOT_TRIED = {"ADAMSS": "AdaMSS wants scikit-learn, which is no dependency here"}
 _TASKS = {"POLY", "MULTITASK_PROMPT_TUNING"}  # want to be told which task a row belongs to
 
 

@@ -98,7 +98,7 @@ class ThreadExecutor(ExecutorHandle):
         try:
             self._executor.run()
         except RankLostError as error:
-            log.failure("rank_lost", error)
+            log.warning("rank_lost", reason=str(error))
             os._exit(1)  # this is a rank itself: torchrun starts the group again
         except Exception as error:
             log.failure("executor_failed", error)

@@ -26,7 +26,8 @@ ROWS: list[report.Row] = [
 ]
 
 
-def test_a_report_says_where_when_and_how(tmp_path: Path) -> None:
+def test_a_report_says_where_when_and_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/somewhere/bin/symbiosis-priv", "bench", "step", "--json", "a file.json"])
     report.write(tmp_path / "r.json", report.report("step", ROWS))
     again = report.read(tmp_path / "r.json")
     assert again.rows == ROWS
@@ -34,7 +35,7 @@ def test_a_report_says_where_when_and_how(tmp_path: Path) -> None:
     assert again.machine == report.this_machine()
     assert again.machine.cores == os.cpu_count()
     assert again.versions.keys() >= {"symbiosis-priv", "python", "torch"}
-    assert again.command.startswith("symbiosis-priv ")
+    assert again.command == "symbiosis-priv bench step --json 'a file.json'"
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"rows": []}'])

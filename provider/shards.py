@@ -95,9 +95,8 @@ class _Unit(nn.Module):
         if block is None:
             raise ConfigError(f"weights packed as {choice.layout!r} cannot be sharded: choose another kernel")
         self._block = block
-        self.whole = replace(
-            whole, data=torch.empty(0, dtype=whole.data.dtype, device="cpu")
-        )  # and not the mapped file
+        nothing = torch.empty(0, dtype=whole.data.dtype, device="cpu")  # a view of the data would keep its file mapped
+        self.whole = replace(whole, data=nothing)
         self.choice = choice
         self._dtype = whole.data.dtype
         shape = whole.data.view(torch.int8).shape

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from provider.config import ExecutorConfig, ProviderConfig
 from provider.server import Provider
@@ -111,20 +110,12 @@ def test_a_lost_rank_is_named_and_the_group_comes_back(
             os.kill(pid, 0)
 
 
-def test_ranks_hold_a_model_that_is_larger_than_what_each_may_allocate(tmp_path: Path) -> None:
+def test_ranks_hold_a_model_that_is_larger_than_what_each_may_allocate(
+    save_llama: Callable[..., Path], tmp_path: Path
+) -> None:
     """128 MiB of packed weights, and a limit on what every process may allocate (RLIMIT_DATA) of less than that."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=1024,
-        intermediate_size=4096,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        tie_word_embeddings=True,
-    )
-    LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "model")
-    store = WeightStore(tmp_path / "model", cache=tmp_path / "cache")
+    path = save_llama(hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, num_key_value_heads=4)
+    store = WeightStore(path, cache=tmp_path)
     whole = sum(store.matrix(group).nbytes for group in range(len(store.manifest().groups)))
     for ranks in (2, 4):
-        assert run_group(ranks, "limited", store, cache=tmp_path / "cache", whole=whole) == "loaded\n"
+        assert run_group(ranks, "limited", store, cache=tmp_path, whole=whole) == "loaded\n"

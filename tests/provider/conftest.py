@@ -10,6 +10,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,22 @@ class Client:
         bound = ("nonce", "group", "direction", "arithmetic", "rows")
         assert all(getattr(reply, name) == getattr(request, name) for name in bound)
         return wire.as_matrix(payload, rows=request.rows, arithmetic=request.arithmetic)
+
+    def until_served(self, request: wire.Execute, rows: Tensor, *, within: float) -> tuple[Tensor, int]:
+        """The product, and how often the provider asked to come again before it."""
+        self.socket.settimeout(within)
+        deadline = time.monotonic() + within
+        refusals = 0
+        while True:
+            self.send(request, wire.as_bytes(rows))
+            reply, product = self.receive()
+            if isinstance(reply, wire.Result):
+                return wire.as_matrix(product, rows=request.rows, arithmetic=request.arithmetic), refusals
+            assert isinstance(reply, wire.Failure)
+            assert reply.code in wire.RETRYABLE, reply
+            assert time.monotonic() < deadline
+            refusals += 1
+            time.sleep(0.1)  # as `tenant.channel` does
 
     def at_end(self) -> bool:
         """Wait for the provider to close the connection; False if it sent something first."""

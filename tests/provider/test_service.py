@@ -32,7 +32,7 @@ from symbiosis_priv import wire
 from symbiosis_priv.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from tests.provider.conftest import Client, Configure, Connect, Keys, Launch, Requests
+    from tests.provider.conftest import Configure, Connect, Keys, Launch, Requests
 
 WIDTH = 64
 LOG_FIELDS = {
@@ -129,8 +129,8 @@ def test_executor_in_its_own_process_comes_back(
         reply, _ = client.receive()
         assert isinstance(reply, wire.Failure)
         assert reply.code in wire.RETRYABLE
-        after = until_served(client, execute(0, 4), wire.as_bytes(x))
-        assert torch.equal(before, wire.as_matrix(after, rows=4, arithmetic="ring"))
+        after, _ = client.until_served(execute(0, 4), x, within=60)
+        assert torch.equal(before, after)
         assert provider.executor.pid != first
         child = provider.executor.pid
     with pytest.raises(ProcessLookupError):
@@ -149,18 +149,6 @@ def in_flight(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     with monkeypatch.context() as patch:
         patch.setattr(zmq.Socket, "recv", noted)
         yield forwarded
-
-
-def until_served(client: Client, request: wire.Message, payload: memoryview) -> bytearray:
-    deadline = time.monotonic() + 60
-    while True:
-        client.send(request, payload)
-        reply, product = client.receive()
-        if isinstance(reply, wire.Result):
-            return product
-        assert isinstance(reply, wire.Failure)
-        assert reply.code in wire.RETRYABLE
-        assert time.monotonic() < deadline
 
 
 def test_a_socket_that_others_could_reach_is_refused(configure: Configure, socket_folder: Path) -> None:

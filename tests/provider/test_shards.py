@@ -5,19 +5,16 @@ Every group here is real: processes that torchrun starts, gloo between them, FSD
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from provider.config import ExecutorConfig, ProviderConfig
 from provider.server import Provider
@@ -67,22 +64,6 @@ def ranks_of(provider: Provider) -> dict[int, int]:
     return found
 
 
-def until_served(client: Any, request: wire.Execute, rows: Tensor) -> tuple[Tensor, int]:
-    """The answer, and how often the provider was busy before; 120 s at most."""
-    client.socket.settimeout(60)
-    deadline = time.monotonic() + 120
-    for refused in itertools.count():
-        client.send(request, wire.as_bytes(rows))
-        reply, payload = client.receive()
-        if isinstance(reply, wire.Result):
-            return wire.as_matrix(payload, rows=request.rows, arithmetic="ring"), refused
-        assert isinstance(reply, wire.Failure)
-        assert reply.code in wire.RETRYABLE, reply
-        assert time.monotonic() < deadline
-        time.sleep(0.2)  # as `tenant.channel` does
-    raise AssertionError
-
-
 @pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_rank_is_named_and_the_group_comes_back(
     configure: Configure, connect: Connect, requests: Requests, capfd: pytest.CaptureFixture[str], stop: signal.Signals
@@ -97,7 +78,7 @@ def test_a_lost_rank_is_named_and_the_group_comes_back(
         before_ranks = ranks_of(provider)
         assert before_ranks.keys() == {0, 1}
         os.kill(before_ranks[1], stop)
-        after, refused = until_served(client, execute(0, 4), rows)
+        after, refused = client.until_served(execute(0, 4), rows, within=120)
         assert torch.equal(before, after)
         assert refused
         assert set(before_ranks.values()).isdisjoint(ranks_of(provider).values())

@@ -13,6 +13,7 @@ import msgspec
 
 from symbiosis_priv.discovery import GroupSpec
 from symbiosis_priv.errors import CheckpointError
+from symbiosis_priv.layers import layers_of
 from symbiosis_priv.ring import FORWARD, Direction
 
 MANIFEST_VERSION = 1
@@ -53,6 +54,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def digest(self) -> str:
         """`sha256:` and the hash of the canonical JSON."""
         return "sha256:" + hashlib.sha256(self.to_json()).hexdigest()
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layer number of every group."""
+        return layers_of(group.members[0] for group in self.groups)
 
     def to_json(self) -> bytes:
         """Canonical bytes: fields in declared order, no white space."""

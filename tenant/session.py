@@ -496,7 +496,9 @@ class _Runtime:
         is_quarantined: Callable[[Peer], bool],
     ) -> None:
         helpers = federation.helpers if "helper" in scheme.roles else ()
-        check_parties([*federation.executors, *helpers])
+        check_parties(
+            [*federation.executors, *helpers], companies=federation.companies, pad_helpers=federation.pad_helpers
+        )
         self.pools: dict[tuple[int, Direction], NoisePool] = {}
         self._facts = preparation.facts
         self._memory = PoolMemory(options.pool_memory)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 
 from symbiosis_priv.certificates import Identity, Kind, create_authority, create_self_signed, load_certificates
 from symbiosis_priv.errors import CertificateError, ConfigError, RoleConflictError
-from symbiosis_priv.federation import load_federation, parse_address
+from symbiosis_priv.federation import Company, Federation, Peer, check_parties, load_federation, parse_address
+from symbiosis_priv.layers import LayerRange
+from symbiosis_priv.limits import Role
 
 Write = Callable[..., Path]
 DIGEST = "sha256:" + "0" * 64
@@ -52,7 +54,15 @@ def write(keys: Path) -> Write:
     def section(header: str, entries: dict[str, Any]) -> str:
         return "\n".join([header, *(f"{key} = {json.dumps(value)}" for key, value in entries.items()), ""])
 
-    def write(*, model: Any = None, alpha: Any = None, beta: Any = None, gamma: Any = None) -> Path:
+    def write(
+        *,
+        model: Any = None,
+        alpha: Any = None,
+        beta: Any = None,
+        gamma: Any = None,
+        pads: Any = None,
+        companies: Sequence[Any] = (),
+    ) -> Path:
         one = {"name": "alpha", "operator": "A", "role": "executor", "address": "a:1", "certificate": "keys/alpha.pem"}
         two = {"name": "beta", "operator": "B", "role": "helper", "address": "b:1", "certificate": "keys/beta.pem"}
         three = {
@@ -71,6 +81,9 @@ def write(keys: Path) -> Write:
         ]
         if gamma is not None:
             sections.append(section("[[provider]]", {**three, **gamma}))
+        if pads is not None:
+            sections.append(section("[pads]", pads))
+        sections += [section("[[company]]", company) for company in companies]
         path.write_text("\n".join(sections), encoding="utf-8")
         return path
 
@@ -97,6 +110,23 @@ def test_paths_are_relative_to_the_file_and_home_is_expanded(write: Write, keys:
         ({"beta": {"address": "b:0"}}, "provider 'beta': nobody listens at port 0"),
         ({"beta": {"name": "alpha"}}, "'alpha' and helper 'alpha' have the same name"),
         ({"beta": {"certificate": 7}}, r"provider\[1\].certificate"),
+        ({"alpha": {"layers": "15-0"}}, "provider 'alpha': layers 15-0 are none: .* as in 0-15"),
+        ({"alpha": {"layers": "-4"}}, "provider 'alpha': layers = '-4' is no range .* as in '0-15'"),
+        ({"alpha": {"layers": 4}}, r"provider\[0\].layers"),
+        ({"pads": {}}, "pads"),
+        ({"pads": {"helpers": 0}}, "pads.helpers"),
+        ({"pads": {"helpers": -1}}, "pads.helpers"),
+        ({"pads": {"helpers": True}}, "pads.helpers"),
+        ({"pads": {"helpers": 2}}, "helpers = 2, and 1 .* have role = 'helper': add helpers, or lower it"),
+        ({"pads": {"helpers": 1 << 62}}, "add helpers, or lower it"),
+        ({"companies": [{"name": "H", "members": []}]}, "company 'H' joins nobody: list two or more members"),
+        ({"companies": [{"name": "H", "members": ["alpha"]}]}, "company 'H' joins nobody"),
+        ({"companies": [{"name": "H", "members": ["alpha", "zeta"]}]}, "is called 'zeta'; there are 'alpha', 'beta'"),
+        ({"companies": [{"name": "H", "members": ["alpha", " ALPHA"]}]}, "lists 'alpha' twice in members: remove one"),
+        (
+            {"companies": [{"name": n, "members": ["alpha", "gamma"]} for n in "Hh"], "gamma": {"role": "executor"}},
+            "two",
+        ),
     ],
     ids=str,
 )
@@ -212,3 +242,157 @@ def test_an_address_is_good_or_a_config_error(text: str) -> None:
         return
     assert host
     assert 0 <= port < 1 << 16
+
+
+def test_layers_and_pads_are_read(write: Write) -> None:
+    federation = load_federation(write(alpha={"layers": "7"}, beta={"layers": "0-15"}, pads={"helpers": 1}))
+    assert [peer.layers for peer in federation.peers] == [LayerRange(7, 7), LayerRange(0, 15)]
+    assert federation.pad_helpers == 1
+    plain = load_federation(write())
+    assert plain.pad_helpers is None
+    assert [peer.layers for peer in plain.peers] == [None, None]
+
+
+JOINED = [
+    pytest.param([{"name": "Holding SE", "members": ["alpha", "beta"]}], {}, id="listed together"),
+    pytest.param([{"name": "Holding SE", "members": ["\uff21lpha\u200b", " BETA "]}], {}, id="spelled otherwise"),
+    pytest.param([{"name": " b", "members": ["alpha", "gamma"]}], {}, id="the company is the other's operator"),
+    pytest.param([{"name": "H", "members": ["alpha"], "operators": ["b\u200b"]}], {}, id="an operator of the company"),
+    pytest.param(
+        [{"name": "H", "members": ["alpha", "gamma"]}, {"name": "I", "members": ["gamma", "beta"]}], {}, id="two steps"
+    ),
+    pytest.param([{"name": "H", "members": ["alpha", "gamma"]}], {"operator": "\uff22"}, id="company and operator"),
+]
+
+
+@pytest.mark.parametrize(("companies", "gamma"), JOINED)
+def test_rule_8_a_company_is_one_party(write: Write, companies: list[Any], gamma: dict[str, str]) -> None:
+    """Refused where all helpers share every pad, and where the helper is needed; not where another one is there."""
+    parties = {"gamma": {"role": "executor", **gamma}, "companies": companies}
+    with pytest.raises(RoleConflictError, match="'alpha' and helper 'beta' have the same company: together they would"):
+        load_federation(write(**parties))
+    with pytest.raises(RoleConflictError, match="executor 'alpha' has helpers of 0 companies other than its own"):
+        load_federation(write(**parties, pads={"helpers": 1}))
+
+
+@pytest.mark.parametrize("operator", ["A", " a\u200b"])
+def test_with_pads_a_company_may_have_both_roles_beside_enough_others(write: Write, operator: str) -> None:
+    beta = {"operator": operator}
+    with pytest.raises(RoleConflictError, match="executor 'alpha' and helper 'beta' have the same operator"):
+        load_federation(write(beta=beta, gamma={}))
+    federation = load_federation(write(beta=beta, gamma={}, pads={"helpers": 1}))
+    alpha, helper, other = federation.peers
+    assert federation.one_company(alpha, helper)
+    assert not federation.admissible(alpha, [other, helper])
+    assert federation.admissible(alpha, [other])
+    with pytest.raises(
+        RoleConflictError, match=r"helpers of 1 companies .* helpers = 2 takes 2 of different companies"
+    ):
+        load_federation(write(beta=beta, gamma={}, pads={"helpers": 2}))
+    with pytest.raises(RoleConflictError, match="helpers of 1 companies"):  # two helpers, and one company behind them
+        load_federation(write(beta={"operator": "C"}, gamma={}, pads={"helpers": 2}))
+
+
+@pytest.mark.parametrize("same", [{"certificate": "keys/alpha.pem"}, {"address": "A.:1"}], ids=str)
+@pytest.mark.parametrize("name", ["certificate", "next_certificate"])
+def test_rule_11_holds_with_pads_too(write: Write, same: dict[str, str], name: str) -> None:
+    if "certificate" in same:
+        same = {name: same["certificate"]}
+    with pytest.raises(RoleConflictError, match="executor 'alpha' and helper 'beta' have the same"):
+        load_federation(write(beta=same, gamma={}, pads={"helpers": 1}))
+
+
+@pytest.mark.parametrize(
+    ("alpha", "beta", "gamma", "helpers", "short_at"),
+    [
+        ("0-7", "0-7", "0-7", 2, None),
+        ("0-7", "0-3", "4-7", 1, None),
+        ("0-7", "0-3", "5-7", 1, 4),
+        ("0-7", "0-7", "4-7", 2, 0),
+        ("4-7", "0-7", "4-9", 2, None),
+        ("0-7", "8-9", "8-9", 1, 0),
+        ("0-7", "8-9", None, 1, None),
+        (None, "0-3", "4-7", 1, None),
+        (None, "0-3", "4-7", 2, 0),
+        (None, "0-3", "2-7", 2, None),
+    ],
+)
+def test_enough_helpers_for_every_layer_that_an_executor_must_serve(
+    write: Write, alpha: str | None, beta: str | None, gamma: str | None, helpers: int, short_at: int | None
+) -> None:
+    def layers(text: str | None) -> dict[str, str]:
+        return {} if text is None else {"layers": text}
+
+    path = write(alpha=layers(alpha), beta=layers(beta), gamma=layers(gamma), pads={"helpers": helpers})
+    if short_at is None:
+        load_federation(path)
+    else:
+        with pytest.raises(RoleConflictError, match=f"executor 'alpha' .* at layer {short_at},"):
+            load_federation(path)
+
+
+NAMES = [f"p{i}" for i in range(6)]
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> Federation:
+    """Peers with few operators, companies among them, names spelled as people do."""
+
+    def spelled(text: str) -> str:
+        return draw(st.sampled_from([text, text.upper(), f" {text}", f"{text}\u200b"]))
+
+    def peer(name: str) -> Peer:
+        role: Role = draw(st.sampled_from(["executor", "helper"]))
+        return Peer(name, spelled(draw(st.sampled_from("abcd"))), role, "host", 1, Path("none.pem"))
+
+    members = st.lists(st.sampled_from(NAMES), min_size=2, max_size=3, unique=True)
+    companies = [
+        Company(spelled(draw(st.sampled_from(["a", "x", "y"]))), tuple(map(spelled, draw(members))))
+        for _ in range(draw(st.integers(0, 3)))
+    ]
+    return Federation(DIGEST, 10, Path("t.pem"), Path("t.key"), tuple(map(peer, NAMES)), tuple(companies))
+
+
+@given(worlds())
+def test_one_company_is_the_closure_of_operators_and_companies(world: Federation) -> None:
+    """Against the definition: repeat until nothing changes."""
+
+    def plain(text: str) -> str:
+        return text.strip().strip("\u200b").casefold()
+
+    together = [{p.name for p in world.peers if plain(p.operator) == operator} for operator in "abcd"]
+    for company in world.companies:
+        same_name = [c for c in world.companies if plain(c.name) == plain(company.name)]
+        operated = {p.name for p in world.peers if plain(p.operator) == plain(company.name)}
+        together.append(operated.union(*({plain(m) for m in c.members} for c in same_name)))
+    for _ in NAMES:
+        together = [set().union(*(other for other in together if not own.isdisjoint(other))) or own for own in together]
+    for one, other in itertools.product(world.peers, repeat=2):
+        expected = any({one.name, other.name} <= party for party in together)
+        assert world.one_company(one, other) == expected
+        assert world.admissible(one, [other]) != expected
+    assert world.companies_of(world.peers) == len({frozenset(party) for party in together if party})
+
+
+def test_a_peer_that_is_not_in_the_file_belongs_to_its_operators_company() -> None:
+    def peer(name: str, operator: str, role: Role = "executor") -> Peer:
+        return Peer(name, operator, role, "host", 1, Path("none.pem"))
+
+    helper = peer("beta", "B", "helper")
+    company = Company("Holding SE", ("beta",), ("Delta AG",))
+    federation = Federation(DIGEST, 10, Path("t.pem"), Path("t.key"), (helper,), (company,))
+    for stranger in (peer("x", " b"), peer("x", "delta ag"), peer("x", "HOLDING SE"), peer("Beta\u200b", "E")):
+        assert federation.one_company(stranger, helper)
+        assert federation.one_company(helper, stranger)
+        assert not federation.admissible(stranger, [helper])
+        assert federation.companies_of([stranger, helper]) == 1
+    assert federation.admissible(peer("x", "E"), [helper])
+    assert federation.companies_of([peer("x", "E"), helper]) == 2
+
+
+def test_check_parties_without_the_files_further_keys_is_as_strict_as_ever(write: Write) -> None:
+    """Whoever forgets to pass them gets a refusal, never a pass."""
+    federation = load_federation(write(beta={"operator": "A"}, gamma={}, pads={"helpers": 1}))
+    check_parties(federation.peers, pad_helpers=federation.pad_helpers)
+    with pytest.raises(RoleConflictError, match="have the same operator"):
+        check_parties(federation.peers)

@@ -742,7 +742,7 @@ def test_rule_8_no_party_gets_seed_and_row(
     with pytest.raises(RoleConflictError, match="same operator"):
         use()
     assert not someone_knows_both(parties)
-    monkeypatch.setattr("tenant.session.check_parties", lambda peers: None)
+    monkeypatch.setattr("tenant.session.check_parties", lambda peers, **_: None)
     use()
     assert someone_knows_both(parties)
 
@@ -907,7 +907,7 @@ def test_rule_11_two_helpers_never_expand_one_stream(
     with pytest.raises(ConfigError, match=r"helper 'one' and helper 'other' have the same certificate, public key"):
         masks_are_even(refused, executor)
     assert executor.heard == helper.heard == []
-    monkeypatch.setattr("tenant.session.check_parties", lambda peers: None)
+    monkeypatch.setattr("tenant.session.check_parties", lambda peers, **_: None)
     assert not masks_are_even(new_session("pad", [executor], twins), executor)
     seed_for = SessionSecret.seed_for
     monkeypatch.setattr(SessionSecret, "seed_for", lambda secret, name, key: seed_for(secret, key))
@@ -927,7 +927,7 @@ def test_rule_11_a_quarantined_executor_is_not_asked_under_another_name(
         return len(executor.executed)
 
     assert asked() == 0
-    monkeypatch.setattr("tenant.session.check_parties", lambda peers: None)
+    monkeypatch.setattr("tenant.session.check_parties", lambda peers, **_: None)
     assert asked() == 1
     monkeypatch.setattr("tenant.session.keys_of", lambda peer: frozenset({peer.name}))
     assert asked() == 1 + 2

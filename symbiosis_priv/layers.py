@@ -1,0 +1,99 @@
+"""Layers: the transformer blocks that people count, over the layer groups that travel on the wire.
+
+A group's index is its place in the manifest; an operator thinks in blocks ("layers 0 to 15"). A block is what comes
+before the first number in a module's path, and that number: `model.layers.3` of `model.layers.3.mlp.up_proj`. Blocks
+are counted as the manifest first names them, encoder before decoder. What has no block of its own goes with the block
+before it (an LM head), or with the first one. So layer numbers never fall along the manifest, and a range of layers is
+one contiguous range of groups.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from symbiosis_priv.errors import ConfigError
+
+_RANGE = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
+
+
+def layers_of(names: Iterable[str]) -> tuple[int, ...]:
+    """The layer number of every group, from the groups' names (or their first members') in the manifest's order."""
+    seen: set[str] = set()
+    layers = []
+    for name in names:
+        if block := _block(name):
+            seen.add(block)
+        layers.append(max(0, len(seen) - 1))
+    return tuple(layers)
+
+
+def _block(name: str) -> str | None:
+    parts = name.split(".")
+    numbered = next((i for i, part in enumerate(parts) if part.partition("+")[0].isdecimal()), None)
+    return None if numbered is None else ".".join([*parts[:numbered], parts[numbered].partition("+")[0]])
+
+
+@dataclass(frozen=True, order=True)
+class LayerRange:
+    """Layers `first` to `last`, both included.
+
+    Raises:
+        ConfigError: it is empty, or begins before layer 0.
+    """
+
+    first: int
+    last: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first <= self.last:
+            raise ConfigError(f"layers {self.first}-{self.last} are none: write the first and the last one, as in 0-15")
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """`"0-15"`, or `"7"` for one layer; ConfigError for anything else."""
+        found = _RANGE.fullmatch(text)
+        if found is None:
+            raise ConfigError(
+                f"layers = {text!r} is no range of layers: write the first and the last one, as in '0-15'"
+            )
+        first, last = found.group(1), found.group(2)
+        return cls(int(first), int(first if last is None else last))
+
+    def __str__(self) -> str:
+        return str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
+
+    def __contains__(self, layer: int) -> bool:
+        return self.first <= layer <= self.last
+
+    def groups(self, layers: Sequence[int]) -> range:
+        """The layer groups of this range.
+
+        Args:
+            layers: of a whole model, as `layers_of` gives them.
+
+        Raises:
+            ConfigError: the model has no such layers.
+        """
+        if not layers or self.last > layers[-1]:
+            there = str(LayerRange(0, layers[-1])) if layers else "none"
+            raise ConfigError(f"layers = '{self}' goes beyond this model, whose layers are {there}")
+        inside = [group for group, layer in enumerate(layers) if layer in self]
+        return range(inside[0], inside[-1] + 1)
+
+
+def spans(numbers: Iterable[int]) -> tuple[LayerRange, ...]:
+    """The fewest ranges that hold exactly these numbers, in ascending order."""
+    ordered = sorted(set(numbers))
+    runs = itertools.groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0])
+    parts = [[number for _, number in run] for _, run in runs]
+    return tuple(LayerRange(part[0], part[-1]) for part in parts)
+
+
+def whole_layers(groups: range, layers: Sequence[int]) -> tuple[int, ...]:
+    """The layers all of whose groups are in a range of groups."""
+    missing = {layer for group, layer in enumerate(layers) if group not in groups}
+    return tuple(sorted(set(layers) - missing))

@@ -27,6 +27,10 @@ Hosts = Annotated[
     list[str] | None, typer.Option("--host", help="DNS name or IP address; repeatable. Default: localhost.")
 ]
 SelfSigned = Annotated[bool, typer.Option("--self-signed", help="No authority: tenants pin the certificate.")]
+Operator = Annotated[
+    str | None,
+    typer.Option(help="Who runs a provider, which the authority then vouches for: 'Alpha GmbH'. For registries."),
+]
 OptionalName = Annotated[str | None, typer.Option("--name", "-n", help="Show only this one.")]
 
 KEYS = Path("keys")
@@ -34,15 +38,17 @@ KEYS = Path("keys")
 
 @app.command()
 def authority(*, name: Name = "authority", directory: Directory = KEYS, days: Days = 3650) -> None:
-    """Create the authority by which a provider knows its tenants."""
+    """Create the authority by which a provider knows its tenants, or a federation its providers."""
     identity = certificates.create_authority(directory, name=name, days=days)
     _report(identity)
-    _next("Name it in provider.toml:", _toml("tls", tenant_authority=identity.certificate))
+    _next("For tenants, name it in provider.toml:", _toml("tls", tenant_authority=identity.certificate))
     _next("Give the certificate, never the key, to the operators of your tenants' helpers.")
     _next(
         "Sign what your tenants request (`symbiosis-priv keys request`):",
         f"symbiosis-priv keys sign NAME.csr --directory {shlex.quote(str(directory))}",
     )
+    _next("For providers that a registry lists, name it wherever their certificates are checked:")
+    _line(_toml("registry", authority=identity.certificate))
 
 
 @app.command()
@@ -51,18 +57,21 @@ def provider(
     name: Name,
     host: Hosts = None,
     self_signed: SelfSigned = False,
+    operator: Operator = None,
     authority: Authority = "authority",
     directory: Directory = KEYS,
     days: Days = 365,
 ) -> None:
-    """Create a provider's certificate."""
+    """Create a provider's certificate, or a registry's."""
     hosts = host or ()
     if self_signed:
+        if operator is not None:
+            raise ConfigError("--operator is what an authority vouches for, and --self-signed has none: leave one out")
         identity = certificates.create_self_signed(directory, kind=Kind.PROVIDER, name=name, hosts=hosts, days=days)
     else:
         signer = _identity(directory, authority)
         identity = certificates.issue(
-            directory, authority=signer, kind=Kind.PROVIDER, name=name, hosts=hosts, days=days
+            directory, authority=signer, kind=Kind.PROVIDER, name=name, hosts=hosts, days=days, operator=operator
         )
     _report(identity)
     _next("Name it in provider.toml:", _toml("tls", certificate=identity.certificate, key=identity.key))
@@ -85,39 +94,57 @@ def tenant(*, name: Name, authority: Authority = "authority", directory: Directo
 
 
 @app.command()
-def request(*, name: Name, directory: Directory = KEYS) -> None:
-    """As a tenant: make a key, which stays here, and a request for the executor's operator to sign.
+def request(
+    *,
+    name: Name,
+    provider: Annotated[bool, typer.Option("--provider", help="For a provider that a registry will list.")] = False,
+    directory: Directory = KEYS,
+) -> None:
+    """Make a key, which stays here, and a request to sign: a tenant's for the executor's operator, a provider's for
+    whoever has the federation's authority.
 
     Where the key exists, the request is for that one: so is a certificate renewed.
     """
-    path = certificates.create_request(directory, name=name)
+    path = certificates.create_request(directory, name=name, kind=Kind.PROVIDER if provider else Kind.TENANT)
     _line(f"{path}", style="bold green")
     _line(f"  name         {name}")
     _line(f"  key          {certificates.pair(directory, name).key} (secret, mode 0600; it never leaves this machine)")
     _line(f"  fingerprint  {certificates.load_request(path).fingerprint}")
-    _next(f"Send {path} to the executor's operator, and this fingerprint by another channel. They run:")
-    _line(f"symbiosis-priv keys sign {path.name}")
+    signer = "whoever has the federation's authority" if provider else "the executor's operator"
+    vouched = " --operator 'YOUR COMPANY' --host YOUR.HOST" if provider else ""
+    _next(f"Send {path} to {signer}, and this fingerprint by another channel. They run:")
+    _line(f"symbiosis-priv keys sign {path.name}{vouched}")
     _next(f"Put the {name}.pem that comes back into {directory}.")
 
 
 @app.command()
 def sign(
-    request: Annotated[Path, typer.Argument(help="The tenant's NAME.csr.")],
+    request: Annotated[Path, typer.Argument(help="The NAME.csr of a tenant or of a provider.")],
     *,
     fingerprint: Annotated[
-        str | None, typer.Option(help="Refuse any other key: what the tenant told you by another channel.")
+        str | None, typer.Option(help="Refuse any other key: what its owner told you by another channel.")
+    ] = None,
+    operator: Operator = None,
+    host: Annotated[
+        list[str] | None, typer.Option(help="DNS name or IP address of a provider, that you vouch for; repeatable.")
     ] = None,
     renew: Annotated[bool, typer.Option("--renew", help="Let a new key take over the name.")] = False,
     authority: Authority = "authority",
     directory: Directory = KEYS,
     days: Days = 365,
 ) -> None:
-    """As the executor's operator: issue the certificate that a tenant requests."""
+    """Issue the certificate that a tenant requests, or a provider of your federation."""
     wanted = certificates.load_request(request)
     if fingerprint not in (None, wanted.fingerprint):
         raise CertificateError(f"{request} is for the key {wanted.fingerprint}, not {fingerprint}: do not sign it")
     path = certificates.sign_request(
-        wanted, authority=_identity(directory, authority), directory=directory, days=days, renew=renew
+        wanted,
+        authority=_identity(directory, authority),
+        directory=directory,
+        operator=operator,
+        hosts=host or (),
+        days=days,
+        renew=renew,
     )
     _print_certificate(path, certificates.describe(path))
     _line(f"  of the key   {wanted.fingerprint}")
@@ -178,12 +205,16 @@ def revoke(
     directory: Directory = KEYS,
     file: Annotated[Path | None, typer.Option(help="Where they are listed; DIRECTORY/revoked.txt by default.")] = None,
 ) -> None:
-    """Let providers turn a tenant's certificate away, and those that it had before, at once: no new authority."""
+    """Have a tenant's certificate turned away by providers, or a listed provider's by registries and tenants, and
+    those that it had before, at once: no new authority."""
     path = _identity(directory, name).certificate
     previous = path.with_name(f"{path.stem}.previous.pem")
     listed = file or directory / "revoked.txt"
     for shown in revocation.revoke(listed, [path, *([previous] if previous.exists() else [])]):
         _line(f"revoked {shown}")
+    if certificates.describe(path).kind == Kind.PROVIDER:
+        _next("Registries take it as --revoked, tenants in their federation.toml:", _toml("registry", revoked=listed))
+        return
     _next(
         f"{listed} takes effect within a second at a provider whose provider.toml says:", _toml("tls", revoked=listed)
     )

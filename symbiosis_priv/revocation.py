@@ -1,8 +1,9 @@
 """Certificates that are not good any more: a text file of SHA-256 fingerprints, one a line, `#` begins a comment.
 
-A provider reads it at its start and again when it changes, and hangs up on whoever shows a certificate in it. A list of
-fingerprints needs no authority's signature, does not expire, and covers self-signed tenants too; it lies beside the
-provider's own key, and whoever may write there needs no forged list.
+A provider reads it at its start and again when it changes, and hangs up on whoever shows a certificate in it;
+registries and their clients read one of providers that an authority does not vouch for any more. A list of fingerprints
+needs no authority's signature, does not expire, and covers self-signed tenants too; it lies beside the
+reader's own key, and whoever may write there needs no forged list.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from symbiosis_priv.certificates import fingerprint, load_certificates, tenant_name
+from symbiosis_priv.certificates import fingerprint, load_certificates, provider_name, tenant_name
 from symbiosis_priv.errors import CertificateError
 from symbiosis_priv.files import write_atomically
 
@@ -45,20 +46,21 @@ def load_revoked(path: Path) -> frozenset[str]:
 
 
 def revoke(path: Path, certificates: list[Path]) -> list[str]:
-    """Add every tenant's certificate in some files to a list, which is made if there is none.
+    """Add every certificate in some files to a list, which is made if there is none.
 
     Returns the fingerprints that were added.
 
-    Raises `CertificateError` for a certificate that is no tenant's, and for a file that cannot be read or written.
+    Raises `CertificateError` for a certificate that is neither a tenant's nor a provider's, and for a file that cannot
+    be read or written.
     """
     known = load_revoked(path) if path.exists() else frozenset()
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     added = []
     listed = [(file, certificate) for file in certificates for certificate in load_certificates(file)]
     for file, certificate in listed:
-        name = tenant_name(certificate)
+        name = tenant_name(certificate) or provider_name(certificate)
         if name is None:
-            raise CertificateError(f"{file} is no tenant's certificate: only those are revoked")
+            raise CertificateError(f"{file} is neither a tenant's nor a provider's certificate: only those are revoked")
         shown = fingerprint(certificate.public_bytes(Encoding.DER))
         if shown not in known and shown not in added:
             text = text if not text or text.endswith("\n") else text + "\n"

@@ -82,7 +82,14 @@ def create_authority(directory: Path, *, name: str = "authority", days: int = 36
 
 
 def issue(
-    directory: Path, *, authority: Identity, kind: Kind, name: str, hosts: Sequence[str] = (), days: int = 365
+    directory: Path,
+    *,
+    authority: Identity,
+    kind: Kind,
+    name: str,
+    hosts: Sequence[str] = (),
+    days: int = 365,
+    operator: str | None = None,
 ) -> Identity:
     """Issues `<name>.pem` and `<name>.key`, signed by `authority`.
 
@@ -91,24 +98,35 @@ def issue(
         name: 1 to 64 of `A-Za-z0-9._-`, no leading dot; for a tenant, the name that providers see.
         hosts: DNS names and IP addresses of a provider, by default localhost; a tenant has none.
         days: lifetime.
+        operator: who runs a provider, if the authority vouches for that; a tenant has none.
 
-    Raises `ConfigError` for a bad name, host or lifetime, `CertificateError` if a file exists or the
+    Raises `ConfigError` for a bad name, host, operator or lifetime, `CertificateError` if a file exists or the
     authority is unusable.
     """
     signer = _load_authority(authority)
-    return _create(directory, kind=kind, name=name, hosts=hosts, days=days, authority=signer)
+    return _create(directory, kind=kind, name=name, hosts=hosts, days=days, authority=signer, operator=operator)
 
 
-def issue_to_key(public_key: LeafKey, *, name: str, authority: Identity, days: int = 365) -> x509.Certificate:
-    """A tenant's certificate for a key that was made elsewhere. Arguments and errors as `issue` has them."""
-    return _sign_tenant(public_key, name=name, signer=_load_authority(authority), days=days)
+def issue_to_key(
+    public_key: LeafKey,
+    *,
+    authority: Identity,
+    kind: Kind,
+    name: str,
+    hosts: Sequence[str] = (),
+    days: int = 365,
+    operator: str | None = None,
+) -> x509.Certificate:
+    """A certificate for a key that was made elsewhere. Arguments and errors as `issue` has them."""
+    signer = _load_authority(authority)
+    return _sign_leaf(public_key, kind=kind, name=name, hosts=hosts, operator=operator, signer=signer, days=days)
 
 
 def create_self_signed(
     directory: Path, *, kind: Kind, name: str, hosts: Sequence[str] = (), days: int = 365
 ) -> Identity:
     """Like `issue` without an authority, for a certificate that its peer pins directly."""
-    return _create(directory, kind=kind, name=name, hosts=hosts, days=days, authority=None)
+    return _create(directory, kind=kind, name=name, hosts=hosts, days=days, authority=None, operator=None)
 
 
 def prepare_rotation(certificate: Path, *, authority: Identity | None, days: int = 365) -> Identity:
@@ -191,37 +209,47 @@ def _renewed(
 
 
 def _create(
-    directory: Path, *, kind: Kind, name: str, hosts: Sequence[str], days: int, authority: _Authority | None
+    directory: Path,
+    *,
+    kind: Kind,
+    name: str,
+    hosts: Sequence[str],
+    days: int,
+    authority: _Authority | None,
+    operator: str | None,
 ) -> Identity:
     key = ec.generate_private_key(ec.SECP256R1())
-    if kind is Kind.TENANT:
-        if hosts:
-            raise ConfigError(f"hosts={list(hosts)}: a tenant's certificate names no hosts, leave them out")
-        certificate = _sign_tenant(key.public_key(), name=name, signer=authority or key, days=days)
-    else:
-        certificate = _sign(
-            subject(name, unit=kind),
-            public_key=key.public_key(),
-            extensions=[
-                x509.SubjectAlternativeName([_host(host) for host in hosts or DEFAULT_HOSTS]),
-                *_leaf_usage(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])),
-            ],
-            days=days,
-            signer=authority or key,
-        )
+    signer = authority or key
+    certificate = _sign_leaf(
+        key.public_key(), kind=kind, name=name, hosts=hosts, operator=operator, signer=signer, days=days
+    )
     return _write_pair(directory, name=name, certificate=certificate, key=key)
 
 
-def _sign_tenant(
-    public_key: LeafKey, *, name: str, signer: _Authority | ec.EllipticCurvePrivateKey, days: int
+def _sign_leaf(
+    public_key: LeafKey,
+    *,
+    kind: Kind,
+    name: str,
+    hosts: Sequence[str],
+    operator: str | None,
+    signer: _Authority | ec.EllipticCurvePrivateKey,
+    days: int,
 ) -> x509.Certificate:
+    who = subject(name, unit=kind, operator=operator)
+    names: list[x509.GeneralName]
+    if kind is Kind.TENANT:
+        if hosts:
+            raise ConfigError(f"hosts={list(hosts)}: a tenant's certificate names no hosts, leave them out")
+        if operator is not None:
+            raise ConfigError(f"operator={operator!r}: a tenant's certificate names no operator, leave it out")
+        names, usage = [x509.UniformResourceIdentifier(TENANT_URN + name)], ExtendedKeyUsageOID.CLIENT_AUTH
+    else:
+        names, usage = [_host(host) for host in hosts or DEFAULT_HOSTS], ExtendedKeyUsageOID.SERVER_AUTH
     return _sign(
-        subject(name, unit=Kind.TENANT),
+        who,
         public_key=public_key,
-        extensions=[
-            x509.SubjectAlternativeName([x509.UniformResourceIdentifier(TENANT_URN + name)]),
-            *_leaf_usage(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH])),
-        ],
+        extensions=[x509.SubjectAlternativeName(names), *_leaf_usage(x509.ExtendedKeyUsage([usage]))],
         days=days,
         signer=signer,
     )

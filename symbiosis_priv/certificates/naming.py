@@ -14,6 +14,10 @@ NAME: Final = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,64}")
 TENANT_URN: Final = "urn:symbiosis-priv:tenant:"
 PREVIOUS: Final = ".previous"
 NEXT: Final = ".next"
+PROJECT: Final = "symbiosis-priv"
+"""The organisation of a certificate whose issuer vouches for no operator."""
+
+_MAX_OPERATOR: Final = 64  # X.509's bound for an organisation
 
 
 def check_name(name: str) -> None:
@@ -24,13 +28,23 @@ def check_name(name: str) -> None:
         raise ConfigError(f"name {name!r}: rotation keeps other pairs under that ending, choose another name")
 
 
-def subject(name: str, *, unit: str) -> x509.Name:
+def check_operator(operator: str) -> None:
+    """Raises `ConfigError` for what cannot be the name of who runs a provider."""
+    if not (operator == operator.strip() and operator.isprintable() and 1 <= len(operator) <= _MAX_OPERATOR):
+        raise ConfigError(f"operator {operator!r}: use 1 to {_MAX_OPERATOR} printable characters, as in 'Alpha GmbH'")
+    if operator.casefold() == PROJECT:
+        raise ConfigError(f"operator {operator!r}: name who runs the provider, as in 'Alpha GmbH'")
+
+
+def subject(name: str, *, unit: str, operator: str | None = None) -> x509.Name:
     """The subject of whoever is called that."""
     # The unit keeps an authority apart from a certificate of that name, which would look self-issued.
     check_name(name)
+    if operator is not None:
+        check_operator(operator)
     return x509.Name(
         [
-            x509.NameAttribute(NameOID.ORGANIZATION_NAME, "symbiosis-priv"),
+            x509.NameAttribute(NameOID.ORGANIZATION_NAME, operator or PROJECT),
             x509.NameAttribute(NameOID.ORGANIZATIONAL_UNIT_NAME, unit),
             x509.NameAttribute(NameOID.COMMON_NAME, name),
         ]

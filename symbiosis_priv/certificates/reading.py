@@ -13,10 +13,10 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
-from cryptography.x509.oid import ExtendedKeyUsageOID
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from symbiosis_priv.certificates import clock
-from symbiosis_priv.certificates.naming import NAME, TENANT_URN
+from symbiosis_priv.certificates.naming import NAME, PROJECT, TENANT_URN
 from symbiosis_priv.certificates.pem import read_file
 from symbiosis_priv.errors import CertificateError
 
@@ -106,7 +106,7 @@ def describe(path: Path) -> Description:
     return Description(
         subject=certificate.subject.rfc4514_string(),
         kind="authority" if is_authority(certificate) else kind_of(certificate) or "other",
-        hosts=_hosts(certificate),
+        hosts=hosts_of(certificate),
         not_after=certificate.not_valid_after_utc,
         fingerprint=fingerprint(_der(certificate)),
     )
@@ -117,7 +117,7 @@ def kind_of(certificate: x509.Certificate) -> Kind | None:
     if tenant_name(certificate) is not None:
         return Kind.TENANT
     is_server = ExtendedKeyUsageOID.SERVER_AUTH in usages(certificate) and not is_authority(certificate)
-    return Kind.PROVIDER if is_server and _hosts(certificate) else None
+    return Kind.PROVIDER if is_server and hosts_of(certificate) else None
 
 
 def tenant_name(certificate: x509.Certificate) -> str | None:
@@ -133,6 +133,24 @@ def tenant_name(certificate: x509.Certificate) -> str | None:
         return None
     name = uris[0].removeprefix(TENANT_URN)
     return name if NAME.fullmatch(name) else None
+
+
+def provider_name(certificate: x509.Certificate) -> str | None:
+    """What a provider is called; None unless the certificate is one's. The caller vouches for the signature."""
+    name = sole_attribute(certificate.subject, NameOID.COMMON_NAME)
+    return name if name and NAME.fullmatch(name) and kind_of(certificate) is Kind.PROVIDER else None
+
+
+def operator_of(certificate: x509.Certificate) -> str | None:
+    """Who runs a provider, as its issuer vouches; None if that is not said. The caller vouches for the signature."""
+    operator = sole_attribute(certificate.subject, NameOID.ORGANIZATION_NAME)
+    return None if operator in (None, "", PROJECT) or kind_of(certificate) is not Kind.PROVIDER else operator
+
+
+def sole_attribute(name: x509.Name, kind: x509.ObjectIdentifier) -> str | None:
+    """The one value of an attribute; None if there is none, or several."""
+    values = [str(attribute.value) for attribute in name.get_attributes_for_oid(kind)]
+    return values[0] if len(values) == 1 else None
 
 
 def is_authority(certificate: x509.Certificate) -> bool:
@@ -190,7 +208,8 @@ def alternative_names(certificate: x509.Certificate) -> list[x509.GeneralName]:
     return list(_extension(certificate, x509.SubjectAlternativeName) or ())
 
 
-def _hosts(certificate: x509.Certificate) -> tuple[str, ...]:
+def hosts_of(certificate: x509.Certificate) -> tuple[str, ...]:
+    """DNS names and addresses that its issuer vouches for."""
     names = alternative_names(certificate)
     return tuple(str(name.value) for name in names if isinstance(name, x509.DNSName | x509.IPAddress))
 

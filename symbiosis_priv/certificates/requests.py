@@ -1,16 +1,20 @@
-"""A tenant's key never leaves its machine: the tenant writes a request (PKCS #10), the executor's operator signs it.
+"""A key never leaves its machine: whoever made it writes a request (PKCS #10), and whoever has the authority signs it.
 
     tenant      keys/alice.key (mode 0600) and keys/alice.csr     create_request
     operator    reads alice.csr, writes keys/alice.pem            sign_request
     tenant      puts alice.pem beside its key
 
+A provider's operator does the same with the authority of a federation, which vouches for who runs it and where.
+
 A request is a stranger's bytes. Its signature proves that whoever wrote it holds the key, and nothing else of it is
-believed: the name is checked, and whatever extensions it asks for are ignored, since what a tenant's certificate says
-is fixed. The operator's folder is the record of names: while `alice.pem` lies there, no other key becomes alice.
+believed: the name is checked, and whatever extensions it asks for are ignored. What a tenant's certificate says is
+fixed; operator and hosts of a provider are the signer's to say. The signer's folder is the record of names: while
+`alice.pem` lies there, no other key becomes alice.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,9 +34,11 @@ from symbiosis_priv.certificates.reading import (
     key_fingerprint,
     load_certificates,
     pair,
+    provider_name,
+    sole_attribute,
     tenant_name,
 )
-from symbiosis_priv.errors import CertificateError
+from symbiosis_priv.errors import CertificateError, ConfigError
 
 _MAKE = "make one with `symbiosis-priv keys request`"
 
@@ -42,17 +48,19 @@ class Request:
     """What a request asks for, once its signature has been checked.
 
     Args:
-        name: the tenant's.
+        kind: of the certificate.
+        name: the tenant's, or the provider's.
         public_key: to be certified.
-        fingerprint: of that key; the tenant sees the same one.
+        fingerprint: of that key; whoever made it sees the same one.
     """
 
+    kind: Kind
     name: str
     public_key: LeafKey
     fingerprint: str
 
 
-def create_request(directory: Path, *, name: str) -> Path:
+def create_request(directory: Path, *, name: str, kind: Kind = Kind.TENANT) -> Path:
     """Writes `<name>.csr`, and `<name>.key` unless it is there already; then the request is for that key (a renewal).
 
     Raises:
@@ -62,8 +70,8 @@ def create_request(directory: Path, *, name: str) -> Path:
     check_name(name)
     make_folder(directory)
     identity = pair(directory, name)
-    if identity.certificate.exists() and tenant_name(load_certificates(identity.certificate)[0]) != name:
-        raise CertificateError(f"{identity.certificate} is not the certificate of a tenant {name}: choose another name")
+    if identity.certificate.exists() and _names(load_certificates(identity.certificate)[0])[kind] != name:
+        raise CertificateError(f"{identity.certificate} is not the certificate of a {kind} {name}: choose another name")
     if identity.key.exists():
         key = identity.private_key()
         if not isinstance(key, ec.EllipticCurvePrivateKey):
@@ -71,7 +79,7 @@ def create_request(directory: Path, *, name: str) -> Path:
     else:
         key = ec.generate_private_key(ec.SECP256R1())
         create_file(identity.key, key_pem(key), mode=0o600)
-    request = x509.CertificateSigningRequestBuilder().subject_name(subject(name, unit=Kind.TENANT))
+    request = x509.CertificateSigningRequestBuilder().subject_name(subject(name, unit=kind))
     path = directory / f"{name}.csr"
     replace_file(path, certificate_pem(request.sign(key, hashes.SHA256())), mode=0o644)
     return path
@@ -89,15 +97,23 @@ def load_request(path: Path) -> Request:
         raise CertificateError(f"{path} is not signed by the key that it names: it was altered, or {_MAKE}")
     if not isinstance(key, LeafKey):
         raise CertificateError(f"{path} is for a key that is neither elliptic-curve nor Ed25519: {_MAKE}")
-    names = [str(attribute.value) for attribute in request.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
-    if len(names) != 1:
-        raise CertificateError(f"{path} has {len(names)} common names where the tenant's one name belongs: {_MAKE}")
-    check_name(names[0])
-    return Request(names[0], key, key_fingerprint(request))
+    name = sole_attribute(request.subject, NameOID.COMMON_NAME)
+    if name is None:
+        raise CertificateError(f"{path} does not have the one common name that is its maker's: {_MAKE}")
+    check_name(name)
+    unit = sole_attribute(request.subject, NameOID.ORGANIZATIONAL_UNIT_NAME)
+    return Request(Kind.PROVIDER if unit == Kind.PROVIDER else Kind.TENANT, name, key, key_fingerprint(request))
 
 
 def sign_request(
-    request: Request, *, authority: Identity, directory: Path, days: int = 365, renew: bool = False
+    request: Request,
+    *,
+    authority: Identity,
+    directory: Path,
+    operator: str | None = None,
+    hosts: Sequence[str] = (),
+    days: int = 365,
+    renew: bool = False,
 ) -> Path:
     """Writes `<name>.pem` for a request. Those before it that are still good stay in `<name>.previous.pem`, so that
     they can be revoked with it.
@@ -105,15 +121,30 @@ def sign_request(
     Args:
         authority: as made by `create_authority`; the new certificate does not outlive it.
         directory: the record of names.
+        operator: who runs a provider: the signer vouches for it. A tenant has none.
+        hosts: where a provider may be reached, likewise.
         renew: let a new key take over the name.
 
     Raises:
-        ConfigError: a bad lifetime.
-        CertificateError: another key, or something that is no tenant, has the name (case does not count); or the
+        ConfigError: a bad lifetime, operator or host; a provider's lacks one, a tenant's has one.
+        CertificateError: another key, or something of another kind, has the name (case does not count); or the
             authority is unusable.
     """
+    if request.kind is Kind.PROVIDER and not (operator and hosts):
+        raise ConfigError(
+            f"{request.name} asks for a provider's certificate: once you have made sure who runs it and where, say so "
+            f"with --operator 'Alpha GmbH' --host alpha.example"
+        )
     _require_free(directory, request, renew=renew)
-    certificate = issue_to_key(request.public_key, name=request.name, authority=authority, days=days)
+    certificate = issue_to_key(
+        request.public_key,
+        authority=authority,
+        kind=request.kind,
+        name=request.name,
+        hosts=hosts,
+        operator=operator,
+        days=days,
+    )
     path = pair(directory, request.name).certificate
     earlier = path.with_name(f"{request.name}.previous.pem")
     issued = [c for file in (path, earlier) if file.exists() for c in load_certificates(file) if is_current(c)]
@@ -129,15 +160,20 @@ def _require_free(directory: Path, request: Request, *, renew: bool) -> None:
         if path.name.endswith(".previous.pem"):
             continue
         certificate = load_certificates(path)[0]
-        names = (path.stem, tenant_name(certificate) or "")
-        if request.name.casefold() not in map(str.casefold, names):
+        names = _names(certificate)
+        if request.name.casefold() not in (name.casefold() for name in (path.stem, *names.values()) if name):
             continue
-        if tenant_name(certificate) != request.name:
+        if names[request.kind] != request.name:
             raise CertificateError(
                 f"{path} is somebody else's, and the name {request.name} too close to it: choose another"
             )
         if key_fingerprint(certificate) != request.fingerprint and not renew:
             raise CertificateError(
-                f"{path} already gives the name {request.name} to another key: if this tenant has made a new key, "
+                f"{path} already gives the name {request.name} to another key: if {request.name} has made a new key, "
                 f"confirm its fingerprint and pass --renew; if not, it needs another name"
             )
+
+
+def _names(certificate: x509.Certificate) -> dict[Kind, str | None]:
+    """What it calls a tenant, and what a provider: one of them at most."""
+    return {Kind.TENANT: tenant_name(certificate), Kind.PROVIDER: provider_name(certificate)}

@@ -327,8 +327,8 @@ def test_the_list(keys: Keys, tmp_path: Path, dora: Identity) -> None:
     assert revoke(listed, [dora.certificate]) == []
     assert load_revoked(listed) == frozenset(first)
     assert listed.read_text().startswith("# who left\n")
-    with pytest.raises(CertificateError, match="no tenant"):
-        revoke(listed, [keys.provider.certificate])
+    with pytest.raises(CertificateError, match="neither a tenant's nor a provider's"):
+        revoke(listed, [keys.authority.certificate])
 
 
 # Reload

@@ -140,8 +140,8 @@ def rsa_key(path: Path) -> None:
         (lambda path: None, CertificateError, "cannot read"),
         (broken_signature, CertificateError, "not signed by the key|no certificate request"),
         (rsa_key, CertificateError, "neither elliptic-curve nor Ed25519"),
-        (lambda path: foreign_request(path, names=[]), CertificateError, "0 common names"),
-        (lambda path: foreign_request(path, names=["a", "b"]), CertificateError, "2 common names"),
+        (lambda path: foreign_request(path, names=[]), CertificateError, "does not have the one common name"),
+        (lambda path: foreign_request(path, names=["a", "b"]), CertificateError, "does not have the one common name"),
         (lambda path: foreign_request(path, names=["../alice"]), ConfigError, "name '../alice'"),
         (lambda path: foreign_request(path, names=["alice.previous"]), ConfigError, "rotation keeps"),
     ],
@@ -249,3 +249,59 @@ def test_all_that_a_tenant_was_ever_given_can_be_revoked(tmp_path: Path, authori
     assert load_revoked(operator / "old.txt") == set(given[:3])  # the new key works on
     run("revoke", "--name", "alice", "--directory", operator)
     assert load_revoked(operator / "revoked.txt") == set(given)
+
+
+# Providers that an authority vouches for
+
+
+def test_a_providers_operator_and_hosts_are_what_the_signer_says(tmp_path: Path, authority: Identity) -> None:
+    federation = authority.certificate.parent
+    request = certificates.create_request(tmp_path / "gamma", name="gamma", kind=Kind.PROVIDER)
+    with pytest.raises(ConfigError, match=r"--operator 'Alpha GmbH' --host alpha\.example"):
+        run("sign", request, "--directory", federation)
+    run("sign", request, "--directory", federation, "--operator", "Gamma AG", "--host", "gamma.example")
+    signed = certificates.load_certificates(federation / "gamma.pem")[0]
+    assert certificates.kind_of(signed) is Kind.PROVIDER
+    assert (certificates.provider_name(signed), certificates.operator_of(signed)) == ("gamma", "Gamma AG")
+    assert certificates.hosts_of(signed) == ("gamma.example",)
+    other = certificates.create_request(tmp_path / "other", name="gamma", kind=Kind.PROVIDER)
+    with pytest.raises(CertificateError, match="already gives the name gamma to another key"):
+        run("sign", other, "--directory", federation, "--operator", "Other", "--host", "other.example")
+    tenant = certificates.create_request(tmp_path / "tenant", name="gamma")
+    with pytest.raises(CertificateError, match="somebody else's"):
+        run("sign", tenant, "--directory", federation)
+
+
+def test_a_tenants_certificate_never_names_an_operator_or_a_host(tmp_path: Path, authority: Identity) -> None:
+    request = certificates.create_request(tmp_path / "tenant", name="alice")
+    for option in (("--operator", "Alice AG"), ("--host", "alice.example")):
+        with pytest.raises(ConfigError, match="leave"):
+            run("sign", request, "--directory", authority.certificate.parent, *option)
+    assert not (authority.certificate.parent / "alice.pem").exists()
+
+
+def test_nobody_vouches_for_a_self_signed_operator(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--self-signed"):
+        run("provider", "--name", "p", "--self-signed", "--operator", "P", "--directory", tmp_path)
+    own = certificates.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")
+    assert certificates.operator_of(certificates.load_certificates(own.certificate)[0]) is None
+
+
+@pytest.mark.parametrize("operator", ["", " A", "A\n", "Symbiosis-Priv", "x" * 65, "A\u202e"])
+def test_bad_operators_are_refused(tmp_path: Path, authority: Identity, operator: str) -> None:
+    with pytest.raises(ConfigError, match="operator"):
+        certificates.issue(tmp_path, authority=authority, kind=Kind.PROVIDER, name="p", operator=operator)
+    assert not (tmp_path / "p.pem").exists()
+
+
+def test_an_operator_survives_rotation_and_a_listed_provider_can_be_revoked(
+    tmp_path: Path, authority: Identity
+) -> None:
+    folder = authority.certificate.parent
+    issued = certificates.issue(folder, authority=authority, kind=Kind.PROVIDER, name="p", operator="Ünïcode & Söhne")
+    rotated = certificates.rotate(issued.certificate, authority=authority)
+    assert certificates.operator_of(certificates.load_certificates(rotated.certificate)[0]) == "Ünïcode & Söhne"
+    assert "[registry]" in run("revoke", "--name", "p", "--directory", folder)
+    assert load_revoked(folder / "revoked.txt") == {
+        certificates.fingerprint(path) for path in (rotated.certificate, folder / "p.previous.pem")
+    }

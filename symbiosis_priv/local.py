@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from symbiosis_priv.certificates import Identity, Kind, create_authority, issue
+from symbiosis_priv.certificates import DEFAULT_HOSTS, Identity, Kind, create_authority, issue
 from symbiosis_priv.checkpoint import resolve
 from symbiosis_priv.errors import ConfigError, DeadlineExceededError
 from symbiosis_priv.files import write_atomically
@@ -42,7 +42,7 @@ class _Provider:
     name: str
     role: Role
     identity: Identity
-    address: str = "127.0.0.1:0"  # the port that it got stays its own when it is started again
+    address: str  # the port that it got stays its own when it is started again
     process: subprocess.Popen[bytes] | None = None
 
 
@@ -59,6 +59,7 @@ class LocalFederation:
         helpers: number of helpers; 0 for masking without one.
         executors: number of executors.
         weight_bits: b.
+        host: an IP address of this machine, where they listen; by default loopback.
         provider_options: further entries of each provider.toml.
         deadline_s: time for all of them to become ready.
         progress: told about the first quantisation of the checkpoint.
@@ -72,6 +73,7 @@ class LocalFederation:
         helpers: int = 1,
         executors: int = 1,
         weight_bits: int = DEFAULT_WEIGHT_BITS,
+        host: str = "127.0.0.1",
         provider_options: ProviderOptions | None = None,
         deadline_s: float = 120.0,
         progress: Progress | None = None,
@@ -80,6 +82,7 @@ class LocalFederation:
         self.directory = directory.resolve()
         self._counts: dict[Role, int] = {"executor": executors, "helper": helpers}
         self._weight_bits = weight_bits
+        self._host = host
         self._options = provider_options or {}
         self._deadline_s = deadline_s
         self._progress = progress
@@ -139,11 +142,12 @@ class LocalFederation:
         keys = self.directory / "keys"
         authority = create_authority(keys)
         tenant = issue(keys, authority=authority, kind=Kind.TENANT, name="tenant")
+        hosts = dict.fromkeys((*DEFAULT_HOSTS, self._host))
         for role, count in self._counts.items():
             for i in range(count):
                 name = role if count == 1 else f"{role}-{i + 1}"
-                identity = issue(keys, authority=authority, kind=Kind.PROVIDER, name=name)
-                self._providers[name] = _Provider(name, role, identity)
+                identity = issue(keys, authority=authority, kind=Kind.PROVIDER, name=name, hosts=list(hosts))
+                self._providers[name] = _Provider(name, role, identity, f"{self._host}:0")
         try:
             for provider in self._providers.values():
                 self._launch(provider)

@@ -13,6 +13,7 @@ __all__ = [
     "ConfigError",
     "ConnectionLostError",
     "DeadlineExceededError",
+    "DescriptorError",
     "FrameTooLargeError",
     "NonFiniteError",
     "ProtocolError",
@@ -63,6 +64,10 @@ class StorageError(SymbiosisError, OSError):
 
 class CertificateError(SymbiosisError):
     """A certificate is missing, expired, not the pinned one, or of the wrong kind."""
+
+
+class DescriptorError(SymbiosisError):
+    """What a registry passed on, or its log, is not what it claims to be; nobody acts on it."""
 
 
 class CheckpointError(SymbiosisError):

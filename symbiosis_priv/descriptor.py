@@ -218,7 +218,7 @@ def verify(data: bytes, trust: Trust, *, now: float | None, after: tuple[int, by
         moment = said.issued / _MS if now is None else now
         trust.check(certificate, at=datetime.fromtimestamp(moment, UTC))
         key = certificate.public_key()
-    except (msgspec.DecodeError, ValueError, TypeError, OverflowError, RecursionError, UnsupportedAlgorithm) as error:
+    except _MALFORMED as error:
         raise DescriptorError(f"it is malformed ({type(error).__name__})") from error
     if not is_signed(signed.body, key=key, signature=signed.signature, domain=_DOMAIN):
         raise DescriptorError("it is not signed by the key of its certificate")
@@ -249,6 +249,17 @@ def _is_valid(certificate: x509.Certificate, at: datetime) -> bool:
     return certificate.not_valid_before_utc <= at <= certificate.not_valid_after_utc
 
 
+# What msgspec, x509 and datetime raise for bytes and numbers that are none.
+_MALFORMED = (
+    msgspec.DecodeError,
+    ValueError,
+    TypeError,
+    OverflowError,
+    OSError,
+    RecursionError,
+    UnsupportedAlgorithm,
+    x509.InvalidVersion,
+)
 _encoder = msgspec.msgpack.Encoder()
 _signed_decoder = msgspec.msgpack.Decoder(_Signed)
 _decoder = msgspec.msgpack.Decoder(Descriptor)

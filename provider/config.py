@@ -15,6 +15,7 @@ from symbiosis_priv.certificates import check_name
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.federation import load_toml, parse_address
 from symbiosis_priv.kernels import KERNELS
+from symbiosis_priv.layers import LayerRange
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
 from symbiosis_priv.tls import TenantIdentity
 from symbiosis_priv.wire import MAX_PAYLOAD, MAX_ROWS, Role
@@ -38,11 +39,23 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         checkpoint: a folder (relative to the file) or a name on the Hugging Face hub.
         weight_bits: bits of a quantised weight; every tenant of this provider pins the same.
         cache: folder for quantised weights; the user's cache folder if None.
+        layers: first and last of the layers that are served, as in "0-15"; all if None. The digest stays the whole
+            model's.
     """
 
     checkpoint: str
     weight_bits: Annotated[int, msgspec.Meta(ge=MIN_WEIGHT_BITS, le=MAX_WEIGHT_BITS)] = DEFAULT_WEIGHT_BITS
     cache: Path | None = None
+    layers: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.layers is not None:
+            LayerRange.parse(self.layers)
+
+    @property
+    def layer_range(self) -> LayerRange | None:
+        """The layers that are served; None for all."""
+        return None if self.layers is None else LayerRange.parse(self.layers)
 
 
 class TlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -328,6 +341,7 @@ roles = {roles:<24} # one tenant is served in one role at a time
 checkpoint = {checkpoint:<19} # a Hugging Face safetensors folder, or a name on the hub
 # weight_bits = 10               # tenants pin the digest, which depends on it
 # cache = "cache"                # quantised weights; the user's cache folder if left out
+# layers = "0-15"                # the first and the last layer that are served; all of them if left out
 
 [tls]                            # made by `symbiosis-priv keys`
 certificate = {certificate}

@@ -40,10 +40,16 @@ _FIRST_BYTES_S = 3.0  # before the minimum rate counts
 
 @dataclass(frozen=True)
 class Service:
-    """What all connections share."""
+    """What all connections share.
+
+    Args:
+        manifest: of the whole model.
+        served: the layer groups of it that are served here.
+    """
 
     config: ProviderConfig
     manifest: Manifest
+    served: range
     digest: str
     budget: ByteBudget
     register: Register
@@ -245,6 +251,9 @@ class Connection:
         groups = self._service.manifest.groups
         if request.group >= len(groups):
             _bad(f"group {request.group} is not one of {len(groups)}")
+        if request.group not in self._service.served:
+            layers = self._service.config.model.layers
+            raise Refusal(wire.ErrorCode.NOT_SERVED, f"{groups[request.group].name} is not in layers {layers}")
         if request.rows > self._limits.max_rows:
             raise Refusal(wire.ErrorCode.TOO_LARGE, f"{request.rows} rows; at most {self._limits.max_rows}")
         columns = groups[request.group].columns(request.direction)
@@ -269,6 +278,8 @@ class Connection:
         welcome = wire.Welcome(
             version=wire.VERSION,
             model_digest=self._service.digest,
+            first_group=self._service.served.start,
+            end_group=self._service.served.stop,
             max_rows=self._limits.max_rows,
             max_payload=self._max_payload,
         )
@@ -280,8 +291,9 @@ class Connection:
         report = wire.HealthReport(
             name=self._service.config.name,
             model_digest=self._service.digest,
+            time=time.time(),
             uptime_s=time.monotonic() - self._service.started,
-            groups=executor.groups,
+            groups=len(self._service.served),
             groups_loaded=executor.groups_loaded,
             requests=requests,
             connections=connections,

@@ -82,16 +82,18 @@ class ExecutorReport(msgspec.Struct, kw_only=True):
     """What an executor has done since it started.
 
     Args:
-        groups, groups_loaded: layer groups of the model, and of those in memory.
+        first_group: the first layer group that is served.
+        groups, groups_loaded: how many are served, and how many of those are in memory.
         resident: bytes of its process.
         waiting: requests by stage.
         late, cancelled, failed: requests that were answered without a product.
         seconds: in products.
-        heat: rows by layer group.
+        heat: rows by layer group, from the first one that is served.
         batch_rows, batch_requests: of each product.
         waits: seconds from a request's arrival to its first product, by stage.
     """
 
+    first_group: int
     groups: int
     groups_loaded: int = 0
     resident: int = 0

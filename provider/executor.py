@@ -104,8 +104,8 @@ class Executor:
             self._router.close()
             raise ConfigError(f"endpoint = {endpoint!r}: {error.strerror}; choose another path") from error
         self._scheduler: Scheduler[_Job] = Scheduler(scheduling.as_policy())
-        groups = len(model.manifest.groups)
-        self._report = ExecutorReport(groups=groups, heat=[0] * groups)
+        served = model.served
+        self._report = ExecutorReport(first_group=served.start, groups=len(served), heat=[0] * len(served))
         self._jobs: dict[bytes, _Job] = {}  # by sender, each of whom waits for one answer at a time
         self._stopped = False
 
@@ -265,7 +265,7 @@ class Executor:
     def _note(self, pieces: list[Piece[_Job]], begun: float, now: float) -> None:
         report, rows = self._report, sum(piece.rows for piece in pieces)
         report.seconds += now - begun
-        report.heat[pieces[0].job.request.group] += rows
+        report.heat[pieces[0].job.request.group - report.first_group] += rows
         report.batch_rows.observe(rows)
         report.batch_requests.observe(len(pieces))
         for piece in pieces:

@@ -52,7 +52,7 @@ class FloatGroups:
         self._memory = memory
         self._used = 0
         self._groups: OrderedDict[int, FloatGroup] = OrderedDict()
-        largest = max(map(_size, store.manifest().groups))
+        largest = max(_size(store.manifest().groups[index]) for index in store.served)
         if largest > memory:
             raise ConfigError(
                 f"float_memory_mib = {memory // MIB} holds not one of the largest layer groups in float32: set it to "

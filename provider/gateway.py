@@ -62,6 +62,7 @@ class Gateway:
         config: ProviderConfig,
         *,
         manifest: Manifest,
+        served: range,
         credentials: Credentials,
         executor: ExecutorHandle,
         usage: Usage,
@@ -72,6 +73,7 @@ class Gateway:
         self._service = Service(
             config=config,
             manifest=manifest,
+            served=served,
             digest=manifest.digest,
             budget=ByteBudget(config.limits),
             register=Register(config.limits),

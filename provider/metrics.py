@@ -51,6 +51,7 @@ class _Collector:
 
 def _executor_metrics(report: ExecutorReport) -> Iterator[Metric]:
     yield _gauge("executor_resident_bytes", "memory of its process", report.resident)
+    yield _gauge("groups", "layer groups that are served", report.groups)
     yield _gauge("groups_loaded", "layer groups in memory", report.groups_loaded)
     waiting = GaugeMetricFamily(_PREFIX + "waiting", "requests in the executor's queue", labels=["stage"])
     for stage, count in report.waiting.items():
@@ -62,7 +63,7 @@ def _executor_metrics(report: ExecutorReport) -> Iterator[Metric]:
     yield ended
     yield CounterMetricFamily(_PREFIX + "product_seconds", "time in products", value=report.seconds)
     heat = CounterMetricFamily(_PREFIX + "group_rows", "rows by layer group", labels=["group"])
-    for group, rows in enumerate(report.heat):
+    for group, rows in enumerate(report.heat, report.first_group):
         heat.add_metric([str(group)], rows)
     yield heat
     yield _histogram("batch_rows", "rows of a product", {(): report.batch_rows})

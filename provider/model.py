@@ -24,7 +24,12 @@ def open_store(config: ProviderConfig) -> WeightStore:
     path = resolve(config.model.checkpoint)
     model, executor = config.model, config.executor
     return WeightStore(
-        path, weight_bits=model.weight_bits, cache=model.cache, device=executor.device, kernel=executor.kernel
+        path,
+        weight_bits=model.weight_bits,
+        cache=model.cache,
+        device=executor.device,
+        kernel=executor.kernel,
+        layers=model.layer_range,
     )
 
 
@@ -39,10 +44,10 @@ def _usable(device: str) -> torch.device:
 
 
 class ServedModel:
-    """Products of every layer group. Not thread-safe: it belongs to the executor.
+    """Products of every layer group that is served. Not thread-safe: it belongs to the executor.
 
     Args:
-        store: the base model, and the device that products of it run on.
+        store: the base model, what is served of it, and the device that products run on.
         operands: where its ring products come from; the store's weights in this process if None.
         float_memory: bytes for weights of the float path; None if there is no float path.
 
@@ -60,8 +65,13 @@ class ServedModel:
 
     @property
     def manifest(self) -> Manifest:
-        """What is served."""
+        """Of the whole model."""
         return self._store.manifest()
+
+    @property
+    def served(self) -> range:
+        """The layer groups that products may be asked of."""
+        return self._store.served
 
     @property
     def groups_loaded(self) -> int:

@@ -13,7 +13,7 @@ from symbiosis_priv.weights import WeightStore
 
 
 class Operands(ABC):
-    """The quantised weights of every layer group. Not thread-safe."""
+    """The quantised weights of every layer group that is served. Not thread-safe."""
 
     @property
     @abstractmethod
@@ -44,7 +44,7 @@ class LocalOperands(Operands):
     """All of them in this process, each loaded when first asked for.
 
     Args:
-        store: the base model, and the device that products of it run on.
+        store: the base model, what is served of it, and the device that products run on.
     """
 
     def __init__(self, store: WeightStore) -> None:
@@ -59,7 +59,7 @@ class LocalOperands(Operands):
         return self._matrix(group).product(rows, direction).cpu()
 
     def warm_up(self) -> Iterator[None]:
-        for group in range(len(self._store.manifest().groups)):
+        for group in self._store.served:
             self._matrix(group)
             yield
 

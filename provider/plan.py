@@ -39,10 +39,14 @@ class Need:
     size: int
 
 
-def memory_plan(config: ProviderConfig, manifest: Manifest) -> list[Need]:
-    """Everything that takes memory in proportion to the model or to a limit. Tenants without a request take none."""
+def memory_plan(config: ProviderConfig, manifest: Manifest, served: range) -> list[Need]:
+    """Everything that takes memory in proportion to the model or to a limit. Tenants without a request take none.
+
+    Args:
+        served: the layer groups of the manifest whose weights are loaded.
+    """
     device = config.executor.device.partition(":")[0]
-    weights = sum(group.inputs * group.stacked_outputs for group in manifest.groups)
+    weights = sum(group.inputs * group.stacked_outputs for group in manifest.groups[served.start : served.stop])
     width = 1 if manifest.weight_bits <= _ONE_BYTE_BITS else 2
     plan = [
         Need("ring weights, both directions", device, f"int{8 * width}", weights * width),
@@ -70,7 +74,8 @@ def check_plan(plan: list[Need]) -> None:
             parts = ", ".join(f"{n.what} {-(-n.size // MIB):,} MiB" for n in plan if n.place == place)
             raise ConfigError(
                 f"this provider needs {-(-size // MIB):,} MiB on {place} and there are {there // MIB:,} MiB ({parts}): "
-                f"lower max_inflight_mib or float_memory_mib, choose weight_bits = 8, or use a larger machine"
+                f"lower max_inflight_mib or float_memory_mib, choose weight_bits = 8, serve fewer "
+                f"layers (`layers` under [model]), or use a larger machine"
             )
 
 

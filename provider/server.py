@@ -79,15 +79,21 @@ class Provider:
         """
         config = self.config
         credentials = Credentials.load(config.tls)
-        manifest = open_store(config).manifest(progress=self._progress)
+        store = open_store(config)
+        manifest, served = store.manifest(progress=self._progress), store.served
         self.model_digest = manifest.digest
-        check_plan(memory_plan(config, manifest))
+        check_plan(memory_plan(config, manifest, served))
         self._usage = Usage(config.usage.database)
         self.executor = supervisor.make(config, model_digest=manifest.digest)
         try:
             self.executor.start()
             gateway = Gateway(
-                config, manifest=manifest, credentials=credentials, executor=self.executor, usage=self._usage
+                config,
+                manifest=manifest,
+                served=served,
+                credentials=credentials,
+                executor=self.executor,
+                usage=self._usage,
             )
         except BaseException:
             self.executor.stop(config.limits.stop_timeout_s)
@@ -106,7 +112,7 @@ class Provider:
             except BaseException:
                 self.stop()
                 raise
-        log.info("started", provider=config.name, address=gateway.address, groups=len(manifest.groups))
+        log.info("started", provider=config.name, address=gateway.address, groups=len(served))
         return self
 
     def stop(self) -> None:

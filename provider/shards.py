@@ -1,10 +1,10 @@
 """Ring operands that a group of ranks holds together: each has its shard of every layer group (FSDP2).
 
-Theory of operation. Every rank makes the same units on the meta device, one per layer group, and `fully_shard` cuts
-each one's packed weights along their outputs; a rank then copies its own shard from the mapped cache, and nobody ever
-holds the model. Rank 0 serves (`executor`); the others `follow`. For each product rank 0 broadcasts a plan, and every
-rank checks its sequence number before it joins a collective: ranks that disagree about what comes next would otherwise
-gather each other's layers. There are two ways to multiply, and both give the same bits:
+Theory of operation. Every rank makes the same units on the meta device, one per layer group that is served, and
+`fully_shard` cuts each one's packed weights along their outputs; a rank then copies its own shard from the mapped
+cache, and nobody ever holds the model. Rank 0 serves (`executor`); the others `follow`. For each product rank 0
+broadcasts a plan, and every rank checks its sequence number before it joins a collective: ranks that disagree about
+what comes next would otherwise gather each other's layers. There are two ways to multiply, and both give the same bits:
 
     gathered   the unit gathers its weights on every rank, each of which multiplies some of the rows with them (FSDP)
     columns    every rank multiplies all rows with its own shard: its columns of the result forward, a part of the sum
@@ -20,6 +20,7 @@ and torch.distributed authenticates nobody: they belong on one machine or one pr
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import time
@@ -149,7 +150,7 @@ class ShardedOperands(Operands):
         sharding: "columns", "gathered", or "auto" to measure.
 
     Raises:
-        CheckpointError: the ranks have other models.
+        CheckpointError: the ranks have other models, or serve other layers of it.
         ConfigError: the weights cannot be packed, or not be sharded as they are packed.
         RankLostError: a rank did not answer while the group came together.
     """
@@ -164,13 +165,15 @@ class ShardedOperands(Operands):
         self._crossover: dict[tuple[int, int, Direction], int] = {}
         self._plans = dist.new_group(backend="gloo", timeout=_IDLE)
         self._roll_call = RollCall(rank=self._rank, world=self._world)
-        self._require_one_model(store.manifest().digest)
+        self._require_one_model(
+            f"{store.manifest().digest}, layer groups {store.served.start} to {store.served.stop - 1}"
+        )
         if os.environ["LOCAL_RANK"] == "0":
-            for index in range(len(self._entries)):
+            for index in store.served:
                 store.matrix(index)  # one at a time: packs what is not there, checks what is
         dist.barrier(self._plans)
         mesh = init_device_mesh(self._device.type, (self._world,))
-        self._units = [self._load(index, mesh) for index in range(len(self._entries))]
+        self._units = {index: self._load(index, mesh) for index in store.served}
 
     @property
     def leads(self) -> bool:
@@ -179,8 +182,8 @@ class ShardedOperands(Operands):
 
     @property
     def loaded(self) -> frozenset[int]:
-        """Layer groups in memory: all of them."""
-        return frozenset(range(len(self._units)))
+        """Layer groups in memory: all that are served."""
+        return frozenset(self._units)
 
     def product(self, rows: Tensor, *, group: int, direction: Direction) -> Tensor:
         """On rank 0, with the others following. See `Operands.product`.
@@ -192,7 +195,8 @@ class ShardedOperands(Operands):
 
     def warm_up(self) -> Iterator[None]:
         """On rank 0: time both ways to multiply for every shape, one product per `next`."""
-        for group, entry in enumerate(self._entries):
+        for group in self._units:
+            entry = self._entries[group]
             for direction in DIRECTIONS:
                 shape = (entry.inputs, entry.stacked_outputs, direction)
                 if self._fixed is not None or shape in self._crossover:
@@ -357,12 +361,12 @@ class ShardedOperands(Operands):
         unit.load(whole.data, rank=self._rank, world=self._world, device=self._device)
         return unit
 
-    def _require_one_model(self, digest: str) -> None:
-        mine = torch.frombuffer(bytearray(digest.encode()), dtype=torch.uint8)
+    def _require_one_model(self, what: str) -> None:
+        mine = torch.frombuffer(bytearray(hashlib.sha256(what.encode()).digest()), dtype=torch.uint8)
         theirs = mine.clone()
         dist.broadcast(theirs, _LEAD)
         if not torch.equal(mine, theirs):
-            raise CheckpointError(f"rank {self._rank} has model {digest}, rank 0 another one: give all ranks the same")
+            raise CheckpointError(f"rank {self._rank} has {what}, and rank 0 others: give all ranks the same [model]")
 
     @contextmanager
     def _answering(self, what: str) -> Iterator[None]:

@@ -124,13 +124,13 @@ def _queue(status: Status) -> Table:
 
 def _heat(now: Status, before: Status | None, seconds: float) -> Table:
     assert now.executor is not None
-    heat = now.executor.heat
+    heat, first = now.executor.heat, now.executor.first_group
     old = before.executor.heat if before is not None and before.executor is not None else [0] * len(heat)
     rows = [(new - was) / (seconds if before is not None else 1.0) for new, was in zip(heat, old, strict=False)]
     table = Table("layer group", "rows" if before is None else "rows/s", "")
     top = max([*rows, 1.0])
     for group in sorted(range(len(rows)), key=lambda g: -rows[g])[:_BUSIEST]:
-        table.add_row(str(group), f"{rows[group]:,.0f}", "█" * round(20 * rows[group] / top))
+        table.add_row(str(first + group), f"{rows[group]:,.0f}", "█" * round(20 * rows[group] / top))
     return table
 
 

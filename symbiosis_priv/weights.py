@@ -23,6 +23,7 @@ from symbiosis_priv.discovery import Skeleton, discover
 from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.files import default_cache, replace_atomically, write_atomically
 from symbiosis_priv.kernels import Choice, Packed, RingMatrix, choose, kernel_of, tune
+from symbiosis_priv.layers import LayerRange, layers_of
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
 from symbiosis_priv.manifest import MANIFEST_VERSION, GroupEntry, Manifest
 from symbiosis_priv.quantise import Layer, QuantisedGroup, quantise
@@ -44,6 +45,7 @@ class WeightStore:
         cache: folder for quantised groups; `default_cache()` if None.
         device: where products of `matrix` run.
         kernel: "auto", or a name in `kernels.KERNELS`, for `matrix`.
+        layers: of the model, those that products are wanted of; all if None. The manifest is the whole model's.
     """
 
     def __init__(
@@ -54,11 +56,13 @@ class WeightStore:
         cache: Path | None = None,
         device: str = "cpu",
         kernel: str = "auto",
+        layers: LayerRange | None = None,
     ) -> None:
         self.path = path
         self.weight_bits = weight_bits
         self.device = device
         self._kernel = kernel
+        self._wanted = layers
         self._cache = (cache or default_cache()) / "weights"
         self._choices = self._cache / "kernels.json"
         self._skeleton: Skeleton | None = None
@@ -73,10 +77,20 @@ class WeightStore:
         return self._skeleton
 
     def manifest(self, *, progress: Progress | None = None) -> Manifest:
-        """The manifest; the first call for a checkpoint quantises and packs all of it, later ones only look it up."""
+        """The manifest; the first call for a checkpoint quantises all of it, and packs what products are wanted of.
+        Later calls only look it up.
+        """
         if self._manifest is None:
             self._manifest = self._cached_manifest() or self._quantise_all(progress)
         return self._manifest
+
+    @property
+    def served(self) -> range:
+        """The layer groups that products are wanted of; ConfigError if the model has no such layers."""
+        return self._served(self.manifest().layers)
+
+    def _served(self, layers: Sequence[int]) -> range:
+        return range(len(layers)) if self._wanted is None else self._wanted.groups(layers)
 
     def is_complete(self) -> bool:
         """Whether the checkpoint holds every offloaded tensor, and not only the tenant's own."""
@@ -232,10 +246,12 @@ class WeightStore:
         return manifest
 
     def _quantise_all(self, progress: Progress | None) -> Manifest:
-        entries = []
+        served = self._served(layers_of(spec.members[0] for spec in self.skeleton.groups))
+        entries: list[GroupEntry] = []
         for entry, group in self.stream(progress=progress):
-            with contextlib.suppress(ConfigError):  # no such device here: it is said when products are wanted
-                self._pack(entry, group.weight)
+            if len(entries) in served:
+                with contextlib.suppress(ConfigError):  # no such device here: it is said when products are wanted
+                    self._pack(entry, group.weight)
             entries.append(entry)
         return self.assemble(entries)
 

@@ -27,12 +27,13 @@ from symbiosis_priv.errors import FrameTooLargeError, ProtocolError
 from symbiosis_priv.limits import Role as Role
 from symbiosis_priv.ring import Direction
 
-VERSION = 2
+VERSION = 3
 MAGIC = b"SYM1"
 PREFIX = struct.Struct("<4sII")
 MAX_HEADER = 4096
 MAX_PAYLOAD = (1 << 32) - 1
 MAX_ROWS = 1 << 24
+MAX_GROUPS = 1 << 20
 ITEM_BYTES = 4
 NONCE_BYTES = 16
 
@@ -76,19 +77,34 @@ class Hello(Message, frozen=True, tag="hello"):
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
-    """The provider's answer to `Hello`: its model and its limits."""
+    """The provider's answer to `Hello`: its model, which of its layer groups it serves, and its limits.
+
+    Args:
+        first_group, end_group: it serves the groups of `range(first_group, end_group)`, at least one.
+    """
 
     version: int
     model_digest: Text
+    first_group: Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUPS)]
+    end_group: Annotated[int, msgspec.Meta(ge=1, le=MAX_GROUPS)]
     max_rows: Rows
     max_payload: Annotated[int, msgspec.Meta(ge=ITEM_BYTES, le=MAX_PAYLOAD)]
+
+    def __post_init__(self) -> None:
+        if self.first_group >= self.end_group:
+            raise ValueError("end_group is not beyond first_group")
+
+    @property
+    def groups(self) -> range:
+        """The layer groups that it serves."""
+        return range(self.first_group, self.end_group)
 
 
 class Binding(Message, frozen=True):
     """What a reply is bound to."""
 
     nonce: Nonce
-    group: Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
+    group: Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUPS)]
     direction: Direction
     arithmetic: Arithmetic
     rows: Rows
@@ -129,10 +145,16 @@ class Health(Message, frozen=True, tag="health"):
 
 
 class HealthReport(Message, frozen=True, tag="health_report"):
-    """State of a provider as one tenant may see it: `requests` and `connections` are its own, never its neighbours'."""
+    """State of a provider as one tenant may see it: `requests` and `connections` are its own, never its neighbours'.
+
+    Args:
+        time: its clock, in seconds since 1970 (UTC).
+        groups, groups_loaded: layer groups that it serves, and those of them in memory.
+    """
 
     name: Text
     model_digest: Text
+    time: float
     uptime_s: float
     groups: int
     groups_loaded: int

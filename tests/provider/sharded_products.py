@@ -15,6 +15,7 @@ import torch.distributed as dist
 from provider.operands import LocalOperands
 from provider.shards import ShardedOperands
 from symbiosis_priv.kernels import probe_rows
+from symbiosis_priv.layers import LayerRange
 from symbiosis_priv.ring import DIRECTIONS
 from symbiosis_priv.weights import WeightStore
 
@@ -32,7 +33,9 @@ def products(store: WeightStore) -> None:
         local = LocalOperands(store)
         for _ in operands.warm_up():
             pass
-        for group, entry in enumerate(store.manifest().groups):
+        assert set(operands.loaded) == set(store.served)
+        for group in store.served:
+            entry = store.manifest().groups[group]
             for direction in DIRECTIONS:
                 for count in ROWS:
                     rows = probe_rows(max(2, count), entry.columns(direction)[0])[:count]
@@ -66,9 +69,15 @@ def limited(store: WeightStore, *, whole: int) -> None:
         operands.follow()
 
 
-def main(what: str, checkpoint: str, cache: str, weight_bits: str, kernel: str, whole: str) -> None:
+def main(what: str, checkpoint: str, cache: str, weight_bits: str, kernel: str, layers: str, whole: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    store = WeightStore(Path(checkpoint), weight_bits=int(weight_bits), cache=Path(cache), kernel=kernel)
+    store = WeightStore(
+        Path(checkpoint),
+        weight_bits=int(weight_bits),
+        cache=Path(cache),
+        kernel=kernel,
+        layers=LayerRange.parse(layers) if layers else None,
+    )
     with torch.no_grad():
         if what == "products":
             products(store)

@@ -21,8 +21,8 @@ tenant_authority = "authority.pem"
 
 
 NO_DEFAULT = (
-    *("cache", "threads", "revoked", "requests_per_s", "rows_per_s", "giga_", "max_rows_in_flight", "weight ="),
-    *("database", 'listen = "127.0.0.1:9464'),
+    *("cache", "layers", "threads", "revoked", "requests_per_s", "rows_per_s", "giga_", "max_rows_in_flight"),
+    *("weight =", "database", 'listen = "127.0.0.1:9464'),
 )
 
 

@@ -20,6 +20,7 @@ from provider.config import MIB, Limits
 from provider.model import ServedModel
 from provider.server import Provider
 from symbiosis_priv import wire
+from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.federation import parse_address
 from symbiosis_priv.tls import TenantIdentity
 
@@ -103,6 +104,48 @@ def test_hello_is_checked(connect: Connect, provider: Provider) -> None:
     assert isinstance(welcome, wire.Welcome)
     assert welcome.max_payload == provider.config.limits.max_payload_mib * MIB
     assert failure(client.hello(provider.model_digest)) == wire.ErrorCode.BAD_REQUEST
+
+
+def test_a_part_of_the_layers(
+    configure: Configure, connect: Connect, requests: Requests, provider: Provider, keys: Keys
+) -> None:
+    """A provider of layer 1 alone: the whole model's digest, and the whole provider's bits where it serves."""
+    execute, effect = requests
+    whole, part = configure(), configure()
+    part = msgspec.structs.replace(whole, model=msgspec.structs.replace(whole.model, layers="1"))
+    with Provider(part) as one:
+        assert one.model_digest == provider.model_digest
+        client, everything = connect(to=one), connect("bob")
+        reply = connect("dave", role=None, to=one).hello(one.model_digest)
+        assert isinstance(reply, wire.Welcome)
+        assert reply.groups == range(4, 9)  # the LM head goes with the last layer
+        for group in range(9):
+            request, rows = execute(group, 3), None
+            columns = {True: WIDTH, False: 112}[group % 4 != 3]
+            rows = torch.arange(3 * columns, dtype=torch.int32).reshape(3, columns)
+            if group in reply.groups:
+                assert torch.equal(client.product(request, rows), everything.product(execute(group, 3), rows))
+            else:
+                assert failure(client.ask(request, wire.as_bytes(rows))) == wire.ErrorCode.NOT_SERVED
+        helper = connect("carol", role="helper", to=one)
+        assert failure(helper.ask(effect(3, 2, seed=bytes(32)))) == wire.ErrorCode.NOT_SERVED
+        assert len(helper.product(effect(4, 2, seed=bytes(32)))) == 2
+        assert failure(client.ask(execute(9, 0))) == wire.ErrorCode.BAD_REQUEST
+        report = client.ask(wire.Health())
+        assert isinstance(report, wire.HealthReport)
+        assert (report.groups, report.groups_loaded) == (5, 5)
+        assert abs(report.time - time.time()) < 60
+        status = one.status().executor
+        assert status is not None
+        assert (status.first_group, len(status.heat)) == (4, 5)
+        assert status.heat == [5, 3, 3, 3, 3]
+
+
+def test_layers_that_the_model_has_not(configure: Configure) -> None:
+    whole = configure()
+    part = msgspec.structs.replace(whole, model=msgspec.structs.replace(whole.model, layers="1-2"))
+    with pytest.raises(ConfigError, match="layers = '1-2' goes beyond this model, whose layers are 0-1"):
+        Provider(part).start()
 
 
 def test_health_needs_no_hello(connect: Connect, provider: Provider, requests: Requests) -> None:

@@ -71,7 +71,7 @@ class Vandal:
 
     def wrong_type(self) -> bytes:
         """A reply, another protocol's header, or fields of the wrong type."""
-        welcome = wire.Welcome(version=1, model_digest="x", max_rows=1, max_payload=4)
+        welcome = wire.Welcome(version=1, model_digest="x", first_group=0, end_group=1, max_rows=1, max_payload=4)
         broken = [b"\x80", b"\xc1", b"\x93\x01\x02\x03", b"\x81\xa4type\xa7execute", b"\x81\xa4type\x01"]
         header = self._random.choice(broken)
         return self._random.choice([wire.encode(welcome), wire.PREFIX.pack(wire.MAGIC, len(header), 0) + header])

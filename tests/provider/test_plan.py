@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 def test_the_plan_counts_what_is_loaded(configure: Configure, store: WeightStore) -> None:
     manifest = store.manifest()
     packed = sum(store.matrix(index).nbytes for index in range(len(manifest.groups)))
-    needs = {need.what: need for need in memory_plan(configure(), manifest)}
+    needs = {need.what: need for need in memory_plan(configure(), manifest, store.served)}
     ring = needs["ring weights, both directions"]
     assert ring.size <= packed <= 1.5 * ring.size  # small matrices are padded to a kernel's panels
     assert (ring.place, ring.kind) == ("cpu", "int16")
     assert needs["matrices in flight"].size == 64 * MIB
     assert "float weights" not in needs
     with_floats = configure(executor=ExecutorConfig(float_path=True, float_memory_mib=100))
-    floats = next(need for need in memory_plan(with_floats, manifest) if need.what == "float weights")
+    floats = next(need for need in memory_plan(with_floats, manifest, store.served) if need.what == "float weights")
     assert (floats.size, floats.kind) == (100 * MIB, "float32")
 
 
 def test_eight_bits_take_a_byte(configure: Configure, store: WeightStore) -> None:
     narrow = msgspec.structs.replace(store.manifest(), weight_bits=8)
-    wide = memory_plan(configure(), store.manifest())[0]
-    assert memory_plan(configure(), narrow)[0].size * 2 == wide.size
+    wide = memory_plan(configure(), store.manifest(), store.served)[0]
+    assert memory_plan(configure(), narrow, store.served)[0].size * 2 == wide.size
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,4 +48,13 @@ def test_what_does_not_fit_is_refused_with_the_numbers(configure: Configure, mon
 
 
 def test_a_plan_that_fits_passes(configure: Configure, store: WeightStore) -> None:
-    check_plan(memory_plan(configure(), store.manifest()))
+    check_plan(memory_plan(configure(), store.manifest(), store.served))
+
+
+def test_only_what_is_served_is_counted(configure: Configure, store: WeightStore) -> None:
+    manifest = store.manifest()
+    whole, *parts = (
+        memory_plan(configure(), manifest, groups)[0].size for groups in (store.served, range(3), range(3, 9))
+    )
+    assert len(store.served) == 9
+    assert sum(parts) == whole

@@ -29,9 +29,11 @@ Connect = Callable[..., Any]
 Requests = tuple[Callable[..., wire.Execute], Callable[..., wire.Effect]]
 
 
-def run_group(ranks: int, what: str, store: WeightStore, *, cache: Path, kernel: str = "auto", whole: int = 0) -> str:
+def run_group(
+    ranks: int, what: str, store: WeightStore, *, cache: Path, kernel: str = "auto", layers: str = "", whole: int = 0
+) -> str:
     """What rank 0 of a group prints; every rank runs `SCRIPT`."""
-    arguments = [what, str(store.path), str(cache), str(store.weight_bits), kernel, str(whole)]
+    arguments = [what, str(store.path), str(cache), str(store.weight_bits), kernel, layers, str(whole)]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
@@ -41,12 +43,17 @@ def run_group(ranks: int, what: str, store: WeightStore, *, cache: Path, kernel:
     return done.stdout
 
 
-@pytest.mark.parametrize(("ranks", "weight_bits", "kernel"), [(2, 10, "auto"), (4, 8, "int32")])
+@pytest.mark.parametrize(
+    ("ranks", "weight_bits", "kernel", "layers"), [(2, 10, "auto", ""), (4, 8, "int32", "1")], ids=str
+)
 def test_sharded_products_are_those_of_one_process(
-    gpt2: Path, tmp_path: Path, ranks: int, weight_bits: int, kernel: str
+    save_gpt2: Callable[..., Path], tmp_path: Path, ranks: int, weight_bits: int, kernel: str, layers: str
 ) -> None:
-    store = WeightStore(gpt2, weight_bits=weight_bits)
-    printed = run_group(ranks, "products", store, cache=tmp_path, kernel=kernel)
+    """Of a whole model, and of the second of two layers, beside which no other one is packed."""
+    path = save_gpt2(vocab_size=61, n_positions=32, n_embd=48, n_layer=2 if layers else 1)
+    store = WeightStore(path, weight_bits=weight_bits)
+    printed = run_group(ranks, "products", store, cache=tmp_path, kernel=kernel, layers=layers)
+    assert len(list(tmp_path.glob("weights/*-*.safetensors"))) == 4
     assert printed.splitlines() == [f"equal: {way} on {ranks} ranks" for way in ("columns", "gathered", "auto")]
 
 

@@ -21,7 +21,8 @@ from transformers.core_model_loading import Chunk, WeightConverter
 
 from symbiosis_priv import discovery, weights
 from symbiosis_priv.discovery import GroupSpec
-from symbiosis_priv.errors import CheckpointError, UnsupportedModelError
+from symbiosis_priv.errors import CheckpointError, ConfigError, UnsupportedModelError
+from symbiosis_priv.layers import LayerRange
 from symbiosis_priv.manifest import Manifest
 from symbiosis_priv.quantise import Layer, QuantisedGroup, quantise
 from symbiosis_priv.weights import WeightStore
@@ -181,6 +182,29 @@ def test_streaming_gives_the_manifest_and_keeps_no_weights(path: Path, cache: Pa
     assert later.manifest() == manifest
     assert later.group(0).digest() == manifest.groups[0].digest
     assert len(list(cache.rglob("*.safetensors"))) == 1
+
+
+def test_a_store_of_some_layers_packs_those_and_shares_them(path: Path, tmp_path: Path) -> None:
+    """One cache for partial and whole stores of a machine, in any order; the digest is the whole model's."""
+    whole = WeightStore(path, cache=tmp_path / "whole").manifest()
+
+    def packed() -> dict[str, int]:
+        return {file.name.partition("-")[0]: file.stat().st_ino for file in tmp_path.glob("weights/*-*.safetensors")}
+
+    second = WeightStore(path, cache=tmp_path, layers=LayerRange(1, 1))
+    assert second.manifest() == whole
+    assert [whole.layers[group] for group in second.served] == [1] * whole.layers.count(1)
+    digests = [group.digest for group in whole.groups]
+    before = packed()
+    assert before.keys() == {digests[group] for group in second.served}
+    everything = WeightStore(path, cache=tmp_path)
+    assert everything.served == range(len(digests))
+    for index in everything.served:
+        everything.matrix(index)
+    assert packed().keys() == set(digests)
+    assert packed().items() >= before.items()
+    with pytest.raises(ConfigError, match="'1-2' goes beyond this model, whose layers are 0-1"):
+        WeightStore(path, cache=tmp_path / "other", layers=LayerRange(1, 2)).manifest()
 
 
 @settings(max_examples=25)

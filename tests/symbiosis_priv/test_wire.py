@@ -33,7 +33,8 @@ requests: SearchStrategy[wire.Request] = executes | effects | hellos | st.builds
 replies: SearchStrategy[wire.Reply] = (
     st.builds(wire.Result, **bindings)
     | st.builds(
-        wire.Welcome,
+        lambda groups, **fields: wire.Welcome(first_group=min(groups), end_group=max(groups), **fields),
+        groups=st.lists(st.integers(0, wire.MAX_GROUPS), min_size=2, max_size=2, unique=True),
         version=counts,
         model_digest=texts,
         max_rows=bindings["rows"],
@@ -43,6 +44,7 @@ replies: SearchStrategy[wire.Reply] = (
         wire.HealthReport,
         name=texts.map(lambda text: text[:64]),
         model_digest=texts.map(lambda text: text[:64]),
+        time=st.floats(allow_nan=False),
         uptime_s=st.floats(allow_nan=False),
         groups=counts,
         groups_loaded=counts,
@@ -218,6 +220,14 @@ def test_missing_fields_are_refused(name: str) -> None:
         wire.decode_request(msgspec.msgpack.encode(document))
 
 
+@pytest.mark.parametrize("groups", [(1, 1), (2, 1), (0, 0), (-1, 3), (0, wire.MAX_GROUPS + 1), (0, None)])
+def test_a_welcome_that_serves_nothing_is_refused(groups: tuple[int, int | None]) -> None:
+    first, end = groups
+    document = {"type": "welcome", "version": 3, "model_digest": "x", "max_rows": 1, "max_payload": 4}
+    with pytest.raises(ProtocolError):
+        wire.decode_reply(msgspec.msgpack.encode(document | {"first_group": first, "end_group": end}))
+
+
 def test_no_message_has_a_field_for_a_secret() -> None:
     """Rule 5. A new field has to be argued for here."""
     binding = {"nonce", "group", "direction", "arithmetic", "rows"}
@@ -227,10 +237,10 @@ def test_no_message_has_a_field_for_a_secret() -> None:
         "Execute": binding,
         "Effect": binding | {"seed", "first_row"},
         "Health": set(),
-        "Welcome": {"version", "model_digest", "max_rows", "max_payload"},
+        "Welcome": {"version", "model_digest", "first_group", "end_group", "max_rows", "max_payload"},
         "Result": binding,
         "HealthReport": {
-            "name", "model_digest", "uptime_s", "groups", "groups_loaded", "requests", "connections",
+            "name", "model_digest", "time", "uptime_s", "groups", "groups_loaded", "requests", "connections",
         },
         "Failure": {"code", "detail"},
     }  # fmt: skip

@@ -203,6 +203,8 @@ class ScriptedProvider:
             welcome = wire.Welcome(
                 version=wire.VERSION,
                 model_digest=self._model.manifest.digest,
+                first_group=self._model.served.start,
+                end_group=self._model.served.stop,
                 max_rows=self._max_rows,
                 max_payload=self._max_payload,
             )

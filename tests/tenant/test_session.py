@@ -198,7 +198,7 @@ def another_shape(rng: random.Random, heard: Heard, reply: wire.Result, answer: 
 def another_message(rng: random.Random, heard: Heard, reply: wire.Result, answer: Tensor) -> Any:
     digest = "sha256:" + 64 * "0"
     messages = (
-        wire.Welcome(version=wire.VERSION, model_digest=digest, max_rows=1, max_payload=4),
+        wire.Welcome(version=wire.VERSION, model_digest=digest, first_group=0, end_group=1, max_rows=1, max_payload=4),
         wire.Hello(version=wire.VERSION, role="executor", model_digest=digest),
     )
     return rng.choice(messages), rng.choice((answer, answer[:0]))

@@ -5,8 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
 
+import torch
 from torch import Tensor
 
+from provider.transfers import Transfers
 from symbiosis_priv.kernels import RingMatrix
 from symbiosis_priv.ring import Direction
 from symbiosis_priv.weights import WeightStore
@@ -50,13 +52,16 @@ class LocalOperands(Operands):
     def __init__(self, store: WeightStore) -> None:
         self._store = store
         self._matrices: dict[int, RingMatrix] = {}
+        device = torch.device(store.device)
+        self._transfers = None if device.type == "cpu" else Transfers(device)
 
     @property
     def loaded(self) -> Collection[int]:
         return self._matrices.keys()
 
     def product(self, rows: Tensor, *, group: int, direction: Direction) -> Tensor:
-        return self._matrix(group).product(rows, direction).cpu()
+        matrix = self._matrix(group)
+        return self._transfers.product(matrix, rows, direction) if self._transfers else matrix.product(rows, direction)
 
     def warm_up(self) -> Iterator[None]:
         for group in self._store.served:

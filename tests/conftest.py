@@ -17,6 +17,10 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # the kernel for GPUs is tested all the same; read when Triton is imported
+
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 # Examples stay random (a failure prints the blob that reproduces it). Timing is not a property: machines are shared.

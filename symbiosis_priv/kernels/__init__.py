@@ -6,7 +6,8 @@ to 8 weight bits (DESIGN §2, Kernels). `RingMatrix` is what products are taken 
     native-*   compiled, by instruction set: int16 limbs, `vpdpwssd` or `pmaddwd` (compiled)
     int32      torch's integer matmul, which wraps (plain)
     fp64       float64 matmul on integers below 2^53 (plain)
-    limbs      int8 matrix units: CUDA tensor cores, AMX (limbs)
+    triton     int8 tensor cores of a GPU, everything in one pass (triton_kernel)
+    limbs      int8 matrix units, product by product: CUDA tensor cores, AMX (limbs)
 """
 
 from __future__ import annotations

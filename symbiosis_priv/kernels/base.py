@@ -67,6 +67,9 @@ class Kernel(ABC):
     def pack(self, weight: Tensor, *, weight_bits: int) -> Packed:
         """Pack int16 `[o, d]`, `|weight| < 2^(weight_bits - 1)`, on the CPU. Keeps nothing of `weight`."""
 
+    def prepare(self, packed: Packed) -> None:  # noqa: B027
+        """Do now what first products of these weights, on their device, would wait for."""
+
     @abstractmethod
     def product(self, packed: Packed, rows: Tensor, direction: Direction, out: Tensor) -> None:
         """`rows @ weight.T` forward, `rows @ weight` backward, mod 2^32.

@@ -21,18 +21,10 @@ _TURNED_AT_A_TIME = 1 << 22  # weights
 _MULTIPLE = 8  # of every dimension, for the units
 
 
-class LimbKernel(Kernel):
-    name = "limbs"
+class DigitKernel(Kernel):
+    """What kernels on weights in int8 digits share: a plane of low digits and, beyond 8 bits, one of high digits."""
+
     layout = "digits"
-
-    def supports(self, device: torch.device) -> bool:
-        return True
-
-    def is_candidate(self, device: torch.device) -> bool:
-        return device.type != "cpu" or not native.vectorised() or torch.cpu._is_amx_tile_supported()
-
-    def max_terms(self) -> int:
-        return 1 << 16  # products of 2^7 * 2^7 in int32 accumulators
 
     def form(self, outputs: int, inputs: int, *, weight_bits: int) -> tuple[torch.dtype, tuple[int, ...]]:
         digits = 1 if weight_bits <= 8 else 2
@@ -47,6 +39,19 @@ class LimbKernel(Kernel):
         padding = (0, -inputs % _MULTIPLE, 0, -outputs % _MULTIPLE)
         data = torch.stack([pad(digit.to(torch.int8), padding) for digit in digits])
         return Packed(self.layout, outputs, inputs, weight_bits, data)
+
+
+class LimbKernel(DigitKernel):
+    name = "limbs"
+
+    def supports(self, device: torch.device) -> bool:
+        return True
+
+    def is_candidate(self, device: torch.device) -> bool:
+        return device.type != "cpu" or not native.vectorised() or torch.cpu._is_amx_tile_supported()
+
+    def max_terms(self) -> int:
+        return 1 << 16  # products of 2^7 * 2^7 in int32 accumulators
 
     def product(self, packed: Packed, rows: Tensor, direction: Direction, out: Tensor) -> None:
         if direction == FORWARD:

@@ -8,7 +8,7 @@ from torch import Tensor
 from symbiosis_priv.errors import RangeError
 from symbiosis_priv.kernels.base import Kernel, Packed
 from symbiosis_priv.kernels.choice import Choice, choose
-from symbiosis_priv.kernels.registry import kernel_of
+from symbiosis_priv.kernels.registry import KERNELS, kernel_of
 from symbiosis_priv.ring import FORWARD, Direction
 
 _CPU_ROWS = 256  # of one product on a CPU: bounds a kernel's own buffers
@@ -45,6 +45,8 @@ class RingMatrix:
         self.device = device
         self._choice = choice
         self._packed = packed.to(device)
+        for name in set(choice.kernels.values()):
+            KERNELS[name].prepare(self._packed)
 
     @property
     def nbytes(self) -> int:

@@ -13,12 +13,19 @@ from symbiosis_priv.kernels.base import Kernel
 from symbiosis_priv.kernels.compiled import CompiledKernel
 from symbiosis_priv.kernels.limbs import LimbKernel
 from symbiosis_priv.kernels.plain import Float64Kernel, Int32Kernel
+from symbiosis_priv.kernels.triton_kernel import TritonKernel
 from symbiosis_priv.native import Isa
 from symbiosis_priv.ring import DIRECTIONS, FORWARD, Direction
 
 log = logging.getLogger(__name__)
 
-_ALL: tuple[Kernel, ...] = (*map(CompiledKernel, reversed(Isa)), Int32Kernel(), LimbKernel(), Float64Kernel())
+_ALL: tuple[Kernel, ...] = (
+    *map(CompiledKernel, reversed(Isa)),
+    Int32Kernel(),
+    TritonKernel(),
+    LimbKernel(),
+    Float64Kernel(),
+)
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _ALL}
 """Every kernel by name: what `[executor] kernel` in provider.toml may say, besides "auto"."""
 
@@ -58,7 +65,7 @@ def passes_self_test(kernel: Kernel, device: torch.device) -> bool:
     """Whether a kernel runs here and is exact, on a small matrix of each packed width; once per process."""
     try:
         exact = all(_is_exact_on_a_sample(kernel, weight_bits, device) for weight_bits in (8, 12))
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # not built for this device or torch version
+    except Exception as error:  # not built for this device or torch version, or no compiler for what Triton makes
         log.debug("kernel %s cannot run here: %s", kernel.name, error)
         return False
     if not exact:

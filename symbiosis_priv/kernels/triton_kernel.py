@@ -1,0 +1,149 @@
+"""The fused kernel for GPUs: row limbs exist in registers only, and one packed layout serves both directions.
+
+The layout is that of `limbs`: one or two planes of int8 digits, 1 byte per weight up to 8 bits and 2 beyond. Backward
+reads the same planes with the strides exchanged. It runs where there is Triton and a GPU that has int8 products there;
+with TRITON_INTERPRET=1 it also runs, slowly, on a CPU, so that it can be tested on one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from symbiosis_priv.kernels.base import Packed
+from symbiosis_priv.kernels.limbs import DigitKernel
+from symbiosis_priv.ring import DIRECTIONS, FORWARD, Direction
+
+MAX_TERMS = 1 << 16
+"""Of one program, so that its accumulators stay in int32 (`triton_product`)."""
+
+_LEAST_CAPABILITY = (8, 0)  # of a GPU: on older ones, an int8 product makes Triton's compiler abort the process
+_INTERPRETED_PROCESSORS = 4
+_PROGRAMS_PER_PROCESSOR = 2  # that are worth splitting sums for
+_LEAST_STEPS = 4  # of a program: adding its share to the others' has a price
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one program computes, and how.
+
+    Args:
+        rows: of the result.
+        columns: of the result.
+        terms: of one step.
+        warps: that work on it.
+        stages: steps whose loads are in flight at once.
+    """
+
+    rows: int
+    columns: int
+    terms: int
+    warps: int
+    stages: int
+
+
+# Sizes that leave no register to be spilled on 8.0 and 9.0, by the most rows that they are for. With few rows, reading
+# weights is all that takes time, so many small loads are in flight.
+_FEW = Tile(rows=16, columns=64, terms=64, warps=4, stages=5)
+_SOME = Tile(rows=32, columns=64, terms=64, warps=4, stages=4)
+_MANY = Tile(rows=128, columns=64, terms=64, warps=8, stages=3)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Programs of one product.
+
+    Args:
+        tile: of each program.
+        grid: tiles down, tiles across, programs per tile.
+        share: terms of each program, a multiple of the tile's.
+    """
+
+    tile: Tile
+    grid: tuple[int, int, int]
+    share: int
+
+
+def plan(count: int, width: int, columns: int, *, processors: int) -> Plan:
+    """How to divide a product `[count, width] @ [width, columns]` so that all processors have work."""
+    tile = _FEW if count <= _FEW.rows else _SOME if count <= _SOME.rows else _MANY
+    down, across = _parts(count, tile.rows), _parts(columns, tile.columns)
+    useful = min(processors * _PROGRAMS_PER_PROCESSOR // (down * across), width // (tile.terms * _LEAST_STEPS))
+    shares = max(1, useful, _parts(width, MAX_TERMS))
+    share = _parts(_parts(width, shares), tile.terms) * tile.terms
+    return Plan(tile, (down, across, _parts(width, share)), share)
+
+
+class TritonKernel(DigitKernel):
+    """int8 tensor cores, by way of Triton."""
+
+    name = "triton"
+
+    def supports(self, device: torch.device) -> bool:
+        if importlib.util.find_spec("triton") is None:
+            return False
+        if device.type == "cuda":
+            return torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
+        return device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+
+    def is_candidate(self, device: torch.device) -> bool:
+        return device.type == "cuda"
+
+    def prepare(self, packed: Packed) -> None:
+        """Compile: seconds, the first time on a machine."""
+        device = packed.data.device
+        if device.type != "cuda":  # the interpreter compiles nothing
+            return
+        for direction in DIRECTIONS:
+            width, columns = packed.columns(direction)
+            for tile in (_FEW, _SOME, _MANY):
+                rows = torch.zeros((tile.rows, width), dtype=torch.int32, device=device)
+                self.product(packed, rows, direction, rows.new_empty((tile.rows, columns)))
+
+    def product(self, packed: Packed, rows: Tensor, direction: Direction, out: Tensor) -> None:
+        from symbiosis_priv.kernels import triton_product  # Triton takes a second to import
+
+        device = packed.data.device
+        (count, width), columns = rows.shape, out.shape[1]
+        digits, _, stride = packed.data.shape
+        term_stride, column_stride = (1, stride) if direction == FORWARD else (stride, 1)
+        launch = plan(count, width, columns, processors=_processors(device))
+        if launch.grid[2] > 1:
+            out.zero_()
+        # Triton runs things on the current device, whatever their tensors are on
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            triton_product.tile[launch.grid](
+                rows,
+                packed.data,
+                out,
+                count,
+                width,
+                columns,
+                packed.data.stride(0),
+                term_stride,
+                column_stride,
+                launch.share,
+                TWO_DIGITS=digits == 2,
+                ROWS=launch.tile.rows,
+                COLUMNS=launch.tile.columns,
+                TERMS=launch.tile.terms,
+                num_warps=launch.tile.warps,
+                num_stages=launch.tile.stages,
+            )
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _INTERPRETED_PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _parts(total: int, size: int) -> int:
+    return -(-total // size)

@@ -147,7 +147,7 @@ def kernels(
 @app.command()
 def gpu(
     *,
-    rows: Rows = "32,64,256,512",
+    rows: Rows = "1,16,64,256,512",
     shape: Shapes = "2048x2048,2048x11264,4096x4096",
     repeat: Repeat = 10,
     weight_bits: WeightBits = DEFAULT_WEIGHT_BITS,

@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -43,6 +43,7 @@ class _Provider:
     role: Role
     identity: Identity
     address: str  # the port that it got stays its own when it is started again
+    layers: str | None = None
     process: subprocess.Popen[bytes] | None = None
 
 
@@ -53,12 +54,17 @@ class LocalFederation:
     quantised weights. Providers are called `executor` and `helper`, or `executor-1`, `executor-2`, ... where there are
     several.
 
+        LocalFederation(model, run, executors=3, layers={"executor-1": "0-15", "executor-2": "16-31"})
+
     Args:
         model: the base checkpoint that they serve.
         directory: new or empty; it stays afterwards.
         helpers: number of helpers; 0 for masking without one.
         executors: number of executors.
         weight_bits: b.
+        layers: what providers serve of the model, by name; the others serve all of it.
+        companies: names of providers that count as one party, by the company's name.
+        pad_helpers: how many helpers share each pad; all of them if None.
         host: an IP address of this machine, where they listen; by default loopback.
         provider_options: further entries of each provider.toml.
         deadline_s: time for all of them to become ready.
@@ -73,6 +79,9 @@ class LocalFederation:
         helpers: int = 1,
         executors: int = 1,
         weight_bits: int = DEFAULT_WEIGHT_BITS,
+        layers: Mapping[str, str] | None = None,
+        companies: Mapping[str, Sequence[str]] | None = None,
+        pad_helpers: int | None = None,
         host: str = "127.0.0.1",
         provider_options: ProviderOptions | None = None,
         deadline_s: float = 120.0,
@@ -82,6 +91,9 @@ class LocalFederation:
         self.directory = directory.resolve()
         self._counts: dict[Role, int] = {"executor": executors, "helper": helpers}
         self._weight_bits = weight_bits
+        self._layers = layers or {}
+        self._companies = companies or {}
+        self._pad_helpers = pad_helpers
         self._host = host
         self._options = provider_options or {}
         self._deadline_s = deadline_s
@@ -132,49 +144,56 @@ class LocalFederation:
         """Issue certificates, start every provider, write `federation.toml`.
 
         Raises:
-            ConfigError: a provider ended at once; the message quotes its log.
+            ConfigError: a provider ended at once; the message quotes its log. Or `layers` names none of them.
             DeadlineExceededError: a provider was not ready in time.
             CertificateError, CheckpointError, UnsupportedModelError: as they say.
         """
-        cache = self.directory / "cache"
-        store = WeightStore(self.model, weight_bits=self._weight_bits, cache=cache)
-        digest = store.manifest(progress=self._progress).digest  # once, here: the providers find it in the cache
-        keys = self.directory / "keys"
-        authority = create_authority(keys)
-        tenant = issue(keys, authority=authority, kind=Kind.TENANT, name="tenant")
-        hosts = dict.fromkeys((*DEFAULT_HOSTS, self._host))
+        store = WeightStore(self.model, weight_bits=self._weight_bits, cache=self.directory / "cache")
+        self._digest = store.manifest(progress=self._progress).digest  # here, once: providers find it in the cache
+        self._authority = create_authority(self._keys)
+        self._tenant = issue(self._keys, authority=self._authority, kind=Kind.TENANT, name="tenant")
         for role, count in self._counts.items():
             for i in range(count):
                 name = role if count == 1 else f"{role}-{i + 1}"
-                identity = issue(keys, authority=authority, kind=Kind.PROVIDER, name=name, hosts=list(hosts))
-                self._providers[name] = _Provider(name, role, identity, f"{self._host}:0")
+                self._make(name, role, self._layers.get(name))
+        for name in self._layers:
+            self._provider(name)
         try:
             for provider in self._providers.values():
                 self._launch(provider)
             deadline = time.monotonic() + self._deadline_s
             for provider in self._providers.values():
                 self._wait_ready(provider, deadline)
+            self._write_federation()
         except BaseException:
             self.stop()
             raise
-        sections = [
-            _table("[model]", digest=digest, weight_bits=self._weight_bits),
-            _table("[tenant]", certificate=tenant.certificate, key=tenant.key),
-        ]
-        for p in self._providers.values():
-            pinned = p.identity.certificate
-            sections.append(
-                _table(
-                    "[[provider]]",
-                    name=p.name,
-                    operator=f"operator of {p.name}",
-                    role=p.role,
-                    address=p.address,
-                    certificate=pinned,
-                )
-            )
-        write_atomically(self.federation, "\n".join(sections).encode())
         return self
+
+    def add(self, name: str, role: Role = "executor", *, layers: str | None = None) -> None:
+        """One more provider joins: it is started, and `federation.toml` names it from now on.
+
+        Args:
+            name: of its own.
+            layers: what it serves of the model; all of it if None.
+
+        Raises:
+            ConfigError: the name is taken, or the provider ended at once; the message quotes its log.
+            DeadlineExceededError: it was not ready in time.
+        """
+        if name in self._providers:
+            raise ConfigError(f"there is a provider {name!r} here: give the new one a name of its own")
+        provider = self._make(name, role, layers)
+        try:
+            self._launch(provider)
+            self._wait_ready(provider, time.monotonic() + self._deadline_s)
+        except BaseException:
+            self.kill(name)
+            del self._providers[name]
+            provider.identity.certificate.unlink()
+            provider.identity.key.unlink()
+            raise
+        self._write_federation()
 
     def stop(self) -> None:
         """Ask every provider to stop, and kill those that do not."""
@@ -202,6 +221,33 @@ class LocalFederation:
         except KeyError:
             known = ", ".join(self._providers) or "none yet"
             raise ConfigError(f"no provider {name!r} here; there are {known}") from None
+
+    @property
+    def _keys(self) -> Path:
+        return self.directory / "keys"
+
+    def _make(self, name: str, role: Role, layers: str | None) -> _Provider:
+        hosts = list(dict.fromkeys((*DEFAULT_HOSTS, self._host)))
+        identity = issue(self._keys, authority=self._authority, kind=Kind.PROVIDER, name=name, hosts=hosts)
+        provider = self._providers[name] = _Provider(name, role, identity, f"{self._host}:0", layers)
+        return provider
+
+    def _write_federation(self) -> None:
+        sections = [
+            _table("[model]", digest=self._digest, weight_bits=self._weight_bits),
+            _table("[tenant]", certificate=self._tenant.certificate, key=self._tenant.key),
+        ]
+        if self._pad_helpers is not None:
+            sections.append(_table("[pads]", helpers=self._pad_helpers))
+        for name, members in self._companies.items():
+            sections.append(_table("[[company]]", name=name, members=list(members)))
+        for p in self._providers.values():
+            entries: dict[str, object] = {"layers": p.layers} if p.layers else {}
+            entries |= {"address": p.address, "certificate": p.identity.certificate}
+            sections.append(
+                _table("[[provider]]", name=p.name, operator=f"operator of {p.name}", role=p.role, **entries)
+            )
+        write_atomically(self.federation, "\n".join(sections).encode())
 
     def _tail(self, provider: _Provider) -> str:
         return self.logs(provider.name)[-_TAIL:]
@@ -255,9 +301,11 @@ class LocalFederation:
             "tls": {
                 "certificate": provider.identity.certificate,
                 "key": provider.identity.key,
-                "tenant_authority": self.directory / "keys" / "authority.pem",
+                "tenant_authority": self._keys / "authority.pem",
             },
         }
+        if provider.layers is not None:
+            tables["model"]["layers"] = provider.layers
         for table, entries in self._options.items():
             tables.setdefault(table, {}).update(entries)
         head = _entries(name=provider.name, listen=provider.address, roles=[provider.role])

@@ -53,7 +53,7 @@ def test_providers_come_back_at_their_address_others_join_and_all_are_gone_at_th
         with pytest.raises(ConfigError, match="'7' goes beyond this model, whose layers are 0-1"):
             local.add("late", layers="7")
         local.add("late", layers="1")
-        assert local.names[-1] == "late"
+        assert "late" in local.names
         assert load_federation(local.federation).executors[:2] == (one, two)
         assert load_federation(local.federation).executors[2].layers == two.layers
         pids = [before, *map(local.pid, local.names)]

@@ -1,25 +1,19 @@
 """One TLS connection to one provider in one role: a request goes out, its answer comes back, or the deadline passes.
 
-A request is a fixed run of bytes. If the connection breaks, the *same bytes* are sent again on a new one, until the
-deadline: providers keep no state between requests, so this is safe, and it never draws a second mask for
-the same row (rule 3). Whatever comes back is checked against the request it should answer (rule 7) before
-memory is taken for it. Waiting is always bounded by the request's deadline, and done in slices of two seconds, between
-which `tenant.notices` may say what is being waited for.
+A request is a fixed run of bytes. `attempt` sends it once. `request` persists: if the connection breaks or the provider
+is busy, the *same bytes* are sent again on a new one, until the deadline. Providers keep no state between requests, so
+this is safe, and it never draws a second mask for the same row (rule 3). Whatever comes back is checked against the
+request it should answer (rule 7) before memory is taken for it. Waiting is always bounded by the request's deadline,
+and `tenant.notices` may say what is being waited for.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import os
 import secrets
-import select
-import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -27,6 +21,7 @@ from torch import Tensor
 
 from symbiosis_priv import tls, wire
 from symbiosis_priv.buffers import Buffers
+from symbiosis_priv.dial import Line, Traffic
 from symbiosis_priv.errors import (
     ConnectionLostError,
     DeadlineExceededError,
@@ -35,12 +30,12 @@ from symbiosis_priv.errors import (
     TransportError,
 )
 from symbiosis_priv.federation import Peer
-from tenant.notices import FIRST_S, Notices
+from tenant.notices import Notices
+from tenant.worker import Worker
 
 DEADLINE_OPTION = "RemoteConfig(deadline_s=...)"
 
 T = TypeVar("T")
-_RECORD = 16 * 1024  # the most that a TLS record carries: the head travels with what fits beside it
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.02, 1.0
 
 
@@ -57,18 +52,8 @@ class Wiretap(Protocol):
         """A reply has arrived and nothing has looked at it yet."""
 
 
-@dataclass
-class Traffic:
-    """Counters of one channel. Bytes are those of the frames, without TLS overhead."""
-
-    round_trips: int = 0
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    reconnects: int = 0
-
-
 class Channel:
-    """A connection that comes back by itself.
+    """A connection that comes back by itself. Threads that share one wait for each other.
 
     Args:
         peer: whom to connect to, and the pinned certificate.
@@ -79,6 +64,7 @@ class Channel:
         buffers: where answers lie; memory of their own if None.
         notices: who says what is being waited for; with it, what the option for `deadline_s` is called.
         wiretap: an observer of every frame, or None.
+        permit: called before every request leaves; what it raises keeps the request here.
     """
 
     def __init__(
@@ -92,26 +78,38 @@ class Channel:
         buffers: Buffers | None = None,
         notices: Notices | None = None,
         wiretap: Wiretap | None = None,
+        permit: Callable[[Peer], None] | None = None,
     ) -> None:
         self.peer = peer
         self.traffic = Traffic()
+        self.worker = Worker(f"{peer.role}-{peer.name}")
         self._hello = wire.Hello(version=wire.VERSION, role=peer.role, model_digest=model_digest)
         self._context = tls.client_context(certificate=certificate, key=key, pins=peer.pins)
         self._deadline_s = deadline_s
         self._buffers = buffers or Buffers(limit=0)
         self._notices = notices or Notices(option=DEADLINE_OPTION)
         self._wiretap = wiretap
+        self._permit = permit
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._socket: socket.socket | None = None
-        self._slice = 0.0  # the socket's timeout
+        self._line: Line | None = None
         self._began = 0.0
         self._welcome: wire.Welcome | None = None
+
+    @property
+    def line(self) -> Line | None:
+        """The connection as it is now, if there is one."""
+        return self._line
 
     def welcome(self) -> wire.Welcome:
         """The provider's limits; connects if need be."""
         with self._lock:
             return self._persist(self._connect)
+
+    def greet(self, *, deadline: float) -> wire.Welcome:
+        """The same, tried once."""
+        with self._lock:
+            return self._once(self._connect, deadline)
 
     def request(self, message: wire.Execute | wire.Effect, payload: Tensor | None, *, outputs: int) -> Tensor:
         """Send a request and wait for its answer.
@@ -132,12 +130,29 @@ class Channel:
         with self._lock:
             return self._persist(lambda deadline: self._round_trip(message, payload, outputs, deadline))
 
+    def attempt(
+        self, message: wire.Execute | wire.Effect, payload: Tensor | None, *, outputs: int, deadline: float
+    ) -> Tensor:
+        """The same, tried once, up to a deadline on the clock of `time.monotonic`.
+
+        Raises:
+            TransportError: the provider is away, busy or too slow; the same bytes may be sent again, to anybody.
+            ProviderError, ProtocolError: as `request` says.
+        """
+        with self._lock:
+            return self._once(lambda until: self._round_trip(message, payload, outputs, until), deadline)
+
+    def submit(self, message: wire.Execute | wire.Effect, payload: Tensor | None, *, outputs: int) -> Future[Tensor]:
+        """`request` on the channel's own thread, after what was submitted before."""
+        return self.worker.submit(self.request, message, payload, outputs=outputs)
+
     def close(self) -> None:
-        """Close for good, without waiting: a request in flight in another thread fails."""
+        """Close for good, without waiting: a request in flight in another thread fails. `worker` is the caller's to
+        join."""
         self._closed.set()
-        if (connection := self._socket) is not None:
-            with contextlib.suppress(OSError):  # wakes its reader; SSLSocket's own would drop the TLS state under it
-                socket.socket.shutdown(connection, socket.SHUT_RDWR)
+        self.worker.stop()
+        if (line := self._line) is not None:
+            line.shut()
         if self._lock.acquire(blocking=False):  # else the request in flight drops the connection as it fails
             self._drop()
             self._lock.release()
@@ -147,19 +162,28 @@ class Channel:
         self._closed.set()
         self._drop()
 
+    def _once(self, attempt: Callable[[float], T], deadline: float, *, began: float | None = None) -> T:
+        self._began = time.monotonic() if began is None else began
+        try:
+            result = attempt(deadline)
+        except BaseException as error:
+            self._drop()  # the stream may be in the middle of a frame
+            if self._closed.is_set() and isinstance(error, TransportError):
+                raise self._closed_here() from error
+            raise
+        self._notices.answered(self._name)
+        return result
+
     def _persist(self, attempt: Callable[[float], T]) -> T:
-        self._began = time.monotonic()
-        deadline = self._began + self._deadline_s
+        began = time.monotonic()
+        deadline = began + self._deadline_s
         pause = _FIRST_PAUSE_S
         while True:
             try:
-                result = attempt(deadline)
-                self._notices.answered(self._name)
-                return result
+                return self._once(attempt, deadline, began=began)
             except TransportError as error:
-                self._drop()
                 if self._closed.is_set():
-                    raise ConnectionLostError(f"the connection to {self._name} was closed on this side") from error
+                    raise
                 if time.monotonic() + pause >= deadline:
                     raise DeadlineExceededError(
                         f"no answer from {self._name} within {self._deadline_s:g} s (last: {error}). Is it running? "
@@ -169,22 +193,18 @@ class Channel:
                 self._say(deadline, str(error))
                 self._closed.wait(pause)
                 pause = min(2 * pause, _LAST_PAUSE_S)
-            except BaseException:
-                self._drop()  # the stream may be in the middle of a frame
-                raise
 
     def _round_trip(
         self, message: wire.Execute | wire.Effect, payload: Tensor | None, outputs: int, deadline: float
     ) -> Tensor:
+        if self._permit:
+            self._permit(self.peer)
         self._connect(deadline)
+        assert self._line is not None
         if self._wiretap:
             self._wiretap.sent(self.peer, message, payload)
-        self._send(message, payload, deadline)
-        reply, answer = self._receive(
-            deadline,
-            expect=(message.rows, outputs, message.arithmetic),
-            max_payload=message.rows * outputs * wire.ITEM_BYTES,
-        )
+        self._line.send(message, payload, deadline=deadline)
+        reply, answer = self._receive(self._line, message, outputs, deadline)
         if self._wiretap:
             self._wiretap.received(self.peer, reply, answer)
         self.traffic.round_trips += 1
@@ -198,22 +218,20 @@ class Channel:
         if self._welcome is None:
             if self._closed.is_set():
                 raise ConnectionLostError(f"{self._name} is asked no more")
-            try:
-                raw = self._dial(deadline)
-            except OSError as error:
-                raise ConnectionLostError(f"cannot reach {self._name}: {error}") from error
-            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            try:
-                connection = self._context.wrap_socket(
-                    raw, server_hostname=self.peer.host, do_handshake_on_connect=False
-                )
-                self._socket = connection
-                self._within(deadline, connection.do_handshake, "it has not finished the TLS handshake")
-                tls.check_pin(connection, pins=self.peer.pins)
-            except OSError as error:
-                raise tls.handshake_error(error, peer=self._name) from error
-            self._send(self._hello, None, deadline)
-            reply, _ = self._receive(deadline, expect=None, max_payload=0)
+            line = self._line = Line(
+                self._name,
+                host=self.peer.host,
+                port=self.peer.port,
+                pins=self.peer.pins,
+                context=self._context,
+                traffic=self.traffic,
+                waiting=self._say,
+            )
+            if self._closed.is_set():  # since: `close` has not seen this line
+                line.shut()
+            line.open(deadline)
+            line.send(self._hello, deadline=deadline)
+            reply, _ = line.receive(max_payload=0, deadline=deadline)
             if isinstance(reply, wire.Failure):
                 raise self._failure(reply)
             if not isinstance(reply, wire.Welcome) or reply.model_digest != self._hello.model_digest:
@@ -221,103 +239,31 @@ class Channel:
             self._welcome = reply
         return self._welcome
 
-    def _dial(self, deadline: float) -> socket.socket:
-        """Like `socket.create_connection`, but `close` can reach a socket that is still connecting."""
-        refusal: OSError | None = None
-        for family, kind, protocol, _, address in socket.getaddrinfo(
-            self.peer.host, self.peer.port, type=socket.SOCK_STREAM
-        ):
-            candidate = self._socket = socket.socket(family, kind, protocol)
-            try:
-                candidate.setblocking(False)
-                self._slice = 0.0
-                if (code := candidate.connect_ex(address)) == errno.EINPROGRESS:
-                    code = self._within(deadline, partial(_connected, candidate), "it does not take the connection")
-                if code:
-                    raise OSError(code, os.strerror(code))
-                return candidate
-            except OSError as error:
-                refusal = error
-                candidate.close()
-        assert refusal is not None  # getaddrinfo raises if it finds no address
-        raise refusal
-
-    def _send(self, message: wire.Message, payload: Tensor | None, deadline: float) -> None:
-        body = memoryview(b"") if payload is None else wire.as_bytes(payload)
-        head = wire.encode(message, payload_bytes=len(body))
-        beside = _RECORD - len(head)
-        self._write(head + body[:beside], deadline)
-        self._write(body[beside:], deadline)
-        self.traffic.bytes_sent += len(head) + len(body)
-
     def _receive(
-        self, deadline: float, *, expect: tuple[int, int, wire.Arithmetic] | None, max_payload: int
+        self, line: Line, request: wire.Binding, outputs: int, deadline: float
     ) -> tuple[wire.Reply, Tensor | None]:
-        prefix = bytearray(wire.PREFIX.size)
-        self._read(prefix, deadline)
-        header_size, payload_size = wire.decode_prefix(prefix, max_payload=max_payload)
-        header = bytearray(header_size)
-        self._read(header, deadline)
-        reply = wire.decode_reply(header)
-        self.traffic.bytes_received += len(prefix) + header_size + payload_size
-        if expect is None or not isinstance(reply, wire.Result):
+        size = request.rows * outputs * wire.ITEM_BYTES
+        reply, payload_size = line.receive(max_payload=size, deadline=deadline)
+        if not isinstance(reply, wire.Result):
             if payload_size:
                 raise ProtocolError(f"{self._name} sent a payload where none belongs")
             return reply, None
-        rows, outputs, arithmetic = expect
-        if payload_size != max_payload:
-            raise ProtocolError(f"{self._name} sent {payload_size} bytes where {rows} rows of {outputs} belong")
-        answer = self._buffers.matrix(rows, outputs, dtype=wire.payload_dtype(arithmetic))
-        self._read(wire.as_bytes(answer), deadline)
+        if payload_size != size:
+            raise ProtocolError(f"{self._name} sent {payload_size} bytes where {request.rows} rows of {outputs} belong")
+        answer = self._buffers.matrix(request.rows, outputs, dtype=wire.payload_dtype(request.arithmetic))
+        line.fill(wire.as_bytes(answer), deadline=deadline)
         return reply, answer
-
-    def _write(self, data: bytes | memoryview, deadline: float) -> None:
-        assert self._socket is not None
-        view = memoryview(data)
-        while view:
-            try:
-                count = self._within(deadline, partial(self._socket.send, view), "it does not take the request")
-            except OSError as error:
-                raise self._lost(error) from error
-            view = view[count:]
-
-    def _read(self, buffer: bytearray | memoryview, deadline: float) -> None:
-        assert self._socket is not None
-        view = memoryview(buffer)
-        while view:
-            try:
-                count = self._within(deadline, partial(self._socket.recv_into, view), "it has not answered yet")
-            except OSError as error:
-                raise self._lost(error) from error
-            if not count:
-                raise ConnectionLostError(f"{self._name} closed the connection")
-            view = view[count:]
-
-    def _within(self, deadline: float, operation: Callable[[], T], why: str) -> T:
-        """What a socket operation gives, tried again from slice to slice up to the deadline."""
-        assert self._socket is not None
-        while (left := deadline - time.monotonic()) > 0 and not self._closed.is_set():
-            if self._slice != (length := min(left, FIRST_S)):  # a system call, and there are thousands of records
-                self._slice = length
-                self._socket.settimeout(length)
-            try:
-                return operation()
-            except TimeoutError:
-                self._say(deadline, why)
-        raise TimeoutError(why)
 
     def _say(self, deadline: float, why: str) -> None:
         self._notices.waiting(self._name, since=self._began, until=deadline, why=why)
-
-    def _lost(self, error: OSError) -> Exception:
-        if self._welcome is None:  # a refused certificate shows up at the first read, see tls
-            return tls.handshake_error(error, peer=self._name)
-        return ConnectionLostError(f"connection to {self._name} broke: {error}")
 
     def _failure(self, reply: wire.Failure) -> Exception:
         if reply.code in wire.RETRYABLE:
             return ConnectionLostError(f"{self._name} is {reply.code}")
         return ProviderError(code=reply.code, provider=self.peer.name, detail=reply.detail)
+
+    def _closed_here(self) -> ConnectionLostError:
+        return ConnectionLostError(f"the connection to {self._name} was closed on this side")
 
     @property
     def _name(self) -> str:
@@ -325,21 +271,11 @@ class Channel:
 
     def _drop(self) -> None:
         self._welcome = None
-        if self._socket is not None:
-            with contextlib.suppress(OSError):
-                self._socket.close()
-            self._socket = None
+        if self._line is not None:
+            self._line.close()
+            self._line = None
 
 
 def fresh_nonce() -> bytes:
     """16 random bytes that bind an answer to its request."""
     return secrets.token_bytes(wire.NONCE_BYTES)
-
-
-def _connected(candidate: socket.socket) -> int:
-    """Wait until a connection is made or refused, as long as the socket's timeout allows; the error's number, or 0."""
-    poll = select.poll()
-    poll.register(candidate, select.POLLOUT)
-    if not poll.poll(1e3 * (candidate.gettimeout() or 0.0)):
-        raise TimeoutError
-    return candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)

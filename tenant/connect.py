@@ -20,9 +20,10 @@ from tenant.config import RemoteConfig
 from tenant.facts import GroupFacts, Preparation
 from tenant.masking.registry import scheme_named
 from tenant.masking.scheme import SessionScheme
+from tenant.options import SessionOptions
 from tenant.own_tensors import own_digest
 from tenant.preparation import prepare
-from tenant.session import Session, SessionOptions
+from tenant.session import Session
 
 
 def open_backend(config: RemoteConfig, model: str | Path) -> Backend:

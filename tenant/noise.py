@@ -140,7 +140,7 @@ class PoolMemory:
 
 
 class NoisePool:
-    """Pads of one (layer group, direction), drawn ahead. Not thread-safe on its own: a session calls it under its lock.
+    """Pads of one (layer group, direction), drawn ahead. Thread-safe: nobody holds its lock while a pad is drawn.
 
     Args:
         source: makes the pads.
@@ -185,8 +185,8 @@ class NoisePool:
                 pads.append(pad)
                 missing -= pad.rows
             self._release(rows - missing)
-        self.taken += rows
-        self.dry += missing
+            self.taken += rows
+            self.dry += missing
         if missing:
             pads.append(self._source.draw(self._index, self._direction, missing, ahead=False))
         self._order(rows)

@@ -33,7 +33,7 @@ from tenant.loading import load_adapter, load_model, load_tokenizer
 from tenant.preparation import prepare
 from tenant.quality import compare
 from tenant.remote_linear import RemoteLayer
-from tenant.session import Ledger
+from tenant.tally import Ledger
 
 Report = Callable[[str, int, int, str], None]
 """Called with (stage, done, in all, a short remark)."""

@@ -27,8 +27,9 @@ from symbiosis_priv.tls import server_context
 from symbiosis_priv.weights import WeightStore
 from tenant.channel import Wiretap
 from tenant.facts import Preparation
+from tenant.options import SessionOptions
 from tenant.preparation import prepare
-from tenant.session import Session, SessionOptions
+from tenant.session import Session
 
 TIMEOUT_S = 20.0
 

@@ -287,7 +287,7 @@ def test_who_does_not_answer_is_named_while_it_is_waited_for(
 ) -> None:
     """Silent after the request, not there at all, or taking connections and saying nothing."""
     monkeypatch.setattr("tenant.notices.FIRST_S", 0.1)
-    monkeypatch.setattr("tenant.channel.FIRST_S", 0.1)
+    monkeypatch.setattr("symbiosis_priv.dial.SLICE_S", 0.1)
     asked = threading.Event()
 
     def say_nothing(heard: Heard, reply: wire.Result, answer: Tensor) -> None:
@@ -397,6 +397,8 @@ def test_a_nonce_is_never_the_same() -> None:
 def test_tls_is_13_with_both_sides_authenticated(executor: ScriptedProvider, connect: NewChannel) -> None:
     channel = connect(executor)
     ask(channel)
-    assert isinstance(channel._socket, ssl.SSLSocket)
-    assert channel._socket.version() == "TLSv1.3"
-    assert channel._socket.context.verify_mode == ssl.CERT_REQUIRED
+    assert channel.line is not None
+    connection = channel.line.connection
+    assert isinstance(connection, ssl.SSLSocket)
+    assert connection.version() == "TLSv1.3"
+    assert connection.context.verify_mode == ssl.CERT_REQUIRED

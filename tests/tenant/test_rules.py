@@ -37,6 +37,7 @@ from transformers import AutoModelForCausalLM
 from transformers.quantizers.base import HfQuantizer
 
 from symbiosis_priv import keystream, modular, passes, wire
+from symbiosis_priv.dial import Line
 from symbiosis_priv.errors import (
     BurntRowError,
     CheckpointError,
@@ -54,13 +55,14 @@ from symbiosis_priv.ring import BACKWARD, FORWARD, quantise_rows
 from symbiosis_priv.weights import WeightStore
 from tenant import RemoteConfig, backend_of
 from tenant.backend import RingBackend
-from tenant.channel import Channel
 from tenant.facts import Preparation
 from tenant.hf import RemoteQuantizer
 from tenant.noise import Pad
 from tenant.remote_linear import LayerGroup, _Pending
+from tenant.routes import Routes
 from tenant.rows import Rows
-from tenant.session import Session, _Runtime
+from tenant.runtime import Runtime
+from tenant.session import Session
 from tenant.verifier import VerificationKeys
 
 if TYPE_CHECKING:
@@ -300,12 +302,12 @@ def test_rule_3_breach_a_pad_handed_out_twice(
 ) -> None:
     session = new_session("local", [executor])
     kept: dict[tuple[int, str, int], list[Pad]] = {}
-    take = _Runtime.take
+    take = Runtime.take
 
-    def take_again(self: _Runtime, index: int, direction: Any, rows: int) -> list[Pad]:
+    def take_again(self: Runtime, index: int, direction: Any, rows: int) -> list[Pad]:
         return kept.setdefault((index, direction, rows), take(self, index, direction, rows))
 
-    monkeypatch.setattr(_Runtime, "take", take_again)
+    monkeypatch.setattr(Runtime, "take", take_again)
     assert masks_repeat(session, executor)
 
 
@@ -361,12 +363,13 @@ def test_rule_3_a_retry_resends_identical_bytes(
     new_session: NewSession, executor: ScriptedProvider, frames: Callable[..., bytes], monkeypatch: Patch
 ) -> None:
     assert not a_retry_differs(new_session, executor, frames)
-    send = Channel._send
+    send = Line.send
 
-    def send_with_another_mask(self: Channel, message: Any, payload: Tensor | None, deadline: float) -> None:
-        send(self, message, None if payload is None else payload + torch.randint(9, payload.shape).int(), deadline)
+    def send_with_another_mask(self: Line, message: Any, payload: Tensor | None = None, *, deadline: float) -> None:
+        other = None if payload is None else payload + torch.randint(9, payload.shape).int()
+        send(self, message, other, deadline=deadline)
 
-    monkeypatch.setattr(Channel, "_send", send_with_another_mask)
+    monkeypatch.setattr(Line, "send", send_with_another_mask)
     assert a_retry_differs(new_session, executor, frames)
 
 
@@ -408,9 +411,9 @@ def test_rule_4_backward_is_masked_as_forward_is(split: Any, executor: ScriptedP
         assert len(heard) >= 8
         assert all(is_uniform(h.rows) for h in heard)
     executor.heard.clear()
-    take = _Runtime.take
+    take = Runtime.take
     monkeypatch.setattr(
-        _Runtime, "take", lambda self, index, way, rows: [] if way == BACKWARD else take(self, index, way, rows)
+        Runtime, "take", lambda self, index, way, rows: [] if way == BACKWARD else take(self, index, way, rows)
     )
     train_a_step(split)
     assert not any(is_uniform(h.rows) for h in executor.executed if h.request.direction == BACKWARD)
@@ -496,7 +499,7 @@ def test_rule_5_breach_a_scale_in_a_nonce(
         return scale
 
     monkeypatch.setattr(passes, "encode", spy)
-    monkeypatch.setattr("tenant.session.fresh_nonce", lambda: struct.pack("<d", scales[-1]) + os.urandom(8))
+    monkeypatch.setattr("tenant.product.fresh_nonce", lambda: struct.pack("<d", scales[-1]) + os.urandom(8))
     train_a_step(split)
     assert leaks([executor, helper], {"scale": [struct.pack("<d", s) for s in scales]}) == {"scale"}
 
@@ -504,14 +507,14 @@ def test_rule_5_breach_a_scale_in_a_nonce(
 def test_rule_5_breach_token_ids_in_a_payload(
     split: Any, executor: ScriptedProvider, helper: ScriptedProvider, monkeypatch: Patch
 ) -> None:
-    send = Channel._send
+    send = Line.send
 
-    def send_ids(self: Channel, message: Any, payload: Tensor | None, deadline: float) -> None:
+    def send_ids(self: Line, message: Any, payload: Tensor | None = None, *, deadline: float) -> None:
         if payload is not None:
             payload[0, :4] = IDS[0, :4]
-        send(self, message, payload, deadline)
+        send(self, message, payload, deadline=deadline)
 
-    monkeypatch.setattr(Channel, "_send", send_ids)
+    monkeypatch.setattr(Line, "send", send_ids)
     with pytest.raises(VerificationError):  # what came back is no product of the row; but it was sent
         split(input_ids=IDS)
     assert leaks([executor, helper], {"tokens": [IDS[0, :4].int().numpy().tobytes()]}) == {"tokens"}
@@ -520,7 +523,7 @@ def test_rule_5_breach_token_ids_in_a_payload(
 def test_rule_5_breach_rows_as_they_are(
     split: Any, executor: ScriptedProvider, helper: ScriptedProvider, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(_Runtime, "take", lambda self, index, direction, rows: [])
+    monkeypatch.setattr(Runtime, "take", lambda self, index, direction, rows: [])
     with torch.no_grad():
         split(input_ids=IDS)
     assert leaks([executor, helper], {}) == {"format"}
@@ -538,7 +541,7 @@ def spoils(frames: Callable[..., bytes], *, row: int = 0) -> Callable[..., bytes
 
 
 def a_lie_is_believed(session: Session) -> bool:
-    session._quarantined.clear()
+    session.routes.quarantined.clear()
     try:
         session.product(QKV, FORWARD, ring_rows(session.preparation))
     except VerificationError:
@@ -582,7 +585,7 @@ def test_rule_6_nothing_is_handed_out_before_all_of_it_has_passed(
     assert group._pending is None
     decode = passes.decode
     monkeypatch.setattr(passes, "decode", lambda *args, **kwargs: [decode(*args, **kwargs), True][1])
-    session._quarantined.clear()
+    session.routes.quarantined.clear()
     assert group.output(x, 0).shape == (4, 64)
 
 
@@ -606,7 +609,7 @@ def test_rule_6_an_abort_tells_the_provider_nothing(
     assert heard_after_an_abort(new_session("local", [executor]), executor) == 0
     executor.heard.clear()
     executor.hellos.clear()
-    monkeypatch.setattr(Session, "_quarantine", lambda self, peer: None)
+    monkeypatch.setattr(Routes, "quarantine", lambda self, *suspects: None)
     assert heard_after_an_abort(new_session("local", [executor]), executor) > 0
 
 
@@ -638,7 +641,7 @@ def stranger(frames: Callable[..., bytes], **fields: Any) -> Callable[..., bytes
 
 
 def believes(session: Session) -> bool:
-    session._quarantined.clear()
+    session.routes.quarantined.clear()
     try:
         session.product(QKV, FORWARD, ring_rows(session.preparation))
     except (ProtocolError, VerificationError):
@@ -742,7 +745,7 @@ def test_rule_8_no_party_gets_seed_and_row(
     with pytest.raises(RoleConflictError, match="same operator"):
         use()
     assert not someone_knows_both(parties)
-    monkeypatch.setattr("tenant.session.check_parties", lambda peers, **_: None)
+    monkeypatch.setattr("tenant.runtime.check_parties", lambda peers, **_: None)
     use()
     assert someone_knows_both(parties)
 
@@ -907,7 +910,7 @@ def test_rule_11_two_helpers_never_expand_one_stream(
     with pytest.raises(ConfigError, match=r"helper 'one' and helper 'other' have the same certificate, public key"):
         masks_are_even(refused, executor)
     assert executor.heard == helper.heard == []
-    monkeypatch.setattr("tenant.session.check_parties", lambda peers, **_: None)
+    monkeypatch.setattr("tenant.runtime.check_parties", lambda peers, **_: None)
     assert not masks_are_even(new_session("pad", [executor], twins), executor)
     seed_for = SessionSecret.seed_for
     monkeypatch.setattr(SessionSecret, "seed_for", lambda secret, name, key: seed_for(secret, key))
@@ -927,9 +930,9 @@ def test_rule_11_a_quarantined_executor_is_not_asked_under_another_name(
         return len(executor.executed)
 
     assert asked() == 0
-    monkeypatch.setattr("tenant.session.check_parties", lambda peers, **_: None)
+    monkeypatch.setattr("tenant.runtime.check_parties", lambda peers, **_: None)
     assert asked() == 1
-    monkeypatch.setattr("tenant.session.keys_of", lambda peer: frozenset({peer.name}))
+    monkeypatch.setattr("tenant.routes.keys_of", lambda peer: frozenset({peer.name}))
     assert asked() == 1 + 2
 
 
@@ -938,7 +941,11 @@ def test_rule_11_a_quarantined_executor_is_not_asked_under_another_name(
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_rule_12_a_fork_is_noticed_where_process_ids_are_the_same(
-    new_session: NewSession, executor: ScriptedProvider, helper: ScriptedProvider, monkeypatch: Patch
+    new_session: NewSession,
+    executor: ScriptedProvider,
+    helper: ScriptedProvider,
+    frames: Callable[..., bytes],
+    monkeypatch: Patch,
 ) -> None:
     """As in a new pid namespace, and while another thread of the parent is in the middle of a product."""
     monkeypatch.setattr("os.getpid", lambda: 1)
@@ -946,12 +953,14 @@ def test_rule_12_a_fork_is_noticed_where_process_ids_are_the_same(
     session.product(QKV, FORWARD, xq := ring_rows(session.preparation))
     busy, done = threading.Event(), threading.Event()
 
-    def hold_its_lock() -> None:
-        with session._lock:
+    def hold_up_the_other_layer(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
+        if heard.request.group == OUT:
             busy.set()
             done.wait(20)
+        return frames(reply, answer)
 
-    thread = threading.Thread(target=hold_its_lock)
+    executor.behaviour = hold_up_the_other_layer
+    thread = threading.Thread(target=lambda: session.product(OUT, FORWARD, ring_rows(session.preparation, OUT)))
     thread.start()
     assert busy.wait(20)
     in_child = in_a_fork(lambda: session.product(QKV, FORWARD, xq).numpy().tobytes())

@@ -109,6 +109,33 @@ def test_several_threads_may_share_a_session(
         assert all(threads.map(ask, range(40)))
 
 
+def test_products_of_several_threads_are_under_way_at_once(
+    executor: ScriptedProvider,
+    helper: ScriptedProvider,
+    new_session: NewSession,
+    store: WeightStore,
+    frames: Callable[..., bytes],
+) -> None:
+    """No answer comes before all four have been heard: whoever held a lock across the network would wait for ever."""
+    all_here = threading.Barrier(4)
+
+    def answer_when_all_are_here(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
+        all_here.wait(20)
+        return frames(reply, answer)
+
+    executor.behaviour = answer_when_all_are_here
+    session = new_session("pad", [executor], [helper])
+
+    def ask(seed: int) -> bool:
+        rows = ring_rows(session.preparation, seed, FORWARD, 2, seed=seed)
+        return torch.equal(session.product(seed, FORWARD, rows), product_of(store, seed, FORWARD, rows))
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(ask, range(4)))
+    assert len(executor.hellos) == 4
+    assert session.ledger().products == 4
+
+
 @pytest.mark.parametrize("limits", [{"max_rows": 8}, {"max_payload": 9 * 4 * 128}])
 @pytest.mark.parametrize("limited", ["executor", "helper"])
 def test_requests_are_split_to_the_smallest_limit(
@@ -271,7 +298,7 @@ def tell_lies(session: Session, store: WeightStore, liar: Liar, *, count: int) -
             answer = session.product(index, direction, rows)
         except (VerificationError, ProtocolError) as error:
             caught.append(error)
-            session._quarantined.clear()  # every answer comes from a new liar
+            session.routes.quarantined.clear()  # every answer comes from a new liar
         else:
             assert liar.told == told, "a lie was believed"
             assert torch.equal(answer, product_of(store, index, direction, rows))
@@ -452,14 +479,15 @@ def test_nobody_is_asked_for_anything_until_it_is_settled_who_lied(
     """Orders for pads that are waiting when the lie is found leave only afterwards, and not at all to who lied."""
     helper.behaviour = saying(frames, spoil)
     session = new_session("pad", [executor], [helper], pool_memory=0)
-    runtime: Any = session._live()
+    source = session.runtime.source
+    assert source is not None
     accepts = BlameKeys.accepts
     heard: list[int] = []
 
     def slowly(*args: Any, **kwargs: Any) -> bool:
         if not heard:
-            runtime.source.draw(QKV, FORWARD, 1, ahead=True)
-            runtime.source.draw(MLP, FORWARD, 1, ahead=False)
+            source.draw(QKV, FORWARD, 1, ahead=True)
+            source.draw(MLP, FORWARD, 1, ahead=False)
         heard.append(len(helper.effects))
         return accepts(*args, **kwargs)
 
@@ -509,9 +537,7 @@ def test_a_lying_helper_is_asked_for_nothing_that_was_ordered_ahead(
     with pytest.raises(VerificationError, match="an effect of provider"):
         session.product(DOWN, FORWARD, ring_rows(session.preparation, DOWN, FORWARD, 1))
     caught.set()
-    runtime: Any = session._runtime
-    for worker in (runtime._refill, runtime.helpers[0].workers[True]):
-        worker.submit(lambda: None).result(20)  # whatever was ordered has gone out by now, or never will
+    session.close()  # whatever was ordered has gone out by now, or never will
     assert len([h for h in helper.effects if h.request.rows > 1]) == 1
 
 
@@ -670,9 +696,9 @@ def test_two_wrong_pieces_at_once_accuse_nobody_else(
             session.product(MLP, FORWARD, rows)
     with contextlib.suppress(QuarantinedError):
         session.product(OUT, FORWARD, ring_rows(session.preparation, OUT, FORWARD, 1))
-    assert session._is_quarantined(session._federation.helpers[0]) == (liar == "helper")
-    assert session._is_quarantined(session._federation.executors[0]) == (liar == "executor")
-    assert not session._is_quarantined(session._federation.executors[1])
+    assert session.routes.is_quarantined(session.routes.helpers[0]) == (liar == "helper")
+    assert session.routes.is_quarantined(session.routes.executors[0]) == (liar == "executor")
+    assert not session.routes.is_quarantined(session.routes.executors[1])
 
 
 def test_after_a_piece_that_fails_no_other_begins(

@@ -6,8 +6,6 @@ what would hide the faults that `properties` looks for. Every wait ends at a dea
 
 from __future__ import annotations
 
-import socket
-import ssl
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,10 +15,11 @@ from typing import Self
 
 from torch import Tensor
 
-from provider.link import Link
-from symbiosis_priv import tls, wire
-from symbiosis_priv.errors import ConnectionLostError, DeadlineExceededError
+from symbiosis_priv import wire
+from symbiosis_priv.dial import Line
+from symbiosis_priv.errors import DeadlineExceededError, TransportError
 from symbiosis_priv.federation import Peer
+from symbiosis_priv.tls import client_context
 
 _PAUSE_S = 0.05
 
@@ -51,31 +50,24 @@ class Dialler:
             CertificateError: either side's certificate is not the right one.
             TransportError: nobody answers there.
         """
-        context = tls.client_context(certificate=self.certificate, key=self.key, pins=self.peer.pins)
+        peer = self.peer
+        context = client_context(certificate=self.certificate, key=self.key, pins=peer.pins)
+        line = Line(str(self), host=peer.host, port=peer.port, pins=peer.pins, context=context)
         try:
-            raw = socket.create_connection((self.peer.host, self.peer.port), timeout=self.deadline_s)
-        except OSError as error:
-            raise ConnectionLostError(f"cannot reach {self}: {error}; is it running?") from error
-        try:
-            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection = context.wrap_socket(raw, server_hostname=self.peer.host)
-            tls.check_pin(connection, pins=self.peer.pins)
-        except OSError as error:
-            raw.close()
-            raise tls.handshake_error(error, peer=str(self)) from error
-        except BaseException:
-            raw.close()
+            line.open(time.monotonic() + self.deadline_s)
+        except BaseException as error:
+            line.close()
+            if isinstance(error, TransportError):
+                raise type(error)(f"{error}; is it running?") from error
             raise
-        return Probe(connection, dialler=self)
+        return Probe(line, dialler=self)
 
 
 class Probe:
     """One connection. A context manager."""
 
-    def __init__(self, connection: ssl.SSLSocket, *, dialler: Dialler) -> None:
-        self._link = Link(connection)
-        self._dialler = dialler
-        self._heard = False  # a refused certificate shows at the first read (see tls)
+    def __init__(self, line: Line, *, dialler: Dialler) -> None:
+        self._line, self._dialler = line, dialler
 
     def __enter__(self) -> Self:
         return self
@@ -85,7 +77,7 @@ class Probe:
 
     def close(self) -> None:
         """Hang up."""
-        self._link.close()
+        self._line.close()
 
     def send(self, message: wire.Message, payload: Tensor | None = None) -> None:
         """Send one frame.
@@ -93,9 +85,8 @@ class Probe:
         Raises:
             TransportError: the connection is gone, or the provider does not read.
         """
-        body = memoryview(b"") if payload is None else wire.as_bytes(payload)
-        with self._translated():
-            self._link.send(wire.encode(message, payload_bytes=len(body)), body, deadline=self._deadline())
+        with self._told():
+            self._line.send(message, payload, deadline=self._deadline())
 
     def receive(self, *, max_payload: int) -> tuple[wire.Reply, bytearray]:
         """Wait for one frame: its header and the bytes behind it.
@@ -105,12 +96,11 @@ class Probe:
             TransportError: the connection is gone, or nothing came in time.
         """
         deadline = self._deadline()
-        with self._translated():
-            prefix = self._read(wire.PREFIX.size, deadline)
-            self._heard = True
-            header_size, payload_size = wire.decode_prefix(prefix, max_payload=max_payload)
-            reply = wire.decode_reply(self._read(header_size, deadline))
-            return reply, self._read(payload_size, deadline)
+        with self._told():
+            reply, size = self._line.receive(max_payload=max_payload, deadline=deadline)
+            body = bytearray(size)
+            self._line.fill(body, deadline=deadline)
+            return reply, body
 
     def ask(
         self, message: wire.Message, payload: Tensor | None = None, *, max_payload: int = 0
@@ -133,21 +123,12 @@ class Probe:
     def _deadline(self) -> float:
         return time.monotonic() + self._dialler.deadline_s
 
-    def _read(self, size: int, deadline: float) -> bytearray:
-        data = bytearray(size)
-        self._link.receive(memoryview(data), deadline=deadline)
-        return data
-
     @contextmanager
-    def _translated(self) -> Iterator[None]:
-        """Turns the socket's errors into this project's."""
+    def _told(self) -> Iterator[None]:
+        """Says how to wait longer."""
         try:
             yield
-        except TimeoutError as error:  # DeadlineExceededError included
+        except DeadlineExceededError as error:
             raise DeadlineExceededError(
                 f"{self._dialler} gave no answer within {self._dialler.deadline_s:g} s; --deadline waits longer"
             ) from error
-        except OSError as error:
-            if not self._heard:
-                raise tls.handshake_error(error, peer=str(self._dialler)) from error
-            raise ConnectionLostError(f"the connection to {self._dialler} broke: {error}") from error

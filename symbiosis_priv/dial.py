@@ -1,0 +1,233 @@
+"""The one place where a provider is dialled and frames are read: for sessions, probes, health, `verify` and benches.
+
+A `Line` is a TLS 1.3 connection with the provider's certificate pinned. Every wait on it ends at a deadline that a
+trickle of bytes cannot extend, and is done in slices of two seconds, after each of which whoever waits may say so.
+Another thread may `shut` it at any moment, also while it is still being dialled: the wait then ends at once.
+
+A frame's size is checked against what may come before anything is read, and the caller provides the memory for its
+payload once it has seen the header (`receive`, then `fill`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final, TypeVar
+
+from torch import Tensor
+
+from symbiosis_priv import tls, wire
+from symbiosis_priv.errors import ConnectionLostError, DeadlineExceededError
+
+T = TypeVar("T")
+SLICE_S: Final = 2.0
+"""How long one system call waits, before the deadline and `shut` are looked at."""
+_RECORD: Final = 16 * 1024  # the most that a TLS record carries: the head travels with what fits beside it
+
+Waiting = Callable[[float, str], None]
+"""Told (deadline, why) after every slice of a wait."""
+
+
+@dataclass
+class Traffic:
+    """Counters. Bytes are those of frames, without TLS overhead."""
+
+    round_trips: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    reconnects: int = 0
+
+
+class Line:
+    """One connection to one provider, for one thread at a time; only `shut` may come from another one.
+
+    Args:
+        name: of the provider, for messages.
+        host, port: its address.
+        pins: files with its certificate, one in each.
+        context: `tls.client_context` for the same pins.
+        traffic: where bytes are counted.
+        waiting: told about every slice of a wait.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        host: str,
+        port: int,
+        pins: Sequence[Path],
+        context: ssl.SSLContext,
+        traffic: Traffic | None = None,
+        waiting: Waiting | None = None,
+    ) -> None:
+        self._traffic = traffic or Traffic()
+        self._name, self._host, self._port, self._pins = name, host, port, pins
+        self._context, self._waiting = context, waiting
+        self._socket: socket.socket | None = None
+        self._timeout = 0.0  # the socket's: setting it is a system call, and there are thousands of records
+        self._shut = threading.Event()
+        self._heard = False  # a refused certificate shows up at the first read, see tls
+
+    @property
+    def connection(self) -> socket.socket | None:
+        """The connection: after `open` an `ssl.SSLSocket`; None before it."""
+        return self._socket
+
+    def open(self, deadline: float) -> None:
+        """Connect, shake hands, compare the certificate with the pins; nothing of the protocol has been said then.
+
+        Raises:
+            CertificateError: either side's certificate is not the right one.
+            TransportError: nobody answers there, or not in time.
+        """
+        try:
+            raw = self._dial(deadline)
+        except OSError as error:
+            raise ConnectionLostError(f"cannot reach {self._name}: {error}") from error
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            connection = self._context.wrap_socket(raw, server_hostname=self._host, do_handshake_on_connect=False)
+            self._socket = connection
+            self._within(deadline, connection.do_handshake, "it has not finished the TLS handshake")
+            tls.check_pin(connection, pins=self._pins)
+        except TimeoutError as error:
+            raise DeadlineExceededError(f"connection to {self._name} broke: {error}") from error
+        except OSError as error:
+            raise tls.handshake_error(error, peer=self._name) from error
+
+    def send(self, message: wire.Message, payload: Tensor | None = None, *, deadline: float) -> None:
+        """Send one frame.
+
+        Raises:
+            TransportError: the connection is gone, or the provider does not read.
+        """
+        body = memoryview(b"") if payload is None else wire.as_bytes(payload)
+        head = wire.encode(message, payload_bytes=len(body))
+        beside = _RECORD - len(head)
+        self._write(head + body[:beside], deadline)
+        self._write(body[beside:], deadline)
+        self._traffic.bytes_sent += len(head) + len(body)
+
+    def receive(self, *, max_payload: int, deadline: float) -> tuple[wire.Reply, int]:
+        """Wait for a frame's header.
+
+        Args:
+            max_payload: the most bytes that may follow it.
+
+        Returns:
+            The header, and how many bytes of payload follow, for `fill`.
+
+        Raises:
+            ProtocolError: not a frame, or it announces too much. The connection is of no more use.
+            TransportError: the connection is gone, or nothing came in time.
+        """
+        prefix = bytearray(wire.PREFIX.size)
+        self.fill(prefix, deadline=deadline)
+        self._heard = True
+        header_size, payload_size = wire.decode_prefix(prefix, max_payload=max_payload)
+        header = bytearray(header_size)
+        self.fill(header, deadline=deadline)
+        reply = wire.decode_reply(header)
+        self._traffic.bytes_received += len(prefix) + header_size + payload_size
+        return reply, payload_size
+
+    def fill(self, buffer: bytearray | memoryview, *, deadline: float) -> None:
+        """Read exactly as many bytes as the buffer has.
+
+        Raises:
+            TransportError: the connection is gone, or they did not come in time.
+        """
+        assert self._socket is not None
+        view = memoryview(buffer)
+        while view:
+            try:
+                count = self._within(deadline, partial(self._socket.recv_into, view), "it has not answered yet")
+            except OSError as error:
+                raise self._lost(error) from error
+            if not count:
+                raise ConnectionLostError(f"{self._name} closed the connection")
+            view = view[count:]
+
+    def shut(self) -> None:
+        """From any thread: whoever waits on this line fails now, and nobody can use it again. Frees nothing."""
+        self._shut.set()
+        if (connection := self._socket) is not None:
+            with contextlib.suppress(OSError):  # wakes its reader; SSLSocket's own would drop the TLS state under it
+                socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Release the socket, without a word to the other side. Not while another thread uses it: see `shut`."""
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.close()
+            self._socket = None
+
+    def _dial(self, deadline: float) -> socket.socket:
+        """Like `socket.create_connection`, but `shut` can reach a socket that is still connecting."""
+        refusal: OSError | None = None
+        for family, kind, protocol, _, address in socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM):
+            candidate = self._socket = socket.socket(family, kind, protocol)
+            try:
+                candidate.setblocking(False)
+                self._timeout = 0.0
+                if (code := candidate.connect_ex(address)) == errno.EINPROGRESS:
+                    code = self._within(deadline, partial(_connected, candidate), "it does not take the connection")
+                if code:
+                    raise OSError(code, os.strerror(code))
+                return candidate
+            except OSError as error:
+                refusal = error
+                candidate.close()
+        assert refusal is not None  # getaddrinfo raises if it finds no address
+        raise refusal
+
+    def _write(self, data: bytes | memoryview, deadline: float) -> None:
+        assert self._socket is not None
+        view = memoryview(data)
+        while view:
+            try:
+                count = self._within(deadline, partial(self._socket.send, view), "it does not take the request")
+            except OSError as error:
+                raise self._lost(error) from error
+            view = view[count:]
+
+    def _within(self, deadline: float, operation: Callable[[], T], why: str) -> T:
+        """What a socket operation gives, tried again from slice to slice up to the deadline."""
+        assert self._socket is not None
+        while (left := deadline - time.monotonic()) > 0 and not self._shut.is_set():
+            if self._timeout != (length := min(left, SLICE_S)):
+                self._timeout = length
+                self._socket.settimeout(length)
+            try:
+                return operation()
+            except TimeoutError:
+                if self._waiting is not None:
+                    self._waiting(deadline, why)
+        raise TimeoutError(why)
+
+    def _lost(self, error: OSError) -> Exception:
+        if isinstance(error, TimeoutError):
+            return DeadlineExceededError(f"connection to {self._name} broke: {error}")
+        if not self._heard:
+            return tls.handshake_error(error, peer=self._name)
+        return ConnectionLostError(f"connection to {self._name} broke: {error}")
+
+
+def _connected(candidate: socket.socket) -> int:
+    """Wait until a connection is made or refused, as long as the socket's timeout allows; the error's number, or 0."""
+    poll = select.poll()
+    poll.register(candidate, select.POLLOUT)
+    if not poll.poll(1e3 * (candidate.gettimeout() or 0.0)):
+        raise TimeoutError
+    return candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)

@@ -1,0 +1,86 @@
+"""Some rows of a product, as many as one request may have, under pads that were burnt for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from symbiosis_priv.federation import Peer
+from symbiosis_priv.modular import Column
+from symbiosis_priv.passes import unmask
+from symbiosis_priv.ring import Direction
+from tenant.noise import Pad, Share
+from tenant.rows import Rows
+
+
+@dataclass
+class Part:
+    """See the module's text.
+
+    Args:
+        index: of the layer group.
+        direction: forward or backward.
+        rows: all rows of the product.
+        start: the first of these.
+        sent: int32 `[r, d]`, these rows in the ring, and zeros where the bucket asks for more than there are.
+        column: R.
+        expected: int64 `[r]`, what R makes of their true product.
+        pads: for these rows; none without masking.
+    """
+
+    index: int
+    direction: Direction
+    rows: Rows
+    start: int
+    sent: Tensor
+    column: Column
+    expected: Tensor
+    pads: Sequence[Pad]
+
+    def put_on_pads(self) -> None:
+        """Mask the rows. They are what is sent from now on, and they do not change again (rule 3)."""
+        for pad, first in _placed(self.pads):
+            pad.put_on(self.sent[first : first + pad.rows])
+
+    def shares(self) -> list[Share]:
+        """All that its pads are made of."""
+        return [share for pad in self.pads for share in pad.shares]
+
+    def holders(self) -> list[Peer]:
+        """Who else knows a seed of its pads."""
+        return list(dict.fromkeys(holder for pad in self.pads for holder in pad.holders()))
+
+    def decode(self, answer: Tensor) -> bool:
+        """Take the effects off an answer and hand it on, if it is the product; see `Rows.decode`."""
+        places = [(first, pad.rows, pad.effects()) for pad, first in _placed(self.pads)] or [(0, len(self.sent), [])]
+        return all(self._decode(answer, first, count, effects) for first, count, effects in places)
+
+    def _decode(self, answer: Tensor, first: int, count: int, effects: Sequence[Tensor]) -> bool:
+        real = min(max(self.rows.count - self.start - first, 0), count)
+        filled = slice(first + real, first + count)  # zeros: checked like rows, so that nobody can tell them apart
+        zeros = unmask(
+            answer[filled],
+            effects=[effect[real:] for effect in effects],
+            column=self.column,
+            expected=self.expected[filled],
+        )
+        if zeros is None or not real:
+            return zeros is not None
+        own = slice(first, first + real)
+        return self.rows.decode(
+            self.start + first,
+            answer[own],
+            effects=[effect[:real] for effect in effects],
+            column=self.column,
+            expected=self.expected[own],
+        )
+
+
+def _placed(pads: Sequence[Pad]) -> Iterator[tuple[Pad, int]]:
+    """Pads one below the other, and the row where each begins."""
+    first = 0
+    for pad in pads:
+        yield pad, first
+        first += pad.rows

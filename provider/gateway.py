@@ -28,13 +28,12 @@ from provider.admission import ByteBudget, Refusal, Register
 from provider.config import ProviderConfig
 from provider.connection import Connection, Service, refuse
 from provider.credentials import Credentials, Peer
-from provider.link import Link, hang_up
+from provider.link import Link, bound_address, hang_up, listen
 from provider.quota import QuotaGate
 from provider.strangers import Stranger, Strangers
 from provider.supervisor import ExecutorClient, ExecutorHandle
 from provider.usage import Usage
-from symbiosis_priv.errors import CertificateError, ConfigError, ProtocolError, TransportError
-from symbiosis_priv.federation import parse_address
+from symbiosis_priv.errors import CertificateError, ProtocolError, TransportError
 from symbiosis_priv.manifest import Manifest
 from symbiosis_priv.tls import TenantIdentity
 from symbiosis_priv.wire import ErrorCode
@@ -85,7 +84,7 @@ class Gateway:
         self._strangers = Strangers(config.limits.max_handshakes)
         self._threads: dict[threading.Thread, ssl.SSLSocket] = {}
         self._peers: dict[ssl.SSLSocket, Peer] = {}  # those who have authenticated
-        self._listener = _listen(config.listen)
+        self._listener = listen(config.listen, backlog=_BACKLOG)
         self._wake, self._waker = socket.socketpair()
         self._acceptor = threading.Thread(target=self._accept, name="accept", daemon=True)
 
@@ -97,8 +96,7 @@ class Gateway:
     @property
     def address(self) -> str:
         """`host:port` as bound."""
-        host, port = self._listener.getsockname()[:2]
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return bound_address(self._listener)
 
     def start(self) -> None:
         """Begin to accept."""
@@ -296,14 +294,3 @@ class Gateway:
         self._strangers.leave(stranger)
         with self._lock:
             self._threads.pop(thread, None)
-
-
-def _listen(address: str) -> socket.socket:
-    host, port = parse_address(address)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        found = socket.getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)[0][4]
-        return socket.create_server(found, family=family, backlog=_BACKLOG)
-    except (OSError, ValueError) as error:  # the latter for hosts that are no names at all
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"listen = {address!r}: {reason}; choose another address") from error

@@ -8,7 +8,8 @@ import socket
 import ssl
 import time
 
-from symbiosis_priv.errors import ConnectionLostError, DeadlineExceededError
+from symbiosis_priv.errors import ConfigError, ConnectionLostError, DeadlineExceededError
+from symbiosis_priv.federation import parse_address
 
 _RECORD = 16_384  # the most plaintext that a TLS record carries
 _SCRAP = 65_536
@@ -93,6 +94,24 @@ class Link:
         if timeout != self._timeout:
             self._timeout = timeout
             self._socket.settimeout(timeout)
+
+
+def listen(address: str, *, backlog: int) -> socket.socket:
+    """A listening socket at `host:port`. Raises `ConfigError`."""
+    host, port = parse_address(address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        found = socket.getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)[0][4]
+        return socket.create_server(found, family=family, backlog=backlog)
+    except (OSError, ValueError) as error:  # the latter for hosts that are no names at all
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"listen = {address!r}: {reason}; choose another address") from error
+
+
+def bound_address(listener: socket.socket) -> str:
+    """`host:port` of a listening socket."""
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def hang_up(connection: socket.socket, how: int) -> None:

@@ -40,6 +40,7 @@ _NEXT_STEP = {
     "only masking = 'paper-pool' needs: choose masking = 'pad', or ask its operator to set float = true under "
     "[executor]",
     "revoked": "its operator does not accept this tenant's certificate any more: ask for a new one",
+    "refused": "correct what it says and announce it again",
     "busy": "try again later",
     "stopping": "try again once its operator has started it",
     "internal": "ask its operator",

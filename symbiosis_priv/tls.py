@@ -49,7 +49,16 @@ from symbiosis_priv.certificates import (
 )
 from symbiosis_priv.errors import CertificateError, ConnectionLostError
 
-__all__ = ["TenantIdentity", "check_pin", "client_context", "handshake_error", "server_context", "tenant_identity"]
+__all__ = [
+    "TenantIdentity",
+    "check_pin",
+    "client_context",
+    "handshake_error",
+    "registry_client_context",
+    "registry_server_context",
+    "server_context",
+    "tenant_identity",
+]
 
 TlsConnection = ssl.SSLSocket | ssl.SSLObject
 
@@ -104,7 +113,7 @@ def server_context(*, certificate: Path, key: Path, tenant_authority: Path) -> s
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.verify_mode = ssl.CERT_REQUIRED
     context.num_tickets = 0  # a resumed session would skip the certificate check
-    return _completed(context, certificate=certificate, key=key, trusted=trusted)
+    return _showing(_trusting(_hardened(context), trusted), certificate=certificate, key=key)
 
 
 def client_context(*, certificate: Path, key: Path, pins: Sequence[Path]) -> ssl.SSLContext:
@@ -134,7 +143,33 @@ def client_context(*, certificate: Path, key: Path, pins: Sequence[Path]) -> ssl
     context.hostname_checks_common_name = False
     # A pin may be a leaf that somebody's authority issued: trust it without its issuer.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    return _completed(context, certificate=certificate, key=key, trusted=pinned)
+    return _showing(_trusting(_hardened(context), pinned), certificate=certificate, key=key)
+
+
+def registry_server_context(*, certificate: Path, key: Path) -> ssl.SSLContext:
+    """A registry's context: TLS 1.3 only. Clients show no certificate: what they say is signed or harmless.
+
+    Args:
+        certificate: a provider's, for the registry's hosts, that the federation's authority has issued.
+        key: its private key.
+
+    Raises `CertificateError` if a file is missing, expired, of the wrong kind, or the key does not fit.
+    """
+    require_identity(Identity(certificate, key), kind=Kind.PROVIDER)
+    warn_of_exposed_key(key)
+    warn_of_expiry(certificate, fix="renew it (`symbiosis-priv keys request --provider`)")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.num_tickets = 0  # nobody comes back soon enough for one
+    return _showing(_hardened(context), certificate=certificate, key=key)
+
+
+def registry_client_context(authorities: Sequence[x509.Certificate]) -> ssl.SSLContext:
+    """The context of whoever asks a registry: TLS 1.3 only, host name checked, no certificate of one's own, and nothing
+    trusted but these authorities.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # CERT_REQUIRED and check_hostname
+    context.hostname_checks_common_name = False
+    return _trusting(_hardened(context), authorities)
 
 
 def check_pin(connection: TlsConnection, *, pins: Sequence[Path]) -> None:
@@ -204,14 +239,20 @@ def _listed(pins: Sequence[Path]) -> str:
     return " and ".join(map(str, pins))
 
 
-def _completed(
-    context: ssl.SSLContext, *, certificate: Path, key: Path, trusted: list[x509.Certificate]
-) -> ssl.SSLContext:
+def _hardened(context: ssl.SSLContext) -> ssl.SSLContext:
     context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_3
     context.options |= ssl.OP_NO_COMPRESSION
     context.verify_flags |= ssl.VERIFY_X509_STRICT
+    return context
+
+
+def _trusting(context: ssl.SSLContext, trusted: Sequence[x509.Certificate]) -> ssl.SSLContext:
+    context.load_verify_locations(cadata=b"".join(c.public_bytes(Encoding.DER) for c in trusted))
+    return context
+
+
+def _showing(context: ssl.SSLContext, *, certificate: Path, key: Path) -> ssl.SSLContext:
     try:
-        context.load_verify_locations(cadata=b"".join(c.public_bytes(Encoding.DER) for c in trusted))
         # An empty password makes an encrypted key an error; without one OpenSSL would prompt on the terminal.
         context.load_cert_chain(certificate, key, password="")
     except OSError as error:  # ssl.SSLError included; the files changed since they were checked

@@ -56,6 +56,7 @@ class ErrorCode(StrEnum):
     ROLE_REFUSED = "role_refused"
     NOT_SERVED = "not_served"
     REVOKED = "revoked"
+    REFUSED = "refused"
     BUSY = "busy"
     STOPPING = "stopping"
     INTERNAL = "internal"
@@ -209,15 +210,16 @@ def decode_prefix(prefix: Buffer, *, max_payload: int) -> tuple[int, int]:
 
 def decode_request(header: Buffer) -> Request:
     """Parse what a tenant sent."""
-    return _decode(_request_decoder, header)
+    return decode(_request_decoder, header)
 
 
 def decode_reply(header: Buffer) -> Reply:
     """Parse what a provider sent."""
-    return _decode(_reply_decoder, header)
+    return decode(_reply_decoder, header)
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[_M], header: Buffer) -> _M:
+def decode(decoder: msgspec.msgpack.Decoder[_M], header: Buffer) -> _M:
+    """Parse a header of these messages, or of others that travel in the same frames. ProtocolError if it is none."""
     try:
         return decoder.decode(header)
     # DecodeError includes ValidationError; bad UTF-8 and deep nesting surface as Python's own errors

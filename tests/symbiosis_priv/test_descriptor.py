@@ -11,19 +11,21 @@ from typing import Any
 import msgspec
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 from hypothesis import given
 from hypothesis import strategies as st
 
-from symbiosis_priv import certificates, descriptor
+from symbiosis_priv import certificates
 from symbiosis_priv.certificates import Identity, Kind
-from symbiosis_priv.certificates.signing import is_signed, sign_statement
-from symbiosis_priv.descriptor import CLOCK_TOLERANCE_S, MAX_LIFETIME_S, Descriptor, Trust, newest, sign, verify
+from symbiosis_priv.descriptor import MAX_LIFETIME_S, Descriptor, newest, sign, verify
 from symbiosis_priv.errors import CertificateError, ConfigError, DescriptorError
 from symbiosis_priv.layers import LayerRange
+from symbiosis_priv.statements import CLOCK_TOLERANCE_S, MAX_BYTES, MAX_CERTIFICATE, MS, Trust
 
 DIGEST = "sha256:" + "0" * 64
-MS = 1000
+DOMAIN = b"symbiosis-priv descriptor 1\0"
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,13 @@ class World:
             "certificate": certificate.public_bytes(Encoding.DER),
         }
         return Descriptor(**(values | changes))
+
+
+def signed(body: bytes, identity: Identity, *, domain: bytes = DOMAIN) -> bytes:
+    """Whatever bytes, as their signer would have to sign them."""
+    key = identity.private_key()
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    return msgspec.msgpack.encode({"body": body, "signature": key.sign(domain + body, ec.ECDSA(hashes.SHA256()))})
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +119,7 @@ def test_nothing_else_that_is_cut_or_added_to_is_believed(world: World, data: st
             verify(altered, world.trust, now=world.began)
 
 
-@given(st.binary(max_size=300) | st.binary(min_size=descriptor.MAX_BYTES + 1, max_size=descriptor.MAX_BYTES + 9))
+@given(st.binary(max_size=300) | st.binary(min_size=MAX_BYTES + 1, max_size=MAX_BYTES + 9))
 def test_any_bytes_are_a_descriptor_or_an_error_of_the_tree(world: World, data: bytes) -> None:
     with pytest.raises(DescriptorError):
         verify(data, world.trust, now=world.began)
@@ -118,19 +127,16 @@ def test_any_bytes_are_a_descriptor_or_an_error_of_the_tree(world: World, data: 
 
 def test_a_field_more_is_refused_even_if_it_is_signed(world: World) -> None:
     """A reader that passed over what it does not know would believe less than was said."""
-    key = world.gamma.private_key()
     body = msgspec.msgpack.encode({**msgspec.structs.asdict(world.said()), "role": "helper"})
-    signature = sign_statement(key, body, domain=descriptor._DOMAIN)
     with pytest.raises(DescriptorError, match="malformed"):
-        verify(msgspec.msgpack.encode({"body": body, "signature": signature}), world.trust, now=world.began)
+        verify(signed(body, world.gamma), world.trust, now=world.began)
 
 
 def test_another_spelling_of_the_same_is_refused_even_if_it_is_signed(world: World) -> None:
     fields = msgspec.structs.asdict(world.said())
     body = msgspec.msgpack.encode(dict(reversed(fields.items())))
-    signature = sign_statement(world.gamma.private_key(), body, domain=descriptor._DOMAIN)
     with pytest.raises(DescriptorError, match="canonical"):
-        verify(msgspec.msgpack.encode({"body": body, "signature": signature}), world.trust, now=world.began)
+        verify(signed(body, world.gamma), world.trust, now=world.began)
 
 
 def test_who_is_not_vouched_for_is_refused(world: World) -> None:
@@ -148,12 +154,10 @@ def test_a_key_does_not_speak_for_another_ones_certificate(world: World) -> None
 
 def test_a_signature_of_another_domain_is_none(world: World) -> None:
     body = msgspec.msgpack.encode(world.said())
-    key = world.gamma.private_key()
-    for domain in (b"head 1", b"descriptor 2", b"descriptor"):
-        signature = sign_statement(key, body, domain=domain)
-        assert is_signed(body, key=key.public_key(), signature=signature, domain=domain)
+    verify(signed(body, world.gamma), world.trust, now=world.began)
+    for domain in (b"", b"symbiosis-priv log head 1\0", b"symbiosis-priv descriptor 2\0", b"descriptor 1\0"):
         with pytest.raises(DescriptorError, match="not signed"):
-            verify(msgspec.msgpack.encode({"body": body, "signature": signature}), world.trust, now=world.began)
+            verify(signed(body, world.gamma, domain=domain), world.trust, now=world.began)
 
 
 def test_a_revoked_certificate_speaks_no_more(world: World) -> None:
@@ -211,9 +215,8 @@ def test_a_certificate_counts_as_long_as_it_is_valid(world: World) -> None:
 )
 def test_values_out_of_their_bounds_are_refused_even_if_they_are_signed(world: World, changes: dict[str, Any]) -> None:
     body = msgspec.msgpack.encode({**msgspec.structs.asdict(world.said()), **changes})
-    signature = sign_statement(world.gamma.private_key(), body, domain=descriptor._DOMAIN)
     with pytest.raises(DescriptorError, match="malformed"):
-        verify(msgspec.msgpack.encode({"body": body, "signature": signature}), world.trust, now=world.began)
+        verify(signed(body, world.gamma), world.trust, now=world.began)
 
 
 def test_nothing_lives_for_longer_than_a_day(world: World) -> None:
@@ -259,7 +262,7 @@ def test_too_many_hosts_do_not_fit(world: World, tmp_path: Path) -> None:
     hosts = [f"{number:03}.gamma.example" for number in range(70)]
     many = certificates.issue(tmp_path, authority=authority, kind=Kind.PROVIDER, name="g", hosts=hosts, operator="G")
     certificate = x509.load_pem_x509_certificate(many.certificate.read_bytes()).public_bytes(Encoding.DER)
-    assert len(certificate) < descriptor.MAX_CERTIFICATE
+    assert len(certificate) < MAX_CERTIFICATE
     verify(sign(world.said(many, host=hosts[3]), many.private_key()), Trust.load(authority.certificate), now=None)
     with pytest.raises(ConfigError, match="fewer hosts"):
-        sign(world.said(certificate=bytes(descriptor.MAX_BYTES)), many.private_key())
+        sign(world.said(certificate=bytes(MAX_BYTES)), many.private_key())

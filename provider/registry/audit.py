@@ -1,0 +1,109 @@
+"""Checks logs of registries from one end to the other, and compares what several places say of one log.
+
+A registry signs the head of its log. Two logs of one registry that differ in an entry, each with a signed head that it
+leads to, are a proof that nobody but the registry's key can make: it has told different things to different people.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from symbiosis_priv.descriptor import Announced, newest, verify
+from symbiosis_priv.errors import DescriptorError
+from symbiosis_priv.registry.client import RegistryClient
+from symbiosis_priv.registry.history import VouchedHead
+from symbiosis_priv.statements import MS, Trust
+from symbiosis_priv.tls import registry_client_context
+
+_DEADLINE_S = 60.0
+
+
+@dataclass(frozen=True)
+class View:
+    """A log as one place shows it: every hash, signature and certificate in it has been checked.
+
+    Args:
+        place: its address.
+        hashes: of its entries, by number, and of the one before the first of them.
+        head: that it leads to.
+        executors: the newest descriptor of each key.
+    """
+
+    place: str
+    hashes: dict[int, bytes]
+    head: VouchedHead
+    executors: dict[str, Announced]
+
+    @property
+    def name(self) -> str:
+        """The registry's whose log it is."""
+        return self.head.name
+
+
+def view(address: str, trust: Trust) -> View:
+    """Read a whole log from a registry or a replica.
+
+    Raises:
+        DescriptorError: something in it is not what it should be; the message says where.
+        TransportError, ProtocolError, ProviderError, CertificateError: as they say.
+    """
+    hashes: dict[int, bytes] = {}
+    executors: dict[str, Announced] = {}
+    with RegistryClient(address, registry_client_context(trust.authorities), deadline_s=_DEADLINE_S) as registry:
+        while True:
+            span, head = registry.history(after=max(hashes, default=0), trust=trust)
+            if hashes and hashes.get(span.after) != span.before:
+                raise DescriptorError(f"{address}: what it shows after entry {max(hashes)} does not follow that")
+            hashes |= span.hashes()
+            for number, data in enumerate(span.entries, start=span.after + 1):
+                _add(executors, data, trust.of_the_past, place=f"{address}, entry {number}")
+            if span.last == head.said.entries:
+                return View(address, hashes, head, executors)
+            if not span.entries:
+                raise DescriptorError(f"{address}: its entries end before those that its head counts")
+
+
+def _add(executors: dict[str, Announced], data: bytes, trust: Trust, *, place: str) -> None:
+    try:
+        announced = verify(data, trust, now=None)
+        known = executors.get(announced.key)
+        if known is not None and announced.age <= known.age:
+            raise DescriptorError("an earlier entry of the same key is as new")
+    except DescriptorError as error:
+        raise DescriptorError(f"{place}: {error}") from error
+    executors[announced.key] = announced
+
+
+def contradictions(views: Sequence[View]) -> list[str]:
+    """Where two views of one registry's log cannot both be true: each names the first entry that differs."""
+    found = []
+    for one, other in itertools.combinations(views, 2):
+        if one.name != other.name:
+            continue
+        for number in sorted(one.hashes.keys() & other.hashes.keys()):
+            if one.hashes[number] != other.hashes[number]:
+                shown = " and ".join(f"{view.place} shows {view.hashes[number].hex()[:16]}" for view in (one, other))
+                found.append(
+                    f"EQUIVOCATION: registry {one.name!r} has signed two logs, which differ from entry {number} on: "
+                    f"{shown}"
+                )
+                break
+    return found
+
+
+def differences(views: Sequence[View], *, now: float) -> list[str]:
+    """Executors that some view does not show, or not as new as another one: held back, not yet replicated, or announced
+    to other registries only.
+    """
+    best = newest(announced for one in views for announced in one.executors.values())
+    live = [announced for announced in best.values() if announced.said.expires > MS * now]
+    found = []
+    for one in views:
+        for announced in live:
+            shown = one.executors.get(announced.key)
+            if shown is None or shown.age < announced.age:
+                what = "does not show" if shown is None else "shows an older descriptor of"
+                found.append(f"{one.place} {what} executor {announced.name!r} of {announced.operator}")
+    return found

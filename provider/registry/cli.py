@@ -1,0 +1,167 @@
+"""`symbiosis-priv registry`: serve, replicate, audit, show."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from symbiosis_priv.errors import SymbiosisError, one_line
+
+if TYPE_CHECKING:  # what imports torch is imported by the commands: not for --help
+    from provider.registry.replica import Follower
+    from provider.registry.server import RegistryServer
+
+app = typer.Typer(no_args_is_help=True, help="Run and audit a registry, by which executors are found.")
+
+Listen = Annotated[str, typer.Option(help="host:port; port 0 takes a free one.")]
+Certificate = Annotated[
+    Path, typer.Option(help="The registry's own, issued by the federation's authority; the name in it is its name.")
+]
+Key = Annotated[Path, typer.Option(help="Its private key.")]
+Authority = Annotated[Path, typer.Option(help="The federation's: it vouches for executors and registries.")]
+Revoked = Annotated[Path | None, typer.Option(help="What `symbiosis-priv keys revoke` writes.")]
+Database = Annotated[Path, typer.Option(help="Where the log is kept.")]
+ReadyFile = Annotated[Path | None, typer.Option(help="Write the bound address here once ready (for port 0).")]
+
+_LISTEN = "127.0.0.1:7500"
+_DATABASE = Path("registry.sqlite")
+
+
+@app.command()
+def serve(
+    *,
+    certificate: Certificate,
+    key: Key,
+    authority: Authority,
+    revoked: Revoked = None,
+    listen: Listen = _LISTEN,
+    database: Database = _DATABASE,
+    ready_file: ReadyFile = None,
+) -> None:
+    """Take announcements and answer until SIGTERM or Ctrl-C."""
+    from provider.registry.server import RegistryConfig, RegistryServer
+
+    config = RegistryConfig(
+        listen=listen, certificate=certificate, key=key, authority=authority, revoked=revoked, database=database
+    )
+    _run(RegistryServer(config), ready_file=ready_file)
+
+
+@app.command()
+def replicate(
+    source: Annotated[str, typer.Argument(help="host:port of the registry, or of another replica of it.")],
+    *,
+    of: Annotated[str, typer.Option(help="The registry's name, as in its certificate.")],
+    certificate: Certificate,
+    key: Key,
+    authority: Authority,
+    revoked: Revoked = None,
+    listen: Listen = _LISTEN,
+    database: Database = _DATABASE,
+    ready_file: ReadyFile = None,
+) -> None:
+    """Follow a registry's log and pass it on until SIGTERM or Ctrl-C; what contradicts it is reported, not followed."""
+    from provider.registry.replica import Follower
+    from provider.registry.server import RegistryConfig, RegistryServer
+
+    config = RegistryConfig(
+        listen=listen, certificate=certificate, key=key, authority=authority, revoked=revoked, database=database
+    )
+    server = RegistryServer(config, replica_of=of)
+    _run(server, Follower(server.log, source=source, trust=lambda: server.trust), ready_file=ready_file)
+
+
+@app.command()
+def audit(
+    addresses: Annotated[list[str], typer.Argument(help="host:port of registries and replicas.")],
+    *,
+    authority: Authority,
+    revoked: Revoked = None,
+) -> None:
+    """Check all of their logs, and compare them. Status 1 if one is broken, or a registry contradicts itself."""
+    from provider.registry.audit import View, contradictions, differences, view
+    from symbiosis_priv.statements import Trust
+
+    trust = Trust.load(authority, revoked)
+    views: list[View] = []
+    failures = []
+    for address in addresses:
+        try:
+            found = view(address, trust)
+        except SymbiosisError as error:
+            failures.append(one_line(f"{address}: {error}"))
+            continue
+        views.append(found)
+        kept = f"{min(found.hashes) + 1} to {max(found.hashes)}" if len(found.hashes) > 1 else "none"
+        head = found.head.said
+        _say(
+            f"{address}: log of {found.name}, entries {kept}, head {head.entries} {head.hash.hex()[:16]} of "
+            f"{_time(head.issued)}: chain and signatures are good"
+        )
+    failures += contradictions(views)
+    for difference in differences(views, now=time.time()):
+        _say(difference, style="yellow")
+    for failure in failures:
+        _say(failure, style="red")
+    if failures:
+        raise typer.Exit(1)
+
+
+@app.command()
+def show(
+    address: Annotated[str, typer.Argument(help="host:port of a registry or a replica.")],
+    *,
+    authority: Authority,
+    revoked: Revoked = None,
+) -> None:
+    """Show who is listed, as their own signatures say."""
+    from provider.registry.audit import view
+    from symbiosis_priv.statements import MS, Trust
+
+    found = view(address, Trust.load(authority, revoked))
+    table = Table("executor", "operator", "address", "model", "layers", "capacity", "until", "state")
+    for announced in sorted(found.executors.values(), key=lambda one: (one.said.model_digest, one.said.layers)):
+        said = announced.said
+        state = "expired" if said.expires < MS * time.time() else "leaving" if said.draining else "serving"
+        cells = (announced.name, announced.operator, said.address, said.model_digest[:19], str(said.layers))
+        table.add_row(*map(escape, cells), f"{said.capacity:g}", _time(said.expires), state)
+    Console().print(table)
+
+
+def _run(server: RegistryServer, follower: Follower | None = None, *, ready_file: Path | None) -> None:
+    from provider import logs
+    from symbiosis_priv.files import write_atomically
+
+    logs.setup("info")
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    with server:
+        if follower is not None:
+            follower.start()
+        if ready_file is not None:
+            write_atomically(ready_file, server.address.encode())
+        print(json.dumps({"event": "listening", "address": server.address, "registry": server.name}), flush=True)
+        try:
+            stop.wait()
+        finally:
+            if follower is not None:
+                follower.stop()
+
+
+def _time(milliseconds: int) -> str:
+    return f"{datetime.fromtimestamp(milliseconds / 1000, UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _say(text: str, *, style: str | None = None) -> None:
+    Console().print(text, style=style, markup=False, highlight=False, soft_wrap=True)

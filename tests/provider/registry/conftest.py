@@ -1,0 +1,41 @@
+"""Registries to start, and whom they list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from provider.registry.server import RegistryConfig, RegistryServer
+from tests.vouching import Vouching
+
+
+@pytest.fixture(scope="session")
+def vouching(tmp_path_factory: pytest.TempPathFactory) -> Vouching:
+    return Vouching.in_folder(tmp_path_factory.mktemp("vouching"))
+
+
+Serve = Callable[..., RegistryServer]
+
+
+@pytest.fixture
+def serve(vouching: Vouching, tmp_path: Path) -> Iterator[Serve]:
+    """`serve(name=..., replica_of=..., database=..., <limits>)`: a running registry."""
+    with ExitStack() as servers:
+
+        def serve(*, name: str = "registry", replica_of: str | None = None, **changes: Any) -> RegistryServer:
+            identity = vouching.identity(name)
+            values: dict[str, Any] = {
+                "listen": "127.0.0.1:0",
+                "certificate": identity.certificate,
+                "key": identity.key,
+                "authority": vouching.authority.certificate,
+                "database": tmp_path / f"{name}.sqlite",
+            }
+            config = RegistryConfig(**(values | changes))
+            return servers.enter_context(RegistryServer(config, replica_of=replica_of))
+
+        yield serve

@@ -1,0 +1,236 @@
+"""A running registry: what it takes, what it answers, and what it survives."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from provider.registry.rates import Rates
+from provider.registry.server import RegistryServer
+from symbiosis_priv import certificates, wire
+from symbiosis_priv.certificates import Kind
+from symbiosis_priv.errors import CertificateError, ConfigError, ProviderError, TransportError
+from symbiosis_priv.federation import parse_address
+from symbiosis_priv.registry import protocol
+from symbiosis_priv.registry.client import RegistryClient
+from symbiosis_priv.statements import MAX_BYTES
+from symbiosis_priv.tls import registry_client_context
+from tests.vouching import DIGEST, Vouching
+
+if TYPE_CHECKING:
+    from tests.provider.registry.conftest import Serve
+
+
+def test_what_an_executor_announces_is_listed_and_recorded(serve: Serve, vouching: Vouching) -> None:
+    server = serve()
+    with vouching.client(server.address) as registry:
+        assert registry.list(DIGEST) == []
+        assert registry.announce(gamma := vouching.says("gamma")) == 1
+        assert registry.announce(delta := vouching.says("delta", layers="4-7")) == 2
+        assert registry.announce(gamma) == 1  # again: nothing new
+        assert registry.list(DIGEST) == [gamma, delta]
+        assert registry.list("sha256:" + "8" * 64) == []
+        span, head = registry.history(after=0, trust=vouching.trust)
+        assert list(span.entries) == [gamma, delta]
+        assert (head.name, head.said.entries, head.said.hash) == ("registry", 2, span.hashes()[2])
+        assert registry.history(after=1, trust=vouching.trust)[0].entries == [delta]
+    with vouching.client(server.address) as registry:
+        leaving = vouching.says("gamma", after_ms=1, draining=True)
+        registry.announce(leaving)
+        assert registry.list(DIGEST) == [delta, leaving]
+
+
+def test_nothing_else_is_taken(serve: Serve, vouching: Vouching, tmp_path: Path) -> None:
+    server = serve()
+    stranger = Vouching.in_folder(tmp_path)
+    now = vouching.began
+    refused = {
+        "authority has issued": stranger.says("gamma"),
+        "from the future": vouching.says("gamma", issued=now + 3_600_000),
+        "has expired": vouching.says("gamma", issued=now - 3_600_000),
+        "does not name": vouching.says("gamma", address=("elsewhere.example", 1)),
+        "malformed": b"\x80",
+        "too large": bytes(MAX_BYTES),
+        "newer one|as new": vouching.says("gamma", issued=now - 1),
+    }
+    with vouching.client(server.address) as registry:
+        registry.announce(good := vouching.says("gamma"))
+        for words, data in refused.items():
+            if words == "too large":
+                continue
+            with pytest.raises(ProviderError, match=words) as caught:
+                registry.announce(data)
+            assert caught.value.code == wire.ErrorCode.REFUSED
+        assert registry.list(DIGEST) == [good]
+        assert server.log.position[0] == 1
+
+
+def test_one_executor_cannot_fill_the_log(serve: Serve, vouching: Vouching) -> None:
+    server = serve(announcements_per_h=12.0)  # three at once
+    with vouching.client(server.address) as registry:
+        for step in range(3):
+            registry.announce(vouching.says("gamma", after_ms=step))
+        with pytest.raises(ProviderError, match="too often") as caught:
+            registry.announce(vouching.says("gamma", after_ms=3))
+        assert caught.value.code == wire.ErrorCode.BUSY
+        for _ in range(4):  # what is known already costs its executor nothing, whoever repeats it
+            assert registry.announce(registry.list(DIGEST)[0]) == 3
+        assert registry.announce(vouching.says("delta")) == 4
+    assert server.log.position[0] == 4
+
+
+def test_requests_of_one_network_are_limited(serve: Serve, vouching: Vouching) -> None:
+    server = serve(requests_per_s=0.5)  # five at once
+    with vouching.client(server.address) as registry:
+        for _ in range(5):
+            registry.list(DIGEST)
+        with pytest.raises(ProviderError, match="too many requests"):
+            registry.list(DIGEST)
+
+
+def test_rates_come_back_and_are_bounded() -> None:
+    rates = Rates(per_s=1.0, burst=2.0, most=2)
+    assert [rates.take("a", now=0.0) for _ in range(3)] == [True, True, False]
+    assert rates.take("a", now=1.0)
+    assert not rates.take("a", now=1.0)
+    assert rates.take("b", now=1.0)
+    assert rates.take("c", now=1.0)  # a is forgotten
+    assert rates.take("a", now=1.0)
+    assert len(rates._buckets) == 2
+
+
+def test_a_crowd_does_not_keep_others_out(serve: Serve, vouching: Vouching) -> None:
+    """Silent connections from one address take its own places."""
+    server = serve(max_connections=4)
+    with contextlib.ExitStack() as crowd:
+        for _ in range(12):
+            crowd.enter_context(
+                socket.create_connection(parse_address(server.address), timeout=20, source_address=("127.0.0.9", 0))
+            )
+        with vouching.client(server.address) as registry:
+            assert registry.list(DIGEST) == []
+
+
+def test_slow_and_silent_connections_end(serve: Serve, vouching: Vouching) -> None:
+    server = serve(frame_timeout_s=0.3, connection_s=0.6, requests_per_s=1e6)
+    with socket.create_connection(parse_address(server.address), timeout=20) as silent:
+        assert silent.recv(1) == b""
+    context = registry_client_context(vouching.trust.authorities)
+    raw = socket.create_connection(parse_address(server.address), timeout=20)
+    with context.wrap_socket(raw, server_hostname="127.0.0.1") as slow:
+        slow.send(wire.PREFIX.pack(wire.MAGIC, 100, 0))  # and no more
+        with contextlib.suppress(ssl.SSLError, ConnectionError):
+            assert slow.recv(1) == b""
+    with vouching.client(server.address) as registry, pytest.raises(TransportError):
+        keep_asking(registry)
+
+
+def keep_asking(registry: RegistryClient) -> None:
+    """For as long as its deadline lets it, which is much longer than a connection may last."""
+    while True:
+        registry.list(DIGEST)
+
+
+@given(data=st.binary(max_size=200))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+def test_any_bytes_leave_it_running(serve: Serve, vouching: Vouching, data: bytes) -> None:
+    if not hasattr(serve, "one"):
+        serve.one = serve(requests_per_s=10_000.0)  # type: ignore[attr-defined]
+    address = serve.one.address  # type: ignore[attr-defined]
+    context = registry_client_context(vouching.trust.authorities)
+    framed = secrets.choice([data, wire.PREFIX.pack(wire.MAGIC, len(data) or 1, 0) + data])
+    raw = socket.create_connection(parse_address(address), timeout=20)
+    with context.wrap_socket(raw, server_hostname="127.0.0.1") as connection:
+        connection.sendall(framed)
+        socket.socket.shutdown(connection, socket.SHUT_WR)
+        with contextlib.suppress(OSError):
+            while connection.recv(4096):
+                pass
+    with vouching.client(address) as registry:
+        assert registry.list(DIGEST) == []
+
+
+def test_an_announced_size_is_checked_before_memory_is_taken(serve: Serve, vouching: Vouching) -> None:
+    server = serve()
+    context = registry_client_context(vouching.trust.authorities)
+    raw = socket.create_connection(parse_address(server.address), timeout=20)
+    with context.wrap_socket(raw, server_hostname="127.0.0.1") as connection:
+        header = wire.encode(protocol.Announce())[wire.PREFIX.size :]
+        connection.sendall(wire.PREFIX.pack(wire.MAGIC, len(header), MAX_BYTES + 1) + header)
+        with contextlib.suppress(OSError):
+            assert connection.recv(1) == b""
+
+
+def test_a_client_talks_only_to_registries_of_its_federation(serve: Serve, vouching: Vouching, tmp_path: Path) -> None:
+    server = serve()
+    stranger = Vouching.in_folder(tmp_path)
+    with pytest.raises(CertificateError, match="was refused"), stranger.client(server.address):
+        pass
+    elsewhere = certificates.issue(
+        tmp_path, authority=vouching.authority, kind=Kind.PROVIDER, name="far", hosts=["far.example"], operator="F"
+    )
+    other = serve(name="far", certificate=elsewhere.certificate, key=elsewhere.key)
+    with pytest.raises(CertificateError, match="was refused"), vouching.client(other.address):
+        pass
+
+
+def test_a_client_keeps_its_deadline(vouching: Vouching) -> None:
+    context = registry_client_context(vouching.trust.authorities)
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+        began = time.monotonic()
+        with pytest.raises(TransportError), RegistryClient(address, context, deadline_s=0.3):
+            pass
+        assert time.monotonic() - began < 10
+
+
+def test_who_has_no_certificate_of_the_authority_runs_no_registry(vouching: Vouching, tmp_path: Path) -> None:
+    from provider.registry.server import RegistryConfig
+
+    own = certificates.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="registry")
+    config = RegistryConfig(
+        listen="127.0.0.1:0", certificate=own.certificate, key=own.key, authority=vouching.authority.certificate
+    )
+    with pytest.raises(CertificateError, match="keys request --provider"):
+        RegistryServer(config)
+
+
+def test_an_address_in_use_is_an_error(serve: Serve, vouching: Vouching) -> None:
+    server = serve()
+    with pytest.raises(ConfigError, match="choose another address"):
+        serve(name="second", listen=server.address)
+
+
+def test_what_was_accepted_survives_a_kill(serve: Serve, vouching: Vouching, tmp_path: Path) -> None:
+    identity, data = vouching.identity("registry"), vouching.says("gamma")
+    program = "from provider.registry.cli import app; app()"
+    database = tmp_path / "registry.sqlite"
+    options = {
+        "--listen": "127.0.0.1:0",
+        "--certificate": identity.certificate,
+        "--key": identity.key,
+        "--authority": vouching.authority.certificate,
+        "--database": database,
+    }
+    command = [sys.executable, "-c", program, "serve", *(str(word) for pair in options.items() for word in pair)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        ready = json.loads(process.stdout.readline())
+        with vouching.client(ready["address"]) as registry:
+            assert registry.announce(data) == 1
+        process.kill()
+    again = serve(database=database)
+    with vouching.client(again.address) as registry:
+        assert registry.list(DIGEST) == [data]

@@ -1,0 +1,66 @@
+"""A federation's authority, executors and registries that it vouches for, and what they say."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from symbiosis_priv import certificates
+from symbiosis_priv.certificates import Identity, Kind
+from symbiosis_priv.descriptor import Announced, describe, verify
+from symbiosis_priv.layers import LayerRange
+from symbiosis_priv.registry.client import RegistryClient
+from symbiosis_priv.statements import MS, Trust
+from symbiosis_priv.tls import registry_client_context
+
+DIGEST = "sha256:" + "7" * 64
+DEADLINE_S = 20.0
+
+
+@dataclass
+class Vouching:
+    """Whom its authority vouches for, and what they say."""
+
+    folder: Path
+    authority: Identity
+    began: int = field(default_factory=lambda: round(MS * time.time()))
+    known: dict[str, Identity] = field(default_factory=dict)
+
+    @classmethod
+    def in_folder(cls, folder: Path) -> Vouching:
+        return cls(folder, certificates.create_authority(folder, name="federation"))
+
+    @property
+    def trust(self) -> Trust:
+        return Trust.load(self.authority.certificate)
+
+    def identity(self, name: str, *, operator: str | None = None) -> Identity:
+        """Of an executor, or of a registry."""
+        if name not in self.known:
+            self.known[name] = certificates.issue(
+                self.folder, authority=self.authority, kind=Kind.PROVIDER, name=name, operator=operator or f"{name} AG"
+            )
+        return self.known[name]
+
+    def says(self, name: str, *, after_ms: int = 0, layers: str = "0-3", **changes: Any) -> bytes:
+        """What an executor announces so many milliseconds after all of this began."""
+        values: dict[str, Any] = {
+            "address": ("localhost", 7401),
+            "model_digest": DIGEST,
+            "weight_bits": 10,
+            "layers": LayerRange.parse(layers),
+            "capacity": 1.0,
+            "issued": self.began + after_ms,
+            "lifetime_s": 600.0,
+        }
+        return describe(self.identity(name), **(values | changes))
+
+    def said(self, name: str, **changes: Any) -> Announced:
+        """The same, verified."""
+        return verify(self.says(name, **changes), self.trust, now=None)
+
+    def client(self, address: str) -> RegistryClient:
+        """To be entered."""
+        return RegistryClient(address, registry_client_context(self.trust.authorities), deadline_s=DEADLINE_S)

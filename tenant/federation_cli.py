@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -12,8 +13,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from symbiosis_priv.certificates import fingerprint
-from symbiosis_priv.errors import ConfigError, SymbiosisError, one_line
+from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
+
+if TYPE_CHECKING:  # what imports torch is imported by the commands: not for --help
+    from symbiosis_priv.federation import Federation
+    from tenant.facts import Preparation
+    from tenant.probe import Finding
 
 app = typer.Typer(no_args_is_help=True, help="Write a federation file, and check the providers that it names.")
 
@@ -82,30 +88,108 @@ def _digest(model: str, weight_bits: int) -> str:
 def check(
     *,
     federation: Annotated[Path, typer.Option("--federation", "-f", help="federation.toml")],
+    model: Annotated[
+        str | None,
+        typer.Option(help="Your own checkpoint: what layers are counted and products compared with, the first time."),
+    ] = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for each provider.")] = 10.0,
 ) -> None:
-    """Connect to every provider: pinned certificate, role, model digest, round-trip time. Status 1 if one fails."""
+    """Probe every provider: certificate, role, digest, layers, right products, clock, speed. Status 1 if one fails, or
+    if a layer or a helper is missing.
+    """
     # torch: not for --help
     from symbiosis_priv.federation import load_federation
-    from tenant.probe import probe
+    from tenant.probe import probe_all
 
     loaded = load_federation(federation)
-    table = Table("provider", "role", "address", "round trip", "verdict")
-    failures = []
-    for peer in loaded.peers:
-        cells = [escape(cell) for cell in (peer.name, peer.role, f"{peer.host}:{peer.port}")]
-        try:
-            seconds = probe(peer, loaded, timeout=timeout)
-        except SymbiosisError as error:
-            failures.append(one_line(f"{peer.name}: {error}"))
-            table.add_row(*cells, "", "[red]failed[/red]")
-        else:
-            table.add_row(*cells, f"{1e3 * seconds:.2f} ms", "[green]ok[/green]")
+    preparation = _preparation(loaded, model)
+    findings = probe_all(loaded, preparation, timeout=timeout)
+    _show(loaded, findings, preparation)
+
+
+def _preparation(federation: Federation, model: str | None) -> Preparation | None:
+    """Of the pinned model, made from a checkpoint or found on this machine; None without either."""
+    from symbiosis_priv.checkpoint import resolve
+    from symbiosis_priv.errors import CheckpointError
+    from symbiosis_priv.weights import WeightStore
+    from tenant.connect import progress_bar
+    from tenant.preparation import prepare
+    from tenant.verifier import DEFAULT_COLUMNS
+
+    store = None if model is None else WeightStore(resolve(model), weight_bits=federation.weight_bits)
+    try:
+        with progress_bar("verification keys") as progress:
+            return prepare(
+                store,
+                digest=federation.model_digest,
+                columns=DEFAULT_COLUMNS,
+                weight_bits=federation.weight_bits,
+                progress=progress,
+            )
+    except CheckpointError:
+        if model is not None:
+            raise
+        return None
+
+
+def _show(federation: Federation, findings: Sequence[Finding], preparation: Preparation | None) -> None:
+    from tenant.coverage import lacking
+
+    table = Table(
+        "provider", "role", "address", "layers", "certificate", "clock", "round trip", "throughput", "verdict"
+    )
+    for finding in findings:
+        table.add_row(*map(escape, _cells(finding, preparation)), style="red" if finding.failure else "")
     console = Console()
     console.print(table)
-    console.print(f"model {loaded.model_digest}, {loaded.weight_bits} weight bits", soft_wrap=True)
+    console.print(f"model {federation.model_digest}, {federation.weight_bits} weight bits", soft_wrap=True)
+    for finding in findings:
+        for warning in finding.warnings:
+            console.print(escape(f"{finding.peer.name}: {warning}"), style="yellow", soft_wrap=True)
+    failures = [f"{finding.peer.name}: {finding.failure}" for finding in findings if finding.failure]
+    if preparation is None:
+        console.print(
+            "no verification keys of this model on this machine: no product was compared and no layer counted; add "
+            "--model CHECKPOINT, your own copy",
+            soft_wrap=True,
+        )
+    else:
+        failures += lacking(federation, [s for f in findings if (s := f.serving)], preparation.manifest.layers)
     for failure in failures:
         console.print(escape(failure), style="red", soft_wrap=True)
     if failures:
         raise typer.Exit(1)
     console.print("every provider showed its pinned certificate, accepts its role, serves the model")
+    if preparation is not None:
+        products = sum(finding.verified for finding in findings)
+        console.print(f"every layer is served in both directions; {products} products are those of the pinned weights")
+
+
+def _cells(finding: Finding, preparation: Preparation | None) -> list[str]:
+    from symbiosis_priv.ring import FORWARD
+
+    peer, none = finding.peer, ""
+    groups = finding.groups.get(FORWARD, range(0))
+    return [
+        peer.name,
+        peer.role,
+        f"{peer.host}:{peer.port}",
+        none if preparation is None or not groups else _layers(groups, preparation),
+        none if finding.days_left is None else f"{finding.days_left:,.0f} days",
+        none if finding.clock_ahead_s is None else f"{finding.clock_ahead_s:+.1f} s",
+        none if finding.round_trip_s is None else f"{1e3 * finding.round_trip_s:.2f} ms",
+        _throughput(finding),
+        "failed" if finding.failure else "ok",
+    ]
+
+
+def _layers(groups: range, preparation: Preparation) -> str:
+    from symbiosis_priv.layers import spans
+
+    return ", ".join(map(str, spans(preparation.manifest.layers[group] for group in groups)))
+
+
+def _throughput(finding: Finding) -> str:
+    if finding.rows_per_s is None or finding.bytes_per_s is None:
+        return ""
+    return f"{finding.rows_per_s:,.0f} rows/s, {finding.bytes_per_s / (1 << 20):,.1f} MiB/s"

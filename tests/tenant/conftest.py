@@ -11,6 +11,7 @@ import json
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,6 +113,7 @@ class ScriptedProvider:
         self.behaviour: Behaviour = honest
         self.heard: list[Heard] = []
         self.hellos: list[wire.Hello] = []
+        self.clock_ahead_s = 0.0
         self.closing = threading.Event()
         self.certificate = identity.certificate
         self._model, self._max_rows, self._max_payload = model, max_rows, max_payload
@@ -211,12 +213,30 @@ class ScriptedProvider:
             )
             connection.sendall(frame(welcome))
             return True
+        if isinstance(request, wire.Health):
+            report = wire.HealthReport(
+                name="scripted",
+                model_digest=self._model.manifest.digest,
+                time=time.time() + self.clock_ahead_s,
+                uptime_s=1.0,
+                groups=len(self._model.served),
+                groups_loaded=0,
+                requests=len(self.heard),
+                connections=len(self._connections),
+            )
+            connection.sendall(frame(report))
+            return True
         assert isinstance(request, wire.Execute | wire.Effect)
+        if request.group not in self._model.served:
+            connection.sendall(frame(wire.Failure(code=wire.ErrorCode.NOT_SERVED, detail="not these layers")))
+            return True
         if request.rows > self._max_rows:
             connection.sendall(frame(wire.Failure(code=wire.ErrorCode.TOO_LARGE, detail="too many rows")))
             return True
         if isinstance(request, wire.Execute):
             rows = wire.as_matrix(bytearray(payload), rows=request.rows, arithmetic=request.arithmetic)
+            if not request.rows:
+                rows = rows.reshape(0, self._model.manifest.groups[request.group].columns(request.direction)[0])
         else:
             rows = self._model.mask_rows(request)
         heard = Heard(request, prefix + header, payload, rows)

@@ -271,7 +271,7 @@ def test_federation_check_names_the_provider_that_is_down(local: LocalFederation
     path = changed(local, tmp_path / "federation.toml", local.address("helper"), nobody)
     result = federation_check(path)
     assert result.exit_code == 1
-    assert "Is it running?" in result.output
+    assert "check its address, and with its operator whether it runs" in result.output
 
 
 def test_a_checkpoint_without_a_tokenizer_is_told_so(model: Path, tmp_path: Path) -> None:

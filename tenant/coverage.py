@@ -1,0 +1,86 @@
+"""What a federation lacks: layers that nobody serves, and pads that too few helpers could share. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from symbiosis_priv.federation import Federation, Peer
+from symbiosis_priv.layers import LayerRange, spans
+from symbiosis_priv.ring import DIRECTIONS, Direction
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A provider that works, and the layer groups that it serves in each direction."""
+
+    peer: Peer
+    groups: Mapping[Direction, range]
+
+
+def lacking(federation: Federation, serving: Sequence[Serving], layers: Sequence[int]) -> list[str]:
+    """What is missing, each with its fix; nothing if every layer can be computed under every pad that it needs.
+
+    Args:
+        serving: the providers that work, of both roles.
+        layers: the layer number of every layer group of the model (`layers.layers_of`).
+    """
+    executors = [s for s in serving if s.peer.role == "executor"]
+    helpers = [s for s in serving if s.peer.role == "helper"]
+    found = [line for direction in DIRECTIONS for line in _gaps(executors, layers, direction)]
+    if not federation.helpers:
+        return found
+    for executor in executors:
+        for direction in DIRECTIONS:
+            found += _unmasked(federation, executor, helpers, layers, direction)
+    return found
+
+
+def layer_text(groups: Collection[int], layers: Sequence[int]) -> str:
+    """`layers 0-3, 8` for layer groups of a model."""
+    found = spans(layers[group] for group in groups)
+    several = len(found) > 1 or any(span != LayerRange(span.first, span.first) for span in found)
+    return f"layer{'s' * several} {', '.join(map(str, found))}"
+
+
+def _gaps(executors: Sequence[Serving], layers: Sequence[int], direction: Direction) -> Iterator[str]:
+    served = {group for executor in executors for group in executor.groups[direction]}
+    if gap := [group for group in range(len(layers)) if group not in served]:
+        yield f"{layer_text(gap, layers)} {direction}: nobody; list, start or mend an executor that serves them"
+
+
+def _unmasked(
+    federation: Federation,
+    executor: Serving,
+    helpers: Sequence[Serving],
+    layers: Sequence[int],
+    direction: Direction,
+) -> Iterator[str]:
+    """Where an executor's rows could not be masked, and for want of whom."""
+    short: dict[str, list[int]] = {}
+    for group in executor.groups[direction]:
+        there = [helper.peer for helper in helpers if group in helper.groups[direction]]
+        if want := _want(federation, executor.peer, there):
+            short.setdefault(want, []).append(group)
+    for want, groups in short.items():
+        yield f"executor {executor.peer.name!r}, {layer_text(groups, layers)} {direction}: {want}"
+
+
+def _want(federation: Federation, executor: Peer, there: Sequence[Peer]) -> str | None:
+    k = federation.pad_helpers
+    if k is None:
+        absent = [helper.name for helper in federation.helpers if helper not in there]
+        if not absent:
+            return None
+        return (
+            f"no pads without helper {', '.join(map(repr, absent))}: all helpers share every pad. Start or mend it, or "
+            f"say with [pads] helpers = {max(1, len(there))} that the others are enough"
+        )
+    admissible = [helper for helper in there if federation.admissible(executor, [helper])]
+    companies = federation.companies_of(admissible)
+    if companies >= k:
+        return None
+    return (
+        f"helpers of {companies} companies other than its own, and [pads] helpers = {k}: start, mend or list "
+        f"another helper that serves them"
+    )

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -33,6 +33,7 @@ from symbiosis_priv.certificates import Identity, Kind
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.federation import Peer, parse_address
 from symbiosis_priv.kernels import RingMatrix
+from symbiosis_priv.layers import LayerRange
 from symbiosis_priv.local import LocalFederation
 from symbiosis_priv.ring import FORWARD
 from symbiosis_priv.weights import WeightStore
@@ -53,9 +54,11 @@ EXAMPLES = 20
 DEADLINE_S = 60.0
 
 
-def make_checkpoint(path: Path, *, seed: int) -> Path:
+def make_checkpoint(path: Path, *, seed: int, layers: int = 1) -> Path:
     torch.manual_seed(seed)
-    config = GPT2Config(vocab_size=61, n_positions=32, n_embd=40, n_layer=1, n_head=4, bos_token_id=0, eos_token_id=0)
+    config = GPT2Config(
+        vocab_size=61, n_positions=32, n_embd=40, n_layer=layers, n_head=4, bos_token_id=0, eos_token_id=0
+    )
     base = GPT2LMHeadModel(config)
     for name, parameter in base.named_parameters():
         if name.endswith("bias"):
@@ -204,6 +207,48 @@ def test_a_provider_that_grants_one_connection_is_not_accused(judge: Judge, plac
     outcomes = judge("batching", "ring-exact", config=place.config(max_connections_per_tenant=1))
     assert outcomes["ring-exact"].verdict == "holds"
     assert outcomes["batching"].verdict in ("not tested", "no answer")
+
+
+class Claimed:
+    """What a provider says that it serves, while it serves everything."""
+
+    start, stop = 4, 8
+
+    def __contains__(self, group: int) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        return 4
+
+
+def test_a_part_of_the_layers_is_held_to_that_part(place: Place, tmp_path: Path) -> None:
+    """Of two layers it serves the second: no false alarm, what the file expects beside, and what it claims wrongly."""
+    path = make_checkpoint(tmp_path / "model", seed=2, layers=2)
+    oracle = CheckpointOracle(WeightStore(path, cache=tmp_path), seed=0)
+    whole = msgspec.structs.replace(place.config(), model=ModelConfig(checkpoint=str(path), cache=tmp_path))
+    part = msgspec.structs.replace(whole, model=msgspec.structs.replace(whole.model, layers="1"))
+
+    def outcomes(provider: Provider, role: wire.Role, expected: str | None) -> dict[str, Outcome]:
+        dialler = place.dialler(provider, role)
+        layers = None if expected is None else LayerRange.parse(expected)
+        subject = Subject(replace(dialler, peer=replace(dialler.peer, layers=layers)), oracle)
+        assert subject.groups == range(4, 8)
+        return {o.property.name: o for o in verify([subject], PROPERTIES, examples=5, seed=1)}
+
+    with Provider(part) as provider:
+        for role in get_args(wire.Role):
+            for expected in (None, "1"):
+                found = outcomes(provider, role, expected)
+                assert not broken(found), [o.violation.lines() for o in found.values() if o.violation]
+            found = outcomes(provider, role, "0-1")
+            assert broken(found) == {"layers"}
+            assert "serves layers 1, and the federation file expects 0-1" in str(found["layers"].violation)
+    with Provider(whole) as provider:
+        assert provider._gateway is not None
+        object.__setattr__(provider._gateway.service, "served", Claimed())
+        found = outcomes(provider, "executor", None)
+        assert broken(found) == {"layers"}
+        assert "for a layer that it says it does not serve" in str(found["layers"].violation)
 
 
 # Planted faults

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from symbiosis_priv import testing, wire
 from symbiosis_priv.keystream import SEED_BYTES
+from symbiosis_priv.layers import spans
 from symbiosis_priv.ring import FORWARD
 from threat_model.conformance.concurrency import check_batching
 from threat_model.conformance.oracle import CheckpointOracle, first_difference
@@ -42,6 +43,23 @@ def _check_digest(subject: Subject, run: Run) -> None:
             raise Violation(f"its health report names {health.model_digest}, not {pinned}")
 
 
+def _check_layers(subject: Subject, run: Run) -> None:
+    layers, served = subject.oracle.manifest.layers, subject.groups
+    run.one()
+    if subject.welcome.end_group > len(layers):
+        raise Violation(f"it says that it serves {subject.welcome.end_group} layer groups or more of {len(layers)}")
+    if (wanted := subject.dialler.peer.layers) is not None and set(wanted.groups(layers)) - set(served):
+        found = ", ".join(map(str, spans(layers[index] for index in served)))
+        raise Violation(f"it serves layers {found}, and the federation file expects {wanted}")
+    for index in (served.start - 1, served.stop):
+        if 0 <= index < len(layers):
+            run.one()
+            case = effect_case(subject.oracle, index, FORWARD, seed=bytes(SEED_BYTES), first_row=0, rows=1)
+            reply, _ = subject.exchange(case, case.header(subject.role))
+            if not (isinstance(reply, wire.Failure) and reply.code == wire.ErrorCode.NOT_SERVED):
+                raise subject.violation(f"answers {describe(reply)} for a layer that it says it does not serve", case)
+
+
 def _check_right(subject: Subject, case: Case) -> None:
     difference = subject.judge(case, subject.answer(case))
     if difference is not None:
@@ -64,7 +82,7 @@ def _check_bias_difference(subject: Subject, run: Run) -> None:
     """Each answer is within its bound of x W^T (+ b), so their difference is within the bounds' sum of b."""
     oracle = subject.oracle
     assert isinstance(oracle, CheckpointOracle)
-    if not any(map(oracle.has_bias, oracle.sampled)):
+    if not any(map(oracle.has_bias, subject.sampled)):
         raise NotTested("no layer group has a bias")
 
     def check(case: Case) -> None:
@@ -129,7 +147,7 @@ def _check_row_counts(subject: Subject, run: Run) -> None:
     A count that fails is bisected to the least.
     """
     oracle = subject.oracle
-    index = min(oracle.sampled, key=lambda i: oracle.entry(i).inputs * oracle.entry(i).stacked_outputs)
+    index = min(subject.sampled, key=lambda i: oracle.entry(i).inputs * oracle.entry(i).stacked_outputs)
     width, other = oracle.widths(index, FORWARD)
     most = max(1, min(subject.row_limit(index), _LARGEST_PAYLOAD // (wire.ITEM_BYTES * max(width, other))))
     generator = np.random.default_rng(run.seed)
@@ -182,10 +200,14 @@ def _plain(value: object) -> str:
 def _check_agreement(subject: Subject, run: Run) -> None:
     if not subject.executors:
         raise NotTested("no executor to compare with: --federation names both")
+    if not any(index in executor.groups for executor in subject.executors for index in subject.sampled):
+        raise NotTested("no executor serves a layer that it serves")
 
     def check(case: Case) -> None:
         effect = subject.answer(case)
         for executor in subject.executors:
+            if case.index not in executor.groups:
+                continue
             product = executor.answer(case)
             difference = first_difference(effect, product)
             if difference is not None:
@@ -194,7 +216,7 @@ def _check_agreement(subject: Subject, run: Run) -> None:
                 found.culprit = next((s.name for s, answer in both if s.judge(case, answer)), None)
                 raise found
 
-    limits = [executor.row_limit(i) for executor in subject.executors for i in subject.oracle.sampled]
+    limits = [executor.row_limit(i) for executor in subject.executors for i in subject.sampled]
     run.for_all(effects(subject).filter(lambda case: len(case.rows) <= min(limits)), check)
 
 
@@ -210,8 +232,14 @@ PROPERTIES: tuple[Property, ...] = (
         _check_digest,
     ),
     Property(
+        "layers",
+        "It serves the layers that the federation file expects, and refuses those that it says it does not serve.",
+        _BOTH,
+        _check_layers,
+    ),
+    Property(
         "every-layer",
-        "Every layer group, in both directions and on every arithmetic, is the checkpoint's, to the last weight.",
+        "Every layer group it serves, both ways and on every arithmetic, is the checkpoint's, to the last weight.",
         _BOTH,
         check_every_layer,
     ),

@@ -53,7 +53,7 @@ def products(
 ) -> Case:
     """Requests to an executor; with `biased`, forward through groups that have a bias."""
     oracle = subject.oracle
-    index = draw(st.sampled_from([i for i in oracle.sampled if not biased or oracle.has_bias(i)]))
+    index = draw(st.sampled_from([i for i in subject.sampled if not biased or oracle.has_bias(i)]))
     direction: Direction = FORWARD if biased else draw(testing.directions())
     arithmetic = draw(st.sampled_from(arithmetics))
     return Case(index, direction, arithmetic, draw(rows(subject, index, direction, arithmetic)))
@@ -63,7 +63,7 @@ def products(
 def effects(draw: DrawFn, subject: Subject, *, index: int | None = None, direction: Direction | None = None) -> Case:
     """Requests to a helper: any seed, first rows up to the last that a counter reaches."""
     if index is None:
-        index = draw(st.sampled_from(subject.oracle.sampled))
+        index = draw(st.sampled_from(subject.sampled))
     way: Direction = draw(testing.directions()) if direction is None else direction
     first = draw(st.sampled_from((0, 1, 63, 2**32 - 1, 2**40)) | st.integers(0, 2**61))
     seed = draw(st.binary(min_size=SEED_BYTES, max_size=SEED_BYTES))

@@ -155,6 +155,16 @@ class Subject:
             assert self._welcome is not None
         return self._welcome
 
+    @property
+    def groups(self) -> range:
+        """The layer groups of the checkpoint that it says it serves; connects the first time."""
+        return range(self.welcome.first_group, min(self.welcome.end_group, len(self.oracle.manifest.groups)))
+
+    @property
+    def sampled(self) -> tuple[int, ...]:
+        """Those of them that random examples are drawn from."""
+        return tuple(index for index in self.oracle.sampled if index in self.groups) or (self.groups[0],)
+
     @functools.cached_property
     def floats(self) -> bool:
         """Whether float answers are asked for and judged; asks the provider the first time."""
@@ -164,7 +174,7 @@ class Subject:
 
     def _serves_floats(self) -> bool:
         """Only its own word that it does not counts; whatever else it answers, the properties shall find."""
-        index = self.oracle.sampled[0]
+        index = self.sampled[0]
         width, _ = self.oracle.widths(index, FORWARD)
         nothing = Case(index, FORWARD, "float", torch.empty((0, width), dtype=torch.float32))
         try:
@@ -282,6 +292,8 @@ class Subject:
             raise self.wrong_role(reply)
         if not isinstance(reply, wire.Welcome):
             raise NotTested(f"it does not welcome this tenant: {describe(reply)}")
+        if reply.first_group >= len(self.oracle.manifest.groups):
+            raise NotTested(f"it serves layer groups from {reply.first_group} on, which the checkpoint has not")
         return reply
 
     def wrong_role(self, reply: wire.Failure) -> WrongRole:

@@ -1,4 +1,4 @@
-"""Every weight of every layer group, in a handful of rows each."""
+"""Every weight of every layer group that a provider serves, in a handful of rows each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _UNIFORM_ROWS = 4
 
 
 def check_every_layer(subject: Subject, run: Run) -> None:
-    """Ask for every (layer group, direction, arithmetic) once, with rows that an altered weight cannot hide from.
+    """Ask for every (layer group, direction, arithmetic) served, with rows that an altered weight cannot hide from.
 
     The ring. Let the served matrix differ from the pinned one by D != 0. The answer to x is right only if
     `x @ D.T == 0` modulo 2^32. The first row has *odd* entries only. Odd numbers are units of the ring, so one altered
@@ -39,7 +39,7 @@ def check_every_layer(subject: Subject, run: Run) -> None:
     twice that: it is found with certainty. (Backward, columns mix channels of different size, so it may be missed.)
     """
     generator = np.random.default_rng(run.seed)
-    for index, direction in itertools.product(range(len(subject.oracle.manifest.groups)), DIRECTIONS):
+    for index, direction in itertools.product(subject.groups, DIRECTIONS):
         for arithmetic in arithmetics(subject):
             run.one()
             case = _case(subject, index, direction, arithmetic, generator)

@@ -33,6 +33,8 @@ Width = Annotated[int, typer.Option(min=64, help="Of the Llama; a multiple of 64
 Layers = Annotated[int, typer.Option(min=1, help="Of the Llama.")]
 Inner = Annotated[int, typer.Option(min=8, help="Width inside of the MLP.")]
 Maskings = Annotated[str, typer.Option("--masking", help="Schemes to measure, separated by commas.")]
+Batch = Annotated[int, typer.Option(min=1, help="Sequences of a batch.")]
+Tokens = Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")]
 PoolMemory = Annotated[int, typer.Option(min=0, help="Memory of each tenant for pads drawn ahead, in MiB.")]
 
 
@@ -42,8 +44,8 @@ def step(
     width: Width = 2048,
     layers: Layers = 4,
     inner: Inner = 5632,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences of a batch.")] = 4,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")] = 128,
+    batch: Batch = 4,
+    tokens: Tokens = 128,
     masking: Maskings = "none,pad,local",
     repeat: Repeat = 3,
     threads: Threads = _HALF_THE_CORES,
@@ -126,6 +128,57 @@ def linear(
                 on_result=done,
             )
     _finish("linear", results, json)
+
+
+@app.command()
+def network(
+    *,
+    condition: Annotated[
+        str, typer.Option(help="Bandwidth, round trip and loss each way, like 100mbit/100ms/0.1%; several by commas.")
+    ] = "1gbit/5ms,100mbit/5ms,100mbit/100ms",
+    width: Width = 512,
+    layers: Layers = 4,
+    inner: Inner = 1408,
+    batch: Batch = 1,
+    tokens: Tokens = 128,
+    masking: Annotated[str, typer.Option(help="The scheme.")] = "pad",
+    line: Annotated[
+        str, typer.Option(help="How to make the line: netem, packets or proxy; auto for the best of them here.")
+    ] = "auto",
+    repeat: Repeat = 5,
+    threads: Threads = _HALF_THE_CORES,
+    pool_memory_mib: PoolMemory = 1024,
+    json: Json = None,
+) -> None:
+    """Steps and tokens per second over slow lines, beside what round trips and bytes predict.
+
+    The tenant's line has a bandwidth, a delay and losses, in a network
+    namespace where this machine makes one, else by a proxy.
+    """
+    from tenant.bench.contest import Shape
+    from tenant.bench.lines import KINDS, Condition
+    from tenant.bench.network import measure_network
+
+    if line not in (*KINDS, "auto"):
+        raise ConfigError(f"--line {line!r}: choose one of auto, {', '.join(KINDS)}")
+    conditions = [Condition.parse(text) for text in condition.split(",")]
+    shape = Shape(width=_multiple(width, "--width"), layers=layers, inner=inner)
+    with _measuring() as (folder, tell):
+        rows, made = measure_network(
+            folder,
+            shape,
+            batch=batch,
+            tokens=tokens,
+            conditions=conditions,
+            masking=_scheme(masking),
+            kind=next((kind for kind in KINDS if kind == line), None),
+            repeat=repeat,
+            threads=threads,
+            pool_memory_mib=pool_memory_mib,
+            on_turn=tell,
+        )
+    _finish("network", rows, json)
+    Console().print(f"line: {made}", soft_wrap=True)
 
 
 @app.command()

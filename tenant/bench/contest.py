@@ -12,7 +12,7 @@ import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,10 +26,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from symbiosis_priv.errors import DeadlineExceededError, SymbiosisError
 from symbiosis_priv.local import LocalFederation
 from tenant.bench import processes
-from tenant.bench.worker import Setup, Task
+from tenant.bench.worker import Cost, Setup, Task
 
 WHOLE = "whole"
-_START_S, _TURN_S = 900.0, 600.0
+START_S, _TURN_S = 900.0, 600.0
 _POLL_S, _IDLE_S, _IDLE_POLLS = 0.1, 0.02, 3  # idle: less CPU than this in each of so many polls
 _HEAD = 64  # dimensions of an attention head
 _TAIL = 2000  # characters of a log that an error quotes
@@ -86,7 +86,7 @@ class Contest:
         """Let one tenant do something while the others wait."""
         tenant = self._tenants[name]
         before = self._cpu(tenant)
-        seconds = tenant.do(task)
+        seconds = [cost.seconds for cost in tenant.do(task)]
         after = self._when_idle(tenant)
         spent = [now - then for now, then in zip(after, before, strict=True)]
         return Turn(seconds=seconds, tenant_cpu_s=spent[0], executor_cpu_s=spent[1], helper_cpu_s=spent[2])
@@ -126,11 +126,20 @@ class Tenant:
         name: for its log and messages.
         setup: what it loads.
         directory: for its log.
+        start: makes the command that starts it of that which would start it here.
     """
 
-    def __init__(self, name: str, setup: Setup, directory: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        setup: Setup,
+        directory: Path,
+        *,
+        start: Callable[[Sequence[str]], list[str]] = list,
+    ) -> None:
         self._name = name
         self._setup = setup
+        self._start = start
         self._log = directory / f"tenant-{name.replace(' ', '-')}.log"
 
     @property
@@ -138,14 +147,14 @@ class Tenant:
         """Of the process."""
         return self._process.pid
 
-    def do(self, task: Task) -> list[float]:
+    def do(self, task: Task) -> list[Cost]:
         """See `worker.Tenant.do`."""
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(task) + b"\n")
         self._process.stdin.flush()
         return self._answer(_TURN_S)
 
-    def _answer(self, timeout_s: float) -> list[float]:
+    def _answer(self, timeout_s: float) -> list[Cost]:
         assert self._process.stdout is not None
         until, line = time.monotonic() + timeout_s, b""
         with selectors.DefaultSelector() as selector:
@@ -157,14 +166,14 @@ class Tenant:
                 if not part:
                     raise SymbiosisError(f"{self._name!r} has ended: {self._log.read_text(errors='replace')[-_TAIL:]}")
                 line += part
-        return msgspec.json.decode(line, type=list[float])
+        return msgspec.json.decode(line, type=list[Cost])
 
     def __enter__(self) -> Self:
         command = [sys.executable, "-m", "tenant.bench.worker", msgspec.json.encode(self._setup).decode()]
         threads = {"OMP_NUM_THREADS": str(self._setup.threads), "HF_HUB_OFFLINE": "1"}
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                command,
+                self._start(command),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -172,7 +181,7 @@ class Tenant:
                 env={**os.environ, **threads},
             )
         try:
-            self._answer(_START_S)
+            self._answer(START_S)
         except BaseException:
             self._stop()
             raise
@@ -213,7 +222,7 @@ def contest(
     model = shape.save(directory / "model")
     options = {"executor": {"threads": threads}}
     with (
-        LocalFederation(model, directory / "federation", provider_options=options, deadline_s=_START_S) as local,
+        LocalFederation(model, directory / "federation", provider_options=options, deadline_s=START_S) as local,
         contextlib.ExitStack() as stack,
     ):
         tenants = {}

@@ -1,13 +1,16 @@
 """A tenant in a process of its own, doing one thing at a time when it is told to.
 
 `python -m tenant.bench.worker SETUP` prints a line once its model is loaded. Then each line on stdin is a `Step` or a
-`Generate`, and is answered by a line with the seconds that it took. It ends when stdin does.
+`Generate`, and is answered by a line with what each of its steps or tokens has cost. It ends when stdin does.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,7 +19,10 @@ from peft import LoraConfig, get_peft_model
 
 from tenant.config import RemoteConfig
 from tenant.hf import backend_of
+from tenant.ledger import ledger_of, since
 from tenant.loading import load_model
+from tenant.session import Ledger
+from tenant.spans import Part, recorded
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,10 +46,11 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """One optimizer step of LoRA on q and v."""
+    """Optimizer steps of LoRA on q and v, one after the other."""
 
     batch: int
     tokens: int
+    steps: int = 1
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -54,6 +61,20 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 Task = Step | Generate
+
+
+class Cost(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one step, or one token.
+
+    Args:
+        seconds: on the clock.
+        parts: seconds by the session's own account (`tenant.spans`).
+        counted: what the session's ledger counted meanwhile; nothing for the whole model.
+    """
+
+    seconds: float
+    parts: dict[Part, float]
+    counted: dict[str, int]
 
 
 class Tenant:
@@ -75,30 +96,37 @@ class Tenant:
         self._model: Any = get_peft_model(base, lora)
         self._optimizer = torch.optim.AdamW((p for p in self._model.parameters() if p.requires_grad), lr=1e-4)
 
-    def do(self, task: Task) -> list[float]:
-        """Seconds of a step, or of each generated token."""
-        return [self._step(task)] if isinstance(task, Step) else self._generate(task)
+    def do(self, task: Task) -> list[Cost]:
+        """One after the other."""
+        return self._steps(task) if isinstance(task, Step) else self._generate(task)
 
-    def _step(self, task: Step) -> float:
-        ids = self._tokens(task.batch, task.tokens)
+    def _steps(self, task: Step) -> list[Cost]:
         self._model.train()
-        start = time.perf_counter()
+        return [self._cost_of(partial(self._step, self._tokens(task.batch, task.tokens))) for _ in range(task.steps)]
+
+    def _step(self, ids: torch.Tensor) -> None:
         self._model(input_ids=ids, labels=ids).loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
-        return time.perf_counter() - start
 
     @torch.no_grad()
-    def _generate(self, task: Generate) -> list[float]:
+    def _generate(self, task: Generate) -> list[Cost]:
         self._model.eval()
-        output = self._model(input_ids=self._tokens(1, task.prompt), use_cache=True)
-        seconds = []
-        for _ in range(task.tokens):
-            start = time.perf_counter()
-            latest = output.logits[:, -1:].argmax(-1)
-            output = self._model(input_ids=latest, past_key_values=output.past_key_values, use_cache=True)
-            seconds.append(time.perf_counter() - start)
-        return seconds
+        self._output = self._model(input_ids=self._tokens(1, task.prompt), use_cache=True)
+        return [self._cost_of(self._next_token) for _ in range(task.tokens)]
+
+    def _next_token(self) -> None:
+        latest = self._output.logits[:, -1:].argmax(-1)
+        self._output = self._model(input_ids=latest, past_key_values=self._output.past_key_values, use_cache=True)
+
+    def _cost_of(self, work: Callable[[], None]) -> Cost:
+        before = ledger_of(self._model) or Ledger()
+        start = time.perf_counter()
+        with recorded() as parts:
+            work()
+        seconds = time.perf_counter() - start
+        counted = since(before, ledger_of(self._model) or Ledger())
+        return Cost(seconds=seconds, parts=parts, counted=asdict(counted))
 
     def _tokens(self, rows: int, columns: int) -> torch.Tensor:
         return torch.randint(self._model.config.vocab_size, (rows, columns), dtype=torch.long, device="cpu")
@@ -122,8 +150,8 @@ def main(setup: bytes) -> None:
         tenant.close()
 
 
-def _answer(seconds: list[float]) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(seconds) + b"\n")
+def _answer(costs: list[Cost]) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(costs) + b"\n")
     sys.stdout.buffer.flush()
 
 

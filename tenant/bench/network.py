@@ -1,0 +1,177 @@
+"""`bench network`: a step and a token over slow lines, beside what the design's count of round trips and bytes predicts.
+
+The prediction for a line is the time that the same work takes over that line without limits, plus its turns times the
+round trip, plus its bytes over the bandwidth, as if nothing happened at the same time. The same tenant does not meet
+two conditions: what TCP has learnt about one line would be wrong on the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from symbiosis_priv.local import LocalFederation
+from symbiosis_priv.weights import WeightStore
+from tenant.bench import prediction, processes
+from tenant.bench.contest import START_S, Shape, Tenant
+from tenant.bench.lines import Condition, Kind, Line, open_line
+from tenant.bench.prediction import Traffic
+from tenant.bench.report import Row
+from tenant.bench.worker import Cost, Generate, Setup, Step, Task
+
+WARM_UP = 2
+"""Steps, and tokens, that are not part of the means: connections and pools are filling."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One kind of work under one condition.
+
+    Args:
+        first_s: the first step or token: connections are new.
+        costs: of the others, but for those that warm up.
+        carrier_s: CPU seconds of the line's carrier for one of them.
+    """
+
+    first_s: float
+    costs: Sequence[Cost]
+    carrier_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Of one."""
+        return fmean(cost.seconds for cost in self.costs)
+
+    def counted(self, name: str) -> float:
+        """Of one, by the session's ledger."""
+        return fmean(cost.counted[name] for cost in self.costs)
+
+
+def measure_network(
+    directory: Path,
+    shape: Shape,
+    *,
+    batch: int,
+    tokens: int,
+    conditions: Sequence[Condition],
+    masking: str,
+    kind: Kind | None,
+    repeat: int,
+    threads: int,
+    pool_memory_mib: int,
+    on_turn: Callable[[str], None],
+) -> tuple[list[Row], str]:
+    """A row per condition and kind of work, the line without limits first; and how the line was made, and why so.
+
+    Args:
+        directory: new or empty.
+        shape: of the model.
+        batch, tokens: of a fine-tuning step.
+        conditions: of the line.
+        masking: a scheme with providers.
+        kind: of the line; the best that this machine makes if None.
+        repeat: steps, and generated tokens, of each measurement.
+        threads: torch threads of each process.
+        pool_memory_mib: of the tenant, for pads drawn ahead.
+        on_turn: told what is being measured.
+    """
+    processes.check_supported()
+    model = shape.save(directory / "model")
+    work: dict[str, Task] = {
+        "step": Step(batch=batch, tokens=tokens, steps=WARM_UP + repeat),
+        "token": Generate(prompt=8, tokens=WARM_UP + repeat),
+    }
+    with ExitStack() as stack:
+        line = stack.enter_context(open_line(kind))
+        local = LocalFederation(
+            model,
+            directory / "federation",
+            host=line.host,
+            provider_options={"executor": {"threads": threads}},
+            deadline_s=START_S,
+        )
+        stack.enter_context(local)
+        groups = WeightStore(model, cache=local.directory / "cache").manifest().groups
+        design = {"step": prediction.of_step(groups, rows=batch * tokens), "token": prediction.of_token(groups)}
+        setup = Setup(
+            model=str(model),
+            masking=masking,
+            federation=str(line.federation(local.federation)),
+            cache=str(local.directory / "cache"),
+            threads=threads,
+            pool_memory_mib=pool_memory_mib,
+        )
+        rows: list[Row] = []
+        free: Mapping[str, Measured] = {}
+        for condition in (Condition(), *conditions):
+            on_turn(f"{condition}, over a {line.kind} line")
+            line.impose(condition)
+            with Tenant("tenant", setup, directory, start=line.command) as tenant:
+                found = {name: _measure(tenant, task, line) for name, task in work.items()}
+            free = free or found
+            rows += [_row(name, condition, design[name], found[name], free[name]) for name in work]
+        shared: Row = {"width": shape.width, "inner": shape.inner, "layers": shape.layers, "batch": batch}
+        rows = [{**shared, "tokens": tokens, "masking": masking, "line": line.kind, **row} for row in rows]
+        return rows, f"{line.kind} ({line.why})" if line.why else line.kind
+
+
+def _measure(tenant: Tenant, task: Task, line: Line) -> Measured:
+    before = processes.cpu_seconds(line.carriers)
+    costs = tenant.do(task)
+    carrier_s = (processes.cpu_seconds(line.carriers) - before) / len(costs)
+    return Measured(first_s=costs[0].seconds, costs=costs[WARM_UP:], carrier_s=carrier_s)
+
+
+def _row(name: str, condition: Condition, design: Traffic, found: Measured, free: Measured) -> Row:
+    up, down = found.counted("bytes_to_executors"), found.counted("bytes_from_executors")
+    effects = found.counted("bytes_to_helpers") + found.counted("bytes_from_helpers")
+    latency_s = design.turns * condition.round_trip_ms / 1e3
+    transfer_s, effects_s = (up + down) / condition.bytes_per_s, effects / condition.bytes_per_s
+    predicted_s = free.seconds + latency_s + transfer_s + effects_s
+    return {
+        "condition": str(condition),
+        "work": name,
+        "per_second": 1 / found.seconds,
+        "round_trips": found.counted("executor_round_trips"),
+        "round_trips_by_design": design.round_trips,
+        "bytes_up": round(up),
+        "bytes_up_by_design": design.up,
+        "bytes_down": round(down),
+        "bytes_down_by_design": design.down,
+        "bytes_of_effects": round(effects),
+        "bytes_of_effects_by_design": design.effects,
+        "without_limits_s": free.seconds,
+        "latency_s": latency_s,
+        "transfer_s": transfer_s,
+        "effects_s": effects_s,
+        "predicted_s": predicted_s,
+        "measured_s": found.seconds,
+        "measured_over_predicted": found.seconds / predicted_s,
+        "first_s": found.first_s,
+        "difference": explain(found.seconds - predicted_s, effects_s, turns=design.turns, carrier_s=found.carrier_s),
+    }
+
+
+def explain(difference_s: float, effects_s: float, *, turns: int, carrier_s: float) -> str:
+    """What makes a measured time another one than predicted.
+
+    Args:
+        difference_s: measured less predicted.
+        effects_s: what effects take of the bandwidth, which is part of the prediction.
+        turns: requests one after the other.
+        carrier_s: CPU seconds of the line's carrier.
+    """
+    if difference_s < 0:
+        hidden = min(-difference_s, effects_s)
+        rest = -difference_s - hidden
+        told = [f"{_seconds(hidden)} of effects come while rows go"] if hidden else []
+        return "; ".join([*told, *([f"{_seconds(rest)} less than without limits"] if rest else [])])
+    each = f"{1e3 * difference_s / turns:.2g} ms more per turn"
+    return f"{each}; the line's carrier: {1e3 * carrier_s / turns:.2g} ms of CPU" if carrier_s else each
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 0.1 else f"{1e3 * value:.2g} ms"

@@ -1,0 +1,80 @@
+"""What a pass through a model puts on the line, by the design alone: a function of the manifest.
+
+A product of a layer group is one request and one answer, whatever the number of layers fused in the group; a large one
+is cut into pieces that go out over several connections at once. Everything else that a frame holds is counted as
+`wire` encodes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from symbiosis_priv import wire
+from symbiosis_priv.manifest import GroupEntry
+from symbiosis_priv.ring import BACKWARD, FORWARD, Direction
+from tenant.session import LANES, SessionOptions, pieces
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Between a tenant and its providers.
+
+    Args:
+        round_trips: requests to executors.
+        turns: how many of them come one after the other: pieces of one product share the connections to an executor.
+        up, down: bytes of frames to and from executors.
+        effects: bytes of effects from one helper; its requests are too few and small to count.
+    """
+
+    round_trips: int = 0
+    turns: int = 0
+    up: int = 0
+    down: int = 0
+    effects: int = 0
+
+    def __add__(self, other: Self) -> Traffic:
+        return Traffic(
+            round_trips=self.round_trips + other.round_trips,
+            turns=self.turns + other.turns,
+            up=self.up + other.up,
+            down=self.down + other.down,
+            effects=self.effects + other.effects,
+        )
+
+
+def of_token(groups: Sequence[GroupEntry]) -> Traffic:
+    """One row through all groups, forward."""
+    return _of_pass(groups, FORWARD, 1)
+
+
+def of_step(groups: Sequence[GroupEntry], *, rows: int) -> Traffic:
+    """Rows through all groups and back; nobody asks for the gradient of what the embeddings, frozen too, hand to the
+    first."""
+    forward = _of_pass(groups, FORWARD, rows)
+    return forward + _of_pass(groups[1:], BACKWARD, rows, first=1)
+
+
+def _of_pass(groups: Sequence[GroupEntry], direction: Direction, rows: int, *, first: int = 0) -> Traffic:
+    products = (_of_product(group, i, direction, rows) for i, group in enumerate(groups, start=first))
+    return sum(products, Traffic())
+
+
+def _of_product(group: GroupEntry, index: int, direction: Direction, rows: int) -> Traffic:
+    inputs, outputs = group.columns(direction)
+    sizes = pieces(rows, group, piece_bytes=SessionOptions().piece_bytes)
+    up = down = 0
+    for count in sizes:
+        request = wire.Execute(
+            nonce=bytes(wire.NONCE_BYTES), group=index, direction=direction, arithmetic="ring", rows=count
+        )
+        up += len(wire.encode(request)) + wire.ITEM_BYTES * count * inputs
+        down += len(wire.encode(wire.Result.answering(request))) + wire.ITEM_BYTES * count * outputs
+    return Traffic(
+        round_trips=len(sizes),
+        turns=-(-len(sizes) // LANES),
+        up=up,
+        down=down,
+        effects=wire.ITEM_BYTES * rows * outputs,
+    )

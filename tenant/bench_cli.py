@@ -177,8 +177,20 @@ def network(
             pool_memory_mib=pool_memory_mib,
             on_turn=tell,
         )
-    _finish("network", rows, json)
-    Console().print(f"line: {made}", soft_wrap=True)
+    for work in ("step", "token"):
+        _show(
+            [
+                {name: value for name, value in row.items() if name != "difference"}
+                for row in rows
+                if row["work"] == work
+            ]
+        )
+    console = Console()
+    for row in rows:
+        if row["difference"] is not None:
+            console.print(f"{row['condition']}, {row['work']}: {row['difference']}", soft_wrap=True)
+    console.print(f"line: {made}", soft_wrap=True)
+    _write(json, "network", rows)
 
 
 @app.command()
@@ -388,6 +400,11 @@ def _check_device(name: str) -> None:
 
 def _finish(benchmark: str, rows: Sequence[Row], json: Path | None) -> None:
     """Show the figures, and write them."""
+    _show(rows)
+    _write(json, benchmark, rows)
+
+
+def _show(rows: Sequence[Row]) -> None:
     from rich.table import Table as Screen
 
     from tenant.bench.markdown import Table
@@ -402,7 +419,6 @@ def _finish(benchmark: str, rows: Sequence[Row], json: Path | None) -> None:
     for cells in lines[1:]:
         screen.add_row(*cells)
     Console().print(screen)
-    _write(json, benchmark, rows)
 
 
 def _write(path: Path | None, benchmark: str, rows: Sequence[Row]) -> None:

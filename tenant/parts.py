@@ -7,12 +7,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from symbiosis_priv import wire
 from symbiosis_priv.federation import Peer
+from symbiosis_priv.manifest import GroupEntry
 from symbiosis_priv.modular import Column
 from symbiosis_priv.passes import unmask
 from symbiosis_priv.ring import Direction
 from tenant.noise import Pad, Share
 from tenant.rows import Rows
+
+_MOST_PIECES = 4  # of a product: many small ones cost more than they hide
 
 
 @dataclass
@@ -76,6 +80,12 @@ class Part:
             column=self.column,
             expected=self.expected[own],
         )
+
+
+def piece_rows(count: int, group: GroupEntry, *, piece_bytes: int) -> int:
+    """Rows of each piece that a product of `count` rows is cut into, by its size alone (rule 5)."""
+    size = wire.ITEM_BYTES * count * (group.inputs + group.stacked_outputs)
+    return -(-count // max(1, min(_MOST_PIECES, size // piece_bytes)))
 
 
 def _placed(pads: Sequence[Pad]) -> Iterator[tuple[Pad, int]]:

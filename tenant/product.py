@@ -40,14 +40,12 @@ from tenant.executor import Executor
 from tenant.facts import GroupFacts, Preparation
 from tenant.noise import cut, joined
 from tenant.options import SessionOptions
-from tenant.parts import Part
+from tenant.parts import Part, piece_rows
 from tenant.routes import Routes
 from tenant.rows import Rows
 from tenant.runtime import Runtime, row_limit
 from tenant.spans import span
 from tenant.tally import Tally
-
-_MOST_PIECES = 4  # of a product: many small ones cost more than they hide
 
 
 @dataclass(frozen=True)
@@ -100,8 +98,7 @@ class Products:
 
     def _piece(self, count: int, facts: GroupFacts) -> int:
         """Rows of a piece, by the product's size alone (rule 5)."""
-        size = wire.ITEM_BYTES * count * (facts.entry.inputs + facts.entry.stacked_outputs)
-        return -(-count // max(1, min(_MOST_PIECES, size // self.options.piece_bytes)))
+        return piece_rows(count, facts.entry, piece_bytes=self.options.piece_bytes)
 
     def _masked(self, part: Part, first: Executor) -> None:
         """The product by the first executor whose answer passes. All of them are sent identical rows."""

@@ -1,4 +1,4 @@
-"""`bench network`: a step and a token over slow lines, beside what the design's count of round trips and bytes predicts.
+"""`bench network`: a step and a token over slow lines, beside what the design's round trips and bytes predict.
 
 The prediction for a line is the time that the same work takes over that line without limits, plus its turns times the
 round trip, plus its bytes over the bandwidth, as if nothing happened at the same time. The same tenant does not meet
@@ -131,11 +131,12 @@ def _row(name: str, condition: Condition, design: Traffic, found: Measured, free
     latency_s = design.turns * condition.round_trip_ms / 1e3
     transfer_s, effects_s = (up + down) / condition.bytes_per_s, effects / condition.bytes_per_s
     predicted_s = free.seconds + latency_s + transfer_s + effects_s
+    difference_s = found.seconds - predicted_s
     return {
         "condition": str(condition),
         "work": name,
         "per_second": 1 / found.seconds,
-        "round_trips": found.counted("executor_round_trips"),
+        "round_trips": round(found.counted("executor_round_trips"), 2),
         "round_trips_by_design": design.round_trips,
         "bytes_up": round(up),
         "bytes_up_by_design": design.up,
@@ -151,7 +152,9 @@ def _row(name: str, condition: Condition, design: Traffic, found: Measured, free
         "measured_s": found.seconds,
         "measured_over_predicted": found.seconds / predicted_s,
         "first_s": found.first_s,
-        "difference": explain(found.seconds - predicted_s, effects_s, turns=design.turns, carrier_s=found.carrier_s),
+        "difference": explain(difference_s, effects_s, turns=design.turns, carrier_s=found.carrier_s)
+        if found is not free
+        else None,
     }
 
 
@@ -164,14 +167,14 @@ def explain(difference_s: float, effects_s: float, *, turns: int, carrier_s: flo
         turns: requests one after the other.
         carrier_s: CPU seconds of the line's carrier.
     """
-    if difference_s < 0:
-        hidden = min(-difference_s, effects_s)
-        rest = -difference_s - hidden
-        told = [f"{_seconds(hidden)} of effects come while rows go"] if hidden else []
-        return "; ".join([*told, *([f"{_seconds(rest)} less than without limits"] if rest else [])])
-    each = f"{1e3 * difference_s / turns:.2g} ms more per turn"
-    return f"{each}; the line's carrier: {1e3 * carrier_s / turns:.2g} ms of CPU" if carrier_s else each
+    if difference_s >= 0:
+        each = f"{_time(difference_s / turns)} more per turn"
+        return f"{each}; the line itself takes {_time(carrier_s / turns)} of CPU" if carrier_s else each
+    hidden = min(-difference_s, effects_s)
+    noise = -difference_s - hidden
+    told = [f"{_time(hidden)} of effects come while rows go"] if hidden else []
+    return "; ".join([*told, f"{_time(noise)} is noise"] if noise else told)
 
 
-def _seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 0.1 else f"{1e3 * value:.2g} ms"
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 0.095 else f"{1e3 * seconds:.2g} ms"

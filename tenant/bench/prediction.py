@@ -14,7 +14,9 @@ from typing import Self
 from symbiosis_priv import wire
 from symbiosis_priv.manifest import GroupEntry
 from symbiosis_priv.ring import BACKWARD, FORWARD, Direction
-from tenant.session import LANES, SessionOptions, pieces
+from tenant.executor import LANES
+from tenant.options import SessionOptions
+from tenant.parts import piece_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +65,8 @@ def _of_pass(groups: Sequence[GroupEntry], direction: Direction, rows: int, *, f
 
 def _of_product(group: GroupEntry, index: int, direction: Direction, rows: int) -> Traffic:
     inputs, outputs = group.columns(direction)
-    sizes = pieces(rows, group, piece_bytes=SessionOptions().piece_bytes)
+    most = piece_rows(rows, group, piece_bytes=SessionOptions().piece_bytes)
+    sizes = [min(most, rows - start) for start in range(0, rows, most)]
     up = down = 0
     for count in sizes:
         request = wire.Execute(

@@ -21,8 +21,8 @@ from tenant.config import RemoteConfig
 from tenant.hf import backend_of
 from tenant.ledger import ledger_of, since
 from tenant.loading import load_model
-from tenant.session import Ledger
 from tenant.spans import Part, recorded
+from tenant.tally import Ledger
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,13 +120,16 @@ class Tenant:
         self._output = self._model(input_ids=latest, past_key_values=self._output.past_key_values, use_cache=True)
 
     def _cost_of(self, work: Callable[[], None]) -> Cost:
-        before = ledger_of(self._model) or Ledger()
+        before = self._ledger()
         start = time.perf_counter()
         with recorded() as parts:
             work()
         seconds = time.perf_counter() - start
-        counted = since(before, ledger_of(self._model) or Ledger())
+        counted = since(before, self._ledger())
         return Cost(seconds=seconds, parts=parts, counted=asdict(counted))
+
+    def _ledger(self) -> Ledger:
+        return Ledger() if self._backend is None else ledger_of(self._model) or Ledger()
 
     def _tokens(self, rows: int, columns: int) -> torch.Tensor:
         return torch.randint(self._model.config.vocab_size, (rows, columns), dtype=torch.long, device="cpu")

@@ -62,13 +62,14 @@ def manifest(
     """Print the digest to pin in federation.toml; the layer groups behind it go to stderr."""
     from provider.config import load
     from provider.model import open_store
+    from provider.placement import unplaced
     from symbiosis_priv.checkpoint import resolve
     from symbiosis_priv.weights import WeightStore
 
     if (model is None) == (config is None):
         raise ConfigError("name the model: a checkpoint folder, or --config provider.toml")
     if config is not None:
-        store = open_store(load(config))
+        store = open_store(unplaced(load(config)))
     else:
         store = WeightStore(resolve(str(model)), weight_bits=weight_bits)
     with _quantising() as progress:

@@ -12,6 +12,7 @@ import msgspec
 
 from provider.scheduler import Policy, PolicyName
 from symbiosis_priv.certificates import check_name
+from symbiosis_priv.descriptor import MAX_LIFETIME_S
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.federation import load_toml, parse_address
 from symbiosis_priv.kernels import KERNELS
@@ -22,6 +23,7 @@ from symbiosis_priv.wire import MAX_PAYLOAD, MAX_ROWS, Role
 
 MIB = 1 << 20
 INPROC = "inproc://executor"
+AUTO = "auto"
 RANKS_VARIABLE = "SYMBIOSIS_PRIV_RANKS"
 """Where the supervisor puts the model's digest and the configuration for the ranks of a group."""
 _LISTEN = "127.0.0.1:7401"
@@ -39,8 +41,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         checkpoint: a folder (relative to the file) or a name on the Hugging Face hub.
         weight_bits: bits of a quantised weight; every tenant of this provider pins the same.
         cache: folder for quantised weights; the user's cache folder if None.
-        layers: first and last of the layers that are served, as in "0-15"; all if None. The digest stays the whole
-            model's.
+        layers: first and last of the layers that are served, as in "0-15"; all if None; "auto" for those that the
+            executors in `[registry] announce` leave out. The digest stays the whole model's.
     """
 
     checkpoint: str
@@ -49,12 +51,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     layers: str | None = None
 
     def __post_init__(self) -> None:
-        if self.layers is not None:
+        if self.layers not in (None, AUTO):
             LayerRange.parse(self.layers)
 
     @property
     def layer_range(self) -> LayerRange | None:
-        """The layers that are served; None for all."""
+        """The layers that are served; None for all. `placement.placed` has to have chosen them."""
+        assert self.layers != AUTO, "not chosen yet"
         return None if self.layers is None else LayerRange.parse(self.layers)
 
 
@@ -237,6 +240,34 @@ class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             parse_address(self.listen)
 
 
+class AnnounceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Registries that list this executor, so that tenants find it who have not been told of it.
+
+    Args:
+        announce: addresses of registries. None: nobody is told anything.
+        authority: of the federation. It has issued this provider's certificate, with its operator's name.
+        revoked: fingerprints of certificates that it does not vouch for any more.
+        address: where tenants reach this provider, `host:port`; `listen` if None. The certificate names the host.
+        capacity: what it can do, relative to others.
+        capacity_layers: how many layers it has room for, with `layers = "auto"` under [model].
+        lifetime_s: how long an announcement counts; it is renewed after a third of that.
+    """
+
+    announce: tuple[str, ...] = ()
+    authority: Path | None = None
+    revoked: Path | None = None
+    address: str | None = None
+    capacity: Annotated[float, msgspec.Meta(gt=0, le=1e9)] = 1.0
+    capacity_layers: _Count | None = None
+    lifetime_s: Annotated[float, msgspec.Meta(ge=3, le=MAX_LIFETIME_S)] = 900.0
+
+    def __post_init__(self) -> None:
+        for address in (*self.announce, *([] if self.address is None else [self.address])):
+            parse_address(address)
+        if self.announce and self.authority is None:
+            raise ValueError("announce needs authority: the certificate of who vouches for the federation's providers")
+
+
 class ProviderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One provider.
 
@@ -260,9 +291,14 @@ class ProviderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     tenants: dict[str, QuotaConfig] = {}
     usage: UsageConfig = UsageConfig()
     metrics: MetricsConfig = MetricsConfig()
+    registry: AnnounceConfig = AnnounceConfig()
 
     def __post_init__(self) -> None:
         parse_address(self.listen)
+        if self.registry.announce and "executor" not in self.roles:
+            raise ValueError("[registry] lists executors: tenants choose their helpers by hand. Remove announce")
+        if self.model.layers == AUTO and not (self.registry.announce and self.registry.capacity_layers):
+            raise ValueError('layers = "auto" needs announce and capacity_layers under [registry]')
 
     def quota_of(self, tenant: TenantIdentity) -> QuotaConfig:
         """A tenant's quota: its own values, and the default's where it has none."""
@@ -341,7 +377,8 @@ roles = {roles:<24} # one tenant is served in one role at a time
 checkpoint = {checkpoint:<19} # a Hugging Face safetensors folder, or a name on the hub
 # weight_bits = 10               # tenants pin the digest, which depends on it
 # cache = "cache"                # quantised weights; the user's cache folder if left out
-# layers = "0-15"                # the first and the last layer that are served; all of them if left out
+# layers = "0-15"                # the first and the last layer that are served; all of them if left out; "auto" for
+                                 # those that the federation lacks most
 
 [tls]                            # made by `symbiosis-priv keys`
 certificate = {certificate}
@@ -400,4 +437,13 @@ tenant_authority = "keys/authority.pem"
 
 [metrics]
 # listen = "127.0.0.1:9464"      # Prometheus, health, readiness, `provider top`; nothing listens if left out
+
+[registry]
+# announce = ["registry.example:7500"]   # registries that list this executor; nobody is told if left out
+# authority = "keys/federation.pem"      # who has issued this provider's certificate, with its operator's name
+# revoked = "keys/revoked.txt"
+# address = "alpha.example:7401" # as tenants reach it; listen if left out
+# capacity = 1.0                 # what it can do, relative to others
+# capacity_layers = 16           # how many it has room for, with layers = "auto"
+# lifetime_s = 900.0             # how long an announcement counts; it is renewed after a third of that
 """

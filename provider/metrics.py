@@ -45,6 +45,10 @@ class _Collector:
             for tenant in status.tenants:
                 family.add_metric([tenant.tenant, tenant.role], getattr(tenant.counts, name))
             yield family
+        taken = GaugeMetricFamily(_PREFIX + "announced", "1 if a registry lists it as it is", labels=["registry"])
+        for registry, listed in status.registries.items():
+            taken.add_metric([registry], listed)
+        yield taken
         if status.executor is not None:
             yield from _executor_metrics(status.executor)
 

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Self
 import msgspec
 
 from provider import logs, supervisor
-from provider.config import ProviderConfig, load
+from provider.announcer import Announcer
+from provider.config import AUTO, ProviderConfig, load
 from provider.credentials import Credentials
 from provider.executor import wait_for_eof
 from provider.gateway import Gateway
 from provider.model import open_store
+from provider.placement import placed
 from provider.plan import check_plan, memory_plan
 from provider.reload import Reloader
 from provider.status import Status, StatusSource
@@ -52,6 +54,7 @@ class Provider:
         self._source = source
         self._progress = progress
         self._gateway: Gateway | None = None
+        self._announcer: Announcer | None = None
         self._metrics: MetricsServer | None = None
 
     @property
@@ -68,7 +71,7 @@ class Provider:
     def status(self) -> Status:
         """What an operator may see of it."""
         assert self._gateway is not None, "start it first"
-        return StatusSource(self._gateway, self.executor).take()
+        return StatusSource(self._gateway, self.executor, self._announcer).take()
 
     def start(self) -> Self:
         """Quantise if need be, start the executor, listen.
@@ -77,7 +80,7 @@ class Provider:
             ConfigError: the address is taken or the executor does not start.
             CertificateError, CheckpointError, UnsupportedModelError: as they say.
         """
-        config = self.config
+        config = self.config = placed(self.config, progress=self._progress)
         credentials = Credentials.load(config.tls)
         store = open_store(config)
         manifest, served = store.manifest(progress=self._progress), store.served
@@ -104,11 +107,19 @@ class Provider:
         self._gateway = gateway
         self._reloader = Reloader(self._watched_files(), self._reload)
         self._reloader.start()
+        try:
+            if config.registry.announce:
+                self._announcer = Announcer(config, address=gateway.address, manifest=manifest, served=served)
+                self._announcer.start()
+        except BaseException:
+            self.stop()
+            raise
         if config.metrics.listen is not None:
             from provider.metrics import MetricsServer  # and Prometheus' client: most providers start without
 
             try:
-                self._metrics = MetricsServer(config.metrics.listen, StatusSource(gateway, self.executor))
+                source = StatusSource(gateway, self.executor, self._announcer)
+                self._metrics = MetricsServer(config.metrics.listen, source)
             except BaseException:
                 self.stop()
                 raise
@@ -116,10 +127,15 @@ class Provider:
         return self
 
     def stop(self) -> None:
-        """Accept no more, answer what is in flight, close. Returns within twice `limits.stop_timeout_s`."""
+        """Tell the registries, accept no more, answer what is in flight, close. Returns within twice
+        `limits.stop_timeout_s`, and the seconds that a registry may take.
+        """
         if self._gateway is None:
             return
         timeout = self.config.limits.stop_timeout_s
+        if self._announcer is not None:
+            self._announcer.leave()
+            self._announcer = None
         self._reloader.close()
         clean = self._gateway.stop(timeout)
         requests = self._gateway.requests
@@ -147,7 +163,15 @@ class Provider:
             return
         assert self._gateway is not None
         self._gateway.renew(config, credentials)
-        fixed = msgspec.structs.replace(config, quota=self.config.quota, tenants=self.config.tenants)
+        if self._announcer is not None:
+            self._announcer.now()
+        chosen = msgspec.structs.replace(config.model, layers=self.config.model.layers)  # if they were left to us
+        fixed = msgspec.structs.replace(
+            config,
+            quota=self.config.quota,
+            tenants=self.config.tenants,
+            model=chosen if config.model.layers == AUTO else config.model,
+        )
         log.info("reloaded", needs_restart=None if fixed == self.config else "yes: other settings have changed too")
 
     def _watched_files(self) -> list[Path]:

@@ -7,6 +7,7 @@ import time
 import msgspec
 
 from provider.admission import Refusal
+from provider.announcer import Announcer
 from provider.envelope import ExecutorReport
 from provider.gateway import Gateway
 from provider.supervisor import ExecutorClient, ExecutorHandle
@@ -35,6 +36,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         waiting_for_bytes: large requests.
         restarts: of the executor.
         executor: None if it does not answer.
+        registries: whether each of them has taken the last announcement.
     """
 
     provider: str
@@ -48,14 +50,16 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int
     tenants: list[TenantStatus]
     executor: ExecutorReport | None
+    registries: dict[str, bool] = {}
 
 
 class StatusSource:
     """Takes a provider's status. Thread-safe."""
 
-    def __init__(self, gateway: Gateway, executor: ExecutorHandle) -> None:
+    def __init__(self, gateway: Gateway, executor: ExecutorHandle, announcer: Announcer | None = None) -> None:
         self._gateway = gateway
         self._executor = executor
+        self._announcer = announcer
 
     def executor_report(self) -> ExecutorReport | None:
         """None if it does not answer within a second."""
@@ -84,4 +88,5 @@ class StatusSource:
                 for (tenant, role), counts in sorted(service.usage.totals().items(), key=str)
             ],
             executor=report,
+            registries={} if self._announcer is None else self._announcer.taken,
         )

@@ -23,6 +23,7 @@ tenant_authority = "authority.pem"
 NO_DEFAULT = (
     *("cache", "layers", "threads", "revoked", "requests_per_s", "rows_per_s", "giga_", "max_rows_in_flight"),
     *("weight =", "database", 'listen = "127.0.0.1:9464'),
+    *("announce =", "authority =", "address =", "capacity_layers"),
 )
 
 

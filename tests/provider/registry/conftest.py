@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from provider.registry.server import RegistryConfig, RegistryServer
+from provider.registry.server import RegistryServer
+from tests.registries import registry_config
 from tests.vouching import Vouching
 
 
@@ -27,15 +28,7 @@ def serve(vouching: Vouching, tmp_path: Path) -> Iterator[Serve]:
     with ExitStack() as servers:
 
         def serve(*, name: str = "registry", replica_of: str | None = None, **changes: Any) -> RegistryServer:
-            identity = vouching.identity(name)
-            values: dict[str, Any] = {
-                "listen": "127.0.0.1:0",
-                "certificate": identity.certificate,
-                "key": identity.key,
-                "authority": vouching.authority.certificate,
-                "database": tmp_path / f"{name}.sqlite",
-            }
-            config = RegistryConfig(**(values | changes))
+            config = registry_config(vouching, name=name, **({"database": tmp_path / f"{name}.sqlite"} | changes))
             return servers.enter_context(RegistryServer(config, replica_of=replica_of))
 
         yield serve

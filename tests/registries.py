@@ -1,0 +1,45 @@
+"""Registries for tests: one to start, and one that says what it is told to say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from provider.registry.server import RegistryConfig, RegistryServer
+from provider.registry.storage import Log
+from tests.vouching import Vouching
+
+
+def registry_config(vouching: Vouching, *, name: str = "registry", **changes: Any) -> RegistryConfig:
+    """Of a registry that the authority vouches for, on loopback, with its log in memory."""
+    identity = vouching.identity(name)
+    values: dict[str, Any] = {
+        "listen": "127.0.0.1:0",
+        "certificate": identity.certificate,
+        "key": identity.key,
+        "authority": vouching.authority.certificate,
+        "requests_per_s": 1e6,
+        "announcements_per_h": 1e6,
+    }
+    return RegistryConfig(**(values | changes))
+
+
+class _Script(Log):
+    def __init__(self, name: str) -> None:
+        super().__init__(None, name=name)
+        self.listing: list[bytes] = []
+
+    def listed(self, model: str, *, now: float) -> list[bytes]:
+        return list(self.listing)
+
+
+class LyingRegistry(RegistryServer):
+    """Vouched for like any other one; lists what it is told to list."""
+
+    def __init__(self, config: RegistryConfig) -> None:
+        super().__init__(config)
+        self.log.close()
+        self.script = self.log = _Script(self.name)
+
+    def show(self, *listing: bytes) -> None:
+        """From now on it lists these, in this order, whatever has been announced."""
+        self.script.listing = list(listing)

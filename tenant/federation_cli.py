@@ -34,6 +34,13 @@ def init(
     helper: Annotated[
         list[str] | None, typer.Option(help="The same of who sees a seed: another operator; repeatable.")
     ] = None,
+    company: Annotated[
+        list[str] | None,
+        typer.Option(help='"NAME,MEMBER,MEMBER": providers that count as one party, by their names; repeatable.'),
+    ] = None,
+    pad_helpers: Annotated[
+        int | None, typer.Option(min=1, help="How many helpers share each pad, others being spares; all if left out.")
+    ] = None,
     tenant: Annotated[str, typer.Option(help="Your name: of the certificate and the key in --directory.")],
     directory: Annotated[Path, typer.Option("--directory", "-d", help="Where your keys are.")] = Path("keys"),
     digest: Annotated[
@@ -48,7 +55,7 @@ def init(
     ] = DEFAULT_WEIGHT_BITS,
 ) -> None:
     """Write federation.toml from what the providers' operators have handed out; shows each pinned fingerprint."""
-    from tenant.federation_init import Descriptor, write_federation
+    from tenant.federation_init import Descriptor, parse_company, write_federation
 
     if (digest is None) == (model is None):
         raise ConfigError("name the model: --digest sha256:... from an operator, or --model for your own checkpoint")
@@ -64,6 +71,8 @@ def init(
         weight_bits=weight_bits,
         tenant_certificate=certificate,
         tenant_key=key,
+        pad_helpers=pad_helpers,
+        companies=[parse_company(text) for text in company or ()],
     )
     for peer in federation.peers:
         typer.echo(f"{peer.role} {peer.name}: {fingerprint(peer.certificate)}")

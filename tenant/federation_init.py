@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.federation import Federation, load_federation
+from symbiosis_priv.federation import Company, Federation, load_federation
 from symbiosis_priv.limits import Role
 
 _EXAMPLE = "alpha.example:7401,keys/alpha.pem,Alpha GmbH"
@@ -40,6 +40,14 @@ class Descriptor:
         return cls(role, address, Path(certificate), operator)
 
 
+def parse_company(text: str) -> Company:
+    """`NAME,MEMBER,MEMBER,...`; members are providers' names. ConfigError without members."""
+    name, *members = [part.strip() for part in text.split(",")]
+    if not members or not all((name, *members)):
+        raise ConfigError(f"--company {text!r}: write NAME,MEMBER,MEMBER, such as 'Holding SE,alpha,gamma'")
+    return Company(name, tuple(members))
+
+
 def write_federation(
     path: Path,
     descriptors: Sequence[Descriptor],
@@ -48,11 +56,15 @@ def write_federation(
     weight_bits: int,
     tenant_certificate: Path,
     tenant_key: Path,
+    pad_helpers: int | None = None,
+    companies: Sequence[Company] = (),
 ) -> Federation:
     """Write a new federation.toml and read it back; what is not a good federation leaves no file.
 
     Args:
         path: must not exist. The other paths are relative to the working folder, and in the file to its own.
+        pad_helpers: how many helpers share each pad; all of them if None.
+        companies: who counts as one party.
 
     Raises:
         ConfigError, RoleConflictError, CertificateError: as `load_federation` says, or the file exists.
@@ -69,6 +81,9 @@ def write_federation(
         table("[model]", digest=digest, weight_bits=weight_bits),
         table("[tenant]", certificate=beside(tenant_certificate), key=beside(tenant_key)),
     ]
+    if pad_helpers is not None:
+        tables.append(table("[pads]", helpers=pad_helpers))
+    tables += [table("[[company]]", name=company.name, members=company.members) for company in companies]
     for provider in descriptors:
         tables.append(
             table(

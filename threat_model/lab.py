@@ -1,4 +1,4 @@
-"""A real run to look at: a base model, an executor and two helpers behind TLS, a tenant that fine-tunes and generates.
+"""A real run to look at: a base model, executor and three helpers behind TLS, a tenant that fine-tunes and generates.
 
     with Lab(folder) as lab:
         recording = lab.record(schemes.PAD, WORKLOAD)
@@ -14,7 +14,7 @@ import secrets
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,10 +42,11 @@ from symbiosis_priv.weights import WeightStore
 from tenant import RemoteConfig, backend_of
 from tenant.channel import Channel, fresh_nonce
 from tenant.demo.text import private_text, public_text
+from threat_model.attacks.collusion import matching, pad_rows
 from threat_model.public import Public, alone
 from threat_model.schemes import Scheme
 from threat_model.truth import NO_LABEL, Truth, Witness, adapter_updates
-from threat_model.views import Game, NeighbourView, Recorder, Views
+from threat_model.views import Game, HelperView, NeighbourView, Recorder, Views
 
 _PAD = "<pad>"
 _HEALTH_EVERY_S = 0.05
@@ -93,6 +94,9 @@ class Lab:
     Args:
         folder: empty; gets the checkpoint, keys and caches.
         tied: whether the LM head is the embedding (and therefore stays with the tenant).
+
+    Attributes:
+        one_company: a federation file whose only helper belongs to its executor's company: no tenant may use it.
     """
 
     def __init__(self, folder: Path, *, tied: bool = False) -> None:
@@ -139,7 +143,8 @@ class Lab:
             '[tenant]\ncertificate = "keys/alice.pem"\nkey = "keys/alice.key"\n'
         )
         self._federations: list[Path] = []  # by the number of helpers
-        roles: Mapping[str, wire.Role] = {"executor": "executor", "helper": "helper", "second-helper": "helper"}
+        roles: dict[str, wire.Role] = {"executor": "executor"}
+        roles |= dict.fromkeys(("helper", "second-helper", "third-helper"), "helper")
         for name, role in roles.items():
             identity = create_self_signed(keys, kind=Kind.PROVIDER, name=name)
             provider = Provider(
@@ -163,6 +168,9 @@ class Lab:
             self._federations.append(self.folder / f"federation-{len(self._federations)}.toml")
             self._federations[-1].write_text(text)
         self.federation_path = self._federations[1]
+        self.one_company = self.folder / "federation-company.toml"
+        company = '\n[pads]\nhelpers = 1\n\n[[company]]\nname = "Holding SE"\nmembers = ["executor", "helper"]\n'
+        self.one_company.write_text(self.federation_path.read_text() + company)
         self.federation = load_federation(self.federation_path)
 
     def private_windows(self, count: int, length: int, *, seed: int) -> Tensor:
@@ -170,12 +178,16 @@ class Lab:
         starts = torch.randint(len(self._private) - length, (count,), generator=torch.Generator().manual_seed(seed))
         return torch.stack([self._private[s : s + length] for s in starts.tolist()])
 
-    def record(self, scheme: Scheme, workload: Workload) -> Recording:
-        """Fine-tune and generate under a scheme, and keep what everybody saw."""
+    def record(self, scheme: Scheme, workload: Workload, *, federation: Path | None = None) -> Recording:
+        """Fine-tune and generate under a scheme, and keep what everybody saw.
+
+        Args:
+            federation: another one than that of the scheme's number of helpers, such as `one_company`.
+        """
         started = time.monotonic()
         recorder, truth = Recorder(), Truth(steps=workload.steps)
         config = RemoteConfig(
-            federation=self._federations[scheme.helpers],
+            federation=federation or self._federations[scheme.helpers],
             cache=self.folder / "cache",
             wiretap=recorder,
             **scheme.options,
@@ -250,9 +262,26 @@ class Lab:
         coins = word < 0
         half = workload.game_rows // 2
         backend.linear(group, direction, pair[coins.long()])
-        arrived = recorder.views(_NOBODY).executor.exchanges[-1].rows
+        views = recorder.views(_NOBODY)
+        arrived = views.executor.exchanges[-1].rows
         truth.coins[direction] = coins[half:]
-        return Game(arrived[:half], coins[:half], arrived[half:])
+        shares = self._shares(views.helpers, arrived, group, direction)
+        return Game(arrived[:half], coins[:half], arrived[half:], shares)
+
+    def _shares(
+        self, helpers: Sequence[HelperView], arrived: Tensor, group: int, direction: Direction
+    ) -> dict[str, Tensor]:
+        """Each helper's share of the pads under some rows, found out with the logs of all of them."""
+        numbers, pads = pad_rows(helpers, self.public, group, direction)
+        if not len(pads):
+            return {}
+        under = numbers[matching(arrived, pads)]
+        shares = {}
+        for helper in helpers:
+            own, rows = pad_rows([helper], self.public, group, direction)
+            order = own.argsort()
+            shares[helper.effects[0].helper] = rows[order[torch.searchsorted(own[order], under)]]
+        return shares
 
     @contextmanager
     def _neighbour(self) -> Iterator[list[NeighbourView]]:

@@ -1,8 +1,8 @@
 """Faults on purpose: each is a mistake that a tenant's code could make, and an attack that must find it.
 
 A suite that only ever reports "hidden" proves nothing. Most faults are planted into a recording: the rows of a real
-run, masked again the wrong way, as an executor would have received them. `reused_pads` and `twin_helpers` break the
-real tenant while it runs.
+run, masked again the wrong way, as an executor would have received them. `reused_pads`, `twin_helpers` and
+`blind_to_companies` break the real tenant while it runs.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from symbiosis_priv import wire
+from symbiosis_priv import federation, wire
 from symbiosis_priv.keystream import SEED_BYTES, SessionSecret, expand
 from symbiosis_priv.ring import DIRECTIONS, FORWARD
 from tenant.masking.paper_pool import gaussian
 from threat_model.attacks import Attack, Outcome
 from threat_model.attacks.averaging import Averaging
+from threat_model.attacks.collusion import Collusion
 from threat_model.attacks.differencing import Differencing
 from threat_model.attacks.parity import EvenMasks
 from threat_model.attacks.row_scale import RowScale
@@ -31,7 +32,7 @@ from threat_model.attacks.seeds import SeedRecovery
 from threat_model.attacks.subspace import SubspaceProjection
 from threat_model.lab import Recording
 from threat_model.public import Public
-from threat_model.views import Exchange, ExecutorView
+from threat_model.views import CollusionView, Exchange, ExecutorView
 
 NOISE = 16.0
 
@@ -43,7 +44,7 @@ class Fault:
     name: str
     rule: str
     attack: Attack[Any, Any]
-    view: ExecutorView
+    view: ExecutorView | CollusionView
     public: Public
     recording: Recording
 
@@ -113,6 +114,22 @@ def twin_helpers() -> Iterator[None]:
 def twin_helper_fault(recording: Recording, public: Public) -> Fault:
     """A recording of two helpers made under `twin_helpers`."""
     return Fault("two helpers, one key", "rule 11", EvenMasks(), recording.views.executor, public, recording)
+
+
+@contextmanager
+def blind_to_companies() -> Iterator[None]:
+    """While this lasts, a tenant takes a helper that belongs to its executor's company (rule 8)."""
+    with mock.patch.object(federation._Parties, "same", return_value=False):
+        yield
+
+
+def one_company_faults(recording: Recording, public: Public) -> list[Fault]:
+    """A recording of `Lab.one_company` made under `blind_to_companies`: the company puts its two logs together."""
+    view = CollusionView(recording.views.executor, recording.views.helpers)
+    return [
+        Fault(f"executor and helper of one company, {d}", "rule 8", Collusion(d), view, public, recording)
+        for d in DIRECTIONS
+    ]
 
 
 def _normal(rows: int, width: int) -> Tensor:

@@ -68,16 +68,19 @@ def paper_pool(size: int, noise: float) -> Scheme:
 
 
 NONE, LOCAL = variant(_REMOTE["none"]), variant(_REMOTE["local"])
-PAD, PADS = variant(_REMOTE["pad"]), variant(_REMOTE["pad"], name="pad × 2", helpers=2)
+PAD, PADS, PADS_3 = (
+    variant(_REMOTE["pad"], name="pad" if helpers == 1 else f"pad × {helpers}", helpers=helpers)
+    for helpers in (1, 2, 3)
+)
 
 POOL_SIZES = (2, 4, 16)
 NOISE_SCALES = (1.0, 16.0, 256.0)
 
 
-def _all(pools: tuple[Scheme, ...]) -> tuple[Scheme, ...]:
-    listed = (NONE, *pools, PAD, PADS, LOCAL)
+def _all(pools: tuple[Scheme, ...], pads: tuple[Scheme, ...]) -> tuple[Scheme, ...]:
+    listed = (NONE, *pools, *pads, LOCAL)
     return (*listed, *(variant(s) for name, s in _REMOTE.items() if name not in {one.family for one in listed}))
 
 
-SCHEMES = _all(tuple(paper_pool(size, scale) for scale in NOISE_SCALES for size in POOL_SIZES))
-QUICK_SCHEMES = _all((paper_pool(2, 1.0), paper_pool(16, 16.0)))
+SCHEMES = _all(tuple(paper_pool(size, scale) for scale in NOISE_SCALES for size in POOL_SIZES), (PAD, PADS, PADS_3))
+QUICK_SCHEMES = _all((paper_pool(2, 1.0), paper_pool(16, 16.0)), (PAD, PADS))

@@ -13,7 +13,7 @@ import torch
 from threat_model.active import ActiveReport, attack_actively
 from threat_model.attacks import ATTACKS, Attack, Outcome
 from threat_model.lab import FULL, QUICK, Lab, Recording
-from threat_model.planted import plant, reused_pad_faults, reused_pads
+from threat_model.planted import blind_to_companies, one_company_faults, plant, reused_pad_faults, reused_pads
 from threat_model.schemes import NONE, PAD, QUICK_SCHEMES, SCHEMES, Scheme
 
 OnProgress = Callable[[str, int, int], None]
@@ -99,7 +99,7 @@ def run_suite(
     """Record every scheme, run every attack on it, plant every fault, lie in every way."""
     started = time.monotonic()
     schemes, workload = (QUICK_SCHEMES, QUICK) if quick else (SCHEMES, FULL)
-    total = len(schemes) * (1 + len(attacks)) + 3
+    total = len(schemes) * (1 + len(attacks)) + 4
     done = 0
 
     def step(what: str) -> None:
@@ -123,6 +123,9 @@ def run_suite(
     with reused_pads():
         step("planted faults: a tenant that reuses pads")
         faults += reused_pad_faults(lab.record(PAD, workload), lab.public)
+    with blind_to_companies():
+        step("planted faults: a tenant whose helper is of its executor's company")
+        faults += one_company_faults(lab.record(PAD, QUICK, federation=lab.one_company), lab.public)
     planted = tuple(PlantedCell(f.name, f.rule, f.attack.name, f.outcome()) for f in faults)
     step("active adversaries")
     active = attack_actively(lab, repeats=4 if quick else 24, rng=torch.Generator().manual_seed(5))

@@ -85,11 +85,13 @@ class Game:
     Args:
         known: rows that arrived, `[n, d]`, with `labels` bool `[n]` that the adversary knows.
         unknown: more of them, to be told apart.
+        shares: what each helper has added to `known` and then `unknown`, int32, by its name: what coalitions know.
     """
 
     known: Tensor
     labels: Tensor
     unknown: Tensor
+    shares: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from symbiosis_priv.errors import CertificateError, ConfigError, RoleConflictErr
 from symbiosis_priv.federation import load_federation
 from symbiosis_priv.weights import WeightStore
 from tenant.federation_cli import app
-from tenant.federation_init import Descriptor
+from tenant.federation_init import Descriptor, parse_company
 
 DIGEST = "sha256:" + "0" * 64
 
@@ -81,6 +81,8 @@ def test_the_digest_comes_from_an_own_checkpoint(folder: Path, save_llama: Calla
         (["--executor", "a:1,keys/none.pem,A", "--digest", DIGEST], CertificateError, "none.pem"),
         ([*ALPHA, "--helper", "b:1,keys/beta.pem,alpha, inc.", "--digest", DIGEST], RoleConflictError, "same operator"),
         ([*ALPHA, "--executor", "b:1,keys/alpha.pem,B", "--digest", DIGEST], ConfigError, "same name, certificate"),
+        ([*ALPHA, *BETA, "--company", "X,alpha,beta", "--digest", DIGEST], RoleConflictError, "same company"),
+        ([*ALPHA, *BETA, "--pad-helpers", "2", "--digest", DIGEST], ConfigError, "add helpers, or lower it"),
     ],
 )
 def test_what_is_wrong_is_said_and_leaves_no_file(
@@ -89,6 +91,21 @@ def test_what_is_wrong_is_said_and_leaves_no_file(
     with pytest.raises(error, match=words):
         init(*arguments, "--tenant", "alice")
     assert not (folder / "federation.toml").exists()
+
+
+def test_companies_and_pads_are_written(folder: Path) -> None:
+    create_self_signed(folder / "keys", kind=Kind.PROVIDER, name="gamma")
+    gamma = ("--helper", "gamma.example:7403,keys/gamma.pem,Gamma AG")
+    companies = ("--company", "Holding SE, alpha, gamma", "--pad-helpers", "1")
+    init(*ALPHA, *BETA, *gamma, *companies, "--tenant", "alice", "--digest", DIGEST)
+    federation = load_federation(folder / "federation.toml")
+    alpha, beta, third = federation.peers
+    assert federation.pad_helpers == 1
+    assert federation.one_company(alpha, third)
+    assert not federation.one_company(alpha, beta)
+    for text in ("", "Holding SE", "Holding SE,", ",alpha,gamma"):
+        with pytest.raises(ConfigError, match="write NAME,MEMBER,MEMBER"):
+            parse_company(text)
 
 
 def test_a_file_is_not_overwritten_and_a_key_has_to_be_there(folder: Path) -> None:

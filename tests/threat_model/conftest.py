@@ -38,6 +38,6 @@ def quick(quick_files: tuple[Path, Path]) -> Suite:
 
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """Two providers and a base model."""
+    """Four providers and a base model."""
     with Lab(tmp_path_factory.mktemp("lab")) as running:
         yield running

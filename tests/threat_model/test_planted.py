@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from symbiosis_priv.errors import RoleConflictError
 from symbiosis_priv.ring import BACKWARD, FORWARD, Direction
 from threat_model.attacks import Attack
 from threat_model.attacks.averaging import Averaging
@@ -16,10 +17,20 @@ from threat_model.attacks.row_scale import RowScale
 from threat_model.attacks.sampler_grid import SamplerGrid
 from threat_model.attacks.seeds import SeedRecovery
 from threat_model.lab import Lab, Recording, Workload
-from threat_model.planted import Fault, plant, reused_pad_faults, reused_pads, twin_helper_fault, twin_helpers
+from threat_model.planted import (
+    Fault,
+    blind_to_companies,
+    one_company_faults,
+    plant,
+    reused_pad_faults,
+    reused_pads,
+    twin_helper_fault,
+    twin_helpers,
+)
 from threat_model.public import Public, alone
 from threat_model.schemes import LOCAL, NONE, PAD, PADS, paper_pool
 from threat_model.suite import examine
+from threat_model.views import ExecutorView
 
 SMALL = Workload(steps=4, generations=2, prompts=16, new_tokens=3, game_rows=256)
 
@@ -61,6 +72,7 @@ def test_without_the_fault_the_attack_finds_nothing(lab: Lab, sound: Recording, 
 def test_three_maskings_tell_more_than_one(faults: dict[str, Fault], lab: Lab) -> None:
     fault = faults["unfused q/k/v, separate float noise"]
     coins = torch.Generator().manual_seed(0)
+    assert isinstance(fault.view, ExecutorView)
     once = Averaging().run(fault.view, _fused(lab), coins)
     single = Averaging().score(once, fault.recording.truth).success
     assert fault.outcome().success > single + 0.1
@@ -90,6 +102,17 @@ def test_two_helpers_with_one_key_are_found_in_a_real_session(lab: Lab) -> None:
     sound = examine(EvenMasks(), lab.record(PADS, SMALL), lab).outcome
     assert sound is not None
     assert not sound.broken
+
+
+def test_a_helper_of_the_executors_company_is_found_in_a_real_session_and_refused_in_a_sound_one(lab: Lab) -> None:
+    with blind_to_companies():
+        recording = lab.record(PAD, SMALL, federation=lab.one_company)
+    for fault in one_company_faults(recording, lab.public):
+        outcome = fault.outcome()
+        assert outcome.success == 1.0
+        assert outcome.broken
+    with pytest.raises(RoleConflictError, match="executor 'executor' has helpers of 0 companies other than its own"):
+        lab.record(PAD, SMALL, federation=lab.one_company)
 
 
 @pytest.mark.parametrize("direction", [FORWARD, BACKWARD])

@@ -5,21 +5,26 @@ from __future__ import annotations
 import html.parser
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from symbiosis_priv.ring import DIRECTIONS
 from threat_model.attacks import ATTACKS, Outcome
 from threat_model.attacks.candidates import CandidateSubtraction
+from threat_model.attacks.collusion import Coalition, Collusion
 from threat_model.attacks.gradients import BlockLabels, HeadLabels
 from threat_model.conformance import PROPERTIES
 from threat_model.lab import Lab, Workload
 from threat_model.report.charts import roc_charts
 from threat_model.report.security_table import BEGIN, END, security_table
-from threat_model.schemes import LOCAL, NONE, PAD, PADS, QUICK_SCHEMES, SCHEMES, Scheme, paper_pool
+from threat_model.schemes import LOCAL, NONE, PAD, PADS, PADS_3, QUICK_SCHEMES, SCHEMES, Scheme, paper_pool
 from threat_model.statistics import FALSE_ALARM
 from threat_model.suite import Suite, Verdict, examine
+from threat_model.views import CollusionView, HelperView
 
 SMALL = Workload(steps=4, generations=2, prompts=16, new_tokens=3, game_rows=512)
 # 1,152 gradients a layer: about one in a thousand fits another noise better where noises are as small as rows
@@ -98,6 +103,29 @@ def test_one_honest_helper_is_enough(quick: Suite, direction: str) -> None:
     assert cell.outcome is not None
     assert cell.outcome.trials > 1000
     assert cell.outcome.hits == 0
+
+
+@pytest.mark.parametrize("scheme", [PADS, PADS_3], ids=lambda s: s.name)
+def test_whichever_helper_keeps_to_itself_is_enough(lab: Lab, scheme: Scheme) -> None:
+    """Executor and any k - 1 of k helpers tell nothing apart and read no row; all k of them do both."""
+    recording = lab.record(scheme, replace(SMALL, game_rows=2048))
+    executor, helpers = recording.views.executor, recording.views.helpers
+    assert len(helpers) == scheme.helpers
+
+    def outcome(attack: Coalition | Collusion, pooled: Sequence[HelperView]) -> Outcome:
+        guess = attack.run(CollusionView(executor, tuple(pooled)), lab.public, torch.Generator().manual_seed(0))
+        assert guess is not None
+        return attack.score(guess, recording.truth)  # type: ignore[arg-type]
+
+    for direction in DIRECTIONS:
+        for honest in helpers:
+            pooled = [helper for helper in helpers if helper is not honest]
+            told = outcome(Coalition(direction), pooled)
+            assert told.trials == 1024
+            assert not told.broken
+            assert outcome(Collusion(direction), pooled).hits == 0
+        assert outcome(Coalition(direction), helpers).success == 1.0
+        assert outcome(Collusion(direction), helpers).success == 1.0
 
 
 @pytest.mark.parametrize("noise", [1.0, 256.0])

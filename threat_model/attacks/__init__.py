@@ -10,7 +10,7 @@ from threat_model.attacks.averaging import Averaging
 from threat_model.attacks.base import Attack, Outcome
 from threat_model.attacks.candidates import CandidateSubtraction
 from threat_model.attacks.clustering import BlindClustering
-from threat_model.attacks.collusion import Collusion, PartialCollusion
+from threat_model.attacks.collusion import Coalition, Collusion, PartialCollusion
 from threat_model.attacks.differencing import Differencing
 from threat_model.attacks.gradients import BlockLabels, HeadLabels
 from threat_model.attacks.other_parties import HelperAlone, MixedBatches
@@ -45,6 +45,7 @@ ATTACKS: tuple[Attack[Any, Any], ...] = (
     HelperAlone(),
     MixedBatches(),
     *(PartialCollusion(direction) for direction in DIRECTIONS),
+    *(Coalition(direction) for direction in DIRECTIONS),
     *(Collusion(direction) for direction in DIRECTIONS),
     ExecutorShapes(),
     NetworkShapes(),

@@ -7,6 +7,7 @@ Which pad row lies under which masked row is not even a question: the right one 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,9 +15,10 @@ from torch import Tensor
 from symbiosis_priv.keystream import expand, mask_key
 from symbiosis_priv.ring import FORWARD, Direction
 from threat_model.attacks.base import Attack, Outcome, Rows, score_rows
+from threat_model.attacks.uniformity import Distinguisher, Verdicts
 from threat_model.public import Public
 from threat_model.truth import Truth
-from threat_model.views import CollusionView, HelperView
+from threat_model.views import CollusionView, ExecutorView, HelperView
 
 _SMALL, _COLUMNS, _RING = 1 << 23, 4, 1 << 32
 
@@ -34,11 +36,11 @@ class _Collusion(Attack[CollusionView, Rows]):
     def run(self, view: CollusionView, public: Public, rng: torch.Generator) -> Rows | None:
         rows: dict[int, Tensor] = {}
         for group in sorted({e.group for e in view.executor.of(direction=self.direction)}):
-            pads = pad_rows(view.helpers, public, group, self.direction)
+            _, pads = pad_rows(view.helpers, public, group, self.direction)
             if not len(pads):
                 continue
             for exchange in view.executor.of(group=group, direction=self.direction):
-                rows[exchange.order] = _taken_off(exchange.rows, pads)
+                rows[exchange.order] = (exchange.rows - pads[matching(exchange.rows, pads)]).double()
         return rows or None
 
     def score(self, guess: Rows, truth: Truth) -> Outcome:
@@ -71,8 +73,40 @@ class PartialCollusion(_Collusion):
         self.name = f"one helper is honest, {direction}"
 
 
-def pad_rows(helpers: Sequence[HelperView], public: Public, group: int, direction: Direction) -> Tensor:
-    """Every pad row that helpers were asked about, summed over them; int32 `[n, d]`."""
+class Coalition(Attack[CollusionView, Verdicts]):
+    """The two-row distinguisher of whoever knows all shares but one, told which row of a share lies where: more than a
+    coalition could know.
+    """
+
+    family = "statistics"
+    party = "all but a helper"
+    sees = "rows of a game with two rows that it chose, less the shares of all helpers but one"
+    source = "DESIGN §3"
+    metric = "coins called right"
+    chance = "1/2"
+
+    def __init__(self, direction: Direction) -> None:
+        self.direction = direction
+        self.name = f"distinguisher of a coalition, {direction}"
+        self._inner = Distinguisher(direction)
+
+    def run(self, view: CollusionView, public: Public, rng: torch.Generator) -> Verdicts | None:
+        game = view.executor.games.get(self.direction)
+        if game is None or not view.helpers:
+            return None
+        known, unknown, half = game.known, game.unknown, len(game.known)
+        for helper in view.helpers:
+            share = game.shares[helper.effects[0].helper]
+            known, unknown = known - share[:half], unknown - share[half:]
+        left = replace(game, known=known, unknown=unknown)
+        return self._inner.run(ExecutorView((), {self.direction: left}), public, rng)
+
+    def score(self, guess: Verdicts, truth: Truth) -> Outcome:
+        return self._inner.score(guess, truth)
+
+
+def pad_rows(helpers: Sequence[HelperView], public: Public, group: int, direction: Direction) -> tuple[Tensor, Tensor]:
+    """Every pad row that helpers were asked about, summed over them: its number, int64 `[n]`, and int32 `[n, d]`."""
     entry = public.manifest.groups[group]
     width = entry.inputs if direction == FORWARD else entry.stacked_outputs
     pads: dict[tuple[int, int], Tensor] = {}  # all helpers are asked about the same rows
@@ -82,12 +116,14 @@ def pad_rows(helpers: Sequence[HelperView], public: Public, group: int, directio
             share = expand(key, first_row=e.first_row, rows=e.rows, width=width)
             at = e.first_row, e.rows
             pads[at] = pads[at] + share if at in pads else share
-    return torch.cat(list(pads.values())) if pads else torch.empty((0, width), dtype=torch.int32)
+    if not pads:
+        return torch.empty(0, dtype=torch.int64), torch.empty((0, width), dtype=torch.int32)
+    return torch.cat([torch.arange(first, first + rows) for first, rows in pads]), torch.cat(list(pads.values()))
 
 
-def _taken_off(rows: Tensor, pads: Tensor) -> Tensor:
-    """Rows minus their pads, float64. The right pad leaves small integers: it is one of the few that are near in a
-    column, and a few more columns decide which.
+def matching(rows: Tensor, pads: Tensor) -> Tensor:
+    """Which pad each row lies under, int64. The right one leaves small integers: it is one of the few that are near in
+    a column, and a few more columns decide which.
     """
     near = rows[:, 0].long()
     keys, which = torch.cat([pads[:, 0].long() + turn for turn in (-_RING, 0, _RING)]).sort()
@@ -97,4 +133,4 @@ def _taken_off(rows: Tensor, pads: Tensor) -> Tensor:
         tried = which[(first + step).clamp(max=len(keys) - 1)] % len(pads)
         left = (rows[:, :_COLUMNS] - pads[tried, :_COLUMNS]).long().abs().amax(dim=1)
         best, least = torch.where(left < least, tried, best), torch.minimum(left, least)
-    return (rows - pads[best]).double()
+    return best

@@ -28,7 +28,7 @@ class HelperAlone(Attack[HelperView, Tensor]):
     chance = "guesses dealt to random rows"
 
     def run(self, view: HelperView, public: Public, rng: torch.Generator) -> Tensor | None:
-        pads = pad_rows([view], public, FIRST, FORWARD).double()
+        pads = pad_rows([view], public, FIRST, FORWARD)[1].double()
         if not len(pads):
             return None
         table = normalize(public.vocabulary_rows.double(), dim=1)

@@ -1,0 +1,54 @@
+"""One-time pads of one helper or several: what is sent, and what comes off again, is exact to the bit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from symbiosis_priv import testing
+from symbiosis_priv.ring import FORWARD, Direction
+from symbiosis_priv.weights import WeightStore
+
+if TYPE_CHECKING:
+    from tests.tenant.conftest import NewProvider, NewSession
+
+
+def product_of(store: WeightStore, index: int, direction: Direction, rows: Tensor) -> Tensor:
+    """Modulo 2^32, in 64-bit integers."""
+    weight = store.group(index).weight.to(torch.int64)
+    return (rows.to(torch.int64) @ (weight.t() if direction == FORWARD else weight)).to(torch.int32)
+
+
+@pytest.mark.parametrize("helpers", [1, 2, 3])
+def test_the_sum_over_all_helpers_is_exact(
+    new_session: NewSession, new_provider: NewProvider, store: WeightStore, helpers: int
+) -> None:
+    """n = sum n_j lies under every row, and e = sum e_j is its product: the answer is the plain one, bit for bit."""
+    executor, sharing = new_provider(), [new_provider() for _ in range(helpers)]
+    session = new_session("pad", [executor], sharing, pool_memory=0)
+    entries = store.manifest().groups
+
+    @settings(max_examples=25, suppress_health_check=list(HealthCheck))
+    @given(st.integers(0, len(entries) - 1), testing.directions(), st.integers(1, 40), st.integers(0, 2**32))
+    def check(index: int, direction: Direction, count: int, seed: int) -> None:
+        for provider in (executor, *sharing):
+            provider.heard.clear()
+        width, _ = entries[index].columns(direction)
+        rows = torch.randint(-8, 9, (count, width), generator=torch.Generator().manual_seed(seed)).to(torch.int32)
+        assert torch.equal(session.product(index, direction, rows), product_of(store, index, direction, rows))
+        sent = torch.cat([heard.rows for heard in executor.executed])
+        shares = [torch.cat([heard.rows for heard in helper.effects]) for helper in sharing]
+        effects = [torch.cat([helper.product(heard) for heard in helper.effects]) for helper in sharing]
+        mask = torch.stack(shares).sum(dim=0, dtype=torch.int32)
+        assert torch.equal(sent - mask, rows)
+        assert torch.equal(
+            torch.stack(effects).sum(dim=0, dtype=torch.int32), product_of(store, index, direction, mask)
+        )
+        assert len({bytes(share.numpy().data) for share in shares}) == helpers
+
+    check()

@@ -194,6 +194,38 @@ def network(
 
 
 @app.command()
+def chaos(
+    *,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 200,
+    generations: Annotated[int, typer.Option(min=0, help="Texts that are generated afterwards.")] = 10,
+    executors: Annotated[int, typer.Option(min=1, help="Processes that multiply.")] = 3,
+    helpers: Annotated[int, typer.Option(min=1, help="Processes that make effects of pads.")] = 2,
+    pad_helpers: Annotated[int, typer.Option(min=1, help="Helpers that share a pad; the others are spares.")] = 1,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two kills, on average.")] = 3.0,
+    seed: Annotated[int, typer.Option(help="Of who is killed when.")] = 0,
+    json: Json = None,
+) -> None:
+    """SIGKILL random providers while a tenant trains and generates; status 1 if one bit comes out differently."""
+    from tenant.bench.chaos import Work, chaos_rows, run_chaos
+
+    work = Work(steps=steps, generations=generations)
+    with _measuring() as (folder, tell):
+        found = run_chaos(
+            folder,
+            work,
+            executors=executors,
+            helpers=helpers,
+            pad_helpers=pad_helpers,
+            every_s=every,
+            seed=seed,
+            on_event=tell,
+        )
+    _finish("chaos", chaos_rows(found, work, every_s=every), json)
+    if not found.identical:
+        raise ProtocolError("the disturbed run has ended with other bits than the undisturbed one")
+
+
+@app.command()
 def kernels(
     *,
     rows: Rows = "1,8,64,256",

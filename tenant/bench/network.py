@@ -46,8 +46,9 @@ class Measured:
         return fmean(cost.seconds for cost in self.costs)
 
     def counted(self, name: str) -> float:
-        """Of one, by the session's ledger."""
-        return fmean(cost.counted[name] for cost in self.costs)
+        """Of one, by the session's ledger; an integer if it is one."""
+        mean = fmean(cost.counted[name] for cost in self.costs)
+        return int(mean) if mean.is_integer() else mean
 
 
 def measure_network(
@@ -136,7 +137,7 @@ def _row(name: str, condition: Condition, design: Traffic, found: Measured, free
         "condition": str(condition),
         "work": name,
         "per_second": 1 / found.seconds,
-        "round_trips": round(found.counted("executor_round_trips"), 2),
+        "round_trips": found.counted("executor_round_trips"),
         "round_trips_by_design": design.round_trips,
         "bytes_up": round(up),
         "bytes_up_by_design": design.up,

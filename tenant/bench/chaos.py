@@ -1,0 +1,269 @@
+"""`bench chaos`: providers are killed with SIGKILL at random while a tenant trains and generates; what comes out must
+be the very bits of the undisturbed run.
+
+The undisturbed run is the simulation: the same arithmetic without any provider. Executors and helpers are processes of
+their own; one after the other is killed every few seconds, at whatever it happens to be doing, and started again, which
+takes as long as it takes: several may be away at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+
+from symbiosis_priv.local import LocalFederation
+from tenant.bench.contest import START_S, Shape
+from tenant.bench.report import Row
+from tenant.config import RemoteConfig
+from tenant.hf import backend_of
+from tenant.ledger import ledger_of
+from tenant.loading import load_model
+from tenant.tally import Ledger
+from tenant.witness import Witness
+
+_BATCH, _LENGTH, _PROMPT, _NEW_TOKENS = 2, 16, 4, 8
+_SHAPE, _VOCABULARY = Shape(width=64, layers=2, inner=112), 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a tenant does: so many optimizer steps of LoRA on all linears, and greedy texts afterwards."""
+
+    steps: int
+    generations: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What came out, all of it.
+
+    Args:
+        losses: of every step.
+        adapter: the trained tensors.
+        texts: token ids of every generation.
+        ledger: of the session; zeros without one.
+        seconds: of the work.
+    """
+
+    losses: list[float]
+    adapter: dict[str, Tensor]
+    texts: list[Tensor]
+    ledger: Ledger
+    seconds: float
+
+    def equals(self, other: Outcome) -> bool:
+        """Bit for bit."""
+        return (
+            bool(self.adapter)
+            and self.losses == other.losses
+            and self.adapter.keys() == other.adapter.keys()
+            and all(torch.equal(tensor, other.adapter[name]) for name, tensor in self.adapter.items())
+            and len(self.texts) == len(other.texts)
+            and all(torch.equal(mine, its) for mine, its in zip(self.texts, other.texts, strict=True))
+        )
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One provider's end, and when it was, on the clock of `time.monotonic`."""
+
+    name: str
+    at: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chaos:
+    """A disturbed run beside the undisturbed one.
+
+    Args:
+        kills: in order.
+        pauses_s: how long no executor answered, at most, around each kill.
+        usual_s: the same where nobody was killed, at most.
+    """
+
+    disturbed: Outcome
+    undisturbed: Outcome
+    kills: Sequence[Kill]
+    pauses_s: Sequence[float]
+    usual_s: float
+
+    @property
+    def identical(self) -> bool:
+        """Whether nobody can tell from the results that anything happened."""
+        return self.disturbed.equals(self.undisturbed)
+
+
+def run_chaos(
+    directory: Path,
+    work: Work,
+    *,
+    executors: int = 3,
+    helpers: int = 2,
+    pad_helpers: int = 1,
+    every_s: float = 3.0,
+    seed: int = 0,
+    on_event: Callable[[str], None] = lambda _: None,
+) -> Chaos:
+    """Start everybody, do the work twice, and disturb it once.
+
+    Args:
+        directory: new or empty.
+        work: what the tenant does.
+        executors, helpers: that there are.
+        pad_helpers: that share each pad; the others are spares.
+        every_s: between two kills, on average.
+        seed: of who is killed when; what it does at that moment is chance all the same.
+        on_event: told what happens.
+
+    Raises:
+        SymbiosisError: the disturbed run did not get to its end.
+    """
+    model = _SHAPE.save(directory / "model")
+    on_event("the undisturbed run")
+    undisturbed = _do(model, RemoteConfig(masking="simulate", cache=directory / "cache"), work)
+    on_event("starting providers")
+    local = LocalFederation(
+        model,
+        directory / "federation",
+        executors=executors,
+        helpers=helpers,
+        pad_helpers=pad_helpers,
+        provider_options={"executor": {"threads": 1}},
+        deadline_s=START_S,
+    )
+    with local:
+        witness = Witness()
+        remote = RemoteConfig(
+            federation=local.federation, masking="pad", cache=directory / "cache", deadline_s=START_S, wiretap=witness
+        )
+        with _unrest(local, random.Random(seed), every_s=every_s, on_event=on_event) as kills:
+            disturbed = _do(model, remote, work, on_step=lambda step: on_event(f"step {step} of {work.steps}"))
+    ends = [kill.at for kill in kills[1:]] + [time.monotonic()]
+    pauses = [witness.stood_still(since=kill.at, until=end) for kill, end in zip(kills, ends, strict=True)]
+    return Chaos(
+        disturbed=disturbed,
+        undisturbed=undisturbed,
+        kills=kills,
+        pauses_s=pauses,
+        usual_s=witness.stood_still(since=0.0, until=kills[0].at) if kills else 0.0,
+    )
+
+
+def chaos_rows(chaos: Chaos, work: Work, *, every_s: float) -> list[Row]:
+    """For a report: a row per role of those who were killed."""
+    rows: list[Row] = []
+    for role in ("executor", "helper"):
+        pauses = [pause for kill, pause in zip(chaos.kills, chaos.pauses_s, strict=True) if kill.name.startswith(role)]
+        rows.append(
+            {
+                "steps": work.steps,
+                "generations": work.generations,
+                "killed_every_s": every_s,
+                "identical": "yes" if chaos.identical else "NO",
+                "seconds_undisturbed_s": chaos.undisturbed.seconds,
+                "seconds_disturbed_s": chaos.disturbed.seconds,
+                "longest_pause_before_the_first_kill_s": chaos.usual_s,
+                "killed": role,
+                "kills": len(pauses),
+                "pause_median_s": statistics.median(pauses) if pauses else None,
+                "pause_longest_s": max(pauses, default=None),
+            }
+        )
+    return rows
+
+
+def _do(model: Path, remote: RemoteConfig, work: Work, *, on_step: Callable[[int], None] = lambda _: None) -> Outcome:
+    base = load_model(model, remote=remote, dtype=torch.float32)
+    with contextlib.closing(backend_of(base)):
+        torch.manual_seed(0)
+        lora = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=4, init_lora_weights=False)
+        peft: Any = get_peft_model(base, lora)
+        began = time.monotonic()
+        losses = list(_train(peft, work.steps, on_step))
+        texts = [_continue(peft, seed) for seed in range(work.generations)]
+        return Outcome(
+            losses=losses,
+            adapter={name: p.detach().clone() for name, p in peft.named_parameters() if p.requires_grad},
+            texts=texts,
+            ledger=ledger_of(peft) or Ledger(),
+            seconds=time.monotonic() - began,
+        )
+
+
+def _train(model: Any, steps: int, on_step: Callable[[int], None]) -> Iterator[float]:
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
+    model.train()
+    for step in range(steps):
+        on_step(step + 1)
+        ids = _tokens(step, _BATCH, _LENGTH)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.item()
+
+
+@torch.no_grad()
+def _continue(model: Any, seed: int) -> Tensor:
+    model.eval()
+    prompt = _tokens(seed, 1, _PROMPT)
+    text: Tensor = model.generate(
+        input_ids=prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=_NEW_TOKENS,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return text
+
+
+def _tokens(seed: int, rows: int, columns: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(_VOCABULARY, (rows, columns), generator=generator, dtype=torch.long, device="cpu")
+
+
+@contextmanager
+def _unrest(
+    local: LocalFederation, chance: random.Random, *, every_s: float, on_event: Callable[[str], None]
+) -> Iterator[list[Kill]]:
+    """While it lasts, somebody is killed every few seconds and started again. Ends when all are back.
+
+    Raises what starting a provider raised.
+    """
+    kills: list[Kill] = []
+    over = threading.Event()
+    returning: dict[str, Future[None]] = {}
+
+    def strike() -> None:
+        with ThreadPoolExecutor(len(local.names), thread_name_prefix="restart") as restarts:
+            while not over.wait(chance.uniform(0.5, 1.5) * every_s):
+                victim = chance.choice([n for n in local.names if n not in returning or returning[n].done()] or [""])
+                if victim:
+                    kills.append(Kill(victim, time.monotonic()))
+                    local.kill(victim)
+                    on_event(f"{victim} is killed, number {len(kills)}")
+                    returning[victim] = restarts.submit(local.restart, victim)
+
+    thread = threading.Thread(target=strike, name="unrest")
+    thread.start()
+    try:
+        yield kills
+    finally:
+        over.set()
+        thread.join()
+    for restart in returning.values():
+        restart.result()

@@ -196,7 +196,8 @@ def network(
 @app.command()
 def chaos(
     *,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 200,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps, at least.")] = 200,
+    kills: Annotated[int, typer.Option(min=0, help="It trains on until so many were killed.")] = 10,
     generations: Annotated[int, typer.Option(min=0, help="Texts that are generated afterwards.")] = 10,
     executors: Annotated[int, typer.Option(min=1, help="Processes that multiply.")] = 3,
     helpers: Annotated[int, typer.Option(min=1, help="Processes that make effects of pads.")] = 2,
@@ -208,7 +209,7 @@ def chaos(
     """SIGKILL random providers while a tenant trains and generates; status 1 if one bit comes out differently."""
     from tenant.bench.chaos import Work, chaos_rows, run_chaos
 
-    work = Work(steps=steps, generations=generations)
+    work = Work(steps=steps, generations=generations, kills=kills)
     with _measuring() as (folder, tell):
         found = run_chaos(
             folder,
@@ -220,7 +221,7 @@ def chaos(
             seed=seed,
             on_event=tell,
         )
-    _finish("chaos", chaos_rows(found, work, every_s=every), json)
+    _finish("chaos", chaos_rows(found, every_s=every), json)
     if not found.identical:
         raise ProtocolError("the disturbed run has ended with other bits than the undisturbed one")
 

@@ -1,14 +1,16 @@
 """`bench chaos`: providers are killed with SIGKILL at random while a tenant trains and generates; what comes out must
 be the very bits of the undisturbed run.
 
-The undisturbed run is the simulation: the same arithmetic without any provider. Executors and helpers are processes of
-their own; one after the other is killed every few seconds, at whatever it happens to be doing, and started again, which
-takes as long as it takes: several may be away at once.
+Executors and helpers are processes of their own; one after the other is killed every few seconds, at whatever it
+happens to be doing, and started again, which takes as long as it takes: several may be away at once. The undisturbed
+run, which comes second, is the simulation: the same arithmetic without any provider.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import random
 import statistics
 import threading
@@ -34,16 +36,23 @@ from tenant.loading import load_model
 from tenant.tally import Ledger
 from tenant.witness import Witness
 
-_BATCH, _LENGTH, _PROMPT, _NEW_TOKENS = 2, 16, 4, 8
-_SHAPE, _VOCABULARY = Shape(width=64, layers=2, inner=112), 4096
+_BATCH, _LENGTH, _PROMPT, _NEW_TOKENS = 4, 64, 4, 16
+_SHAPE, _VOCABULARY = Shape(width=256, layers=2, inner=704), 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a tenant does: so many optimizer steps of LoRA on all linears, and greedy texts afterwards."""
+    """What a tenant does: optimizer steps of LoRA on all linears, and greedy texts afterwards.
+
+    Args:
+        steps: at least so many.
+        generations: texts.
+        kills: it trains on until so many providers have been killed.
+    """
 
     steps: int
     generations: int
+    kills: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,8 +141,6 @@ def run_chaos(
         SymbiosisError: the disturbed run did not get to its end.
     """
     model = _SHAPE.save(directory / "model")
-    on_event("the undisturbed run")
-    undisturbed = _do(model, RemoteConfig(masking="simulate", cache=directory / "cache"), work)
     on_event("starting providers")
     local = LocalFederation(
         model,
@@ -150,31 +157,34 @@ def run_chaos(
             federation=local.federation, masking="pad", cache=directory / "cache", deadline_s=START_S, wiretap=witness
         )
         with _unrest(local, random.Random(seed), every_s=every_s, on_event=on_event) as kills:
-            disturbed = _do(model, remote, work, on_step=lambda step: on_event(f"step {step} of {work.steps}"))
-    ends = [kill.at for kill in kills[1:]] + [time.monotonic()]
+            disturbed = _do(model, remote, work, goes_on=lambda step: step < work.steps or len(kills) < work.kills)
+    steps = len(disturbed.losses)
+    on_event(f"the undisturbed run of {steps} steps")
+    simulated = RemoteConfig(masking="simulate", cache=directory / "cache")
+    undisturbed = _do(model, simulated, work, goes_on=lambda step: step < steps)
+    ends = [*(kill.at for kill in kills[1:]), math.inf][: len(kills)]
     pauses = [witness.stood_still(since=kill.at, until=end) for kill, end in zip(kills, ends, strict=True)]
     return Chaos(
         disturbed=disturbed,
         undisturbed=undisturbed,
         kills=kills,
         pauses_s=pauses,
-        usual_s=witness.stood_still(since=0.0, until=kills[0].at) if kills else 0.0,
+        usual_s=witness.stood_still(since=0.0, until=kills[0].at if kills else math.inf),
     )
 
 
-def chaos_rows(chaos: Chaos, work: Work, *, every_s: float) -> list[Row]:
+def chaos_rows(chaos: Chaos, *, every_s: float) -> list[Row]:
     """For a report: a row per role of those who were killed."""
     rows: list[Row] = []
     for role in ("executor", "helper"):
         pauses = [pause for kill, pause in zip(chaos.kills, chaos.pauses_s, strict=True) if kill.name.startswith(role)]
         rows.append(
             {
-                "steps": work.steps,
-                "generations": work.generations,
-                "killed_every_s": every_s,
-                "identical": "yes" if chaos.identical else "NO",
-                "seconds_undisturbed_s": chaos.undisturbed.seconds,
-                "seconds_disturbed_s": chaos.disturbed.seconds,
+                "steps": len(chaos.disturbed.losses),
+                "generations": len(chaos.disturbed.texts),
+                "bits": "identical" if chaos.identical else "DIFFERENT",
+                "one_killed_every_s": every_s,
+                "disturbed_s": chaos.disturbed.seconds,
                 "longest_pause_before_the_first_kill_s": chaos.usual_s,
                 "killed": role,
                 "kills": len(pauses),
@@ -185,14 +195,14 @@ def chaos_rows(chaos: Chaos, work: Work, *, every_s: float) -> list[Row]:
     return rows
 
 
-def _do(model: Path, remote: RemoteConfig, work: Work, *, on_step: Callable[[int], None] = lambda _: None) -> Outcome:
+def _do(model: Path, remote: RemoteConfig, work: Work, *, goes_on: Callable[[int], bool]) -> Outcome:
     base = load_model(model, remote=remote, dtype=torch.float32)
     with contextlib.closing(backend_of(base)):
         torch.manual_seed(0)
         lora = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=4, init_lora_weights=False)
         peft: Any = get_peft_model(base, lora)
         began = time.monotonic()
-        losses = list(_train(peft, work.steps, on_step))
+        losses = list(_train(peft, goes_on))
         texts = [_continue(peft, seed) for seed in range(work.generations)]
         return Outcome(
             losses=losses,
@@ -203,11 +213,10 @@ def _do(model: Path, remote: RemoteConfig, work: Work, *, on_step: Callable[[int
         )
 
 
-def _train(model: Any, steps: int, on_step: Callable[[int], None]) -> Iterator[float]:
+def _train(model: Any, goes_on: Callable[[int], bool]) -> Iterator[float]:
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
     model.train()
-    for step in range(steps):
-        on_step(step + 1)
+    for step in itertools.takewhile(goes_on, itertools.count()):
         ids = _tokens(step, _BATCH, _LENGTH)
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()

@@ -9,10 +9,12 @@ or a view, so nothing can be overwritten that somebody still reads. What it hold
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import threading
 import weakref
 from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -65,6 +67,19 @@ class Buffers:
             if self._unused + len(block) <= self._limit:
                 self._unused += len(block)
                 self._free[len(block)].append(block)
+
+
+def large_tensor(shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
+    """An uninitialised contiguous CPU tensor, on large pages where the system has them; gone when nobody uses it.
+
+    Args:
+        dtype: one that numpy has.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if size < _SMALL:
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    like = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
+    return torch.from_numpy(np.frombuffer(_fresh(size), dtype=like).reshape(shape))
 
 
 def _rounded(size: int) -> int:

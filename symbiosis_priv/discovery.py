@@ -29,25 +29,12 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis_priv.errors import CheckpointError, UnsupportedModelError
+from symbiosis_priv.layers import GroupSpec
 from symbiosis_priv.metadata import called, is_metadata
 from symbiosis_priv.trust import on_this_machine, vet
 
 _TRACE_LENGTH = 4
 _STACKED = 0.25  # of the linears' weights; a recurrence's small gates may be stacks
-
-
-@dataclass(frozen=True)
-class GroupSpec:
-    """A group of linears that share one input. `members` are module names in call order, `outputs` their widths."""
-
-    members: tuple[str, ...]
-    inputs: int
-    outputs: tuple[int, ...]
-
-    @property
-    def name(self) -> str:
-        """A readable, unique name: the first member's, plus how many siblings ride along."""
-        return self.members[0] if len(self.members) == 1 else f"{self.members[0]}+{len(self.members) - 1}"
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,20 @@ from symbiosis_priv.errors import ConfigError
 _RANGE = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
 
 
+@dataclass(frozen=True)
+class GroupSpec:
+    """A group of linears that share one input. `members` are module names in call order, `outputs` their widths."""
+
+    members: tuple[str, ...]
+    inputs: int
+    outputs: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """A readable, unique name: the first member's, plus how many siblings ride along."""
+        return self.members[0] if len(self.members) == 1 else f"{self.members[0]}+{len(self.members) - 1}"
+
+
 def layers_of(names: Iterable[str]) -> tuple[int, ...]:
     """The layer number of every group, from the groups' names (or their first members') in the manifest's order."""
     seen: set[str] = set()

@@ -11,9 +11,8 @@ import hashlib
 
 import msgspec
 
-from symbiosis_priv.discovery import GroupSpec
 from symbiosis_priv.errors import CheckpointError
-from symbiosis_priv.layers import layers_of
+from symbiosis_priv.layers import GroupSpec, layers_of
 from symbiosis_priv.ring import FORWARD, Direction
 
 MANIFEST_VERSION = 1
@@ -29,7 +28,7 @@ class GroupEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """Readable and unique, as in `discovery.GroupSpec.name`."""
+        """Readable and unique, as in `layers.GroupSpec.name`."""
         return GroupSpec(self.members, self.inputs, self.outputs).name
 
     @property

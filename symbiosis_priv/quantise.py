@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv import native
+from symbiosis_priv.buffers import large_tensor
 from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
 from symbiosis_priv.native import pointer
 from symbiosis_priv.native.parts import Parts, all_rows
-from symbiosis_priv.ring import FORWARD, Bound, Direction
+from symbiosis_priv.ring import BACKWARD, FORWARD, Bound, Direction
 
 _TINY = torch.finfo(torch.float64).tiny
 _BLOCK = 1 << 16  # entries per thread
@@ -65,12 +66,16 @@ class QuantisedGroup:
 
     def bound(self, direction: Direction) -> Bound:
         """The public bound on input rows for a direction."""
-        forward = direction == FORWARD
-        width = self.weight.shape[1 if forward else 0]
-        if not self.weight.numel():
-            return Bound(inputs=width, weight_absmax=0, weight_norm=0.0)
-        absmax, row, column = _norms(self.weight)
-        return Bound(inputs=width, weight_absmax=absmax, weight_norm=math.sqrt(row if forward else column))
+        return self.bounds()[direction]
+
+    def bounds(self) -> dict[Direction, Bound]:
+        """The same for both, from one look at the weights."""
+        outputs, inputs = self.weight.shape
+        absmax, row, column = _norms(self.weight) if self.weight.numel() else (0, 0, 0)
+        return {
+            FORWARD: Bound(inputs=inputs, weight_absmax=absmax, weight_norm=math.sqrt(row)),
+            BACKWARD: Bound(inputs=outputs, weight_absmax=absmax, weight_norm=math.sqrt(column)),
+        }
 
 
 def quantise(layers: Sequence[Layer], *, weight_bits: int = DEFAULT_WEIGHT_BITS) -> QuantisedGroup:
@@ -86,7 +91,7 @@ def quantise(layers: Sequence[Layer], *, weight_bits: int = DEFAULT_WEIGHT_BITS)
     if len({layer.weight.shape[1] for layer in layers}) != 1:
         raise CheckpointError(f"{[layer.name for layer in layers]} do not share an input width")
     outputs = [len(layer.weight) for layer in layers]
-    weight = torch.empty((sum(outputs), layers[0].weight.shape[1]), dtype=torch.int16, device="cpu")
+    weight = large_tensor((sum(outputs), layers[0].weight.shape[1]), dtype=torch.int16)
     channel_scale = torch.empty(sum(outputs), dtype=torch.float64, device="cpu")
     biases = []
     for layer, rows, scale in zip(layers, weight.split(outputs), channel_scale.split(outputs), strict=True):

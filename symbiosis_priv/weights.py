@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
-import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from symbiosis_priv import packed
 from symbiosis_priv.checkpoint import Checkpoint
-from symbiosis_priv.discovery import Skeleton, discover
 from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.files import default_cache, replace_atomically, write_atomically
 from symbiosis_priv.kernels import Choice, Packed, RingMatrix, choose, kernel_of, tune
@@ -28,9 +29,14 @@ from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
 from symbiosis_priv.manifest import MANIFEST_VERSION, GroupEntry, Manifest
 from symbiosis_priv.quantise import Layer, QuantisedGroup, quantise
 
+if TYPE_CHECKING:  # discovery brings transformers, whose import takes longer than a provider's whole start without
+    from symbiosis_priv.discovery import Skeleton
+
 log = logging.getLogger(__name__)
 
 _STORED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+T = TypeVar("T")
 
 Progress = Callable[[int, int], None]
 """Called with (groups done, groups in all)."""
@@ -73,6 +79,8 @@ class WeightStore:
     def skeleton(self) -> Skeleton:
         """The model's layer groups, traced on first use."""
         if self._skeleton is None:
+            from symbiosis_priv.discovery import discover
+
             self._skeleton = discover(self.path)
         return self._skeleton
 
@@ -184,8 +192,11 @@ class WeightStore:
         with Checkpoint(self.path) as checkpoint:
             return list(self._layers(checkpoint, self.manifest().groups[index].members))
 
-    def _layers(self, checkpoint: Checkpoint, members: tuple[str, ...]) -> Iterator[Layer]:
-        stored = self.skeleton.names.by_parameter(checkpoint.names())
+    def _layers(
+        self, checkpoint: Checkpoint, members: tuple[str, ...], stored: Mapping[str, str] | None = None
+    ) -> Iterator[Layer]:
+        if stored is None:
+            stored = self.skeleton.names.by_parameter(checkpoint.names())
 
         def read(parameter: str) -> Tensor:
             return checkpoint.tensor(stored.get(parameter, parameter))  # which names what is missing
@@ -216,7 +227,7 @@ class WeightStore:
         """By what decides it: the files, and transformers, whose code says which layers share an input."""
         with Checkpoint(self.path) as checkpoint:
             identity = checkpoint.identity()
-        how = f"v{MANIFEST_VERSION}-{self.weight_bits}-transformers-{transformers.__version__}"
+        how = f"v{MANIFEST_VERSION}-{self.weight_bits}-transformers-{version('transformers')}"
         return self._cache / f"manifest-{how}-{identity}.json"
 
     def _cached_manifest(self) -> Manifest | None:
@@ -225,21 +236,48 @@ class WeightStore:
         except (OSError, CheckpointError):  # a damaged one is made again
             return None
 
-    def stream(self, *, progress: Progress | None = None) -> Iterator[tuple[GroupEntry, QuantisedGroup]]:
-        """Quantise the checkpoint group by group, keeping none: the tenant's pass before its first session."""
+    def each_group(
+        self,
+        work: Callable[[int, GroupEntry, QuantisedGroup], T],
+        *,
+        threads: int = 1,
+        progress: Progress | None = None,
+    ) -> list[T]:
+        """Quantise the checkpoint group by group, keeping none.
+
+        Args:
+            work: called with every group's index, entry and weights, in order or, by several threads, nearly so.
+            threads: groups in memory and at work at once.
+
+        Returns:
+            What `work` has returned, in the groups' order.
+        """
         specs = self.skeleton.groups
         with Checkpoint(self.path) as checkpoint:
-            for done, spec in enumerate(specs):
-                if progress:
-                    progress(done, len(specs))
-                group = quantise(list(self._layers(checkpoint, spec.members)), weight_bits=self.weight_bits)
-                digest = group.digest()
-                yield GroupEntry(members=spec.members, inputs=spec.inputs, outputs=spec.outputs, digest=digest), group
-        if progress:
-            progress(len(specs), len(specs))
+            stored = self.skeleton.names.by_parameter(checkpoint.names())
+
+        def do(index: int) -> T:
+            spec = specs[index]
+            with Checkpoint(self.path) as checkpoint:  # its files are for one thread
+                layers = list(self._layers(checkpoint, spec.members, stored))
+            group = quantise(layers, weight_bits=self.weight_bits)
+            entry = GroupEntry(members=spec.members, inputs=spec.inputs, outputs=spec.outputs, digest=group.digest())
+            return work(index, entry, group)
+
+        progress = progress or (lambda done, total: None)
+        results: list[T] = []
+        progress(0, len(specs))
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="quantise")
+        try:
+            for result in pool.map(do, range(len(specs))):
+                results.append(result)
+                progress(len(results), len(specs))
+        finally:
+            pool.shutdown(cancel_futures=True)
+        return results
 
     def assemble(self, entries: Sequence[GroupEntry]) -> Manifest:
-        """The manifest of streamed entries, remembered for the next start."""
+        """The manifest of the entries that `each_group` makes, remembered for the next start."""
         manifest = Manifest(version=MANIFEST_VERSION, weight_bits=self.weight_bits, groups=tuple(entries))
         self._remember(lambda: write_atomically(self._manifest_path(), manifest.to_json()))
         self._manifest = manifest
@@ -247,12 +285,15 @@ class WeightStore:
 
     def _quantise_all(self, progress: Progress | None) -> Manifest:
         served = self._served(layers_of(spec.members[0] for spec in self.skeleton.groups))
-        entries: list[GroupEntry] = []
-        for entry, group in self.stream(progress=progress):
-            if len(entries) in served:
+
+        def pack(index: int, entry: GroupEntry, group: QuantisedGroup) -> GroupEntry:
+            if index in served:
                 with contextlib.suppress(ConfigError):  # no such device here: it is said when products are wanted
                     self._pack(entry, group.weight)
-            entries.append(entry)
+            return entry
+
+        # one at a time, for kernels are being timed
+        entries = self.each_group(pack, progress=progress)
         return self.assemble(entries)
 
     def _read(self, digest: str) -> QuantisedGroup | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from symbiosis_priv.manifest import GroupEntry, Manifest
 from symbiosis_priv.quantise import QuantisedGroup
-from symbiosis_priv.ring import DIRECTIONS, Bound, Direction
+from symbiosis_priv.ring import Bound, Direction
 from tenant.verifier import BlameKeys, VerificationKeys
 
 
@@ -38,7 +38,7 @@ class GroupFacts:
     def of(cls, entry: GroupEntry, group: QuantisedGroup) -> GroupFacts:
         """Read the facts off a quantised group."""
         bias = None if group.bias is None else group.bias.to(torch.float64)
-        return cls(entry, group.channel_scale, bias, {d: group.bound(d) for d in DIRECTIONS})
+        return cls(entry, group.channel_scale, bias, group.bounds())
 
     def with_headroom(self, bits: int) -> GroupFacts:
         """The same with rows scaled down by that many bits (`Bound.with_headroom`)."""

@@ -83,14 +83,16 @@ def init(
 
 
 def _digest(model: str, weight_bits: int) -> str:
-    # torch: not for --help
+    import torch  # not for --help
+
     from symbiosis_priv.checkpoint import resolve
     from symbiosis_priv.weights import WeightStore
     from tenant.connect import progress_bar
 
     store = WeightStore(resolve(model), weight_bits=weight_bits)
     with progress_bar("quantising") as progress:
-        return store.assemble([entry for entry, _ in store.stream(progress=progress)]).digest
+        entries = store.each_group(lambda _, entry, __: entry, threads=torch.get_num_threads(), progress=progress)
+        return store.assemble(entries).digest
 
 
 @app.command()

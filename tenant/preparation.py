@@ -29,7 +29,8 @@ from safetensors.torch import load_file, save
 from symbiosis_priv.checkpoint import Checkpoint
 from symbiosis_priv.errors import CheckpointError, ConfigError, RangeError
 from symbiosis_priv.files import default_cache, write_atomically
-from symbiosis_priv.manifest import Manifest
+from symbiosis_priv.manifest import GroupEntry, Manifest
+from symbiosis_priv.quantise import QuantisedGroup
 from symbiosis_priv.ring import BACKWARD, FORWARD, Bound, Direction
 from symbiosis_priv.weights import Progress, WeightStore
 from tenant.facts import GroupFacts, Preparation
@@ -92,11 +93,13 @@ def prepare(
 
 def _make(store: WeightStore, folder: Path, *, digest: str, columns: int, progress: Progress | None) -> Preparation:
     keys, blame = VerificationKeys.fresh(), BlameKeys.fresh(columns=columns)
-    facts: list[GroupFacts] = []
-    for entry, group in store.stream(progress=progress):
-        keys.add(len(facts), group.weight)
-        blame.add(len(facts), group.weight, weight_bits=store.weight_bits)
-        facts.append(GroupFacts.of(entry, group))
+
+    def look(index: int, entry: GroupEntry, group: QuantisedGroup) -> GroupFacts:
+        keys.add(index, group.weight)
+        blame.add(index, group.weight, weight_bits=store.weight_bits)
+        return GroupFacts.of(entry, group)
+
+    facts = store.each_group(look, threads=torch.get_num_threads(), progress=progress)
     manifest = store.assemble([f.entry for f in facts])
     if manifest.digest != digest:
         raise CheckpointError(

@@ -38,6 +38,7 @@ from symbiosis_priv.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
 
 DEFAULT_COLUMNS = 16
 _SECRET = "secret"
+_BLOCK = 1 << 19  # weights that stay in the cache
 
 
 class VerificationKeys:
@@ -127,12 +128,19 @@ class BlameKeys:
 
     def add(self, index: int, weight: Tensor, *, weight_bits: int) -> None:
         """Make the keys of one layer group from its quantised weight, int16 `[o, d]`."""
-        matrix = RingMatrix(weight, weight_bits=weight_bits)
-        for direction in DIRECTIONS:
-            forward = direction == FORWARD
-            r = self._expand(index, direction, rows=weight.shape[0 if forward else 1])
-            product = matrix.product(r.t(), BACKWARD if forward else FORWARD)
-            self._made[_name(index, direction)] = product.t().contiguous()
+        outputs, inputs = weight.shape
+        down = self._expand(index, FORWARD, rows=outputs).t().contiguous()
+        up = self._expand(index, BACKWARD, rows=inputs).t().contiguous()
+        to_inputs = torch.zeros((self._columns, inputs), dtype=torch.int32, device="cpu")
+        to_outputs = torch.empty((outputs, self._columns), dtype=torch.int32, device="cpu")
+        step = max(1, _BLOCK // max(1, inputs))
+        for start in range(0, outputs, step):  # packing all of it would take more memory, and so more time
+            part = slice(start, start + step)
+            matrix = RingMatrix(weight[part], weight_bits=weight_bits)
+            to_inputs += matrix.product(down[:, part], BACKWARD)
+            to_outputs[part] = matrix.product(up).t()
+        self._made[_name(index, FORWARD)] = to_inputs.t().contiguous()
+        self._made[_name(index, BACKWARD)] = to_outputs
 
     def accepts(self, index: int, direction: Direction, *, rows: Tensor, answer: Tensor) -> bool:
         """Whether `answer` is the product of `rows` modulo 2^32.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import subprocess
 import sys
 import tomllib
 from importlib.metadata import version
@@ -45,7 +46,8 @@ def test_a_package_imports_only_what_it_may(package: str) -> None:
 
 
 def test_every_import_is_a_declared_dependency() -> None:
-    declared = {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in PROJECT["project"]["dependencies"]}
+    lines = [*PROJECT["project"]["dependencies"], *PROJECT["project"]["optional-dependencies"]["gpu"]]
+    declared = {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in lines}
     foreign = set().union(*map(imported, PACKAGES)) - set(PACKAGES) - sys.stdlib_module_names
     assert {"pyzmq" if name == "zmq" else name for name in foreign} <= declared
 
@@ -68,3 +70,10 @@ def test_the_error_tree_is_whole() -> None:
     defined = {name for name, value in vars(errors).items() if isinstance(value, type)}
     assert set(errors.__all__) == defined
     assert all(issubclass(getattr(errors, name), errors.SymbiosisError) for name in defined)
+
+
+def test_a_provider_starts_without_transformers() -> None:
+    """Whose import takes longer than everything else: only who must look at a checkpoint anew waits for it."""
+    names = "import sys, provider.server; print('transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", names], check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "False"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv import native, parallel
+from symbiosis_priv.buffers import large_tensor
 from symbiosis_priv.kernels.base import Kernel, Packed
 from symbiosis_priv.native import Isa
 from symbiosis_priv.ring import BACKWARD, Direction
@@ -55,7 +56,7 @@ class CompiledKernel(Kernel):
         weight = weight.contiguous()
         outputs, inputs = weight.shape
         dtype, shape = self.form(outputs, inputs, weight_bits=weight_bits)
-        data = torch.empty(shape, dtype=dtype, device="cpu")
+        data = large_tensor(shape, dtype=dtype)
         lib.ring_pack(weight.data_ptr(), outputs, inputs, dtype.itemsize, data.data_ptr())
         return Packed(self.layout, outputs, inputs, weight_bits, data)
 

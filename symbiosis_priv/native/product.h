@@ -18,7 +18,7 @@
 
 #include "common.h"
 
-enum { PANEL = 64, ROWS = 3, DEPTH = 512, TILE_PAIRS = PANEL / 2 };
+enum { PANEL = 64, ROWS = 3, DEPTH = 512, TILE_PAIRS = PANEL / 2, PACK_STEP = 32 };
 
 /* One block of the inner loop: `rows` (at most ROWS) rows, `pairs` pairs of terms, PANEL columns.
  * weights: [pairs][PANEL][2]; limbs: [pairs][2 * rows] words of two int16; sums are stored in or added to `out`. */
@@ -197,15 +197,26 @@ static tile_transpose *tile_transpose_of(int32_t isa) {
 /* Packs weight, int16 [outputs, inputs] in rows, into panels [ceil(outputs / PANEL)][pairs][PANEL][2] with
  * pairs = ceil(inputs / PANEL) * PANEL / 2, as int16 or int8, zeros where there are no weights. */
 EXPORT void ring_pack(const int16_t *weight, int64_t outputs, int64_t inputs, int32_t weight_bytes, void *panels) {
-    int64_t padded = (inputs + PANEL - 1) / PANEL * PANEL;
-    memset(panels, 0, (size_t)((outputs + PANEL - 1) / PANEL * PANEL * padded * weight_bytes));
-    for (int64_t o = 0; o < outputs; o++) {
-        const int16_t *row = weight + o * inputs;
-        int64_t start = (o / PANEL * padded / 2 * PANEL + o % PANEL) * 2;
-        for (int64_t i = 0; i < inputs; i++) {
-            int64_t to = start + i / 2 * PANEL * 2 + i % 2;
-            if (weight_bytes == 1) ((int8_t *)panels)[to] = (int8_t)row[i];
-            else ((int16_t *)panels)[to] = row[i];
+    int64_t pairs = (inputs + PANEL - 1) / PANEL * TILE_PAIRS, panel_bytes = pairs * PANEL * 2 * weight_bytes;
+    for (int64_t first = 0; first < outputs; first += PANEL) {
+        char *panel = (char *)panels + first / PANEL * panel_bytes;
+        int64_t height = outputs - first < PANEL ? outputs - first : PANEL;
+        memset(panel, 0, (size_t)panel_bytes);
+        for (int64_t start = 0; start < inputs; start += PACK_STEP) { /* so much of the panel stays in the cache */
+            int64_t stop = inputs - start < PACK_STEP ? inputs : start + PACK_STEP;
+            for (int64_t o = 0; o < height; o++) {
+                const int16_t *row = weight + (first + o) * inputs;
+                if (weight_bytes == 2 && stop - start == PACK_STEP) {
+                    char *to = panel + (start / 2 * PANEL + o) * 4;
+                    for (int64_t k = 0; k < PACK_STEP / 2; k++) memcpy(to + k * PANEL * 4, row + start + 2 * k, 4);
+                    continue;
+                }
+                for (int64_t i = start; i < stop; i++) {
+                    int64_t at = (i / 2 * PANEL + o) * 2 + i % 2;
+                    if (weight_bytes == 1) ((int8_t *)panel)[at] = (int8_t)row[i];
+                    else ((int16_t *)panel)[at] = row[i];
+                }
+            }
         }
     }
 }

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from symbiosis_priv.buffers import Buffers
+from symbiosis_priv.buffers import Buffers, large_tensor
 
 MIB = 1 << 20
 
@@ -82,3 +82,14 @@ def test_threads_may_take_and_return_at_once() -> None:
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(work, range(4)))
     assert 0 < buffers.unused <= 16 * MIB
+
+
+@pytest.mark.parametrize("shape", [(0, 7), (3, 5), (600, 3, 64, 2)])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16])
+def test_a_large_tensor_is_a_tensor_of_its_own(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    one, other = large_tensor(shape, dtype=dtype).fill_(1), large_tensor(shape, dtype=dtype).fill_(2)
+    assert one.shape == shape
+    assert one.dtype == dtype
+    assert one.is_contiguous()
+    assert bool((one == 1).all())
+    assert bool((other == 2).all())

@@ -20,9 +20,8 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedModel
 from transformers.core_model_loading import Chunk, WeightConverter
 
 from symbiosis_priv import discovery, weights
-from symbiosis_priv.discovery import GroupSpec
 from symbiosis_priv.errors import CheckpointError, ConfigError, UnsupportedModelError
-from symbiosis_priv.layers import LayerRange
+from symbiosis_priv.layers import GroupSpec, LayerRange
 from symbiosis_priv.manifest import Manifest
 from symbiosis_priv.quantise import Layer, QuantisedGroup, quantise
 from symbiosis_priv.weights import WeightStore
@@ -91,7 +90,7 @@ def test_groups_are_the_model(model: PreTrainedModel, path: Path, cache: Path) -
 
 def test_a_cache_hit_equals_a_fresh_group(path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fresh = WeightStore(path, cache=cache)
-    entries, groups = zip(*fresh.stream(), strict=True)
+    entries, groups = zip(*fresh.each_group(lambda _, entry, group: (entry, group)), strict=True)
     assert fresh.manifest().groups == entries
     assert all(same(fresh.group(i), group) for i, group in enumerate(groups))
     monkeypatch.setattr(weights, "quantise", lambda *_, **__: pytest.fail("quantised again"))
@@ -168,10 +167,15 @@ def test_weights_that_transformers_rearranges_are_refused(
         WeightStore(llama_path, cache=tmp_path / "cache").manifest()
 
 
-def test_streaming_gives_the_manifest_and_keeps_no_weights(path: Path, cache: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+def test_streaming_gives_the_manifest_and_keeps_no_weights(
+    path: Path, cache: Path, tmp_path: Path, threads: int
+) -> None:
     store = WeightStore(path, cache=cache)
     calls: list[tuple[int, int]] = []
-    entries = [entry for entry, _ in store.stream(progress=lambda done, total: calls.append((done, total)))]
+    entries = store.each_group(
+        lambda _, entry, __: entry, threads=threads, progress=lambda done, total: calls.append((done, total))
+    )
     manifest = store.assemble(entries)
     total = len(manifest.groups)
     assert calls == [(i, total) for i in range(total + 1)]
@@ -316,8 +320,8 @@ def test_what_another_transformers_finds_is_not_hidden_by_the_cache(
         for group in skeleton.groups
         for member, outputs in zip(group.members, group.outputs, strict=True)
     ]
-    monkeypatch.setattr(weights, "discover", lambda _: dataclasses.replace(skeleton, groups=tuple(alone)))
-    monkeypatch.setattr("transformers.__version__", "99.0")
+    monkeypatch.setattr(discovery, "discover", lambda _: dataclasses.replace(skeleton, groups=tuple(alone)))
+    monkeypatch.setattr(weights, "version", lambda _: "99.0")
     assert max(len(entry.members) for entry in WeightStore(llama_path, cache=cache).manifest().groups) == 1
 
 

@@ -36,7 +36,7 @@ _SHORT_HELP = {
     "provider": "Serve the frozen layers of a public model.",
     "registry": "Run and audit a registry, by which executors are found.",
     "tenant": "Fine-tune adapters and generate on somebody else's base model.",
-    "federation": "Write a federation file, and check the providers that it names.",
+    "federation": "Write a federation file, and look at the providers that it names.",
     "verify": "Test live providers for exactness, property by property.",
     "threat-model": "Attack every masking scheme and report what leaks.",
     "bench": "Measure what the split costs, beside what it replaces.",

@@ -1,4 +1,4 @@
-"""`symbiosis-priv federation`: write a federation file, and check the providers that it names."""
+"""`symbiosis-priv federation`: write a federation file, and look at the providers that it names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # what imports torch is imported by the commands: not for --h
     from tenant.facts import Preparation
     from tenant.probe import Finding
 
-app = typer.Typer(no_args_is_help=True, help="Write a federation file, and check the providers that it names.")
+app = typer.Typer(no_args_is_help=True, help="Write a federation file, and look at the providers that it names.")
 
 
 @app.command()
@@ -116,6 +116,26 @@ def check(
     preparation = _preparation(loaded, model)
     findings = probe_all(loaded, preparation, timeout=timeout)
     _show(loaded, findings, preparation)
+
+
+@app.command()
+def top(
+    *,
+    federation: Annotated[Path, typer.Option("--federation", "-f", help="federation.toml")],
+    status: Annotated[
+        Path | None, typer.Option(help="What a running session writes: `tenant finetune --status FILE`.")
+    ] = None,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for each provider.")] = 10.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one look, and end.")] = False,
+) -> None:
+    """Show a federation, live: who serves what, round trips, load, and what a session has verified. Ctrl-C ends it."""
+    # torch: not for --help
+    from symbiosis_priv.federation import load_federation
+    from tenant.top import watch
+
+    loaded = load_federation(federation)
+    watch(loaded, _preparation(loaded, None), status=status, interval=interval, timeout=timeout, once=once)
 
 
 def _preparation(federation: Federation, model: str | None) -> Preparation | None:

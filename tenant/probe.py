@@ -37,6 +37,7 @@ from tenant.coverage import Serving, layer_text
 from tenant.facts import Preparation
 
 _ROUND_TRIPS = 20
+_GLANCE_ROUND_TRIPS = 5
 _TIMED_ROWS = 64
 _TIMED_PRODUCTS = 3
 _PAUSE_S = 0.05  # before a busy provider is asked again
@@ -92,8 +93,7 @@ def probe_all(
         timeout: seconds for each provider, and for its throughput.
         peers: of the federation; all of them if None.
     """
-    findings = [Finding(peer) for peer in (federation.peers if peers is None else peers)]
-    probes = [_Probe(federation, finding, preparation) for finding in findings]
+    probes = [Probe(federation, peer, preparation) for peer in (federation.peers if peers is None else peers)]
     threads = [threading.Thread(target=probe.look, args=(timeout,), daemon=True) for probe in probes]
     deadline = time.monotonic() + timeout + _SLACK_S
     for thread in threads:
@@ -109,12 +109,11 @@ def probe_all(
     return [probe.finding for probe in probes]
 
 
-class _Probe:
-    """One provider being probed: whatever goes wrong ends up in its finding."""
+class Probe:
+    """One provider being probed: whatever goes wrong ends up in its finding. For one thread, `give_up` for another."""
 
-    def __init__(self, federation: Federation, finding: Finding, preparation: Preparation | None) -> None:
-        peer = finding.peer
-        self.finding = finding
+    def __init__(self, federation: Federation, peer: Peer, preparation: Preparation | None) -> None:
+        self.finding = Finding(peer)
         self.name = f"{peer.role} {peer.name!r} at {peer.host}:{peer.port}"
         self._federation = federation
         self._preparation = preparation
@@ -129,6 +128,15 @@ class _Probe:
         """Throughput."""
         self._guarded(timeout, self._measure)
 
+    def glance(self, timeout: float) -> Finding:
+        """How it is now, on the connection of the glance before where that still works. Sends no row."""
+        before = self.finding
+        self.finding = Finding(before.peer, days_left=before.days_left, groups=before.groups)
+        self._guarded(timeout, self._glance)
+        if self.finding.failure is not None:
+            self.close()
+        return self.finding
+
     def give_up(self, failure: str) -> None:
         """Its thread still waits: it keeps its finding, and ends when it may."""
         self.finding = Finding(self.finding.peer, failure)
@@ -138,8 +146,9 @@ class _Probe:
 
     def close(self) -> None:
         """Hang up."""
-        if self._line is not None:
-            self._line.close()
+        line, self._line = self._line, None
+        if line is not None:
+            line.close()
 
     def _guarded(self, timeout: float, step: Callable[[Finding], None]) -> None:
         finding = self.finding
@@ -166,9 +175,16 @@ class _Probe:
         welcome = self._greet()
         groups = self._check_groups(welcome.groups)
         finding.groups = dict.fromkeys(DIRECTIONS, groups)
-        self._round_trips(finding, groups.start)
+        self._round_trips(finding, groups.start, count=_ROUND_TRIPS)
         if self._preparation is not None:
             self._verify(finding, groups, self._preparation)
+
+    def _glance(self, finding: Finding) -> None:
+        if self._line is None:
+            finding.days_left = _days_left(self._open())
+            finding.groups = dict.fromkeys(DIRECTIONS, self._greet().groups)
+        finding.report, finding.clock_ahead_s = self._health()
+        self._round_trips(finding, self._welcome.first_group, count=_GLANCE_ROUND_TRIPS)
 
     def _open(self) -> Line:
         federation, peer = self._federation, self.finding.peer
@@ -211,13 +227,13 @@ class _Probe:
                 )
         return groups
 
-    def _round_trips(self, finding: Finding, group: int) -> None:
+    def _round_trips(self, finding: Finding, group: int, *, count: int) -> None:
         def seconds() -> float:
             start = time.perf_counter()
             self._product(group, FORWARD, 0)
             return time.perf_counter() - start
 
-        finding.round_trip_s = statistics.median(seconds() for _ in range(_ROUND_TRIPS))
+        finding.round_trip_s = statistics.median(seconds() for _ in range(count))
 
     def _verify(self, finding: Finding, groups: range, preparation: Preparation) -> None:
         """One row through the first and the last layer group, in both directions.

@@ -21,12 +21,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Final, TypeVar
 
 from torch import Tensor
 
 from symbiosis_priv import tls, wire
+from symbiosis_priv.certificates import Pin
 from symbiosis_priv.errors import ConnectionLostError, DeadlineExceededError
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ class Line:
     Args:
         name: of the provider, for messages.
         host, port: its address.
-        pins: files with its certificate, one in each.
+        pins: its certificate, or two of them; None for whomever the context trusts.
         context: `tls.client_context` for the same pins.
         traffic: where bytes are counted.
         waiting: told about every slice of a wait.
@@ -66,7 +66,7 @@ class Line:
         *,
         host: str,
         port: int,
-        pins: Sequence[Path],
+        pins: Sequence[Pin] | None,
         context: ssl.SSLContext,
         traffic: Traffic | None = None,
         waiting: Waiting | None = None,
@@ -100,19 +100,20 @@ class Line:
             connection = self._context.wrap_socket(raw, server_hostname=self._host, do_handshake_on_connect=False)
             self._socket = connection
             self._within(deadline, connection.do_handshake, "it has not finished the TLS handshake")
-            tls.check_pin(connection, pins=self._pins)
+            if self._pins is not None:
+                tls.check_pin(connection, pins=self._pins)
         except TimeoutError as error:
             raise DeadlineExceededError(f"connection to {self._name} broke: {error}") from error
         except OSError as error:
             raise tls.handshake_error(error, peer=self._name) from error
 
-    def send(self, message: wire.Message, payload: Tensor | None = None, *, deadline: float) -> None:
+    def send(self, message: wire.Message, payload: Tensor | bytes | None = None, *, deadline: float) -> None:
         """Send one frame.
 
         Raises:
             TransportError: the connection is gone, or the provider does not read.
         """
-        body = memoryview(b"") if payload is None else wire.as_bytes(payload)
+        body = wire.as_bytes(payload) if isinstance(payload, Tensor) else memoryview(payload or b"")
         head = wire.encode(message, payload_bytes=len(body))
         beside = _RECORD - len(head)
         self._write(head + body[:beside], deadline)
@@ -132,15 +133,19 @@ class Line:
             ProtocolError: not a frame, or it announces too much. The connection is of no more use.
             TransportError: the connection is gone, or nothing came in time.
         """
+        header, payload_size = self.receive_header(max_payload=max_payload, deadline=deadline)
+        return wire.decode_reply(header), payload_size
+
+    def receive_header(self, *, max_payload: int, deadline: float) -> tuple[bytearray, int]:
+        """The same for messages of another kind: the header as it came, and how many bytes of payload follow."""
         prefix = bytearray(wire.PREFIX.size)
         self.fill(prefix, deadline=deadline)
         self._heard = True
         header_size, payload_size = wire.decode_prefix(prefix, max_payload=max_payload)
         header = bytearray(header_size)
         self.fill(header, deadline=deadline)
-        reply = wire.decode_reply(header)
         self._traffic.bytes_received += len(prefix) + header_size + payload_size
-        return reply, payload_size
+        return header, payload_size
 
     def fill(self, buffer: bytearray | memoryview, *, deadline: float) -> None:
         """Read exactly as many bytes as the buffer has.

@@ -25,6 +25,11 @@ name = "Holding SE"
 members = ["alpha", "gamma"]     # names of providers
 operators = ["Delta AG"]         # operators that are not listed as providers here
 
+[registry]                       # further executors are found here; helpers never are
+addresses = ["registry.example:7500"]
+authority = "keys/federation.pem"   # vouches for them and for who runs them
+# revoked = "keys/revoked.txt"   # whom it does not vouch for any more
+
 Rule 8: whoever knows a pad's seed never sees a row masked with it, and what one of a company's providers knows, all of
 them know. Without `[pads]` every helper shares every pad, so a company that has both roles is refused. With
 `helpers = k` the tenant takes for each executor k helpers of k companies other than its own; refused is what leaves no
@@ -41,7 +46,7 @@ import itertools
 import socket
 import tomllib
 import unicodedata
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -51,7 +56,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from symbiosis_priv.certificates import fingerprint, key_fingerprint, load_pin
+from symbiosis_priv.certificates import Pin, fingerprint, key_fingerprint, load_pin
 from symbiosis_priv.errors import CertificateError, ConfigError, RoleConflictError
 from symbiosis_priv.layers import LayerRange
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, Role
@@ -97,12 +102,19 @@ class _Company(_Section, frozen=True):
     operators: list[_Name] = []
 
 
+class _Registry(_Section, frozen=True):
+    addresses: Annotated[list[str], msgspec.Meta(min_length=1, max_length=16)]
+    authority: Path
+    revoked: Path | None = None
+
+
 class _File(_Section, frozen=True):
     model: _Model
     tenant: _Tenant
     provider: Annotated[list[_Provider], msgspec.Meta(min_length=1)]
     pads: _Pads | None = None
     company: list[_Company] = []
+    registry: _Registry | None = None
 
 
 @dataclass(frozen=True)
@@ -110,7 +122,7 @@ class Peer:
     """One provider in one role, as the tenant pinned it.
 
     Args:
-        certificate: file of the pinned certificate, and of nothing else.
+        certificate: the pinned one: a file with it and nothing else, or itself, of an executor that was discovered.
         next_certificate: the same for its successor while the provider rotates.
         layers: what it must serve at least; None if what it says itself is all that is known.
     """
@@ -120,13 +132,13 @@ class Peer:
     role: Role
     host: str
     port: int
-    certificate: Path
+    certificate: Pin
     next_certificate: Path | None = None
     layers: LayerRange | None = None
 
     @property
-    def pins(self) -> tuple[Path, ...]:
-        """Files of the pinned certificates, one in each: two during a rotation."""
+    def pins(self) -> tuple[Pin, ...]:
+        """The pinned certificates: two during a rotation."""
         return (self.certificate,) if self.next_certificate is None else (self.certificate, self.next_certificate)
 
     @property
@@ -150,12 +162,28 @@ class Company:
 
 
 @dataclass(frozen=True)
+class Registries:
+    """Where executors are found that are not in the file, and who vouches for them.
+
+    Args:
+        addresses: `host:port` of registries; all of them are asked.
+        authority: file with the authority's certificate, or several while one replaces another.
+        revoked: file of fingerprints of certificates that it does not vouch for any more.
+    """
+
+    addresses: tuple[str, ...]
+    authority: Path
+    revoked: Path | None = None
+
+
+@dataclass(frozen=True)
 class Federation:
     """A parsed and checked `federation.toml`.
 
     Args:
         companies: who counts as one party although the operators' names differ.
         pad_helpers: how many helpers share each pad, the others being spares. None: all share every pad.
+        registries: where more executors are found; None: there are those of the file and no others.
     """
 
     model_digest: str
@@ -165,10 +193,11 @@ class Federation:
     peers: tuple[Peer, ...]
     companies: tuple[Company, ...] = ()
     pad_helpers: int | None = None
+    registries: Registries | None = None
 
     @property
     def executors(self) -> tuple[Peer, ...]:
-        """Providers that see masked rows."""
+        """Providers that see masked rows, as far as the file lists them."""
         return tuple(p for p in self.peers if p.role == "executor")
 
     @property
@@ -249,9 +278,10 @@ def load_federation(path: str | Path) -> Federation:
         peers=tuple(peers),
         companies=tuple(Company(c.name, tuple(c.members), tuple(c.operators)) for c in file.company),
         pad_helpers=file.pads.helpers if file.pads else None,
+        registries=_registries(file.registry, path) if file.registry else None,
     )
-    if not federation.executors:
-        raise ConfigError(f"{path}: no [[provider]] has role = 'executor'")
+    if not federation.executors and file.registry is None:
+        raise ConfigError(f"{path}: no [[provider]] has role = 'executor', and there is no [registry] to find one in")
     try:
         _check_companies(federation)
         check_parties(peers, companies=federation.companies, pad_helpers=federation.pad_helpers)
@@ -259,6 +289,15 @@ def load_federation(path: str | Path) -> Federation:
     except (ConfigError, CertificateError) as error:
         raise type(error)(f"{path}: {error}") from error
     return federation
+
+
+def _registries(section: _Registry, path: Path) -> Registries:
+    for address in section.addresses:
+        try:
+            parse_address(address)
+        except ConfigError as error:
+            raise ConfigError(f"{path}, [registry]: {error}") from error
+    return Registries(tuple(section.addresses), section.authority, section.revoked)
 
 
 def _peer(entry: _Provider, path: Path) -> Peer:
@@ -297,9 +336,9 @@ def check_parties(peers: Sequence[Peer], *, companies: Sequence[Company] = (), p
         CertificateError: a pinned file cannot be read, or does not hold one provider's certificate.
     """
     known = _Parties(peers, companies)
-    parties = [(peer, _traits(peer)) for peer in peers]
+    parties = [(peer, traits(peer)) for peer in peers]
     for (one, mine), (other, theirs) in itertools.combinations(parties, 2):
-        shared = [what for what in mine if not mine[what].isdisjoint(theirs[what])]
+        shared = in_common(mine, theirs)
         if one.role != other.role and pad_helpers is None:
             if _plain(one.operator) == _plain(other.operator):
                 shared.insert(0, "operator")
@@ -321,8 +360,17 @@ def check_parties(peers: Sequence[Peer], *, companies: Sequence[Company] = (), p
         )
 
 
-def _traits(peer: Peer) -> dict[str, frozenset[object]]:
-    """What must tell a party from others, each in one spelling."""
+Traits = Mapping[str, frozenset[object]]
+"""What must tell a party from others, each in one spelling."""
+
+
+def in_common(one: Traits, other: Traits) -> list[str]:
+    """What two parties have in common that must tell them apart (rule 11); nothing if they are distinct."""
+    return [what for what in one if not one[what].isdisjoint(other[what])]
+
+
+def traits(peer: Peer) -> Traits:
+    """A peer's. CertificateError if its pinned file cannot be read, or does not hold one provider's certificate."""
     pinned = [load_pin(path) for path in peer.pins]
     return {
         "name": frozenset({_plain(peer.name)}),

@@ -27,7 +27,6 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes, PublicKeyTypes
-from cryptography.hazmat.primitives.serialization import Encoding
 
 from symbiosis_priv.certificates import (
     fingerprint,
@@ -117,7 +116,7 @@ class Trust:
             raise DescriptorError("its certificate is no provider's")
         if not any(_is_valid(c, at) for c in issuers) or not _is_valid(certificate, at):
             raise DescriptorError("its certificate, or the authority's, is not valid then")
-        if fingerprint(certificate.public_bytes(Encoding.DER)) in self.revoked:
+        if fingerprint(certificate) in self.revoked:
             raise DescriptorError("its certificate has been revoked")
 
 

@@ -34,6 +34,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from symbiosis_priv.certificates import (
     Identity,
     Kind,
+    Pin,
     fingerprint,
     is_authority,
     is_current,
@@ -116,7 +117,7 @@ def server_context(*, certificate: Path, key: Path, tenant_authority: Path) -> s
     return _showing(_trusting(_hardened(context), trusted), certificate=certificate, key=key)
 
 
-def client_context(*, certificate: Path, key: Path, pins: Sequence[Path]) -> ssl.SSLContext:
+def client_context(*, certificate: Path, key: Path, pins: Sequence[Pin]) -> ssl.SSLContext:
     """The tenant's context: TLS 1.3 only, host name checked, and nothing trusted but the pinned certificates.
 
     Call `check_pin` after the handshake.
@@ -124,16 +125,16 @@ def client_context(*, certificate: Path, key: Path, pins: Sequence[Path]) -> ssl
     Args:
         certificate: the tenant's certificate.
         key: its private key.
-        pins: files with the provider's certificate, self-signed or not, one in each: during a rotation two.
+        pins: the provider's certificate, self-signed or not: during a rotation two.
 
     Raises `CertificateError` if a file is missing, expired, of the wrong kind, or the key does not fit.
     """
     require_identity(Identity(certificate, key), kind=Kind.TENANT)
     warn_of_exposed_key(key)
     warn_of_expiry(certificate, fix="renew it (`symbiosis-priv keys request`)")
-    for path in pins:
+    for path in (pin for pin in pins if isinstance(pin, Path)):
         warn_of_expiry(path, fix="ask its operator for the next one, and name that as next_certificate")
-    pinned = [load_pin(path) for path in pins]
+    pinned = [load_pin(pin) for pin in pins]
     if not any(map(is_current, pinned)):
         raise CertificateError(
             f"{_listed(pins)} has expired or is not valid yet: check the clock, or ask the provider's operator for "
@@ -172,13 +173,13 @@ def registry_client_context(authorities: Sequence[x509.Certificate]) -> ssl.SSLC
     return _trusting(_hardened(context), authorities)
 
 
-def check_pin(connection: TlsConnection, *, pins: Sequence[Path]) -> None:
+def check_pin(connection: TlsConnection, *, pins: Sequence[Pin]) -> None:
     """Raises `CertificateError` unless the peer's own certificate is a pinned one.
 
     The handshake alone would also accept what somebody who may sign has issued to somebody else.
     """
     peer = connection.getpeercert(binary_form=True)
-    pinned = [load_pin(path).public_bytes(Encoding.DER) for path in pins]
+    pinned = [load_pin(pin).public_bytes(Encoding.DER) for pin in pins]
     if peer is None or not any(hmac.compare_digest(peer, pin) for pin in pinned):
         shown = "no certificate" if peer is None else fingerprint(peer)
         raise CertificateError(
@@ -235,8 +236,8 @@ def handshake_error(error: OSError, *, peer: str) -> CertificateError | Connecti
     )
 
 
-def _listed(pins: Sequence[Path]) -> str:
-    return " and ".join(map(str, pins))
+def _listed(pins: Sequence[Pin]) -> str:
+    return " and ".join(str(pin) if isinstance(pin, Path) else fingerprint(pin) for pin in pins)
 
 
 def _hardened(context: ssl.SSLContext) -> ssl.SSLContext:

@@ -329,7 +329,7 @@ class Lab:
             own.append((answer - mine @ weight.t()).double())
             report = ask_health(
                 f"{peer.host}:{peer.port}",
-                provider_certificate=peer.certificate,
+                provider_certificate=keys / f"{peer.name}.pem",
                 tenant_certificate=keys / "mallory.pem",
                 tenant_key=keys / "mallory.key",
             )

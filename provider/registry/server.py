@@ -32,7 +32,7 @@ from provider.reload import Reloader
 from provider.strangers import Stranger, Strangers
 from symbiosis_priv import wire
 from symbiosis_priv.certificates import Identity, load_certificates, provider_name
-from symbiosis_priv.descriptor import verify
+from symbiosis_priv.descriptor import MAX_LIFETIME_S, verify
 from symbiosis_priv.errors import (
     CertificateError,
     ConfigError,
@@ -72,7 +72,8 @@ class RegistryConfig:
         connection_s: how long a connection may last.
         requests_per_s: of one network; ten seconds' worth at once.
         announcements_per_h: of one executor, on average; a quarter of them at once.
-        retain_days: how long the log keeps what has expired.
+        retain_days: how long the log keeps what has expired: at least for as long as any descriptor may live, so that
+            an older one of a key cannot come back.
     """
 
     listen: str
@@ -87,6 +88,10 @@ class RegistryConfig:
     requests_per_s: float = 10.0
     announcements_per_h: float = 60.0
     retain_days: float = 7.0
+
+    def __post_init__(self) -> None:
+        if self.retain_days * _DAY_S < MAX_LIFETIME_S:
+            raise ConfigError(f"retain_days = {self.retain_days:g} is below {MAX_LIFETIME_S / _DAY_S:g}")
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,9 @@ from symbiosis_priv.certificates.naming import NAME, PROJECT, TENANT_URN
 from symbiosis_priv.certificates.pem import read_file
 from symbiosis_priv.errors import CertificateError
 
+Pin = Path | x509.Certificate
+"""A provider's certificate that is accepted and no other: in a file of its own, or as somebody vouched for it."""
+
 _Extension = TypeVar("_Extension", bound=x509.ExtensionType)
 
 
@@ -73,22 +76,24 @@ def load_certificates(path: Path) -> list[x509.Certificate]:
         ) from error
 
 
-def load_pin(path: Path) -> x509.Certificate:
-    """The provider's certificate in a pinned file. Raises `CertificateError` unless it holds that and nothing else."""
-    certificates = load_certificates(path)
+def load_pin(pin: Pin) -> x509.Certificate:
+    """The provider's certificate that is pinned. Raises `CertificateError` unless a file holds it and nothing else."""
+    certificates = load_certificates(pin) if isinstance(pin, Path) else [pin]
     if len(certificates) > 1:
         raise CertificateError(
-            f"{path} holds {len(certificates)} certificates, and a pinned file holds one: keep the provider's own. "
+            f"{pin} holds {len(certificates)} certificates, and a pinned file holds one: keep the provider's own. "
             f"While it rotates, name the file of its new one as next_certificate"
         )
     if kind_of(certificates[0]) is not Kind.PROVIDER:
-        raise CertificateError(f"{path} is no provider certificate: pin the one that its operator gave you")
+        raise CertificateError(f"{pin} is no provider certificate: pin the one that its operator gave you")
     return certificates[0]
 
 
-def fingerprint(certificate: Path | bytes) -> str:
-    """`sha256:<hex>` of the DER encoding: of the first certificate in a PEM file, or of DER bytes."""
-    der = certificate if isinstance(certificate, bytes) else _der(load_certificates(certificate)[0])
+def fingerprint(certificate: Pin | bytes) -> str:
+    """`sha256:<hex>` of the DER encoding: of a certificate, of the first one in a PEM file, or of DER bytes."""
+    if isinstance(certificate, Path):
+        certificate = load_certificates(certificate)[0]
+    der = certificate if isinstance(certificate, bytes) else _der(certificate)
     return f"sha256:{hashlib.sha256(der).hexdigest()}"
 
 

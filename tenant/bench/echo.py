@@ -67,6 +67,7 @@ class EchoServer:
 
     def __init__(self, directory: Path, peer: Peer) -> None:
         keys = directory / "keys"
+        assert isinstance(peer.certificate, Path), "LocalFederation's are in files"
         files = (peer.certificate, peer.certificate.with_suffix(".key"), keys / "authority.pem")
         self._command = [sys.executable, "-m", "tenant.bench.echo", *map(str, files)]
 

@@ -61,7 +61,7 @@ def test_paths_in_the_file_are_relative_to_it(folder: Path) -> None:
     (folder / "runs").mkdir()
     init("runs/mine.toml", *ALPHA, *BETA, "--tenant", "alice", "--digest", DIGEST)
     assert str(folder) not in (folder / "runs/mine.toml").read_text()
-    assert all(p.certificate.is_file() for p in load_federation(folder / "runs/mine.toml").peers)
+    assert all(Path(str(p.certificate)).is_file() for p in load_federation(folder / "runs/mine.toml").peers)
 
 
 def test_the_digest_comes_from_an_own_checkpoint(folder: Path, save_llama: Callable[..., Path]) -> None:

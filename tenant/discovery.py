@@ -1,0 +1,252 @@
+"""Executors that no file lists: found in registries, and believed for their own signatures.
+
+Theory of operation. A registry is asked who serves the model, and nothing that it says is believed for that. A
+descriptor counts if the federation's authority vouches for its executor and for who runs it (`descriptor.verify`). Then
+it makes one more executor, and nothing else: masking, helpers, and the pins, addresses and roles of the providers in
+the file are the tenant's own (rules 10 and 11). Whatever executor is found this way answers under the same check of
+every product as any other one, and sees what the masking lets an executor see: nothing, or it is not asked at all
+(`require_hidden_rows`). So a registry that lies, withholds or repeats can deny service, and nothing else.
+
+Refused is what has anything in common with a provider of the file (rule 11: its own entry stands), and whoever is one
+company with a helper (rule 8), with any of them: an executor that could be asked under some pads only would be another
+way for a registry to steer who holds them.
+
+The newest descriptor of a key counts. It is remembered for as long as an older one could live, so that nobody brings an
+older one back, and an executor stays until its last descriptor expires, also while no registry answers.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from symbiosis_priv.descriptor import MAX_LIFETIME_S, Announced, verify
+from symbiosis_priv.errors import ConfigError, DescriptorError, SymbiosisError, one_line
+from symbiosis_priv.federation import Federation, Peer, Traits, in_common, traits
+from symbiosis_priv.registry.client import RegistryClient
+from symbiosis_priv.statements import CLOCK_TOLERANCE_S, MS, Trust
+from symbiosis_priv.tls import registry_client_context
+from tenant.masking.scheme import Scheme
+
+log = logging.getLogger(__name__)
+
+MAX_FOUND: Final = 64
+"""Executors that are taken on beside those of the file."""
+INTERVAL_S: Final = 30.0
+DEADLINE_S: Final = 5.0
+
+_JITTER: Final = 0.2  # of a pause, so that tenants that started together do not stay together
+
+
+def require_hidden_rows(scheme: Scheme, federation: Federation) -> None:
+    """Raises `ConfigError` if executors may come from a registry that a masking scheme would show rows to, or whose
+    answers it would believe."""
+    if federation.registries is not None and not ("executor" in scheme.hides_from and scheme.verified):
+        raise ConfigError(
+            f"masking = {scheme.name!r} trusts every executor, and [registry] in the federation file finds some that "
+            f"you have not chosen: remove [registry], or choose masking = 'pad' or 'local'"
+        )
+
+
+@dataclass(frozen=True)
+class Found:
+    """Who was vouched for.
+
+    Args:
+        executors: those that the tenant takes on: distinct from each other, and from every provider of its file.
+        refused: why others are not, by name.
+    """
+
+    executors: tuple[Peer, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+
+def admitted(federation: Federation, announced: Iterable[Announced], *, now: float) -> Found:
+    """What a tenant makes of executors that have been vouched for. Who has passed their descriptors on, and in which
+    order, makes no difference.
+
+    Args:
+        federation: the tenant's own file.
+        announced: the newest descriptor of each key.
+        now: seconds since 1970.
+    """
+    listed = [traits(peer) for peer in federation.peers]
+    executors: list[Peer] = []
+    taken: list[Traits] = []
+    refused: dict[str, str] = {}
+    # Of two that cannot both be what they say, the one that has spoken last is there.
+    for one in sorted(announced, key=lambda one: one.age, reverse=True):
+        said = one.said
+        if said.expires / MS < now - CLOCK_TOLERANCE_S or said.draining:
+            continue
+        if (said.model_digest, said.weight_bits) != (federation.model_digest, federation.weight_bits):
+            continue
+        peer = Peer(one.name, one.operator, "executor", said.host, said.port, one.certificate, layers=said.layers)
+        own = traits(peer)
+        if shared := {what for other in listed for what in in_common(own, other)}:
+            if "public key" not in shared:  # else it is that provider itself, and its entry in the file stands
+                refused[one.name] = f"a provider of the federation file has the same {', '.join(sorted(shared))}"
+        elif not federation.admissible(peer, federation.helpers):
+            refused[one.name] = f"{one.operator} is one company with a helper (rule 8)"
+        elif any(in_common(own, other) for other in taken):
+            refused[one.name] = "an executor that was announced later has its name or its address"
+        elif len(executors) == MAX_FOUND:
+            refused[one.name] = f"there are {MAX_FOUND} already"
+        else:
+            executors.append(peer)
+            taken.append(own)
+    return Found(tuple(sorted(executors, key=lambda peer: peer.name)), refused)
+
+
+class Discovery:
+    """Asks the registries of a federation, at first when it is told to and then in a thread of its own.
+
+    It belongs to one process: a forked child makes another one, and calls `abandon` on its parent's.
+
+    Args:
+        federation: whose `registries` are asked.
+        changed: told, in any thread, who there is, whenever that has changed.
+        interval_s: between two rounds of questions.
+        deadline_s: for one registry's answer.
+        clock: seconds since 1970.
+
+    Raises:
+        CertificateError: the authority's certificate cannot be read.
+    """
+
+    def __init__(
+        self,
+        federation: Federation,
+        *,
+        changed: Callable[[tuple[Peer, ...]], None] = lambda executors: None,
+        interval_s: float = INTERVAL_S,
+        deadline_s: float = DEADLINE_S,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        assert federation.registries is not None, "there is nobody to ask"
+        self._federation = federation
+        self._registries = federation.registries
+        self._trust = Trust.load(self._registries.authority, self._registries.revoked)
+        self._context = registry_client_context(self._trust.authorities)
+        self._changed = changed
+        self._interval_s = interval_s
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._newest: dict[str, Announced] = {}
+        self._found = Found()
+        self._silent: set[str] = set()  # registries that have been complained about
+        self._lock = threading.Lock()  # over what is known, and who is being asked
+        self._asking: dict[str, RegistryClient] = {}
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="discovery", daemon=True)
+
+    @property
+    def executors(self) -> tuple[Peer, ...]:
+        """Those found so far, beside those of the file."""
+        return self._found.executors
+
+    @property
+    def refused(self) -> Mapping[str, str]:
+        """Why others are not taken on, by name."""
+        return self._found.refused
+
+    def start(self) -> None:
+        """Go on asking in the background, after the first `refresh`."""
+        self._thread.start()
+
+    def refresh(self) -> tuple[Peer, ...]:
+        """Ask every registry, all at once, and wait for their answers or the deadline; who there is then."""
+        askers = [
+            threading.Thread(target=self._ask, args=(address,), name="registry", daemon=True)
+            for address in self._registries.addresses
+        ]
+        for thread in askers:
+            thread.start()
+        until = time.monotonic() + self._deadline_s
+        for thread in askers:
+            thread.join(max(0.0, until - time.monotonic()))  # a name that is being looked up knows no deadline
+        return self.update()
+
+    def hear(self, listed: Iterable[bytes]) -> int:
+        """Take in what some registry lists; how many descriptors are not believed."""
+        return sum(not self._learn(data) for data in listed)
+
+    def update(self) -> tuple[Peer, ...]:
+        """Who there is now, of those that have been heard of."""
+        now = self._clock()
+        with self._lock:
+            past = round(MS * (now - MAX_LIFETIME_S - 2 * CLOCK_TOLERANCE_S))
+            self._newest = {key: one for key, one in self._newest.items() if one.said.issued > past}
+            before, found = self._found, admitted(self._federation, self._newest.values(), now=now)
+            self._found = found
+        for name in found.refused.keys() - before.refused.keys():
+            log.warning("executor %s is not taken on: %s", name, found.refused[name])
+        if found.executors != before.executors and not self._closed.is_set():
+            for peer in set(found.executors) - set(before.executors):
+                log.info("executor %s of %s was found, for layers %s", peer.name, peer.operator, peer.layers)
+            for peer in set(before.executors) - set(found.executors):
+                log.info("executor %s of %s is not listed any more", peer.name, peer.operator)
+            self._changed(found.executors)
+        return found.executors
+
+    def close(self, timeout: float) -> bool:
+        """Ask no more. Whether the thread is gone within so many seconds."""
+        self._closed.set()
+        with self._lock:
+            for registry in self._asking.values():
+                registry.shut()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def abandon(self) -> None:
+        """In a forked child, where no thread of the parent's runs: let go of its connections without a byte on them."""
+        self._closed.set()
+        for registry in self._asking.values():
+            registry.close()
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._interval_s * random.uniform(1 - _JITTER, 1 + _JITTER)):
+            self.refresh()
+
+    def _ask(self, address: str) -> None:
+        registry = RegistryClient(address, self._context, deadline_s=self._deadline_s)
+        with self._lock:
+            if self._closed.is_set() or address in self._asking:
+                return
+            self._asking[address] = registry
+        try:
+            with registry:
+                listed = registry.list(self._federation.model_digest)
+        except SymbiosisError as error:
+            if address not in self._silent and not self._closed.is_set():
+                self._silent.add(address)
+                log.warning("registry %s is of no use now: %s", address, one_line(str(error)))
+            return
+        finally:
+            with self._lock:
+                del self._asking[address]
+        if address in self._silent:
+            self._silent.discard(address)
+            log.warning("registry %s answers again", address)
+        if refused := self.hear(listed):
+            log.info("registry %s: %d of %d descriptors are not believed", address, refused, len(listed))
+
+    def _learn(self, data: bytes) -> bool:
+        """Whether a descriptor is good, and as new as any of its key."""
+        try:
+            one = verify(data, self._trust, now=self._clock())
+        except DescriptorError as error:
+            log.debug("a descriptor is not believed: %s", error)
+            return False
+        with self._lock:
+            known = self._newest.get(one.key)
+            if known is not None and one.age < known.age:
+                return False
+            self._newest[one.key] = one
+            return True

@@ -74,9 +74,9 @@ def manifest(
         store = WeightStore(resolve(str(model)), weight_bits=weight_bits)
     with _quantising() as progress:
         found = store.manifest(progress=progress)
-    table = Table("layer group", "inputs", "outputs", title=f"{found.weight_bits} weight bits")
-    for group in found.groups:
-        table.add_row(" ".join(group.members), str(group.inputs), " + ".join(map(str, group.outputs)))
+    table = Table("layer", "layer group", "inputs", "outputs", title=f"{found.weight_bits} weight bits")
+    for layer, group in zip(found.layers, found.groups, strict=True):
+        table.add_row(str(layer), " ".join(group.members), str(group.inputs), " + ".join(map(str, group.outputs)))
     Console(stderr=True).print(table)
     typer.echo(found.digest)
 

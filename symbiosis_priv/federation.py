@@ -65,6 +65,10 @@ T = TypeVar("T")
 _PORT_DIGITS = 5
 _THIS_MACHINE = "127.0.0.1"
 _FEWEST_MEMBERS = 2
+# Unicode's Default_Ignorable_Code_Point after NFKC, as far as the category does not say it: joiners, fillers, selectors.
+_INVISIBLE = frozenset(
+    map(chr, (0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, *range(0x180B, 0x1810), *range(0xFE00, 0xFE10)))
+) | frozenset(map(chr, range(0xE0000, 0xE1000)))
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 
 
@@ -478,7 +482,8 @@ def _may_serve(peer: Peer, layer: int) -> bool:
 
 def _plain(name: str) -> str:
     """What is left of a name when case, spacing, invisible characters and Unicode's ways to write it do not count."""
-    visible = "".join(c for c in unicodedata.normalize("NFKC", name) if unicodedata.category(c) != "Cf")
+    spaced = " ".join(unicodedata.normalize("NFKC", name).split())
+    visible = "".join(c for c in spaced if unicodedata.category(c) not in ("Cc", "Cf") and c not in _INVISIBLE)
     return unicodedata.normalize("NFKC", " ".join(visible.split()).casefold())
 
 

@@ -174,7 +174,7 @@ def test_rule_11_no_party_is_listed_twice(
 def test_rule_8_an_operator_may_run_two_executors_and_no_helper_beside(write: Write) -> None:
     executors = load_federation(write(beta={"role": "executor", "operator": "a"}, gamma={}))
     assert len(executors.executors) == 2
-    for operator in ("b", " A ", "\uff21"):
+    for operator in ("b", " A ", "\uff21", "A\ufe0f", "\u3164a", "A\x00", "\u034fA", "\U000e0041A\U000e0100", "\x0bA"):
         with pytest.raises(RoleConflictError, match="executor 'alpha' and helper 'beta' have the same operator"):
             load_federation(write(alpha={"operator": "A" if operator != "b" else "B"}, beta={"operator": operator}))
 

@@ -65,7 +65,7 @@ T = TypeVar("T")
 _PORT_DIGITS = 5
 _THIS_MACHINE = "127.0.0.1"
 _FEWEST_MEMBERS = 2
-# Unicode's Default_Ignorable_Code_Point after NFKC, as far as the category does not say it: joiners, fillers, selectors.
+# Unicode's Default_Ignorable_Code_Point after NFKC, where the category does not say it: joiners, fillers, selectors.
 _INVISIBLE = frozenset(
     map(chr, (0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, *range(0x180B, 0x1810), *range(0xFE00, 0xFE10)))
 ) | frozenset(map(chr, range(0xE0000, 0xE1000)))

@@ -318,4 +318,4 @@ def _table(header: str, **entries: object) -> str:
 
 def _entries(**entries: object) -> str:
     # JSON's strings, numbers, booleans and lists are valid TOML.
-    return "".join(f"{key} = {json.dumps(value, default=str)}\n" for key, value in entries.items())
+    return "".join(f"{key} = {json.dumps(value, default=str, ensure_ascii=False)}\n" for key, value in entries.items())

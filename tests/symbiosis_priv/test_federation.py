@@ -52,7 +52,9 @@ def write(keys: Path) -> Write:
     """Writes a good federation.toml beside `keys`, with changes: tables of it, or entries of its providers."""
 
     def section(header: str, entries: dict[str, Any]) -> str:
-        return "\n".join([header, *(f"{key} = {json.dumps(value)}" for key, value in entries.items()), ""])
+        return "\n".join(
+            [header, *(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in entries.items()), ""]
+        )
 
     def write(
         *,

@@ -353,7 +353,10 @@ def federation_file(tmp_path: Path) -> Callable[[Federation], Path]:
         lines = [
             line
             for header, entries in tables
-            for line in (header, *(f"{key} = {json.dumps(value, default=str)}" for key, value in entries.items()))
+            for line in (
+                header,
+                *(f"{key} = {json.dumps(value, default=str, ensure_ascii=False)}" for key, value in entries.items()),
+            )
         ]
         path = tmp_path / "federation.toml"
         path.write_text("\n".join(lines))

@@ -39,7 +39,7 @@ def init(*arguments: str) -> str:
 
 
 ALPHA = ("--executor", "alpha.example:7401,keys/alpha.pem,Alpha, Inc.")
-BETA = ("--helper", '[2001:db8::1]:7402, keys/beta.pem , Beta "Two" Ltd')
+BETA = ("--helper", '[2001:db8::1]:7402, keys/beta.pem , Beta "Two" \N{ROCKET} Ltd')
 
 
 def test_the_file_says_what_was_given(folder: Path) -> None:
@@ -48,7 +48,7 @@ def test_the_file_says_what_was_given(folder: Path) -> None:
     assert (federation.model_digest, federation.weight_bits) == (DIGEST, 8)
     assert [(p.name, p.operator, p.role, p.host, p.port) for p in federation.peers] == [
         ("alpha", "Alpha, Inc.", "executor", "alpha.example", 7401),
-        ("beta", 'Beta "Two" Ltd', "helper", "2001:db8::1", 7402),
+        ("beta", 'Beta "Two" \N{ROCKET} Ltd', "helper", "2001:db8::1", 7402),
     ]
     assert federation.tenant_key.samefile(folder / "keys/alice.key")
     for name in ("alpha", "beta"):

@@ -33,6 +33,7 @@ T = TypeVar("T")
 SLICE_S: Final = 2.0
 """How long one system call waits, before the deadline and `shut` are looked at."""
 _RECORD: Final = 16 * 1024  # the most that a TLS record carries: the head travels with what fits beside it
+_GONE: Final = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)  # the last one where there is one
 
 Waiting = Callable[[float, str], None]
 """Told (deadline, why) after every slice of a wait."""
@@ -163,6 +164,14 @@ class Line:
             if not count:
                 raise ConnectionLostError(f"{self._name} closed the connection")
             view = view[count:]
+
+    def peer_left(self) -> bool:
+        """Whether the provider has closed the connection since, or the network has. Without waiting."""
+        if self._socket is None:
+            return True
+        poll = select.poll()
+        poll.register(self._socket, _GONE)
+        return bool(poll.poll(0))
 
     def shut(self) -> None:
         """From any thread: whoever waits on this line fails now, and nobody can use it again. Frees nothing."""

@@ -25,6 +25,7 @@ __all__ = [
     "StorageError",
     "SymbiosisError",
     "TransportError",
+    "UncoveredError",
     "UnsupportedMethodError",
     "UnsupportedModelError",
     "VerificationError",
@@ -150,6 +151,10 @@ class VerificationError(SymbiosisError):
         self.provider = provider
         self.group_name = group_name
         self.direction = direction
+
+
+class UncoveredError(SymbiosisError):
+    """No executor of the federation serves some layers of the model; the message says which."""
 
 
 class QuarantinedError(SymbiosisError):

@@ -106,10 +106,10 @@ class Channel:
         with self._lock:
             return self._persist(self._connect)
 
-    def greet(self, *, deadline: float) -> wire.Welcome:
-        """The same, tried once."""
+    def greet(self, *, deadline: float, since: float | None = None) -> wire.Welcome:
+        """The same, tried once; see `attempt`."""
         with self._lock:
-            return self._once(self._connect, deadline)
+            return self._once(self._connect, deadline, began=since)
 
     def request(self, message: wire.Execute | wire.Effect, payload: Tensor | None, *, outputs: int) -> Tensor:
         """Send a request and wait for its answer.
@@ -131,16 +131,26 @@ class Channel:
             return self._persist(lambda deadline: self._round_trip(message, payload, outputs, deadline))
 
     def attempt(
-        self, message: wire.Execute | wire.Effect, payload: Tensor | None, *, outputs: int, deadline: float
+        self,
+        message: wire.Execute | wire.Effect,
+        payload: Tensor | None,
+        *,
+        outputs: int,
+        deadline: float,
+        since: float | None = None,
     ) -> Tensor:
-        """The same, tried once, up to a deadline on the clock of `time.monotonic`.
+        """The same, tried once.
+
+        Args:
+            deadline: on the clock of `time.monotonic`.
+            since: on the same clock, when the first attempt began, for what is said about a long wait.
 
         Raises:
             TransportError: the provider is away, busy or too slow; the same bytes may be sent again, to anybody.
             ProviderError, ProtocolError: as `request` says.
         """
         with self._lock:
-            return self._once(lambda until: self._round_trip(message, payload, outputs, until), deadline)
+            return self._once(lambda until: self._round_trip(message, payload, outputs, until), deadline, began=since)
 
     def submit(self, message: wire.Execute | wire.Effect, payload: Tensor | None, *, outputs: int) -> Future[Tensor]:
         """`request` on the channel's own thread, after what was submitted before."""
@@ -154,6 +164,12 @@ class Channel:
         if (line := self._line) is not None:
             line.shut()
         if self._lock.acquire(blocking=False):  # else the request in flight drops the connection as it fails
+            self._drop()
+            self._lock.release()
+
+    def drop_if_idle(self) -> None:
+        """Forget a connection that nobody uses just now: the next request makes a new one."""
+        if self._lock.acquire(blocking=False):
             self._drop()
             self._lock.release()
 
@@ -215,7 +231,8 @@ class Channel:
         return answer
 
     def _connect(self, deadline: float) -> wire.Welcome:
-        if self._welcome is None:
+        if self._welcome is None or self._line is None or self._line.peer_left():
+            self._drop()
             if self._closed.is_set():
                 raise ConnectionLostError(f"{self._name} is asked no more")
             line = self._line = Line(

@@ -54,6 +54,11 @@ class Lanes:
                 self._free.append(channel)
                 self._changed.notify()
 
+    def drop_idle(self) -> None:
+        """Forget connections that nobody uses just now: their provider has just been lost."""
+        for channel in self._channels:
+            channel.drop_if_idle()
+
     def close(self) -> None:
         """Close all, for good and without waiting; a request in flight fails."""
         with self._changed:

@@ -24,11 +24,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from symbiosis_priv.errors import SymbiosisError, TransportError
+from symbiosis_priv.errors import QuarantinedError, SymbiosisError, TransportError
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.keystream import SessionSecret, add_keystream
 from symbiosis_priv.ring import Direction
 from tenant.facts import GroupFacts
+from tenant.routes import Route
 from tenant.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -78,6 +79,12 @@ class Pad:
         for share in self.shares:
             add_keystream(share.key, first_row=share.first_row, to=rows)
 
+    def take_off(self, rows: Tensor) -> None:
+        """Subtract it again, in place."""
+        rows.neg_()
+        self.put_on(rows)
+        rows.neg_()
+
     def effects(self) -> list[Tensor]:
         """Every share's effect, int32 `[r, o]` each. Raises what became of a broken promise."""
         return [share.rows_of_effect(self.rows) for share in self.shares]
@@ -105,11 +112,12 @@ class EffectSource(ABC):
         self._secret = secret
 
     @abstractmethod
-    def draw(self, index: int, direction: Direction, rows: int, *, ahead: bool) -> Pad:
+    def draw(self, index: int, direction: Direction, rows: int, *, ahead: bool, executor: Route | None = None) -> Pad:
         """Burn `rows` fresh row indices and start making their pad.
 
         Args:
             ahead: made for a pool; must not delay pads that somebody is waiting for.
+            executor: who is to see rows under it; by default whoever serves the group.
         """
 
     def _burn(self, index: int, direction: Direction, rows: int) -> tuple[str, int]:
@@ -176,7 +184,7 @@ class NoisePool:
         with self._lock:
             while missing and self._ready:
                 pad = self._ready.popleft()
-                if _unreachable(pad):
+                if is_lost(pad):
                     self._release(pad.rows)
                     continue
                 if pad.rows > missing:
@@ -234,10 +242,11 @@ def cut(pads: Sequence[Pad], rows: int) -> tuple[list[Pad], list[Pad]]:
     return head, list(rest)
 
 
-def _unreachable(pad: Pad) -> bool:
-    """A helper was away when this pad was drawn ahead: worth another try. Lies are kept, so that they surface."""
+def is_lost(pad: Pad) -> bool:
+    """A helper was away, or is asked no more, so that some of its effect will never come: another pad is needed. Lies
+    are kept, so that they surface."""
     promises = [share.effect for share in pad.shares if share.effect.done()]
-    return any(isinstance(promise.exception(), TransportError) for promise in promises)
+    return any(isinstance(promise.exception(), TransportError | QuarantinedError) for promise in promises)
 
 
 def padded(rows: Tensor, *, bucket: int) -> Tensor:

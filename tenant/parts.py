@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -16,7 +16,7 @@ from symbiosis_priv.ring import Direction
 from tenant.noise import Pad, Share
 from tenant.rows import Rows
 
-_MOST_PIECES = 4  # of a product: many small ones cost more than they hide
+_MOST_PIECES = 4  # of a product, per executor: many small ones cost more than they hide
 
 
 @dataclass
@@ -32,6 +32,9 @@ class Part:
         column: R.
         expected: int64 `[r]`, what R makes of their true product.
         pads: for these rows; none without masking.
+        outputs: columns of the answer.
+        requests: as they were sent, by (to whom, rows of each): who is asked again gets identical bytes, nonce
+            included.
     """
 
     index: int
@@ -42,11 +45,42 @@ class Part:
     column: Column
     expected: Tensor
     pads: Sequence[Pad]
+    outputs: int
+    requests: dict[tuple[Hashable, int], list[wire.Execute]] = field(default_factory=dict)
 
     def put_on_pads(self) -> None:
         """Mask the rows. They are what is sent from now on, and they do not change again (rule 3)."""
         for pad, first in _placed(self.pads):
             pad.put_on(self.sent[first : first + pad.rows])
+
+    @property
+    def size(self) -> int:
+        """Bytes, rows and answer together."""
+        return wire.ITEM_BYTES * len(self.sent) * (self.sent.shape[1] + self.outputs)
+
+    def change_pads(self, spoilt: Callable[[Pad], bool], draw: Callable[[int], Pad]) -> int:
+        """Take rows off pads and put them on fresh ones: another content from now on, for which nothing of the old
+        pads is used again (rule 3).
+
+        Args:
+            spoilt: which pads to change.
+            draw: a fresh pad for so many rows.
+
+        Returns:
+            How many rows have changed.
+        """
+        changed, pads = 0, list(self.pads)
+        for number, (pad, first) in enumerate(_placed(self.pads)):
+            if spoilt(pad):
+                fresh = draw(pad.rows)
+                rows = self.sent[first : first + pad.rows]
+                pad.take_off(rows)
+                fresh.put_on(rows)
+                pads[number] = fresh
+                changed += pad.rows
+        self.pads = pads
+        self.requests.clear()
+        return changed
 
     def shares(self) -> list[Share]:
         """All that its pads are made of."""
@@ -82,10 +116,11 @@ class Part:
         )
 
 
-def piece_rows(count: int, group: GroupEntry, *, piece_bytes: int) -> int:
-    """Rows of each piece that a product of `count` rows is cut into, by its size alone (rule 5)."""
+def piece_rows(count: int, group: GroupEntry, *, piece_bytes: int, executors: int = 1) -> int:
+    """Rows of each piece that a product of `count` rows is cut into, by its size alone (rule 5), and by how many
+    executors share it."""
     size = wire.ITEM_BYTES * count * (group.inputs + group.stacked_outputs)
-    return -(-count // max(1, min(_MOST_PIECES, size // piece_bytes)))
+    return -(-count // max(1, min(_MOST_PIECES * executors, size // piece_bytes)))
 
 
 def _placed(pads: Sequence[Pad]) -> Iterator[tuple[Pad, int]]:

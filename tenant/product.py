@@ -2,22 +2,26 @@
 
     quantise                   inf or nan ends it here             rows.Rows
     take a pad (n, e)          burnt before anything leaves        noise.NoisePool
-    send xq + n                one round trip, deadline            channel.Channel
+    choose an executor         that may see rows under this pad    routes.Routes
+    send xq + n                one round trip, deadline            executor.Executor
     subtract e, check          before anything is used             verifier.VerificationKeys
 
-If the check fails, an answer or an effect is wrong. Nobody is asked for anything until it is settled which (`blame`).
-Who lied is quarantined: nothing is sent to it again, and the cached keys are dropped. If that is the executor alone,
-the same masked rows go to the next one of the federation, if there is one.
+An executor that is lost, late, busy or refuses is followed by another one that may see rows under these pads, and gets
+identical bytes. If there is none, or if an effect is lost or late while helpers are to spare, the rows are put on fresh
+pads and sent again (`turn` remembers what has gone wrong, and until when to go on). Whatever happens, the result is the
+same bits.
 
-A large product goes out in pieces over several connections, so that masking, sending, multiplying, receiving and
-checking overlap. Each piece is a request with rows, pads, a deadline and a check of its own.
+If the check fails, an answer or an effect is wrong. Nobody is asked for anything until it is settled which (`blame`).
+Who lied is quarantined: nothing is sent to it again, and the cached keys are dropped. The product goes on with the
+others, if those who are left can make it.
+
+A large product goes out in pieces (`pieces`). Each is a request with rows, pads, a deadline and a check of its own.
 """
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
 
@@ -28,24 +32,27 @@ from symbiosis_priv import wire
 from symbiosis_priv.errors import (
     DeadlineExceededError,
     ProtocolError,
+    ProviderError,
     QuarantinedError,
-    SymbiosisError,
+    TransportError,
     VerificationError,
 )
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.ring import Direction
 from tenant.blame import liars
-from tenant.channel import fresh_nonce
-from tenant.executor import Executor
-from tenant.facts import GroupFacts, Preparation
-from tenant.noise import cut, joined
+from tenant.facts import Preparation
+from tenant.noise import Pad, cut, is_lost
 from tenant.options import SessionOptions
 from tenant.parts import Part, piece_rows
-from tenant.routes import Routes
+from tenant.pieces import share
+from tenant.routes import Route, Routes
 from tenant.rows import Rows
-from tenant.runtime import Runtime, row_limit
+from tenant.runtime import Runtime
 from tenant.spans import span
 from tenant.tally import Tally
+from tenant.turn import Turn
+
+_LOOK_AGAIN_S = 1.0  # whether by now there is another helper to ask
 
 
 @dataclass(frozen=True)
@@ -68,23 +75,29 @@ class Products:
 
     def multiply(self, index: int, direction: Direction, rows: Rows) -> None:
         """One exact product; see `backend.RingProduct`."""
-        self.routes.check()
-        parts = self._parts(index, direction, rows)
-        self.runtime.in_lanes([functools.partial(self._masked, part) for part in parts])
+        self.routes.check(index)
+        self.runtime.greeter.meet()
+        facts = self.preparation.facts[index]
+        size = wire.ITEM_BYTES * rows.count * (facts.entry.inputs + facts.entry.stacked_outputs)
+        executors = self.routes.open_for(index, size)
+        parts = self._parts(index, direction, rows, executors=max(1, len(executors)))
+        share(parts, [self.runtime.executor(route) for route in executors], self._masked)
         self.tally.add(products=1, rows=rows.count)
 
-    def _parts(self, index: int, direction: Direction, rows: Rows) -> list[Part]:
+    def _parts(self, index: int, direction: Direction, rows: Rows, *, executors: int) -> list[Part]:
         """All rows, encoded and filled up with zeros to the bucket, under pads that were burnt for them, in requests of
         a size that everybody takes."""
         facts = self.preparation.facts[index]
         column, products = self.preparation.keys.columns(index, direction)
         count = rows.count + -rows.count % self.options.row_bucket
+        outputs = facts.outputs(direction)
         xq = self.runtime.buffers.matrix(count, facts.inputs(direction))
         expected = torch.zeros(count, dtype=torch.int64, device="cpu")
         with span("quantise"):
             rows.encode(xq[: rows.count], column=products, expected=expected[: rows.count])
         xq[rows.count :] = 0
-        limit, piece = self.runtime.row_limit(facts), self._piece(count, facts)
+        limit = self.runtime.row_limit(index)
+        piece = piece_rows(count, facts.entry, piece_bytes=self.options.piece_bytes, executors=executors)
         parts = []
         for first in range(0, count, limit):
             end = min(first + limit, count)
@@ -93,80 +106,170 @@ class Products:
             for start in range(first, end, piece):
                 some = slice(start, min(start + piece, end))
                 mine, pads = cut(pads, some.stop - some.start)
-                parts.append(Part(index, direction, rows, start, xq[some], column, expected[some], mine))
+                parts.append(Part(index, direction, rows, start, xq[some], column, expected[some], mine, outputs))
         return parts
 
-    def _piece(self, count: int, facts: GroupFacts) -> int:
-        """Rows of a piece, by the product's size alone (rule 5)."""
-        return piece_rows(count, facts.entry, piece_bytes=self.options.piece_bytes)
-
-    def _masked(self, part: Part, first: Executor) -> None:
-        """The product by the first executor whose answer passes. All of them are sent identical rows."""
+    def _masked(self, part: Part, seat: Route | None) -> None:
+        """The product of some rows, by whoever can be had; `seat` is asked first."""
         with span("mask"):
             part.put_on_pads()
-        lie: SymbiosisError | None = None
-        for executor in self.runtime.executors:
-            try:
-                with span("network + product"):
-                    answer = self._ask(executor, part)
-            except QuarantinedError:
-                continue
-            except ProtocolError as error:
-                self._reject(executor.peer)
-                lie = error
+        turn = Turn(self.options, self.runtime)
+        while True:
+            self._drop_spoilt_pads(part, turn)
+            route = self._next(part, seat, turn)
+            with span("network + product"):
+                answer = self._ask(route, part, turn)
+            if answer is None:
                 continue
             with span("wait for effects"):
-                self._wait_for_effects(part)
+                complete = self._wait_for_effects(part, turn)
+            if not complete:
+                continue
             with span("unmask + verify + dequantise"):
                 passed = part.decode(answer)
             if passed:
                 effects = sum(pad.rows for pad in part.pads if pad.holders())
                 self.tally.add(answers_verified=len(part.sent), effects_verified=effects)
+                self.routes.credit(route, part.holders())
+                turn.over(route, self.tally)
                 return
-            lie = self._accuse(executor.peer, part, answer)
-        # nobody was asked if, while this part waited, another one has found the last of them lying
-        raise lie or QuarantinedError("every executor of the federation is quarantined; nothing more is sent")
+            self._accuse(route, part, answer, turn)
 
-    def _ask(self, executor: Executor, part: Part) -> Tensor:
-        """An executor's answer, unverified."""
-        facts = self.preparation.facts[part.index]
-        answers = []
-        with executor.lanes.take(until=time.monotonic() + self.options.deadline_s) as channel:
-            for rows in part.sent.split(row_limit(facts, [channel.welcome()])):
-                request = wire.Execute(
-                    nonce=fresh_nonce(), group=part.index, direction=part.direction, arithmetic="ring", rows=len(rows)
-                )
-                answers.append(channel.request(request, rows, outputs=facts.outputs(part.direction)))
-        return joined(answers)
-
-    def _wait_for_effects(self, part: Part) -> None:
-        waited = self.options.deadline_s
-        shares = part.shares()
-        wait([share.effect for share in shares], waited)  # ordered ahead: behind many that an absent helper owes
-        if not all(share.effect.done() for share in shares):
-            raise DeadlineExceededError(
-                f"no effects from the helpers within {waited:g} s. Are they running? "
-                f"{self.options.deadline_option} waits longer."
-            )
-        for share in shares:
-            try:
-                share.effect.result()
-            except ProtocolError as error:
-                assert share.holder is not None  # the tenant breaks no protocol with itself
-                self._reject(share.holder)
-                raise self._lie([share.holder], part, what="an effect") from error
-
-    def _accuse(self, executor: Peer, part: Part, answer: Tensor) -> VerificationError:
-        """Quarantine who lied, before anybody is asked for anything else.
-
-        Returns:
-            What to raise if there is no other executor: this one alone has lied.
+    def _next(self, part: Part, seat: Route | None, turn: Turn) -> Route:
+        """Whom to ask now. Waits for somebody to come back; puts the rows on other pads if that makes an executor
+        admissible.
 
         Raises:
-            VerificationError: an effect is wrong, or nobody can tell what is.
+            DeadlineExceededError: nobody has come.
+            SymbiosisError: what was found wrong with the last of them.
+        """
+        while True:
+            self.runtime.greeter.revive()
+            self._check(part, turn)
+            if (route := self.routes.choose(part.index, part.size, holders=part.holders(), prefer=seat)) is None:
+                other = self.routes.choose(part.index, part.size, holders=None)
+                if other is not None:
+                    self._change_pads(part, turn, other, spoilt=lambda pad: True)
+                    return other
+            if route is None or route is turn.last:
+                turn.pause()
+            if route is not None:
+                return route
+
+    def _ask(self, route: Route, part: Part, turn: Turn) -> Tensor | None:
+        """An executor's answer, unverified; None if there is none, and somebody may be asked next."""
+        others = self.routes.has_alternative(route, part.index)
+        patience = route.health.patience_s(part.size) if others else self.options.deadline_s
+        until = min(turn.deadline, time.monotonic() + patience)
+        executor, facts = self.runtime.executor(route), self.preparation.facts[part.index]
+        try:
+            answer, seconds = executor.ask(part, facts, until=until, since=turn.began)
+        except QuarantinedError:
+            self.routes.given_up(route)
+            return None
+        except TransportError as error:
+            self._failed(route, error, turn)
+            executor.lanes.drop_idle()
+            return None
+        except ProviderError as error:
+            self._failed(route, error, turn)
+            turn.refused.add(route)
+            if turn.refused.issuperset(self.routes.able(part.index)):
+                raise
+            return None
+        except ProtocolError as error:
+            self.routes.given_up(route)
+            self._reject(route.peer)
+            turn.lied(error)
+            self._check(part, turn)
+            return None
+        except BaseException:
+            self.routes.given_up(route)
+            raise
+        self.routes.answered(route, seconds=seconds, size=part.size)
+        return answer
+
+    def _failed(self, route: Route, error: Exception, turn: Turn) -> None:
+        if self.runtime.closing.is_set():
+            raise error
+        self.routes.failed(route, error)
+        turn.failed(route, error)
+
+    def _wait_for_effects(self, part: Part, turn: Turn) -> bool:
+        """Whether they are all there. If not, some pads have to be replaced.
+
+        Raises:
+            SymbiosisError: they are not, and nobody else can make them.
+        """
+        shares = part.shares()
+        self._wait_patiently(part, turn)
+        for share_ in shares:
+            if share_.holder in turn.late:
+                return False
+            error = share_.effect.exception()
+            if error is None:
+                continue
+            assert share_.holder is not None or not isinstance(error, ProtocolError)  # nobody lies to itself
+            if share_.holder is not None and isinstance(error, ProtocolError):
+                self._reject(share_.holder)
+                lie = self._lie([share_.holder], part, what="an effect")
+                lie.__cause__ = error
+                turn.lied(lie)
+                self._check(part, turn)
+                return False
+            if share_.holder is None or not self.routes.can_replace(part.index, [share_.holder]):
+                raise error
+            return False
+        return True
+
+    def _wait_patiently(self, part: Part, turn: Turn) -> None:
+        """Until all effects are there, or those that are not are late and can be replaced."""
+        waited = self.options.deadline_s  # ordered ahead: behind many that an absent helper owes
+        until = time.monotonic() + waited
+        missing = {share_ for share_ in part.shares() if not share_.effect.done()}
+        while missing:
+            left = until - time.monotonic()
+            if left <= 0:
+                raise DeadlineExceededError(
+                    f"no effects from the helpers within {waited:g} s. Are they running? "
+                    f"{self.options.deadline_option} waits longer."
+                )
+            holders = {share_.holder for share_ in missing if share_.holder is not None}
+            spare = bool(holders) and self.routes.can_replace(part.index, holders)
+            patience = self.routes.patience_s(holders, part.size) if spare else left
+            wait([share_.effect for share_ in missing], min(left, patience if spare else _LOOK_AGAIN_S))
+            missing = {share_ for share_ in missing if not share_.effect.done()}
+            if missing and spare:
+                turn.late |= {share_.holder for share_ in missing if share_.holder is not None}
+                self.routes.late(turn.late)
+                return
+
+    def _drop_spoilt_pads(self, part: Part, turn: Turn) -> None:
+        """Put rows on fresh pads where a helper was lost, late or has lied."""
+
+        def spoilt(pad: Pad) -> bool:
+            holders = pad.holders()
+            return is_lost(pad) or any(h in turn.late or self.routes.is_quarantined(h) for h in holders)
+
+        if part.pads and any(map(spoilt, part.pads)):
+            self._check(part, turn)
+            self._change_pads(part, turn, None, spoilt=spoilt)
+            turn.late.clear()
+
+    def _change_pads(self, part: Part, turn: Turn, executor: Route | None, *, spoilt: Callable[[Pad], bool]) -> None:
+        def draw(rows: int) -> Pad:
+            return self.runtime.draw(part.index, part.direction, rows, executor=executor)
+
+        self.tally.add(pads_redrawn=part.change_pads(spoilt, draw))
+
+    def _accuse(self, route: Route, part: Part, answer: Tensor, turn: Turn) -> None:
+        """Quarantine who lied, before anybody is asked for anything else.
+
+        Raises:
+            VerificationError: those who are left cannot make the product.
         """
         with self.runtime.gate:
-            involved = [executor, *part.holders()]
+            involved = [executor := route.peer, *part.holders()]
             # another part may have found somebody out just now, and the keys that tell are gone by now
             found = [peer for peer in involved if self.routes.is_quarantined(peer)] or liars(
                 self.preparation, executor, part, answer
@@ -175,10 +278,17 @@ class Products:
             self.tally.add(answers_rejected=len(suspects) if found else 1)
             self._quarantine(*suspects)
         what = "an answer" if executor in suspects else "an effect"
-        lie = self._lie(suspects, part, what=what, certain=bool(found))
-        if suspects != [executor]:
-            raise lie
-        return lie
+        turn.lied(self._lie(suspects, part, what=what, certain=bool(found)))
+        self._check(part, turn)
+
+    def _check(self, part: Part, turn: Turn) -> None:
+        """Raises what was found if those who have not lied cannot make the product."""
+        try:
+            self.routes.check(part.index)
+        except QuarantinedError as error:
+            raise turn.lie or error from None
+        if turn.lie is not None and turn.tries > len(self.routes.executors) + len(self.routes.helpers):
+            raise turn.lie  # each of them lies but once: somebody is asked who should not be
 
     def _reject(self, peer: Peer) -> None:
         self.tally.add(answers_rejected=1)

@@ -1,43 +1,291 @@
-"""Who may be asked for what: the providers of a session, and which of them nothing is sent to any more."""
+"""Who may be asked for what: which executors serve a layer group and see its rows, which helpers hold its pads' seeds,
+how they have been doing, and which of them nothing is sent to any more.
+
+`Routes` decides and remembers. It opens no socket and starts no thread, and its clock is an argument, so that every
+decision can be tested by itself. It outlives forks: whoever has lied to the parent is asked for nothing by the child.
+
+An executor is *able* to take rows if it serves the layer group, has not lied, and is admissible: no company that knows
+the seed of the rows' pads is its own (`Federation.admissible` decides that, and nothing else does). Of the able ones
+those are *open* whose breaker is closed, or whose trial is due (`health`). Rows go to the open one that costs least by
+measurement; from the present one they move only to one that is clearly better, and one that has not been measured for a
+while gets a request to measure it by. If only one is able, it is asked whatever its breaker says.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
 
+from symbiosis_priv import wire
 from symbiosis_priv.certificates import key_fingerprint, load_pin
 from symbiosis_priv.errors import QuarantinedError
-from symbiosis_priv.federation import Peer
+from symbiosis_priv.federation import Federation, Peer
+from tenant.health import FEW_BYTES, Health, State
 
 log = logging.getLogger(__name__)
 
+_CLEARLY = 0.75  # of the present one's cost
 
-class Routes:
-    """The providers of a session. Outlives forks: who has lied to the parent is asked for nothing by the child.
 
-    Args:
-        executors: in the order in which they are asked.
-        helpers: all of them share every pad.
+class Route:
+    """One provider in one role, and what this session knows about it.
 
     Attributes:
+        welcome: what it said last that it serves, and its limits; None if it has not been heard yet.
+        in_flight: requests that it is being asked.
+    """
+
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
+        self.health = Health()
+        self.welcome: wire.Welcome | None = None
+        self.in_flight = 0
+        self.requests = self.verified = self.rejected = 0
+
+    def serves(self, group: int) -> bool:
+        """Whether it has said so."""
+        return self.welcome is not None and group in self.welcome.groups
+
+    def __str__(self) -> str:
+        return f"{self.peer.role} {self.peer.name!r}"
+
+
+class Routes:
+    """See the module's text. Thread-safe.
+
+    Args:
+        federation: who there is, and who counts as one company.
+        with_helpers: whether pads come from helpers.
+        clock: seconds, as `time.monotonic` counts them.
+
+    Attributes:
+        executors: in the order of the federation; helpers: likewise.
         quarantined: fingerprints of public keys: a liar by another name is the same liar.
     """
 
-    def __init__(self, executors: Sequence[Peer], helpers: Sequence[Peer]) -> None:
-        self.executors, self.helpers = tuple(executors), tuple(helpers)
+    def __init__(
+        self, federation: Federation, *, with_helpers: bool, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.executors = tuple(map(Route, federation.executors))
+        self.helpers = tuple(map(Route, federation.helpers if with_helpers else ()))
         self.quarantined: set[str] = set()
+        self._federation, self._clock = federation, clock
         self._keys_of = functools.cache(keys_of)  # as they are now, whatever becomes of the pinned files
+        self._admits = functools.cache(federation.admissible)
+        self._present: dict[tuple[int, bool], Route] = {}
+        self._lock = threading.Lock()
 
-    def check(self) -> None:
-        """Raises `QuarantinedError` if what is left cannot make a product."""
+    @property
+    def helpers_per_pad(self) -> int:
+        """How many share each pad."""
+        listed = len(self.helpers)
+        return listed if self._federation.pad_helpers is None else min(self._federation.pad_helpers, listed)
+
+    # Executors
+
+    def able(self, group: int, holders: Collection[Peer] = ()) -> list[Route]:
+        """The executors that may see a group's rows under pads of these holders."""
+        known = tuple(holders)
+        return [
+            route
+            for route in self.executors
+            if route.serves(group) and not self.is_quarantined(route.peer) and self._admits(route.peer, known)
+        ]
+
+    def choose(
+        self, group: int, size: int, *, holders: Collection[Peer] | None, prefer: Route | None = None
+    ) -> Route | None:
+        """Whom to ask now; tell `answered`, `failed` or `given_up` what became of it.
+
+        Args:
+            group: the layer group.
+            size: bytes both ways.
+            holders: who knows the seeds of the rows' pads; None if they will be put on pads made for the executor.
+            prefer: taken if it is open.
+
+        Returns:
+            None if nobody able is open.
+        """
+        with self._lock:
+            able = self.able(group, holders or ())
+            if holders is None:
+                able = [route for route in able if len(self._holders(group, route)) == self.helpers_per_pad]
+            route = able[0] if len(able) == 1 else self._best([r for r in able if _is_open(r)], group, size, prefer)
+            if route is not None:
+                route.in_flight += 1
+            return route
+
+    def open_for(self, group: int, size: int) -> list[Route]:
+        """Executors that may share a large product, the one that costs least first."""
+        with self._lock:
+            able = self.able(group)
+            if len(able) == 1:
+                return able
+            return sorted(filter(_is_open, able), key=lambda route: route.health.seconds_for(size) or 0.0) or able[:1]
+
+    def has_alternative(self, route: Route, group: int) -> bool:
+        """Whether, besides this executor, another that has not lied may serve the group; it may be away now."""
+        return any(
+            other is not route and (other.welcome is None or other.serves(group))
+            for other in self.executors
+            if not self.is_quarantined(other.peer)
+        )
+
+    def uncovered(self, groups: int) -> list[int]:
+        """Those of the first so many layer groups that no executor serves which has not lied."""
+        return [group for group in range(groups) if not self.able(group)]
+
+    def _best(self, open_ones: Sequence[Route], group: int, size: int, prefer: Route | None) -> Route | None:
+        if prefer in open_ones:
+            return prefer
+        now, few = self._clock(), size <= FEW_BYTES
+        idle = (r for r in open_ones if not r.in_flight)
+        if unsure := next((r for r in idle if r.health.state is State.TRIAL or r.health.is_stale(now)), None):
+            return unsure
+        if not open_ones:
+            return None
+        best = min(open_ones, key=lambda route: _cost(route, size))
+        present = self._present.get((group, few))
+        if present in open_ones and _cost(best, size) > _CLEARLY * _cost(present, size):
+            return present
+        self._present[group, few] = best
+        return best
+
+    # Helpers
+
+    def holders(self, group: int, executor: Route | None = None, *, without: Collection[Peer] = ()) -> list[Route]:
+        """Who shares the next pad of a group: as many helpers of as many companies as a pad has.
+
+        Args:
+            executor: who is to see rows under it; by default whoever serves the group, and as many of those as can be.
+            without: helpers that are not to be taken.
+
+        Returns:
+            The healthy ones and the quick ones first; fewer than a pad has if there are no more.
+        """
+        with self._lock:
+            return self._holders(group, executor, without)
+
+    def _holders(self, group: int, executor: Route | None, without: Collection[Peer] = ()) -> list[Route]:
+        if self._federation.pad_helpers is None:
+            return [route for route in self.helpers if route.peer not in without]
+        able = self.able(group)
+        present = self._present.get((group, True))
+        target = executor or (present if present in able else next(iter(able), None))
+        usable = [
+            route
+            for route in self.helpers
+            if (route.welcome is None or route.serves(group))
+            and route.peer not in without
+            and not self.is_quarantined(route.peer)
+            and (target is None or self._admits(target.peer, (route.peer,)))
+        ]
+
+        def order(route: Route) -> tuple[bool, int, float]:
+            refused = sum(not self._admits(other.peer, (route.peer,)) for other in able)
+            return not _is_open(route), refused, route.health.latency_s or 0.0
+
+        taken: list[Route] = []
+        for route in sorted(usable, key=order):
+            if len(taken) < self.helpers_per_pad and not any(
+                self._federation.one_company(route.peer, other.peer) for other in taken
+            ):
+                taken.append(route)
+        return taken
+
+    def can_replace(self, group: int, holders: Collection[Peer]) -> bool:
+        """Whether a pad can be made without these helpers, of healthy ones."""
+        if self._federation.pad_helpers is None:
+            return False
+        others = self.holders(group, without=holders)
+        return len(others) == self.helpers_per_pad and all(map(_is_open, others))
+
+    # What became of a request
+
+    def answered(self, route: Route, *, seconds: float, size: int) -> None:
+        """It answered, whatever the answer is worth."""
+        with self._lock:
+            route.requests += 1
+            route.in_flight = max(0, route.in_flight - 1)
+            now = self._clock()
+            if route.health.answered(now, seconds=seconds, size=size):
+                log.warning("%s answers again, after %.1f s", route, now - route.health.down_since)
+
+    def failed(self, route: Route, why: object) -> None:
+        """It was lost, late or busy, or has refused."""
+        with self._lock:
+            route.requests += 1
+            route.in_flight = max(0, route.in_flight - 1)
+            if route.health.failed(self._clock()):
+                log.warning("%s has failed, others are asked meanwhile: %s", route, why)
+
+    def late(self, holders: Collection[Peer]) -> None:
+        """Helpers whose effects have not come."""
+        with self._lock:
+            for route in self.helpers:
+                if route.peer in holders and route.health.state is not State.DOWN:
+                    route.health.failed(self._clock())
+                    log.warning("%s is late, others are asked meanwhile", route)
+
+    def patience_s(self, holders: Collection[Peer], size: int) -> float:
+        """How long to wait for effects of these helpers while there are others."""
+        return max(route.health.patience_s(size) for route in self.helpers if route.peer in holders)
+
+    def credit(self, executor: Route, holders: Collection[Peer]) -> None:
+        """An answer of these was right."""
+        with self._lock:
+            executor.verified += 1
+            for route in self.helpers if holders else ():
+                route.verified += route.peer in holders
+
+    def given_up(self, route: Route) -> None:
+        """Nothing was asked after all, or the answer is worth nothing."""
+        with self._lock:
+            route.in_flight = max(0, route.in_flight - 1)
+
+    def greeted(self, route: Route, welcome: wire.Welcome) -> None:
+        """It has said what it serves."""
+        with self._lock:
+            route.welcome = welcome
+            route.health.greeted()
+
+    def to_greet(self) -> list[Route]:
+        """Those that have been left alone for long enough, or have never been heard."""
+        now = self._clock()
+        return [
+            route
+            for route in (*self.executors, *self.helpers)
+            if (route.welcome is None or route.health.state is State.DOWN)
+            and route.health.retry_at <= now
+            and not self.is_quarantined(route.peer)
+        ]
+
+    # Quarantine
+
+    def check(self, group: int) -> None:
+        """Raises `QuarantinedError` if those who have not lied cannot make a product of this group."""
         if not self.quarantined:
             return
-        if helper := next(filter(self.is_quarantined, self.helpers), None):
-            raise QuarantinedError(f"helper {helper.name!r} is quarantined; nothing more is sent")
-        if all(map(self.is_quarantined, self.executors)):
+        liar = next((route.peer for route in self.helpers if self.is_quarantined(route.peer)), None)
+        if liar is not None and self._federation.pad_helpers is None:
+            raise QuarantinedError(f"helper {liar.name!r} is quarantined; nothing more is sent")
+        if all(self.is_quarantined(route.peer) for route in self.executors):
             raise QuarantinedError(
                 "every executor of the federation is quarantined for this session; nothing more is sent"
+            )
+        able = self.able(group)
+        honest = [route for route in self.executors if not self.is_quarantined(route.peer)]
+        if not able and all(route.welcome is not None for route in honest):
+            raise QuarantinedError(
+                "every executor of the federation that serves these layers is quarantined; nothing more is sent"
+            )
+        if able and not any(len(self.holders(group, route)) == self.helpers_per_pad for route in able):
+            raise QuarantinedError(
+                f"too many helpers are quarantined: a pad is shared by {self.helpers_per_pad} of other companies than "
+                f"the executor's; nothing more is sent"
             )
 
     def is_quarantined(self, peer: Peer) -> bool:
@@ -46,6 +294,8 @@ class Routes:
 
     def quarantine(self, *suspects: Peer) -> None:
         """Send nothing to them any more."""
+        for route in (*self.executors, *self.helpers):
+            route.rejected += route.peer in suspects
         for peer in suspects:
             if not self.is_quarantined(peer):
                 self.quarantined |= self._keys_of(peer)
@@ -53,7 +303,23 @@ class Routes:
                     "provider %s is quarantined: it sent what is not the product of the pinned weights", peer.name
                 )
 
+    def begin_again(self) -> None:
+        """In a forked child: a thread of the parent may have held the lock, and what is in flight is the parent's."""
+        self._lock = threading.Lock()
+        for route in (*self.executors, *self.helpers):
+            route.in_flight = 0
+
 
 def keys_of(peer: Peer) -> frozenset[str]:
     """Fingerprints of the public keys that a provider may show."""
     return frozenset(key_fingerprint(load_pin(path)) for path in peer.pins)
+
+
+def _is_open(route: Route) -> bool:
+    return route.health.state is State.UP or (route.health.state is State.TRIAL and not route.in_flight)
+
+
+def _cost(route: Route | None, size: int) -> float:
+    """Seconds, by measurement, with what it is being asked already; nothing for one that was never measured."""
+    assert route is not None
+    return (route.health.seconds_for(size) or 0.0) * (1 + route.in_flight)

@@ -13,11 +13,6 @@ import functools
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
-
-import torch
 
 from symbiosis_priv import wire
 from symbiosis_priv.buffers import Buffers
@@ -27,19 +22,21 @@ from symbiosis_priv.keystream import SessionSecret
 from symbiosis_priv.ring import Direction
 from symbiosis_priv.weights import WeightStore
 from tenant.channel import Channel
-from tenant.executor import Executor
-from tenant.facts import GroupFacts, Preparation
+from tenant.executor import Executor, row_limit
+from tenant.facts import Preparation
+from tenant.greeting import Greeter
 from tenant.helper import Helper
 from tenant.masking.scheme import Materials, SessionScheme
 from tenant.noise import NoisePool, Pad, PoolMemory
 from tenant.notices import Notices
 from tenant.options import SessionOptions
-from tenant.routes import Routes
+from tenant.routes import Route, Routes
 from tenant.worker import Worker
 
 log = logging.getLogger(__name__)
 
 _UNUSED_BYTES = 128 << 20  # a few answers of the size that fills a request
+_GREETING_S = 10.0  # of one that is tried in the background
 _JOIN_S = 5.0  # for what a thread is in the middle of: a product, or a name that is being looked up
 
 
@@ -48,9 +45,11 @@ class Runtime:
 
     Attributes:
         gate: no request leaves while it is held: for as long as it takes to find out who lied.
-        executors, helpers: those that are not quarantined yet.
+        closing: set once it is being closed.
+        greeter: hears from providers what they serve.
         source: where pads come from; None without masking.
         buffers: memory for rows and answers.
+        notices: says what is being waited for.
     """
 
     def __init__(
@@ -63,33 +62,58 @@ class Runtime:
         routes: Routes,
     ) -> None:
         check_parties(
-            [*routes.executors, *routes.helpers], companies=federation.companies, pad_helpers=federation.pad_helpers
+            [route.peer for route in (*routes.executors, *routes.helpers)],
+            companies=federation.companies,
+            pad_helpers=federation.pad_helpers,
         )
         self.gate = threading.Lock()
         self.buffers = Buffers(limit=_UNUSED_BYTES)
+        self.notices = Notices(option=options.deadline_option)
+        self.closing = threading.Event()
         self._federation, self._options, self._routes = federation, options, routes
         self._facts = preparation.facts
-        self._notices = Notices(option=options.deadline_option)
         self._memory = PoolMemory(options.pool_memory)
         self._pools: dict[tuple[int, Direction], NoisePool] = {}
-        self._making_pools = threading.Lock()
-        self._welcomes: list[wire.Welcome] = []
+        self._executors: dict[Route, Executor] = {}
+        self._greeting: set[Channel] = set()
+        self._making = threading.Lock()
         self._refill = Worker("refill")
         secret = SessionSecret()
-        self.executors = [
-            Executor(peer, functools.partial(self._channel, peer))
-            for peer in routes.executors
-            if not routes.is_quarantined(peer)
-        ]
-        self.helpers = [Helper(self._channel(peer), self._channel(peer), secret) for peer in routes.helpers]
-        self.source = scheme.effects(Materials(facts=self._facts, secret=secret, helpers=self.helpers, store=store))
-        self.closed = False
+        self._helpers = {
+            route: Helper(route, routes, functools.partial(self._channel, route.peer), secret)
+            for route in routes.helpers
+        }
+        materials = Materials(facts=self._facts, secret=secret, holders=self._holders, store=store)
+        self.source = scheme.effects(materials)
+        self.greeter = Greeter(routes, preparation.manifest, persist=self._persist, try_once=self._try_once)
         _open.add(self)
+
+    @property
+    def executors(self) -> tuple[Executor, ...]:
+        """Those in use so far."""
+        return tuple(self._executors.values())
+
+    @property
+    def helpers(self) -> tuple[Helper, ...]:
+        """All of them."""
+        return tuple(self._helpers.values())
 
     @property
     def pools(self) -> tuple[NoisePool, ...]:
         """Those in use so far."""
         return tuple(self._pools.values())
+
+    def executor(self, route: Route) -> Executor:
+        """The connections to an executor."""
+        if (executor := self._executors.get(route)) is not None:
+            return executor
+        with self._making:
+            if route not in self._executors:
+                executor = Executor(route, functools.partial(self._channel, route.peer))
+                self._executors[route] = executor
+                if self.closing.is_set():
+                    executor.close()
+            return self._executors[route]
 
     def take(self, index: int, direction: Direction, rows: int) -> list[Pad]:
         """Fresh pads for `rows` rows; none without masking."""
@@ -98,8 +122,7 @@ class Runtime:
         pool = self._pools.get((index, direction))
         if pool is None:
             facts = self._facts[index]
-            limit = self.row_limit(facts)
-            with self._making_pools:
+            with self._making:
                 pool = self._pools.setdefault(
                     (index, direction),
                     NoisePool(
@@ -108,66 +131,38 @@ class Runtime:
                         direction=direction,
                         refill=self._refill,
                         memory=self._memory,
-                        row_bytes=wire.ITEM_BYTES * facts.outputs(direction) * max(1, len(self.helpers)),
-                        max_rows=limit,
+                        row_bytes=wire.ITEM_BYTES * facts.outputs(direction) * max(1, self._routes.helpers_per_pad),
+                        max_rows=self.row_limit(index),
                     ),
                 )
         return pool.take(rows)
 
-    def in_lanes(self, parts: Sequence[Callable[[Executor], None]]) -> None:
-        """Do the parts of a product, several at a time, each told whom to ask first.
+    def draw(self, index: int, direction: Direction, rows: int, *, executor: Route | None) -> Pad:
+        """A fresh pad that no pool holds, for rows that an executor is to see."""
+        assert self.source is not None
+        return self.source.draw(index, direction, rows, ahead=False, executor=executor)
 
-        Raises what the first of them raises to fail; then no other one begins, and none is still at work.
-        """
-        first = self.executors[0]
-        if len(parts) == 1:
-            return parts[0](first)
-        waiting = deque(parts)
-
-        def work(executor: Executor) -> None:
-            try:
-                while waiting:
-                    with contextlib.suppress(IndexError):  # another lane was faster
-                        part = waiting.popleft()
-                        part(executor)
-            except BaseException:
-                waiting.clear()
-                raise
-
-        inference = torch.is_inference_mode_enabled()  # belongs to a thread, and to the results that parts write
-
-        def work_beside() -> None:
-            with torch.inference_mode(inference):
-                work(first)
-
-        beside = [worker.submit(work_beside) for worker in first.workers[: len(parts) - 1]]
-        try:
-            work(first)
-        except Exception:  # an interrupt need not wait
-            wait(_begun(beside))  # bounded by the deadlines of their requests
-            raise
-        for other in _begun(beside):
-            other.result()
-        return None
-
-    def row_limit(self, facts: GroupFacts) -> int:
+    def row_limit(self, index: int) -> int:
         """Rows of one request: what the limits of an executor and of every helper allow, both ways."""
-        if not self._welcomes:  # threads that come first may ask at once, and hear the same
-            until = time.monotonic() + self._options.deadline_s
-            with self.executors[0].lanes.take(until=until) as channel:
-                self._welcomes = [channel.welcome(), *(helper.channels[0].welcome() for helper in self.helpers)]
-        return row_limit(facts, self._welcomes)
+        facts = self._facts[index]
+        able = [row_limit(facts, [route.welcome]) for route in self._routes.executors if route.welcome is not None]
+        helpers = [row_limit(facts, [route.welcome]) for route in self._routes.helpers if route.welcome is not None]
+        return min([max(able, default=1), *helpers])  # an executor that takes fewer is asked several times
 
     def close(self) -> None:
         """Stop threads and close connections, for good. Waits for the threads, up to `_JOIN_S` in all."""
-        self.closed = True
+        self.closing.set()
+        with self._making:
+            executors = self.executors
         workers = self._workers()
         for worker in workers:
             worker.stop()
-        for executor in self.executors:
-            executor.lanes.close()
+        for executor in executors:
+            executor.close()
         for helper in self.helpers:
             helper.close()
+        for channel in tuple(self._greeting):
+            channel.close()
         until = time.monotonic() + _JOIN_S
         if not all(worker.join(max(0.0, until - time.monotonic())) for worker in workers):
             log.warning("a session's thread is still busy %g s after it was told to stop", _JOIN_S)
@@ -175,17 +170,43 @@ class Runtime:
 
     def close_in_background(self) -> None:
         """The same for a finaliser, which may run on a thread that closing would wait for."""
-        if not self.closed:
+        if not self.closing.is_set():
             with contextlib.suppress(RuntimeError):  # no more threads: the program ends, and `_close_all` is next
                 threading.Thread(target=self.close, name="close").start()
 
     def abandon(self) -> None:
         """Let go of connections that a forked child shares with its parent, without a word to the other side."""
-        for executor in self.executors:
+        for executor in self._executors.values():
             executor.lanes.abandon()
         for helper in self.helpers:
             for channel in helper.channels:
                 channel.abandon()
+
+    def _holders(self, index: int, executor: Route | None) -> list[Helper]:
+        """See `scheme.Materials`."""
+        routes = self._routes.holders(index, executor)
+        if len(routes) < max(1, self._routes.helpers_per_pad):
+            raise QuarantinedError(
+                f"a pad is shared by {self._routes.helpers_per_pad} helpers of other companies than the executor's, and "
+                f"for {self._facts[index].entry.name} only {len(routes)} are left; nothing is sent. Add helpers."
+            )
+        return [self._helpers[route] for route in routes]
+
+    def _persist(self, route: Route) -> wire.Welcome:
+        if (helper := self._helpers.get(route)) is not None:
+            return helper.channels[False].welcome()
+        return self.executor(route).welcome(until=time.monotonic() + self._options.deadline_s)
+
+    def _try_once(self, route: Route) -> wire.Welcome:
+        channel = self._channel(route.peer)  # of its own: the others may be in the middle of something
+        self._greeting.add(channel)
+        try:
+            if self.closing.is_set():  # since: `close` has not seen this channel
+                channel.close()
+            return channel.greet(deadline=time.monotonic() + min(_GREETING_S, self._options.deadline_s))
+        finally:
+            self._greeting.discard(channel)
+            channel.close()
 
     def _channel(self, peer: Peer) -> Channel:
         return Channel(
@@ -195,7 +216,7 @@ class Runtime:
             model_digest=self._federation.model_digest,
             deadline_s=self._options.deadline_s,
             buffers=self.buffers,
-            notices=self._notices,
+            notices=self.notices,
             wiretap=self._options.wiretap,
             permit=self._permit,
         )
@@ -210,18 +231,7 @@ class Runtime:
         source = self.source.workers if self.source is not None else ()
         of_executors = (worker for executor in self.executors for worker in executor.workers)
         of_helpers = (channel.worker for helper in self.helpers for channel in helper.channels)
-        return [self._refill, *source, *of_executors, *of_helpers]
-
-
-def row_limit(facts: GroupFacts, welcomes: Sequence[wire.Welcome]) -> int:
-    """Rows of one request that fit every one of these limits, both ways."""
-    widest = wire.ITEM_BYTES * max(facts.entry.inputs, facts.entry.stacked_outputs)
-    return max(1, min(min(w.max_rows, w.max_payload // widest) for w in welcomes))
-
-
-def _begun(jobs: Sequence[Future[None]]) -> list[Future[None]]:
-    """Those that have begun; the others never will."""
-    return [job for job in jobs if not job.cancel()]
+        return [self._refill, *source, *self.greeter.workers, *of_executors, *of_helpers]
 
 
 _open: set[Runtime] = set()

@@ -60,7 +60,7 @@ class Session:
                 f"than the executor; masking = 'local' needs none"
             )
         self.preparation = preparation
-        self.routes = Routes(federation.executors, federation.helpers if "helper" in self._scheme.roles else ())
+        self.routes = Routes(federation, with_helpers="helper" in self._scheme.roles)
         self._federation, self._options, self._store = federation, options, store
         self._tally = Tally()
         self._lock = threading.RLock()  # for opening and closing
@@ -134,6 +134,7 @@ class Session:
         """In a forked child: nothing of the parent's is used or disturbed, nor a lock that one of its threads held."""
         self._lock = threading.RLock()
         self._tally.begin_again()
+        self.routes.begin_again()
         if self._products is not None:
             self._products.runtime.abandon()
         if self._finalizer is not None:

@@ -8,7 +8,12 @@ from dataclasses import dataclass, replace
 
 @dataclass
 class Ledger:
-    """What a session has done so far; nothing in it is secret."""
+    """What a session has done so far; nothing in it is secret.
+
+    Args:
+        pads_redrawn: rows whose helper was lost, late or lied, put on other pads.
+        takeovers: requests that one provider failed and another one answered; it cost `takeover_s` seconds in all.
+    """
 
     rows: int = 0
     products: int = 0
@@ -17,6 +22,7 @@ class Ledger:
     effects_verified: int = 0
     pads_taken: int = 0
     pads_dry: int = 0
+    pads_redrawn: int = 0
     pads_ready: int = 0
     executor_round_trips: int = 0
     helper_round_trips: int = 0
@@ -24,6 +30,8 @@ class Ledger:
     bytes_from_executors: int = 0
     bytes_to_helpers: int = 0
     bytes_from_helpers: int = 0
+    takeovers: int = 0
+    takeover_s: float = 0.0
 
 
 class Tally:
@@ -33,7 +41,7 @@ class Tally:
         self._counts = Ledger()
         self._lock = threading.Lock()
 
-    def add(self, **amounts: int) -> None:
+    def add(self, **amounts: float) -> None:
         """Add to fields of the ledger."""
         with self._lock:
             for name, amount in amounts.items():

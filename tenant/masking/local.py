@@ -13,6 +13,7 @@ from tenant.backend import Simulation
 from tenant.facts import GroupFacts
 from tenant.masking.scheme import Materials, SessionScheme
 from tenant.noise import EffectSource, Pad, Share
+from tenant.routes import Route
 from tenant.worker import Worker
 
 
@@ -40,7 +41,7 @@ class LocalSource(EffectSource):
         self._seed = secret.seed_for("local")
         self.workers = [Worker("local-effects")]
 
-    def draw(self, index: int, direction: Direction, rows: int, *, ahead: bool) -> Pad:
+    def draw(self, index: int, direction: Direction, rows: int, *, ahead: bool, executor: Route | None = None) -> Pad:
         group, first = self._burn(index, direction, rows)
         key = mask_key(self._seed, group_name=group, direction=direction)
         effect = self.workers[0].submit(self._effect, index, direction, key, first, rows)

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from symbiosis_priv import wire
 from symbiosis_priv.keystream import SessionSecret, mask_key
 from symbiosis_priv.ring import Direction
-from tenant.channel import fresh_nonce
 from tenant.facts import GroupFacts
-from tenant.helper import Helper
-from tenant.masking.scheme import Materials, SessionScheme
+from tenant.masking.scheme import Holders, Materials, SessionScheme
 from tenant.noise import EffectSource, Pad, Share
+from tenant.routes import Route
 
 
 class OneTimePads(SessionScheme):
@@ -29,30 +27,26 @@ class OneTimePads(SessionScheme):
     assumption = "executor and helpers do not all collude"
 
     def effects(self, materials: Materials) -> EffectSource:
-        return PadSource(materials.facts, materials.secret, materials.helpers)
+        return PadSource(materials.facts, materials.secret, materials.holders)
 
 
 class PadSource(EffectSource):
-    """Effects from helpers: one-time pads in shares."""
+    """Effects from helpers: one-time pads in shares.
 
-    def __init__(self, facts: Sequence[GroupFacts], secret: SessionSecret, helpers: Sequence[Helper]) -> None:
+    Args:
+        holders: who shares the next pad of a group, for an executor.
+    """
+
+    def __init__(self, facts: Sequence[GroupFacts], secret: SessionSecret, holders: Holders) -> None:
         super().__init__(facts, secret)
-        self._helpers = helpers
+        self._holders = holders
 
-    def draw(self, index: int, direction: Direction, rows: int, *, ahead: bool) -> Pad:
+    def draw(self, index: int, direction: Direction, rows: int, *, ahead: bool, executor: Route | None = None) -> Pad:
+        helpers = self._holders(index, executor)
         group, first = self._burn(index, direction, rows)
         shares = []
-        for helper in self._helpers:
-            request = wire.Effect(
-                nonce=fresh_nonce(),
-                group=index,
-                direction=direction,
-                arithmetic="ring",
-                rows=rows,
-                seed=helper.seed,
-                first_row=first,
-            )
-            effect = helper.submit(request, outputs=self._facts[index].outputs(direction), ahead=ahead)
+        for helper in helpers:
+            effect = helper.submit(index, direction, self._facts[index], first_row=first, rows=rows, ahead=ahead)
             key = mask_key(helper.seed, group_name=group, direction=direction)
             shares.append(Share(helper.peer, key, first, effect))
         return Pad(rows, tuple(shares))

@@ -4,7 +4,7 @@ README's table ask here, so that no scheme's name is known anywhere but in its o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -15,6 +15,7 @@ from tenant.backend import Backend
 from tenant.facts import GroupFacts
 from tenant.helper import Helper
 from tenant.noise import EffectSource
+from tenant.routes import Route
 
 if TYPE_CHECKING:
     from tenant.connect import Opening
@@ -62,6 +63,9 @@ class Scheme(ABC):
         """
 
 
+Holders = Callable[[int, Route | None], Sequence[Helper]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Materials:
     """What a session offers a scheme for its effects. All of it belongs to one process.
@@ -69,13 +73,14 @@ class Materials:
     Args:
         facts: of every layer group.
         secret: the source of seeds and row numbers.
-        helpers: connected on demand; empty unless the scheme's `roles` name them.
+        holders: which helpers share the next pad of a layer group, for an executor or for any. Never fewer than a pad
+            has; none unless the scheme's `roles` name them.
         store: the tenant's own copy of the weights, if it has one.
     """
 
     facts: Sequence[GroupFacts]
     secret: SessionSecret
-    helpers: Sequence[Helper]
+    holders: Holders
     store: WeightStore | None
 
 

@@ -20,6 +20,7 @@ from symbiosis_priv.weights import WeightStore
 from tenant.facts import Preparation
 from tenant.masking.local import LocalSource
 from tenant.noise import EffectSource, NoisePool, Pad, PoolMemory, Share, joined
+from tenant.routes import Route
 from tenant.worker import Worker
 
 TIMEOUT_S = 20.0
@@ -189,7 +190,7 @@ class Flaky(EffectSource):
         self.error, self.at_once, self.away = error, at_once, True
         self.drawn: list[tuple[int, bool]] = []
 
-    def draw(self, index: int, direction: Direction, rows: int, *, ahead: bool) -> Pad:
+    def draw(self, index: int, direction: Direction, rows: int, *, ahead: bool, executor: Route | None = None) -> Pad:
         _, first = self._burn(index, direction, rows)
         self.drawn.append((rows, ahead))
         effect: Future[Tensor] = Future()
@@ -235,7 +236,9 @@ def test_a_split_pad_keeps_its_promise_whenever_it_is_fulfilled(preparation: Pre
     """Slices of an effect that is still on its way: fulfilled, failed and cancelled alike."""
 
     class Slow(Flaky):
-        def draw(self, index: int, direction: Direction, rows: int, *, ahead: bool) -> Pad:
+        def draw(
+            self, index: int, direction: Direction, rows: int, *, ahead: bool, executor: Route | None = None
+        ) -> Pad:
             self.promised: Future[Tensor] = Future()
             return Pad(rows, (Share(None, bytes(32), 100 if ahead else 0, self.promised),))
 

@@ -499,7 +499,7 @@ def test_rule_5_breach_a_scale_in_a_nonce(
         return scale
 
     monkeypatch.setattr(passes, "encode", spy)
-    monkeypatch.setattr("tenant.product.fresh_nonce", lambda: struct.pack("<d", scales[-1]) + os.urandom(8))
+    monkeypatch.setattr("tenant.executor.fresh_nonce", lambda: struct.pack("<d", scales[-1]) + os.urandom(8))
     train_a_step(split)
     assert leaks([executor, helper], {"scale": [struct.pack("<d", s) for s in scales]}) == {"scale"}
 

@@ -696,9 +696,9 @@ def test_two_wrong_pieces_at_once_accuse_nobody_else(
             session.product(MLP, FORWARD, rows)
     with contextlib.suppress(QuarantinedError):
         session.product(OUT, FORWARD, ring_rows(session.preparation, OUT, FORWARD, 1))
-    assert session.routes.is_quarantined(session.routes.helpers[0]) == (liar == "helper")
-    assert session.routes.is_quarantined(session.routes.executors[0]) == (liar == "executor")
-    assert not session.routes.is_quarantined(session.routes.executors[1])
+    assert session.routes.is_quarantined(session.routes.helpers[0].peer) == (liar == "helper")
+    assert session.routes.is_quarantined(session.routes.executors[0].peer) == (liar == "executor")
+    assert not session.routes.is_quarantined(session.routes.executors[1].peer)
 
 
 def test_after_a_piece_that_fails_no_other_begins(

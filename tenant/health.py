@@ -1,0 +1,104 @@
+"""How a provider has been doing: a circuit breaker, and what its answers cost. No sockets, no clock: times are told.
+
+The breaker opens with a failure. The provider is then left alone for a while that doubles with every failure in a row,
+give or take half of it, so that tenants who lost it together do not come back together. Whoever keeps the clock greets
+it when that time is over; if it answers, one request is its trial, and with an answer to that it is up again.
+
+Cost is measured by real requests: seconds per exchange where little travels, seconds per byte where much does.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Final
+
+FEW_BYTES: Final = 1 << 16
+"""Up to here it is the round trip that an exchange costs, and the bytes hardly count."""
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.25, 30.0
+_WEIGHT = 0.2  # of a new measurement
+_PATIENCE, _LEAST_PATIENCE_S = 8.0, 2.0
+_UNKNOWN_S, _UNKNOWN_S_PER_BYTE = 1.0, 1e-6
+_STALE_S, _STALE_TIMES = 10.0, 100.0  # what measuring again may cost: one request in so long, or one part in so many
+_random = secrets.SystemRandom().random
+
+
+class State(StrEnum):
+    """Of a breaker."""
+
+    UP = "up"
+    DOWN = "down"
+    TRIAL = "trial"
+
+
+class Health:
+    """See the module's text. Not thread-safe.
+
+    Args:
+        jitter: a number in [0, 1), another one each time.
+    """
+
+    def __init__(self, *, jitter: Callable[[], float] = _random) -> None:
+        self.state = State.UP
+        self.retry_at = 0.0
+        self.down_since = 0.0
+        self.failures = 0
+        self.latency_s: float | None = None
+        self.s_per_byte: float | None = None
+        self._jitter = jitter
+        self._failures_in_a_row = 0
+        self._measured_at: float | None = None
+
+    def failed(self, now: float) -> bool:
+        """A request was lost, late or refused. Whether that opened the breaker."""
+        self.failures += 1
+        if self.state is State.DOWN and now < self.retry_at:
+            return False  # asked before, or together with the one that opened it
+        opened = self.state is State.UP
+        if opened:
+            self.down_since = now
+        pause = min(_FIRST_PAUSE_S * 2**self._failures_in_a_row, _LAST_PAUSE_S)
+        self.state, self.retry_at = State.DOWN, now + pause * (0.5 + self._jitter())
+        self._failures_in_a_row = min(self._failures_in_a_row + 1, 32)
+        return opened
+
+    def greeted(self) -> None:
+        """It has answered a greeting: the next request is its trial."""
+        if self.state is State.DOWN:
+            self.state = State.TRIAL
+
+    def answered(self, now: float, *, seconds: float, size: int) -> bool:
+        """An exchange of `size` bytes, both ways together, took so long. Whether that closed the breaker."""
+        closed = self.state is not State.UP
+        self.state, self._failures_in_a_row, self._measured_at = State.UP, 0, now
+        if size <= FEW_BYTES:
+            self.latency_s = _averaged(self.latency_s, seconds)
+        else:
+            rest = max(0.0, seconds - (self.latency_s or 0.0))
+            self.s_per_byte = _averaged(self.s_per_byte, rest / size)
+        return closed
+
+    def seconds_for(self, size: int) -> float | None:
+        """What an exchange of so many bytes is likely to take; None if nothing is known."""
+        if self.latency_s is None and self.s_per_byte is None:
+            return None
+        return (self.latency_s or 0.0) + size * (self.s_per_byte or 0.0)
+
+    def patience_s(self, size: int) -> float:
+        """How long to wait for an answer while there is somebody else to ask. Longer after every failure in a row: if
+        all are slow, one of them gets the time that it needs."""
+        expected = self.seconds_for(size)
+        if expected is None or self.s_per_byte is None:
+            expected = (expected or _UNKNOWN_S) + size * _UNKNOWN_S_PER_BYTE
+        return float(max(_LEAST_PATIENCE_S, _PATIENCE * expected) * 2**self._failures_in_a_row)
+
+    def is_stale(self, now: float) -> bool:
+        """Whether its cost should be measured again."""
+        if self._measured_at is None:
+            return True
+        return now - self._measured_at > max(_STALE_S, _STALE_TIMES * (self.latency_s or 0.0))
+
+
+def _averaged(before: float | None, new: float) -> float:
+    return new if before is None else before + _WEIGHT * (new - before)

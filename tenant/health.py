@@ -18,6 +18,7 @@ FEW_BYTES: Final = 1 << 16
 """Up to here it is the round trip that an exchange costs, and the bytes hardly count."""
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.25, 30.0
 _WEIGHT = 0.2  # of a new measurement
+_ENOUGH = 3  # measurements to know a provider by
 _PATIENCE, _LEAST_PATIENCE_S = 8.0, 2.0
 _UNKNOWN_S, _UNKNOWN_S_PER_BYTE = 1.0, 1e-6
 _STALE_S, _STALE_TIMES = 10.0, 100.0  # what measuring again may cost: one request in so long, or one part in so many
@@ -44,8 +45,7 @@ class Health:
         self.retry_at = 0.0
         self.down_since = 0.0
         self.failures = 0
-        self.latency_s: float | None = None
-        self.s_per_byte: float | None = None
+        self._latency, self._per_byte = _Average(), _Average()
         self._jitter = jitter
         self._failures_in_a_row = 0
         self._measured_at: float | None = None
@@ -73,11 +73,20 @@ class Health:
         closed = self.state is not State.UP
         self.state, self._failures_in_a_row, self._measured_at = State.UP, 0, now
         if size <= FEW_BYTES:
-            self.latency_s = _averaged(self.latency_s, seconds)
+            self._latency.add(seconds)
         else:
-            rest = max(0.0, seconds - (self.latency_s or 0.0))
-            self.s_per_byte = _averaged(self.s_per_byte, rest / size)
+            self._per_byte.add(max(0.0, seconds - (self.latency_s or 0.0)) / size)
         return closed
+
+    @property
+    def latency_s(self) -> float | None:
+        """Seconds of an exchange where little travels; None if there was none."""
+        return self._latency.value
+
+    @property
+    def s_per_byte(self) -> float | None:
+        """Seconds per byte beyond that where much does; None if there was none."""
+        return self._per_byte.value
 
     def seconds_for(self, size: int) -> float | None:
         """What an exchange of so many bytes is likely to take; None if nothing is known."""
@@ -95,10 +104,19 @@ class Health:
 
     def is_stale(self, now: float) -> bool:
         """Whether its cost should be measured again."""
-        if self._measured_at is None:
+        if self._measured_at is None or self._latency.count + self._per_byte.count < _ENOUGH:
             return True
         return now - self._measured_at > max(_STALE_S, _STALE_TIMES * (self.latency_s or 0.0))
 
 
-def _averaged(before: float | None, new: float) -> float:
-    return new if before is None else before + _WEIGHT * (new - before)
+class _Average:
+    """Of late. The first value, which may be what a cold start takes, is forgotten with the second."""
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+        self.count = 0
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        weight = max(_WEIGHT, 1 / max(1, self.count - 1))
+        self.value = value if self.value is None else self.value + weight * (value - self.value)

@@ -42,14 +42,15 @@ class Pieces:
             self._waiting.clear()
 
     def _others_are_faster(self, route: Route) -> bool:
-        """Whether the other seats would be done with all that is left before this one is with a single piece."""
+        """Whether the other seats would be done with what they have in hand, and with all that is left, before this one
+        is with a single piece."""
         size = self._waiting[0].size
         mine = route.health.seconds_for(size)
         costs = [seat.health.seconds_for(size) for seat in self._seats if seat is not route]
         known = [cost for cost in costs if cost]
         if mine is None or not known or len(known) < len(costs):
             return False
-        return mine > len(self._waiting) / sum(1.0 / cost for cost in known)
+        return mine > (len(self._waiting) + len(known)) / sum(1.0 / cost for cost in known)
 
 
 def share(parts: Sequence[Part], executors: Sequence[Executor], work: Callable[[Part, Route | None], None]) -> None:

@@ -181,6 +181,7 @@ class Products:
             self.routes.given_up(route)
             self._reject(route.peer)
             turn.lied(error)
+            turn.failed(route, error)
             self._check(part, turn)
             return None
         except BaseException:
@@ -278,7 +279,9 @@ class Products:
             self.tally.add(answers_rejected=len(suspects) if found else 1)
             self._quarantine(*suspects)
         what = "an answer" if executor in suspects else "an effect"
-        turn.lied(self._lie(suspects, part, what=what, certain=bool(found)))
+        turn.lied(lie := self._lie(suspects, part, what=what, certain=bool(found)))
+        if executor in suspects:
+            turn.failed(route, lie)
         self._check(part, turn)
 
     def _check(self, part: Part, turn: Turn) -> None:

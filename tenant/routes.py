@@ -110,10 +110,10 @@ class Routes:
             None if nobody able is open.
         """
         with self._lock:
-            able = self.able(group, holders or ())
+            able, only = self.able(group, holders or ()), len(self.able(group)) == 1
             if holders is None:
                 able = [route for route in able if len(self._holders(group, route)) == self.helpers_per_pad]
-            route = able[0] if len(able) == 1 else self._best([r for r in able if _is_open(r)], group, size, prefer)
+            route = able[0] if only and able else self._best([r for r in able if _is_open(r)], group, size, prefer)
             if route is not None:
                 route.in_flight += 1
             return route
@@ -174,14 +174,21 @@ class Routes:
             return [route for route in self.helpers if route.peer not in without]
         able = self.able(group)
         present = self._present.get((group, True))
-        target = executor or (present if present in able else next(iter(able), None))
+        targets = [executor] if executor else sorted(able, key=lambda r: (not _is_open(r), r is not present))
+        choices = [self._holders_for(target, group, able, without) for target in targets]
+        whole = [choice for choice in choices if len(choice) == self.helpers_per_pad]
+        return next((choice for choice in whole if all(map(_is_open, choice))), [*whole, *choices, []][0])
+
+    def _holders_for(
+        self, executor: Route, group: int, able: Sequence[Route], without: Collection[Peer]
+    ) -> list[Route]:
         usable = [
             route
             for route in self.helpers
             if (route.welcome is None or route.serves(group))
             and route.peer not in without
             and not self.is_quarantined(route.peer)
-            and (target is None or self._admits(target.peer, (route.peer,)))
+            and self._admits(executor.peer, (route.peer,))
         ]
 
         def order(route: Route) -> tuple[bool, int, float]:

@@ -187,7 +187,7 @@ class Runtime:
         routes = self._routes.holders(index, executor)
         if len(routes) < max(1, self._routes.helpers_per_pad):
             raise QuarantinedError(
-                f"a pad is shared by {self._routes.helpers_per_pad} helpers of other companies than the executor's, and "
+                f"a pad is shared by {self._routes.helpers_per_pad} helpers of companies other than the executor's; "
                 f"for {self._facts[index].entry.name} only {len(routes)} are left; nothing is sent. Add helpers."
             )
         return [self._helpers[route] for route in routes]

@@ -23,7 +23,7 @@ from torch import Tensor
 from provider.model import ServedModel
 from symbiosis_priv import certificates, wire
 from symbiosis_priv.certificates import Identity, Kind
-from symbiosis_priv.federation import Federation, Peer
+from symbiosis_priv.federation import Company, Federation, Peer
 from symbiosis_priv.tls import server_context
 from symbiosis_priv.weights import WeightStore
 from tenant.channel import Wiretap
@@ -114,6 +114,7 @@ class ScriptedProvider:
         self.heard: list[Heard] = []
         self.hellos: list[wire.Hello] = []
         self.clock_ahead_s = 0.0
+        self.refuse_connections = False
         self.closing = threading.Event()
         self.certificate = identity.certificate
         self._model, self._max_rows, self._max_payload = model, max_rows, max_payload
@@ -182,6 +183,9 @@ class ScriptedProvider:
                 raw, _ = self._listener.accept()
             except OSError:
                 return
+            if self.refuse_connections:
+                raw.close()
+                continue
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._start(self._serve, raw)
 
@@ -325,6 +329,8 @@ def new_federation(identities: Identities, store: WeightStore) -> NewFederation:
         helpers: Sequence[ScriptedProvider | Peer] = (),
         *,
         digest: str | None = None,
+        companies: Sequence[Company] = (),
+        pad_helpers: int | None = None,
     ) -> Federation:
         return Federation(
             model_digest=digest or store.manifest().digest,
@@ -332,6 +338,8 @@ def new_federation(identities: Identities, store: WeightStore) -> NewFederation:
             tenant_certificate=identities.tenant.certificate,
             tenant_key=identities.tenant.key,
             peers=(*peers(executors, "executor"), *peers(helpers, "helper")),
+            companies=tuple(companies),
+            pad_helpers=pad_helpers,
         )
 
     return make
@@ -380,10 +388,12 @@ def new_session(preparation: Preparation, new_federation: NewFederation, store: 
             *,
             prepared: Preparation = preparation,
             deadline_s: float = TIMEOUT_S,
+            companies: Sequence[Company] = (),
+            pad_helpers: int | None = None,
             **options: Any,
         ) -> Session:
             session = Session(
-                new_federation(executors, helpers),
+                new_federation(executors, helpers, companies=companies, pad_helpers=pad_helpers),
                 prepared,
                 options=SessionOptions(masking=masking, deadline_s=deadline_s, **options),
                 store=store,

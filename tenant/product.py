@@ -76,26 +76,31 @@ class Products:
     def multiply(self, index: int, direction: Direction, rows: Rows) -> None:
         """One exact product; see `backend.RingProduct`."""
         self.routes.check(index)
+        xq, expected = self._encoded(index, direction, rows)
         self.runtime.greeter.meet()
-        facts = self.preparation.facts[index]
-        size = wire.ITEM_BYTES * rows.count * (facts.entry.inputs + facts.entry.stacked_outputs)
-        executors = self.routes.open_for(index, size)
-        parts = self._parts(index, direction, rows, executors=max(1, len(executors)))
+        executors = self.routes.open_for(index, self._size(index, len(xq)))
+        parts = self._parts(index, direction, rows, xq, expected, executors=max(1, len(executors)))
         share(parts, [self.runtime.executor(route) for route in executors], self._masked)
         self.tally.add(products=1, rows=rows.count)
 
-    def _parts(self, index: int, direction: Direction, rows: Rows, *, executors: int) -> list[Part]:
-        """All rows, encoded and filled up with zeros to the bucket, under pads that were burnt for them, in requests of
-        a size that everybody takes."""
-        facts = self.preparation.facts[index]
-        column, products = self.preparation.keys.columns(index, direction)
+    def _encoded(self, index: int, direction: Direction, rows: Rows) -> tuple[Tensor, Tensor]:
+        """All rows in the ring, filled up with zeros to the bucket, and what R makes of their true product."""
+        _, products = self.preparation.keys.columns(index, direction)
         count = rows.count + -rows.count % self.options.row_bucket
-        outputs = facts.outputs(direction)
-        xq = self.runtime.buffers.matrix(count, facts.inputs(direction))
+        xq = self.runtime.buffers.matrix(count, self.preparation.facts[index].inputs(direction))
         expected = torch.zeros(count, dtype=torch.int64, device="cpu")
         with span("quantise"):
             rows.encode(xq[: rows.count], column=products, expected=expected[: rows.count])
         xq[rows.count :] = 0
+        return xq, expected
+
+    def _parts(
+        self, index: int, direction: Direction, rows: Rows, xq: Tensor, expected: Tensor, *, executors: int
+    ) -> list[Part]:
+        """Under pads that were burnt for them, in requests of a size that everybody takes."""
+        facts = self.preparation.facts[index]
+        column, _ = self.preparation.keys.columns(index, direction)
+        count, outputs = len(xq), facts.outputs(direction)
         limit = self.runtime.row_limit(index)
         piece = piece_rows(count, facts.entry, piece_bytes=self.options.piece_bytes, executors=executors)
         parts = []
@@ -108,6 +113,11 @@ class Products:
                 mine, pads = cut(pads, some.stop - some.start)
                 parts.append(Part(index, direction, rows, start, xq[some], column, expected[some], mine, outputs))
         return parts
+
+    def _size(self, index: int, rows: int) -> int:
+        """Bytes of a product, both ways."""
+        entry = self.preparation.facts[index].entry
+        return wire.ITEM_BYTES * rows * (entry.inputs + entry.stacked_outputs)
 
     def _masked(self, part: Part, seat: Route | None) -> None:
         """The product of some rows, by whoever can be had; `seat` is asked first."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-_COLOURS = ("#0b6e99", "#c2410c", "#4d7c0f", "#7e22ce", "#b45309", "#475569")
+COLOURS = ("#0b6e99", "#c2410c", "#4d7c0f", "#7e22ce", "#b45309", "#475569")
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 460, 260, 56, 44, 30, 14
 
 
@@ -38,21 +38,21 @@ class Axis:
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar with its interval and what chance would reach."""
+    """One bar, and if they are known, its interval and what chance would reach."""
 
     label: str
     value: float
-    low: float
-    high: float
-    chance: float
-    colour: str = _COLOURS[0]
+    low: float | None = None
+    high: float | None = None
+    chance: float | None = None
+    colour: str = COLOURS[0]
 
 
 def lines(title: str, series: Mapping[str, Sequence[tuple[float, float]]], x: Axis, y: Axis) -> str:
     """A line per series, points marked."""
     body = []
     for i, (name, points) in enumerate(series.items()):
-        colour = _COLOURS[i % len(_COLOURS)]
+        colour = COLOURS[i % len(COLOURS)]
         path = " ".join(f"{_x(x, a):.1f},{_y(y, b):.1f}" for a, b in points)
         body.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
         if len(points) <= 12:
@@ -75,19 +75,30 @@ def bars(title: str, values: Sequence[Bar], y: Axis) -> str:
     for i, bar in enumerate(values):
         left, width = _LEFT + step * (i + 0.2), step * 0.6
         top, middle = _y(y, bar.value), left + width / 2
-        body += [
+        body.append(
             f'<rect x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" height="{_HEIGHT - _BOTTOM - top:.1f}" '
-            f'fill="{bar.colour}"/>',
-            _line((middle, _y(y, bar.low)), (middle, _y(y, bar.high)), 'stroke="#111"'),
-            _line(
-                (left - 3, _y(y, bar.chance)),
-                (left + width + 3, _y(y, bar.chance)),
-                'stroke="#111" stroke-width="2" stroke-dasharray="4 2"',
-            ),
+            f'fill="{bar.colour}"/>'
+        )
+        if bar.low is not None and bar.high is not None:
+            body.append(_line((middle, _y(y, bar.low)), (middle, _y(y, bar.high)), 'stroke="#111"'))
+        if bar.chance is not None:
+            ends = ((left - 3, _y(y, bar.chance)), (left + width + 3, _y(y, bar.chance)))
+            body.append(_line(*ends, 'stroke="#111" stroke-width="2" stroke-dasharray="4 2"'))
+        body.append(
             f'<text x="{middle:.1f}" y="{_HEIGHT - _BOTTOM + 12}" text-anchor="end" font-size="9" '
-            f'transform="rotate(-28 {middle:.1f} {_HEIGHT - _BOTTOM + 12})">{escape(bar.label)}</text>',
-        ]
+            f'transform="rotate(-28 {middle:.1f} {_HEIGHT - _BOTTOM + 12})">{escape(bar.label)}</text>'
+        )
     return _frame(title, "", y, body)
+
+
+def stacked(pictures: Sequence[str]) -> str:
+    """Several pictures below each other as one."""
+    height = _HEIGHT * len(pictures)
+    placed = (f'<svg y="{_HEIGHT * i}" height="{_HEIGHT}">{picture}</svg>' for i, picture in enumerate(pictures))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}">'
+        f"{''.join(placed)}</svg>"
+    )
 
 
 def _frame(title: str, x_label: str, y: Axis, body: Sequence[str]) -> str:

@@ -16,6 +16,7 @@ from symbiosis_priv.errors import ConfigError, ProtocolError
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
 
 if TYPE_CHECKING:  # what imports torch is imported by the commands: not for --help
+    from tenant.bench.contest import Contest, Shape
     from tenant.bench.report import Row
     from tenant.bench.tenants import Figures
 
@@ -36,6 +37,7 @@ Maskings = Annotated[str, typer.Option("--masking", help="Schemes to measure, se
 Batch = Annotated[int, typer.Option(min=1, help="Sequences of a batch.")]
 Tokens = Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")]
 PoolMemory = Annotated[int, typer.Option(min=0, help="Memory of each tenant for pads drawn ahead, in MiB.")]
+_ALL_MASKINGS = "none,pad,local"
 
 
 @app.command()
@@ -46,23 +48,18 @@ def step(
     inner: Inner = 5632,
     batch: Batch = 4,
     tokens: Tokens = 128,
-    masking: Maskings = "none,pad,local",
+    masking: Maskings = _ALL_MASKINGS,
     repeat: Repeat = 3,
     threads: Threads = _HALF_THE_CORES,
     pool_memory_mib: PoolMemory = 1024,
     json: Json = None,
 ) -> None:
     """A LoRA step (q and v) of a Llama, whole and split: CPU seconds and peak memory of every process."""
-    from tenant.bench.contest import Shape, contest
     from tenant.bench.step import measure_step
     from tenant.bench.worker import Step
 
-    names, task = _maskings(masking), Step(batch=batch, tokens=tokens)
-    shape = Shape(width=_multiple(width, "--width"), layers=layers, inner=inner)
-    with (
-        _measuring() as (folder, tell),
-        contest(folder, shape, names, threads=threads, pool_memory_mib=pool_memory_mib) as running,
-    ):
+    names, shape, task = _maskings(masking), _shape(width, layers, inner), Step(batch=batch, tokens=tokens)
+    with _contest(shape, names, threads=threads, pool_memory_mib=pool_memory_mib) as (running, tell):
         rows = measure_step(running, shape, task, names, repeat=repeat, on_turn=tell)
     _finish("step", rows, json)
 
@@ -75,23 +72,18 @@ def token(
     inner: Inner = 5632,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens before the first that is measured.")] = 16,
     tokens: Annotated[int, typer.Option(min=1, help="Generated tokens per turn.")] = 16,
-    masking: Maskings = "none,pad,local",
+    masking: Maskings = _ALL_MASKINGS,
     repeat: Repeat = 3,
     threads: Threads = _HALF_THE_CORES,
     pool_memory_mib: PoolMemory = 1024,
     json: Json = None,
 ) -> None:
     """A generated token of a Llama, whole and split."""
-    from tenant.bench.contest import Shape, contest
     from tenant.bench.step import measure_token
     from tenant.bench.worker import Generate
 
-    names, task = _maskings(masking), Generate(prompt=prompt, tokens=tokens)
-    shape = Shape(width=_multiple(width, "--width"), layers=layers, inner=inner)
-    with (
-        _measuring() as (folder, tell),
-        contest(folder, shape, names, threads=threads, pool_memory_mib=pool_memory_mib) as running,
-    ):
+    names, shape, task = _maskings(masking), _shape(width, layers, inner), Generate(prompt=prompt, tokens=tokens)
+    with _contest(shape, names, threads=threads, pool_memory_mib=pool_memory_mib) as (running, tell):
         rows = measure_token(running, shape, task, names, repeat=repeat, on_turn=tell)
     _finish("token", rows, json)
 
@@ -155,18 +147,16 @@ def network(
     The tenant's line has a bandwidth, a delay and losses, in a network
     namespace where this machine makes one, else by a proxy.
     """
-    from tenant.bench.contest import Shape
     from tenant.bench.lines import KINDS, Condition
     from tenant.bench.network import measure_network
 
     if line not in (*KINDS, "auto"):
         raise ConfigError(f"--line {line!r}: choose one of auto, {', '.join(KINDS)}")
     conditions = [Condition.parse(text) for text in condition.split(",")]
-    shape = Shape(width=_multiple(width, "--width"), layers=layers, inner=inner)
     with _measuring() as (folder, tell):
         rows, made = measure_network(
             folder,
-            shape,
+            _shape(width, layers, inner),
             batch=batch,
             tokens=tokens,
             conditions=conditions,
@@ -401,6 +391,25 @@ def _measuring() -> Iterator[tuple[Path, Callable[[str], None]]]:
         console.status("starting providers and tenants") as status,
     ):
         yield Path(folder), status.update
+
+
+@contextmanager
+def _contest(
+    shape: Shape, names: Sequence[str], *, threads: int, pool_memory_mib: int
+) -> Iterator[tuple[Contest, Callable[[str], None]]]:
+    from tenant.bench.contest import contest
+
+    with (
+        _measuring() as (folder, tell),
+        contest(folder, shape, names, threads=threads, pool_memory_mib=pool_memory_mib) as running,
+    ):
+        yield running, tell
+
+
+def _shape(width: int, layers: int, inner: int) -> Shape:
+    from tenant.bench.contest import Shape
+
+    return Shape(width=_multiple(width, "--width"), layers=layers, inner=inner)
 
 
 def _kernels(rows: str, shape: str, *, repeat: int, threads: int, weight_bits: int, device: str) -> list[Row]:

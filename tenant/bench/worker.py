@@ -74,7 +74,7 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
 
     seconds: float
     parts: dict[Part, float]
-    counted: dict[str, int]
+    counted: dict[str, float]
 
 
 class Tenant:

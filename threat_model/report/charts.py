@@ -31,16 +31,17 @@ def pool_charts(suite: Suite) -> list[str]:
 
 def adapter_charts(suite: Suite) -> list[str]:
     found = [c for c in suite.cells if "loss, stolen" in (c.outcome.figures if c.outcome else {})]
-    errors, losses = [], []
+    errors, losses, ends = [], [], list[float]()
     for cell in found:
         assert cell.outcome is not None  # found
         f = cell.outcome.figures
         error = f["worst relative error"]
         errors.append(Bar(cell.scheme.name, error, error, error, 0.01))
         losses.append(Bar(cell.scheme.name, f["loss, stolen"], f["loss, true"], f["loss, base model"], f["loss, true"]))
+        ends += [f["loss, true"], f["loss, base model"]]
     if not found:
         return []
-    low, high = min(b.low for b in losses), max(b.high for b in losses)
+    low, high = min(ends), max(ends)
     room = 0.2 * (high - low) + 1e-3
     return [
         figures.bars("error of the stolen BA (dashes: 1 %)", errors, Axis("relative error", 1e-7, 10.0, log=True)),

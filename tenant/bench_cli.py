@@ -89,6 +89,31 @@ def token(
 
 
 @app.command()
+def start(
+    *,
+    width: Width = 2048,
+    layers: Layers = 16,
+    inner: Inner = 8192,
+    repeat: Repeat = 3,
+    threads: Annotated[int, typer.Option(min=1, help="Torch threads of a provider, and for making keys.")] = (
+        os.cpu_count() or 1
+    ),
+    json: Json = None,
+) -> None:
+    """A provider's start, cold and warm, and the tenant's verification keys, beside reading the checkpoint.
+
+    Writes a checkpoint of the given shape (a billion weights, 2 GB) and 2 bytes per weight of cache; both are deleted.
+    """
+    from tenant.bench.contest import Shape
+    from tenant.bench.start import measure_start
+
+    shape = Shape(width=_multiple(width, "--width"), layers=layers, inner=inner)
+    with _measuring() as (folder, tell):
+        rows = measure_start(folder, shape, threads=threads, repeat=repeat, on_turn=tell)
+    _finish("start", rows, json)
+
+
+@app.command()
 def linear(
     *,
     rows: Rows = "1,16,64,256",

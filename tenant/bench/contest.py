@@ -43,10 +43,10 @@ class Shape:
     layers: int
     inner: int
 
-    def save(self, folder: Path) -> Path:
-        """Write it with random weights; the vocabulary is small, because its head is not what is measured."""
+    def config(self) -> LlamaConfig:
+        """The vocabulary is small, because its head is not what is measured."""
         heads = max(1, self.width // _HEAD)
-        config = LlamaConfig(
+        return LlamaConfig(
             hidden_size=self.width,
             intermediate_size=self.inner,
             num_hidden_layers=self.layers,
@@ -55,8 +55,11 @@ class Shape:
             vocab_size=4096,
             tie_word_embeddings=True,
         )
+
+    def save(self, folder: Path) -> Path:
+        """Write it with random weights."""
         torch.manual_seed(0)
-        LlamaForCausalLM(config).save_pretrained(folder)
+        LlamaForCausalLM(self.config()).save_pretrained(folder)
         return folder
 
 

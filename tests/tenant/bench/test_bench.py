@@ -83,6 +83,13 @@ def test_a_turn_ends_when_everybody_is_idle(running: Contest) -> None:
     assert min(turn.tenant_cpu_s, turn.executor_cpu_s, turn.helper_cpu_s) >= 0
 
 
+def test_starts_are_measured_beside_reading(tmp_path: Path) -> None:
+    report = measured(tmp_path / "start.json", "start", "--width", "64", "--layers", "1", "--inner", "64")
+    figures = {row["what"]: row["over_reading"] for row in report.rows}
+    assert figures["read the checkpoint"] == 1
+    assert {"provider, first start", "provider, warm cache", "tenant, verification keys"} < set(figures)
+
+
 def test_a_tenant_that_ends_is_quoted(tmp_path: Path) -> None:
     with pytest.raises(SymbiosisError, match=r"(?s)'nobody' has ended: .*no config\.json"):
         contests.Tenant(

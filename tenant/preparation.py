@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save
 
 from symbiosis_priv.checkpoint import Checkpoint
 from symbiosis_priv.errors import CheckpointError, ConfigError, RangeError
-from symbiosis_priv.files import default_cache, write_atomically
+from symbiosis_priv.files import default_cache, storing, write_atomically
 from symbiosis_priv.manifest import GroupEntry, Manifest
 from symbiosis_priv.quantise import QuantisedGroup
 from symbiosis_priv.ring import BACKWARD, FORWARD, Bound, Direction
@@ -67,11 +67,12 @@ def prepare(
         model: the checkpoint whose tensors are being loaded beside them, full or not; None if none is.
         weight_bits: what the federation says that the model is quantised to; None not to check.
         reread: read all of `store` again if its files are not those that were prepared from: the user's word that it is
-            the right one, and the way to replace a preparation.
+            the right one, and the way to replace a preparation. What is made then must also be kept.
 
     Raises:
         CheckpointError: nothing (intact) cached and no full checkpoint; the checkpoint is not the pinned model; or
             `model` is another than the one that was prepared.
+        StorageError: `reread`, and the cache cannot be written. Otherwise that costs time at the next start only.
         ConfigError: `weight_bits` is not the pinned model's, or others than the user can change the cache.
     """
     folder = (cache or default_cache()) / "tenant" / f"v{_VERSION}-{digest.removeprefix('sha256:')}-{columns}"
@@ -80,7 +81,7 @@ def prepare(
         prepared = None
     if prepared is None:
         assert store is not None  # `_load` has raised otherwise
-        prepared = _make(store, folder, digest=digest, columns=columns, progress=progress)
+        prepared = _make(store, folder, digest=digest, columns=columns, must_keep=reread, progress=progress)
     if weight_bits not in (None, prepared.manifest.weight_bits):
         raise ConfigError(
             f"model {digest} has {prepared.manifest.weight_bits} weight bits, but the federation file says "
@@ -91,7 +92,9 @@ def prepare(
     return prepared
 
 
-def _make(store: WeightStore, folder: Path, *, digest: str, columns: int, progress: Progress | None) -> Preparation:
+def _make(
+    store: WeightStore, folder: Path, *, digest: str, columns: int, must_keep: bool, progress: Progress | None
+) -> Preparation:
     keys, blame = VerificationKeys.fresh(), BlameKeys.fresh(columns=columns)
 
     def look(index: int, entry: GroupEntry, group: QuantisedGroup) -> GroupFacts:
@@ -115,7 +118,19 @@ def _make(store: WeightStore, folder: Path, *, digest: str, columns: int, progre
         checkpoint=str(store.path),
         forget_keys=lambda: _forget(folder),
     )
-    _save(folder, prepared)
+    try:
+        _save(folder, prepared)
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)  # half of it is none
+        if must_keep:
+            raise
+        log.warning(
+            "cannot keep verification keys in %s (%s): they are made again at every start. Make room there, or choose "
+            "another folder (RemoteConfig(cache=...), SYMBIOSIS_PRIV_CACHE)",
+            folder,
+            error,
+        )
+        return prepared
     _remember(folder, prepared, store)
     return _read(folder, digest=digest, columns=columns)
 
@@ -187,7 +202,8 @@ def _save(folder: Path, prepared: Preparation) -> None:
         if fact.bias is not None:
             tensors[f"{i}.bias"] = fact.bias
     origin = _Origin(checkpoint=prepared.checkpoint, own_digest=prepared.own_digest)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with storing(folder):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_atomically(folder / _FACTS, save(tensors), mode=0o600)
     write_atomically(folder / _KEYS, save(prepared.keys.to_tensors()), mode=0o600)
     write_atomically(folder / _BLAME, save(prepared.blame.to_tensors()), mode=0o600)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
 from symbiosis_priv.checkpoint import Checkpoint
-from symbiosis_priv.errors import CheckpointError, ConfigError
+from symbiosis_priv.errors import CheckpointError, ConfigError, StorageError
 from symbiosis_priv.manifest import Manifest
 from symbiosis_priv.modular import dot
 from symbiosis_priv.ring import DIRECTIONS, FORWARD
@@ -260,6 +260,21 @@ def test_the_folder_is_made_private_whatever_the_umask(store: WeightStore, tmp_p
     finally:
         os.umask(before)
     prepared(None, store.manifest().digest, tmp_path)
+
+
+def test_a_cache_that_cannot_be_written_costs_time_only(
+    store: WeightStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "full").write_text("no folder", encoding="utf-8")
+    digest = store.manifest().digest
+    kept, made = prepared(store, digest, tmp_path), prepared(store, digest, tmp_path / "full")
+    assert all(map(same_facts, kept.facts, made.facts))
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "made again at every start" in caplog.text
+    rows = torch.ones((3, made.facts[0].inputs(FORWARD)), dtype=torch.int32)
+    assert made.blame.accepts(0, FORWARD, rows=rows, answer=store.matrix(0).product(rows))
+    with pytest.raises(StorageError, match="choose another folder"):  # `tenant prepare` is there to keep it
+        prepare(store, digest=digest, columns=16, reread=True, cache=tmp_path / "full")
 
 
 # What is loaded is what was prepared

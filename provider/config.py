@@ -352,7 +352,7 @@ def template(
     text = _TEMPLATE.format(
         name=json.dumps(name),  # JSON's strings, and lists of them, are TOML
         roles=json.dumps(list(roles)),
-        checkpoint=json.dumps(checkpoint),
+        checkpoint=json.dumps(checkpoint, ensure_ascii=False),
         listen=json.dumps(listen),
         certificate=json.dumps(f"keys/{name}.pem"),
         key=json.dumps(f"keys/{name}.key"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +19,7 @@ from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIG
 
 if TYPE_CHECKING:  # what imports torch is imported by the commands: not for --help
     from symbiosis_priv.federation import Federation
+    from tenant.discovery import Found
     from tenant.facts import Preparation
     from tenant.probe import Finding
 
@@ -114,8 +116,22 @@ def check(
 
     loaded = load_federation(federation)
     preparation = _preparation(loaded, model)
-    findings = probe_all(loaded, preparation, timeout=timeout)
-    _show(loaded, findings, preparation)
+    found = _found(loaded, timeout)
+    everybody = replace(loaded, peers=(*loaded.peers, *found.executors))
+    findings = probe_all(everybody, preparation, timeout=timeout)
+    _show(everybody, findings, preparation, found)
+
+
+def _found(federation: Federation, timeout: float) -> Found:
+    """What the registries know; nothing without any."""
+    from tenant.discovery import DEADLINE_S, Discovery, Found
+
+    if federation.registries is None:
+        return Found()
+    discovery = Discovery(federation, deadline_s=min(timeout, DEADLINE_S))
+    executors = discovery.refresh()
+    discovery.close(0.0)
+    return Found(executors, discovery.refused)
 
 
 @app.command()
@@ -163,7 +179,7 @@ def _preparation(federation: Federation, model: str | None) -> Preparation | Non
         return None
 
 
-def _show(federation: Federation, findings: Sequence[Finding], preparation: Preparation | None) -> None:
+def _show(federation: Federation, findings: Sequence[Finding], preparation: Preparation | None, found: Found) -> None:
     from tenant.coverage import lacking
 
     table = Table(
@@ -177,7 +193,14 @@ def _show(federation: Federation, findings: Sequence[Finding], preparation: Prep
     for finding in findings:
         for warning in finding.warnings:
             console.print(escape(f"{finding.peer.name}: {warning}"), style="yellow", soft_wrap=True)
-    failures = [f"{finding.peer.name}: {finding.failure}" for finding in findings if finding.failure]
+    failures = []
+    for finding in findings:
+        if finding.failure and finding.peer not in found.executors:
+            failures.append(f"{finding.peer.name}: {finding.failure}")
+        elif finding.failure:  # who is in no file may come and go
+            console.print(escape(f"{finding.peer.name}: {finding.failure}"), style="yellow", soft_wrap=True)
+    for name, why in found.refused.items():
+        console.print(escape(f"{name}, from a registry, is not taken on: {why}"), style="yellow", soft_wrap=True)
     if preparation is None:
         console.print(
             "no verification keys of this model on this machine: no product was compared and no layer counted; add "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -23,6 +23,7 @@ from symbiosis_priv.federation import Federation, Peer
 from symbiosis_priv.layers import spans
 from symbiosis_priv.ring import FORWARD
 from tenant.coverage import lacking
+from tenant.discovery import DEADLINE_S, Discovery
 from tenant.facts import Preparation
 from tenant.probe import Finding, Probe
 from tenant.published import ProviderFigures, SessionStatus, read_status
@@ -97,17 +98,33 @@ def watch(
         preparation: for the layers' numbers; without it they are layer groups.
         status: a running session's file (`published`).
     """
-    watchers = [Watcher(federation, peer, interval=interval, timeout=timeout) for peer in federation.peers]
+    discovery = Discovery(federation, deadline_s=min(timeout, DEADLINE_S)) if federation.registries else None
+    watchers: dict[Peer, Watcher] = {}
     console = Console()
-    for watcher in watchers:
-        watcher.start()
+
+    def everybody() -> Federation:
+        """With whom registries know by now; each of them is watched."""
+        found = discovery.executors if discovery else ()
+        now = replace(federation, peers=(*federation.peers, *found))
+        for peer in now.peers:
+            if peer not in watchers:
+                watchers[peer] = Watcher(federation, peer, interval=interval, timeout=timeout)
+                watchers[peer].start()
+        for gone in watchers.keys() - set(now.peers):
+            watchers.pop(gone).close()
+        return now
 
     def screen() -> RenderableType:
-        return render(federation, [watcher.seen for watcher in watchers], preparation, _status(status))
+        now = everybody()
+        return render(now, [watchers[peer].seen for peer in now.peers], preparation, _status(status))
 
     try:
+        if discovery:
+            discovery.refresh()
+            discovery.start()
+        everybody()
         deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline and any(watcher.seen is None for watcher in watchers):
+        while time.monotonic() < deadline and any(watcher.seen is None for watcher in watchers.values()):
             time.sleep(_POLL_S)
         if once:
             console.print(screen())
@@ -117,8 +134,10 @@ def watch(
                 time.sleep(interval)
                 live.update(screen(), refresh=True)
     finally:
-        for watcher in watchers:
+        for watcher in watchers.values():
             watcher.close()
+        if discovery:
+            discovery.close(_POLL_S)
 
 
 def render(

@@ -36,6 +36,9 @@ Full = Annotated[
     Path | None, typer.Option("--checkpoint", help="The full checkpoint, if --model holds only your own tensors.")
 ]
 Deadline = Annotated[float, typer.Option(help="Seconds that one request may take, a provider's restart included.")]
+Status = Annotated[
+    Path | None, typer.Option(help="Keep how each provider is doing in this file, for `federation top --status`.")
+]
 Text = Annotated[
     Path,
     typer.Option(
@@ -84,6 +87,7 @@ def finetune(
     ] = None,
     deadline_s: Deadline = 120.0,
     checkpoint: Full = None,
+    status: Status = None,
 ) -> None:
     """Fine-tune a LoRA adapter on private data; the frozen layers run at the providers.
 
@@ -115,7 +119,7 @@ def finetune(
             model,
             text,
             output,
-            remote=_remote(federation, masking, deadline_s=deadline_s, checkpoint=checkpoint),
+            remote=_remote(federation, masking, deadline_s=deadline_s, checkpoint=checkpoint, status=status),
             options=options,
             on_progress=on_progress,
         )
@@ -162,6 +166,7 @@ def generate(
     masking: Masking = "pad",
     deadline_s: Deadline = 120.0,
     checkpoint: Full = None,
+    status: Status = None,
 ) -> None:
     """Continue a prompt, word by word; greedy, unless sampling or beams are asked for."""
     from tenant import generate as generation
@@ -170,7 +175,7 @@ def generate(
 
     _quiet()
     words = _prompt(prompt, prompt_file)
-    remote = _remote(federation, masking, deadline_s=deadline_s, checkpoint=checkpoint)
+    remote = _remote(federation, masking, deadline_s=deadline_s, checkpoint=checkpoint, status=status)
     loaded, tokenizer = generation.open_model(model, remote=remote, adapter=adapter)
     decoding = generation.Decoding(
         max_new_tokens=max_new_tokens,
@@ -292,7 +297,9 @@ def _quiet() -> None:
     transformers.utils.logging.set_verbosity_error()
 
 
-def _remote(federation: Path, masking: str, *, deadline_s: float, checkpoint: Path | None) -> RemoteConfig:
+def _remote(
+    federation: Path, masking: str, *, deadline_s: float, checkpoint: Path | None, status: Path | None
+) -> RemoteConfig:
     from tenant.config import RemoteConfig
 
     return RemoteConfig(
@@ -300,6 +307,7 @@ def _remote(federation: Path, masking: str, *, deadline_s: float, checkpoint: Pa
         masking=masking,
         deadline_s=deadline_s,
         checkpoint=checkpoint,
+        status=status,
         surface="command line",
     )
 

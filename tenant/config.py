@@ -13,6 +13,7 @@ from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.trust import QUANT_METHOD
 from tenant.channel import Wiretap
 from tenant.masking.registry import DEFAULT_MASKING, registered, scheme_named
+from tenant.masking.scheme import SessionScheme
 from tenant.verifier import DEFAULT_COLUMNS
 
 
@@ -40,6 +41,8 @@ class RemoteConfig(QuantizationConfigMixin):
         cache: folder for quantised weights and verification keys; the user's cache folder if None.
         paper_pool_size: noises per layer of "paper-pool".
         paper_noise_scale: their standard deviation as a multiple of the activations'.
+        status: a file that is kept up to date with how each provider is doing, for `symbiosis-priv federation top
+            --status`; it holds names, states and counts, and is readable by you alone.
         wiretap: an observer of every frame on the wire, for tests and reviewers.
         surface: how messages name these options: as arguments in "python", or as flags of the "command line".
     """
@@ -55,6 +58,7 @@ class RemoteConfig(QuantizationConfigMixin):
     cache: str | Path | None = None
     paper_pool_size: int = 4
     paper_noise_scale: float = 16.0
+    status: str | Path | None = None
     wiretap: Wiretap | None = None
     surface: Literal["python", "command line"] = "python"
     quant_method: str = QUANT_METHOD  # type: ignore[assignment]  # by which transformers finds the quantizer
@@ -70,6 +74,8 @@ class RemoteConfig(QuantizationConfigMixin):
             )
         if remote and self.weight_bits is not None:
             raise ConfigError(f"weight_bits is for masking = {alone}; the federation file says it otherwise")
+        if self.status is not None and not isinstance(scheme_named(self.masking), SessionScheme):
+            raise ConfigError(f"status is for sessions with verified providers; masking = {self.masking!r} has none")
         lowest = {"deadline_s": 0.1, "pool_memory_mib": 0, "row_bucket": 1, "verify_columns": 8, "paper_pool_size": 1}
         for name, low in lowest.items():
             if not getattr(self, name) >= low:

@@ -23,6 +23,7 @@ from tenant.masking.scheme import SessionScheme
 from tenant.options import SessionOptions
 from tenant.own_tensors import own_digest
 from tenant.preparation import prepare
+from tenant.published import publish
 from tenant.session import Session
 
 
@@ -104,6 +105,8 @@ class Opening:
             wiretap=config.wiretap,
         )
         session = Session(self.federation, preparation, options=options, store=store)
+        if config.status is not None:
+            publish(session, Path(config.status))
         return RingBackend([facts.with_headroom(scheme.headroom_bits) for facts in preparation.facts], session)
 
     @cached_property

@@ -1,19 +1,30 @@
 """What a running session lets its owner's other programs see: a small file of figures about providers.
 
 Off unless `RemoteConfig(status=...)` names the file. It holds names, states, counts and times: no secret, no seed, no
-row, nothing computed from one. It is replaced as a whole, readable by its owner alone.
+row, nothing computed from one. It is replaced as a whole every second, and readable by its owner alone. The thread that
+writes it belongs to the process that opened the session: a forked child writes nothing.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import threading
+import time
+import weakref
 from pathlib import Path
 
 import msgspec
 
-from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.errors import ConfigError, StorageError
 from symbiosis_priv.files import write_atomically
 from symbiosis_priv.limits import Role
+from tenant.routes import Route, Routes
+from tenant.session import Session
 
+log = logging.getLogger(__name__)
+
+INTERVAL_S = 1.0
 _MODE = 0o600
 
 
@@ -49,6 +60,57 @@ class SessionStatus(msgspec.Struct, frozen=True, kw_only=True):
     written: float
     model_digest: str
     providers: list[ProviderFigures]
+
+
+def status_of(session: Session) -> SessionStatus:
+    """What a session's routes say now."""
+    routes = session.routes
+    return SessionStatus(
+        pid=os.getpid(),
+        written=time.time(),
+        model_digest=session.preparation.manifest.digest,
+        providers=[_figures(routes, route) for route in (*routes.executors, *routes.helpers)],
+    )
+
+
+def _figures(routes: Routes, route: Route) -> ProviderFigures:
+    state = "not heard yet" if route.welcome is None else str(route.health.state)
+    return ProviderFigures(
+        name=route.peer.name,
+        role=route.peer.role,
+        state="quarantined" if routes.is_quarantined(route.peer) else state,
+        requests=route.requests,
+        latency_s=route.health.latency_s,
+        verified=route.verified,
+        rejected=route.rejected,
+    )
+
+
+def publish(session: Session, path: Path, *, interval_s: float = INTERVAL_S) -> None:
+    """Keep a session's status in a file, until the session is closed or gone.
+
+    Raises:
+        StorageError: it cannot be written now. What goes wrong later is logged once, and tried again.
+    """
+    write_status(path, status_of(session))
+    arguments = (weakref.ref(session), path, interval_s)
+    threading.Thread(target=_publish, args=arguments, name="status", daemon=True).start()
+
+
+def _publish(session: weakref.ref[Session], path: Path, interval_s: float) -> None:
+    complained = False
+    while (alive := session()) is not None:
+        closed = alive.closed
+        try:
+            write_status(path, status_of(alive))
+        except StorageError as error:
+            if not complained:
+                log.warning("the session's status is not up to date: %s", error)
+            complained = True
+        if closed:
+            return
+        del alive
+        time.sleep(interval_s)
 
 
 def write_status(path: Path, status: SessionStatus) -> None:

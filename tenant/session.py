@@ -80,6 +80,11 @@ class Session:
         return ring_rows.product
 
     @property
+    def closed(self) -> bool:
+        """Whether it has been closed for good."""
+        return self._closed
+
+    @property
     def runtime(self) -> Runtime:
         """What belongs to this process; made if need be."""
         return self._open().runtime

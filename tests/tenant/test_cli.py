@@ -30,6 +30,7 @@ from tenant.finetune import FineTuning, finetune
 from tenant.generate import Decoding, generate, open_model
 from tenant.loading import load_tokenizer
 from tenant.output import last_checkpoint
+from tenant.published import read_status
 
 TINY = Pretraining(steps=4, batch=2, window=16, sentences=300, vocab=320)
 
@@ -56,7 +57,9 @@ def local(model: Path) -> Iterator[LocalFederation]:
 def adapter(model: Path, text: Path, local: LocalFederation) -> Path:
     """Two steps with a checkpoint after each."""
     output = model.parent / "adapter"
-    shown = tenant("finetune", *finetuning(model, text, local, output), "--steps", "2")
+    status = model.parent / "status.json"
+    shown = tenant("finetune", *finetuning(model, text, local, output), "--steps", "2", "--status", str(status))
+    assert [(one.name, one.role) for one in read_status(status).providers] == [("executor",) * 2, ("helper",) * 2]
     for figure in ("loss on", "tokens per second", "round trips to executors", "answer rows verified"):
         assert figure in shown
     assert re.findall(r"^step (\d) of 2, loss \d", shown, re.MULTILINE) == ["1", "2"]  # without a terminal

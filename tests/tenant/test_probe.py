@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import pytest
 from torch import Tensor
 from typer.testing import CliRunner
 
+from provider.model import ServedModel
 from symbiosis_priv import wire
 from symbiosis_priv.federation import Federation
 from symbiosis_priv.layers import LayerRange
@@ -20,10 +22,15 @@ from symbiosis_priv.ring import BACKWARD, DIRECTIONS, FORWARD
 from symbiosis_priv.weights import WeightStore
 from tenant import federation_cli
 from tenant.facts import Preparation
+from tenant.preparation import prepare
 from tenant.probe import Finding, probe_all
+from tenant.verifier import DEFAULT_COLUMNS
+from tests.registries import LyingRegistry, registry_config
+from tests.tenant.conftest import ScriptedProvider
+from tests.vouching import Vouching
 
 if TYPE_CHECKING:
-    from tests.tenant.conftest import Heard, NewFederation, NewProvider, ScriptedProvider
+    from tests.tenant.conftest import Heard, Identities, NewFederation, NewProvider
 
 TIMEOUT_S = 20.0
 GROUPS = 9
@@ -186,6 +193,52 @@ def test_a_name_that_is_looked_up_for_ever_ends_at_the_deadline(
     assert time.monotonic() - began < 3
     assert finding.failure is not None
     assert "did not answer within 0.3 s" in finding.failure
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Iterator[tuple[Vouching, LyingRegistry]]:
+    vouching = Vouching.in_folder(tmp_path / "vouching")
+    with LyingRegistry(registry_config(vouching)) as registry:
+        yield vouching, registry
+
+
+def test_executors_from_a_registry_are_probed_too(
+    new_federation: NewFederation,
+    federation_file: Callable[[Federation], Path],
+    registry: tuple[Vouching, LyingRegistry],
+    identities: Identities,
+    helper: ScriptedProvider,
+    half: Callable[[str], ScriptedProvider],
+    llama: Path,
+    preparation: Preparation,
+) -> None:
+    """A layer that only a registry knows an executor for; one of the helper's operator; and one that is gone."""
+    vouching, lists = registry
+    federation = new_federation([half("0")], [helper])
+    store = WeightStore(llama, layers=LayerRange(1, 1))
+    gamma = ScriptedProvider(ServedModel(store), vouching.identity("gamma"), identities.authority)
+    vouching.identity("own", operator=federation.helpers[0].operator)
+
+    def says(name: str, port: int) -> bytes:
+        return vouching.says(name, layers="1", address=("127.0.0.1", port), model_digest=federation.model_digest)
+
+    lists.show(says("gamma", gamma.port), says("own", 9))
+    path = federation_file(federation)
+    where = {"addresses": [lists.address], "authority": str(vouching.authority.certificate)}
+    path.write_text("\n".join([path.read_text(), "[registry]", *(f"{k} = {json.dumps(v)}" for k, v in where.items())]))
+    prepare(WeightStore(llama), digest=federation.model_digest, columns=DEFAULT_COLUMNS)
+    result = check(path)
+    assert result.exit_code == 0, result.output
+    assert "own, from a registry, is not taken on: " in result.output
+    assert "every layer is served in both directions; 12 products" in result.output
+    shown = CliRunner().invoke(federation_cli.app, ["top", "-f", str(path), "--once"], env={"COLUMNS": "250"})
+    assert shown.exit_code == 0, shown.output
+    assert "gamma AG" in shown.output
+    gamma.close()
+    result = check(path)
+    assert result.exit_code == 1
+    assert "cannot reach executor 'gamma'" in result.output
+    assert "layer 1 forward: nobody" in result.output
 
 
 def check(path: Path) -> Any:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.federation import Federation
 from symbiosis_priv.ring import DIRECTIONS
 from tenant import federation_cli
 from tenant.facts import Preparation
 from tenant.probe import Probe
-from tenant.published import ProviderFigures, SessionStatus, read_status, write_status
+from tenant.published import ProviderFigures, SessionStatus, write_status
 from tenant.top import Seen, Watcher, render
 
 if TYPE_CHECKING:
@@ -120,23 +117,6 @@ def test_figures_of_a_session_stand_beside(new_federation: NewFederation, execut
     for figure in ("in use", "2.10 ms", "1,234", "98,765", " 7 ", "session of process 4711, 0 s ago"):
         assert figure in shown, figure
     assert "cannot read" in text_of(render(federation, seen, None, "cannot read it"))
-
-
-def test_a_status_is_private_whole_and_nothing_else(
-    new_federation: NewFederation, executor: ScriptedProvider, tmp_path: Path
-) -> None:
-    status = session_of(new_federation([executor]))
-    path = tmp_path / "status.json"
-    write_status(path, status)
-    write_status(path, status)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert read_status(path) == status
-    assert [file.name for file in tmp_path.iterdir()] == ["status.json"]
-    path.write_text("{}")
-    with pytest.raises(ConfigError, match="is not the status of a session"):
-        read_status(path)
-    with pytest.raises(ConfigError, match=r"RemoteConfig\(status"):
-        read_status(tmp_path / "none.json")
 
 
 def test_the_command_prints_one_look(

@@ -24,13 +24,18 @@ from typing import Self
 
 from symbiosis_priv.certificates import DEFAULT_HOSTS, Identity, Kind, create_authority, issue
 from symbiosis_priv.checkpoint import resolve
+from symbiosis_priv.descriptor import verify
 from symbiosis_priv.errors import ConfigError, DeadlineExceededError
 from symbiosis_priv.files import write_atomically
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
+from symbiosis_priv.registry.client import RegistryClient
+from symbiosis_priv.statements import Trust
+from symbiosis_priv.tls import registry_client_context
 from symbiosis_priv.weights import Progress, WeightStore
 from symbiosis_priv.wire import Role
 
 _POLL_S = 0.02
+_REGISTRY = "registry"
 _TAIL = 2000  # characters of a log that an error quotes
 
 ProviderOptions = Mapping[str, Mapping[str, object]]
@@ -44,6 +49,7 @@ class _Provider:
     identity: Identity
     address: str  # the port that it got stays its own when it is started again
     layers: str | None = None
+    listed: bool = True
     process: subprocess.Popen[bytes] | None = None
 
 
@@ -65,6 +71,7 @@ class LocalFederation:
         layers: what providers serve of the model, by name; the others serve all of it.
         companies: names of providers that count as one party, by the company's name.
         pad_helpers: how many helpers share each pad; all of them if None.
+        registry: also run a registry, in which tenants find executors that `federation.toml` does not list.
         host: an IP address of this machine, where they listen; by default loopback.
         provider_options: further entries of each provider.toml.
         deadline_s: time for all of them to become ready.
@@ -82,6 +89,7 @@ class LocalFederation:
         layers: Mapping[str, str] | None = None,
         companies: Mapping[str, Sequence[str]] | None = None,
         pad_helpers: int | None = None,
+        registry: bool = False,
         host: str = "127.0.0.1",
         provider_options: ProviderOptions | None = None,
         deadline_s: float = 120.0,
@@ -94,6 +102,9 @@ class LocalFederation:
         self._layers = layers or {}
         self._companies = companies or {}
         self._pad_helpers = pad_helpers
+        self._with_registry = registry
+        self._registry: str | None = None
+        self._registry_process: subprocess.Popen[bytes] | None = None
         self._host = host
         self._options = provider_options or {}
         self._deadline_s = deadline_s
@@ -110,6 +121,12 @@ class LocalFederation:
         """The providers, executors first."""
         return tuple(self._providers)
 
+    @property
+    def registry(self) -> str:
+        """`host:port` of the registry."""
+        assert self._registry is not None, "there is none"
+        return self._registry
+
     def address(self, name: str) -> str:
         """`host:port` of a provider."""
         return self._provider(name).address
@@ -120,8 +137,9 @@ class LocalFederation:
         return process.pid if process else None
 
     def logs(self, name: str) -> str:
-        """What a provider has printed, over all its lives."""
-        return self._log_path(self._provider(name)).read_text(encoding="utf-8", errors="replace")
+        """What a provider, or the registry, has printed, over all its lives."""
+        known = name if name == _REGISTRY and self._with_registry else self._provider(name).name
+        return self._log_path(known).read_text(encoding="utf-8", errors="replace")
 
     def kill(self, name: str) -> None:
         """End a provider at once (SIGKILL), as a crash would."""
@@ -158,10 +176,12 @@ class LocalFederation:
                 self._make(name, role, self._layers.get(name))
         for name in self._layers:
             self._provider(name)
+        deadline = time.monotonic() + self._deadline_s
         try:
+            if self._with_registry:
+                self._run_registry(deadline)
             for provider in self._providers.values():
                 self._launch(provider)
-            deadline = time.monotonic() + self._deadline_s
             for provider in self._providers.values():
                 self._wait_ready(provider, deadline)
             self._write_federation()
@@ -170,12 +190,13 @@ class LocalFederation:
             raise
         return self
 
-    def add(self, name: str, role: Role = "executor", *, layers: str | None = None) -> None:
+    def add(self, name: str, role: Role = "executor", *, layers: str | None = None, listed: bool = True) -> None:
         """One more provider joins: it is started, and `federation.toml` names it from now on.
 
         Args:
             name: of its own.
             layers: what it serves of the model; all of it if None.
+            listed: if false, the registry lists it, and not the file.
 
         Raises:
             ConfigError: the name is taken, or the provider ended at once; the message quotes its log.
@@ -183,10 +204,13 @@ class LocalFederation:
         """
         if name in self._providers:
             raise ConfigError(f"there is a provider {name!r} here: give the new one a name of its own")
-        provider = self._make(name, role, layers)
+        provider = self._make(name, role, layers, listed=listed)
+        deadline = time.monotonic() + self._deadline_s
         try:
             self._launch(provider)
-            self._wait_ready(provider, time.monotonic() + self._deadline_s)
+            self._wait_ready(provider, deadline)
+            if not listed:
+                self._wait_until_found(provider, deadline)
         except BaseException:
             self.kill(name)
             del self._providers[name]
@@ -206,6 +230,12 @@ class LocalFederation:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 provider.process.wait(10.0)
             self.kill(provider.name)
+        if (registry := self._registry_process) is not None:
+            registry.kill()
+            registry.wait(10.0)
+            assert registry.stdin is not None
+            registry.stdin.close()
+            self._registry_process = None
 
     def __enter__(self) -> Self:
         return self.start()
@@ -226,11 +256,32 @@ class LocalFederation:
     def _keys(self) -> Path:
         return self.directory / "keys"
 
-    def _make(self, name: str, role: Role, layers: str | None) -> _Provider:
-        hosts = list(dict.fromkeys((*DEFAULT_HOSTS, self._host)))
-        identity = issue(self._keys, authority=self._authority, kind=Kind.PROVIDER, name=name, hosts=hosts)
-        provider = self._providers[name] = _Provider(name, role, identity, f"{self._host}:0", layers)
+    def _make(self, name: str, role: Role, layers: str | None, *, listed: bool = True) -> _Provider:
+        identity = self._issue(name)
+        provider = self._providers[name] = _Provider(name, role, identity, f"{self._host}:0", layers, listed)
         return provider
+
+    def _issue(self, name: str) -> Identity:
+        hosts = list(dict.fromkeys((*DEFAULT_HOSTS, self._host)))
+        operator = _operator(name)
+        return issue(
+            self._keys, authority=self._authority, kind=Kind.PROVIDER, name=name, hosts=hosts, operator=operator
+        )
+
+    def _run_registry(self, deadline: float) -> None:
+        identity, ready = self._issue(_REGISTRY), self.directory / f"{_REGISTRY}.ready"
+        options = {
+            "--listen": f"{self._host}:0",
+            "--certificate": identity.certificate,
+            "--key": identity.key,
+            "--authority": self._authority.certificate,
+            "--database": self.directory / f"{_REGISTRY}.sqlite",
+            "--ready-file": ready,
+        }
+        words = [str(word) for pair in options.items() for word in pair]
+        self._registry_process = self._spawn(_REGISTRY, ["registry", "serve", *words])
+        self._await("the registry", self._registry_process, ready, deadline)
+        self._registry = ready.read_text(encoding="utf-8").strip()
 
     def _write_federation(self) -> None:
         sections = [
@@ -241,19 +292,16 @@ class LocalFederation:
             sections.append(_table("[pads]", helpers=self._pad_helpers))
         for name, members in self._companies.items():
             sections.append(_table("[[company]]", name=name, members=list(members)))
-        for p in self._providers.values():
+        if self._registry is not None:
+            sections.append(_table("[registry]", addresses=[self._registry], authority=self._authority.certificate))
+        for p in (p for p in self._providers.values() if p.listed):
             entries: dict[str, object] = {"layers": p.layers} if p.layers else {}
             entries |= {"address": p.address, "certificate": p.identity.certificate}
-            sections.append(
-                _table("[[provider]]", name=p.name, operator=f"operator of {p.name}", role=p.role, **entries)
-            )
+            sections.append(_table("[[provider]]", name=p.name, operator=_operator(p.name), role=p.role, **entries))
         write_atomically(self.federation, "\n".join(sections).encode())
 
-    def _tail(self, provider: _Provider) -> str:
-        return self.logs(provider.name)[-_TAIL:]
-
-    def _log_path(self, provider: _Provider) -> Path:
-        return self.directory / f"{provider.name}.log"
+    def _log_path(self, name: str) -> Path:
+        return self.directory / f"{name}.log"
 
     def _ready_path(self, provider: _Provider) -> Path:
         return self.directory / f"{provider.name}.ready"
@@ -263,10 +311,14 @@ class LocalFederation:
         config.write_text(self._provider_toml(provider), encoding="utf-8")
         ready = self._ready_path(provider)
         ready.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "symbiosis_priv.cli", "provider", "serve"]
-        with self._log_path(provider).open("ab") as log:
-            provider.process = subprocess.Popen(
-                [*command, "--config", str(config), "--ready-file", str(ready), "--lifeline"],
+        provider.process = self._spawn(
+            provider.name, ["provider", "serve", "--config", str(config), "--ready-file", str(ready)]
+        )
+
+    def _spawn(self, name: str, words: Sequence[str]) -> subprocess.Popen[bytes]:
+        with self._log_path(name).open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "symbiosis_priv.cli", *words, "--lifeline"],
                 stdin=subprocess.PIPE,  # held open, never written to: when this process ends, so do its providers
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -277,18 +329,39 @@ class LocalFederation:
     def _wait_ready(self, provider: _Provider, deadline: float) -> None:
         assert provider.process is not None
         ready = self._ready_path(provider)
+        try:
+            self._await(f"provider {provider.name!r}", provider.process, ready, deadline)
+        except ConfigError:
+            self.kill(provider.name)
+            raise
+        provider.address = ready.read_text(encoding="utf-8").strip()
+
+    def _await(self, what: str, process: subprocess.Popen[bytes], ready: Path, deadline: float) -> None:
         while not ready.exists():
-            status = provider.process.poll()
-            if status is not None:
-                self.kill(provider.name)
-                raise ConfigError(f"provider {provider.name!r} ended with status {status}: {self._tail(provider)}")
+            said = self._log_path(ready.stem).read_text(encoding="utf-8", errors="replace")[-_TAIL:]
+            if (status := process.poll()) is not None:
+                raise ConfigError(f"{what} ended with status {status}: {said}")
             if time.monotonic() > deadline:
                 raise DeadlineExceededError(
-                    f"provider {provider.name!r} was not ready within {self._deadline_s:g} s; "
-                    f"LocalFederation(deadline_s=...) waits longer: {self._tail(provider)}"
+                    f"{what} was not ready within {self._deadline_s:g} s; LocalFederation(deadline_s=...) waits "
+                    f"longer: {said}"
                 )
             time.sleep(_POLL_S)
-        provider.address = ready.read_text(encoding="utf-8").strip()
+
+    def _wait_until_found(self, provider: _Provider, deadline: float) -> None:
+        trust = Trust.load(self._authority.certificate)
+        context = registry_client_context(trust.authorities)
+        while True:
+            with RegistryClient(self.registry, context, deadline_s=self._deadline_s) as registry:
+                found = [verify(data, trust, now=time.time()) for data in registry.list(self._digest)]
+            if provider.address in (announced.said.address for announced in found):
+                return
+            if time.monotonic() > deadline:
+                raise DeadlineExceededError(
+                    f"the registry did not list provider {provider.name!r} within {self._deadline_s:g} s; "
+                    f"LocalFederation(deadline_s=...) waits longer"
+                )
+            time.sleep(_POLL_S)
 
     def _provider_toml(self, provider: _Provider) -> str:
         tables: dict[str, dict[str, object]] = {
@@ -306,10 +379,16 @@ class LocalFederation:
         }
         if provider.layers is not None:
             tables["model"]["layers"] = provider.layers
+        if not provider.listed:
+            tables["registry"] = {"announce": [self.registry], "authority": self._authority.certificate}
         for table, entries in self._options.items():
             tables.setdefault(table, {}).update(entries)
         head = _entries(name=provider.name, listen=provider.address, roles=[provider.role])
         return "\n".join([head, *(_table(f"[{name}]", **entries) for name, entries in tables.items())])
+
+
+def _operator(name: str) -> str:
+    return f"operator of {name}"
 
 
 def _table(header: str, **entries: object) -> str:

@@ -32,6 +32,7 @@ Authority = Annotated[Path, typer.Option(help="The federation's: it vouches for 
 Revoked = Annotated[Path | None, typer.Option(help="What `symbiosis-priv keys revoke` writes.")]
 Database = Annotated[Path, typer.Option(help="Where the log is kept.")]
 ReadyFile = Annotated[Path | None, typer.Option(help="Write the bound address here once ready (for port 0).")]
+Lifeline = Annotated[bool, typer.Option("--lifeline", help="Also stop when stdin closes.")]
 
 _LISTEN = "127.0.0.1:7500"
 _DATABASE = Path("registry.sqlite")
@@ -47,6 +48,7 @@ def serve(
     listen: Listen = _LISTEN,
     database: Database = _DATABASE,
     ready_file: ReadyFile = None,
+    lifeline: Lifeline = False,
 ) -> None:
     """Take announcements and answer until SIGTERM or Ctrl-C."""
     from provider.registry.server import RegistryConfig, RegistryServer
@@ -54,7 +56,7 @@ def serve(
     config = RegistryConfig(
         listen=listen, certificate=certificate, key=key, authority=authority, revoked=revoked, database=database
     )
-    _run(RegistryServer(config), ready_file=ready_file)
+    _run(RegistryServer(config), ready_file=ready_file, lifeline=lifeline)
 
 
 @app.command()
@@ -69,6 +71,7 @@ def replicate(
     listen: Listen = _LISTEN,
     database: Database = _DATABASE,
     ready_file: ReadyFile = None,
+    lifeline: Lifeline = False,
 ) -> None:
     """Follow a registry's log and pass it on until SIGTERM or Ctrl-C; what contradicts it is reported, not followed."""
     from provider.registry.replica import Follower
@@ -78,7 +81,8 @@ def replicate(
         listen=listen, certificate=certificate, key=key, authority=authority, revoked=revoked, database=database
     )
     server = RegistryServer(config, replica_of=of)
-    _run(server, Follower(server.log, source=source, trust=lambda: server.trust), ready_file=ready_file)
+    follower = Follower(server.log, source=source, trust=lambda: server.trust)
+    _run(server, follower, ready_file=ready_file, lifeline=lifeline)
 
 
 @app.command()
@@ -138,8 +142,9 @@ def show(
     Console().print(table)
 
 
-def _run(server: RegistryServer, follower: Follower | None = None, *, ready_file: Path | None) -> None:
+def _run(server: RegistryServer, follower: Follower | None = None, *, ready_file: Path | None, lifeline: bool) -> None:
     from provider import logs
+    from provider.executor import wait_for_eof
     from symbiosis_priv.files import write_atomically
 
     logs.setup("info")
@@ -152,6 +157,8 @@ def _run(server: RegistryServer, follower: Follower | None = None, *, ready_file
         if ready_file is not None:
             write_atomically(ready_file, server.address.encode())
         print(json.dumps({"event": "listening", "address": server.address, "registry": server.name}), flush=True)
+        if lifeline:
+            threading.Thread(target=wait_for_eof, args=(stop.set,), name="lifeline", daemon=True).start()
         try:
             stop.wait()
         finally:

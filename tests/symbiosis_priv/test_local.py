@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -72,3 +73,22 @@ def test_a_provider_that_ends_at_once_is_an_error_with_its_reason(llama_path: Pa
     options = {"limits": {"max_rows": 0}}
     with pytest.raises(ConfigError, match="max_rows"), LocalFederation(llama_path, tmp_path, provider_options=options):
         pytest.fail("it started")
+
+
+def test_an_executor_that_no_file_lists_is_in_the_registry_with_the_layers_that_were_lacking(
+    llama_path: Path, tmp_path: Path
+) -> None:
+    options = {"registry": {"capacity_layers": 1}}
+    with LocalFederation(
+        llama_path, tmp_path / "run", helpers=0, layers={"executor": "0"}, registry=True, provider_options=options
+    ) as local:
+        file = local.federation.read_bytes()
+        federation = load_federation(local.federation)
+        assert federation.registries is not None
+        assert federation.registries.addresses == (local.registry,)
+        for name, layers in (("one", "0"), ("two", "1")):  # the file's executor has announced itself nowhere
+            local.add(name, layers="auto", listed=False)
+            placed = [line for line in local.logs(name).splitlines() if '"placed"' in line]
+            assert [json.loads(line)["layers"] for line in placed] == [layers]
+            assert f'"provider": "{name}"' in local.logs("registry")
+        assert local.federation.read_bytes() == file

@@ -11,6 +11,7 @@ from symbiosis_priv.errors import RoleConflictError
 from symbiosis_priv.ring import BACKWARD, FORWARD, Direction
 from threat_model.attacks import Attack
 from threat_model.attacks.averaging import Averaging
+from threat_model.attacks.collusion import Collusion
 from threat_model.attacks.differencing import Differencing
 from threat_model.attacks.parity import EvenMasks
 from threat_model.attacks.row_scale import RowScale
@@ -30,7 +31,7 @@ from threat_model.planted import (
 from threat_model.public import Public, alone
 from threat_model.schemes import LOCAL, NONE, PAD, PADS, paper_pool
 from threat_model.suite import examine
-from threat_model.views import ExecutorView
+from threat_model.views import CollusionView, ExecutorView
 
 SMALL = Workload(steps=4, generations=2, prompts=16, new_tokens=3, game_rows=256)
 
@@ -113,6 +114,24 @@ def test_a_helper_of_the_executors_company_is_found_in_a_real_session_and_refuse
         assert outcome.broken
     with pytest.raises(RoleConflictError, match="executor 'executor' has helpers of 0 companies other than its own"):
         lab.record(PAD, SMALL, federation=lab.one_company)
+
+
+def test_a_sound_tenant_takes_the_other_helper_and_the_company_reads_nothing(lab: Lab) -> None:
+    """Two helpers, one of the executor's company, and one to a pad: that one is asked for nothing."""
+    both = lab.folder / "federation-2.toml"
+    chosen = lab.folder / "federation-spare.toml"
+    company = lab.one_company.read_text().removeprefix(lab.federation_path.read_text())
+    assert "[[company]]" in company
+    chosen.write_text(both.read_text() + company)
+    recording = lab.record(PADS, SMALL, federation=chosen)
+    assert {effect.helper for helper in recording.views.helpers for effect in helper.effects} == {"second-helper"}
+    for attack in (Collusion(FORWARD), Collusion(BACKWARD)):
+        alone = CollusionView(recording.views.executor, ())
+        assert attack.run(alone, lab.public, torch.Generator()) is None
+        everybody = CollusionView(recording.views.executor, recording.views.helpers)
+        guess = attack.run(everybody, lab.public, torch.Generator())
+        assert guess is not None
+        assert attack.score(guess, recording.truth).success == 1.0  # the pads are the other one's
 
 
 @pytest.mark.parametrize("direction", [FORWARD, BACKWARD])

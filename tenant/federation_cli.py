@@ -230,7 +230,7 @@ def _cells(finding: Finding, preparation: Preparation | None) -> list[str]:
         f"{peer.host}:{peer.port}",
         none if preparation is None or not groups else _layers(groups, preparation),
         none if finding.days_left is None else f"{finding.days_left:,.0f} days",
-        none if finding.clock_ahead_s is None else f"{finding.clock_ahead_s:+.1f} s",
+        none if finding.clock_ahead_s is None else f"{round(finding.clock_ahead_s, 1) + 0.0:+.1f} s",
         none if finding.round_trip_s is None else f"{1e3 * finding.round_trip_s:.2f} ms",
         _throughput(finding),
         "failed" if finding.failure else "ok",

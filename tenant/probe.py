@@ -36,8 +36,8 @@ from tenant.channel import fresh_nonce
 from tenant.coverage import Serving, layer_text
 from tenant.facts import Preparation
 
+GLANCE_ROUND_TRIPS = 5
 _ROUND_TRIPS = 20
-_GLANCE_ROUND_TRIPS = 5
 _TIMED_ROWS = 64
 _TIMED_PRODUCTS = 3
 _PAUSE_S = 0.05  # before a busy provider is asked again
@@ -184,7 +184,7 @@ class Probe:
             finding.days_left = _days_left(self._open())
             finding.groups = dict.fromkeys(DIRECTIONS, self._greet().groups)
         finding.report, finding.clock_ahead_s = self._health()
-        self._round_trips(finding, self._welcome.first_group, count=_GLANCE_ROUND_TRIPS)
+        self._round_trips(finding, self._welcome.first_group, count=GLANCE_ROUND_TRIPS)
 
     def _open(self) -> Line:
         federation, peer = self._federation, self.finding.peer

@@ -25,7 +25,7 @@ from symbiosis_priv.ring import FORWARD
 from tenant.coverage import lacking
 from tenant.discovery import DEADLINE_S, Discovery
 from tenant.facts import Preparation
-from tenant.probe import Finding, Probe
+from tenant.probe import GLANCE_ROUND_TRIPS, Finding, Probe
 from tenant.published import ProviderFigures, SessionStatus, read_status
 
 _STALE_S = 10.0  # a session that has written nothing for so long is not running any more, or is stuck
@@ -43,11 +43,12 @@ class Seen:
 
     @property
     def requests_per_s(self) -> float | None:
-        """Of this tenant, all its sessions together; None before the second look."""
+        """Of this tenant, all its sessions together, without those of looking; None before the second look."""
         now, before = self.finding.report, None if self.before is None else self.before.report
         if now is None or before is None:
             return None
-        return (now.requests - before.requests) / max(1e-9, self.when - self.before_when)
+        others = max(0, now.requests - before.requests - GLANCE_ROUND_TRIPS)
+        return others / max(1e-9, self.when - self.before_when)
 
 
 class Watcher:

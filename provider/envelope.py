@@ -87,7 +87,8 @@ class ExecutorReport(msgspec.Struct, kw_only=True):
         resident: bytes of its process.
         waiting: requests by stage.
         late, cancelled, failed: requests that were answered without a product.
-        seconds: in products.
+        uptime, idle, seconds: how long it has been there, has waited for something to do, and has multiplied; the rest
+            of its time went into taking in, batching and answering.
         heat: rows by layer group, from the first one that is served.
         batch_rows, batch_requests: of each product.
         waits: seconds from a request's arrival to its first product, by stage.
@@ -101,6 +102,8 @@ class ExecutorReport(msgspec.Struct, kw_only=True):
     late: int = 0
     cancelled: int = 0
     failed: int = 0
+    uptime: float = 0.0
+    idle: float = 0.0
     seconds: float = 0.0
     heat: list[int] = []
     batch_rows: Histogram = msgspec.field(default_factory=lambda: Histogram(bounds=_ROW_BOUNDS))

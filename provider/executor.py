@@ -108,6 +108,7 @@ class Executor:
         self._report = ExecutorReport(first_group=served.start, groups=len(served), heat=[0] * len(served))
         self._jobs: dict[bytes, _Job] = {}  # by sender, each of whom waits for one answer at a time
         self._stopped = False
+        self._started = time.monotonic()
 
     def run(self) -> None:
         """Serve until `stop`; every request that arrived before is answered."""
@@ -163,8 +164,10 @@ class Executor:
         """Until a message comes, or the time. ZeroMQ's own timeouts are whole milliseconds: too long for a batch."""
         if int(self._router.get(zmq.EVENTS)) & zmq.POLLIN or (self._stopped and not self._jobs):
             return
-        timeout = None if until is None else max(0.0, until - time.monotonic())
+        begun = time.monotonic()
+        timeout = None if until is None else max(0.0, until - begun)
         select.select([self._router.fileno()], [], [], timeout)
+        self._report.idle += time.monotonic() - begun
 
     def _accept(self, sender: bytes, work: envelope.Work, payload: zmq.Frame) -> None:
         request = work.request
@@ -199,6 +202,7 @@ class Executor:
         report.groups_loaded = self._model.groups_loaded
         report.waiting = self._scheduler.waiting()
         report.resident = resident_bytes()
+        report.uptime = time.monotonic() - self._started
         self._router.send_multipart([sender, b"", msgspec.json.encode(report)])
 
     # Keystream
@@ -243,11 +247,11 @@ class Executor:
             log.failure("warm_up_failed", error)
 
     def _run_batch(self, pieces: list[Piece[_Job]]) -> None:
-        begun = time.monotonic()
         try:
             group, direction, arithmetic = pieces[0].job.key
             rows = [self._rows(piece) for piece in pieces]
             flat = rows[0] if len(rows) == 1 else torch.cat(rows)
+            begun = time.monotonic()
             product = self._model.product(flat, group=group, direction=direction, arithmetic=arithmetic)
         except RankLostError:  # what computes has ended, and so must this process
             raise

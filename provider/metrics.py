@@ -66,6 +66,7 @@ def _executor_metrics(report: ExecutorReport) -> Iterator[Metric]:
         ended.add_metric([reason], getattr(report, reason))
     yield ended
     yield CounterMetricFamily(_PREFIX + "product_seconds", "time in products", value=report.seconds)
+    yield CounterMetricFamily(_PREFIX + "idle_seconds", "time without anything to do", value=report.idle)
     heat = CounterMetricFamily(_PREFIX + "group_rows", "rows by layer group", labels=["group"])
     for group, rows in enumerate(report.heat, report.first_group):
         heat.add_metric([str(group)], rows)

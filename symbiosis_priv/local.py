@@ -73,6 +73,7 @@ class LocalFederation:
         pad_helpers: how many helpers share each pad; all of them if None.
         registry: also run a registry, in which tenants find executors that `federation.toml` does not list.
         host: an IP address of this machine, where they listen; by default loopback.
+        cache: of quantised weights; in `directory` if None.
         provider_options: further entries of each provider.toml.
         deadline_s: time for all of them to become ready.
         progress: told about the first quantisation of the checkpoint.
@@ -91,12 +92,14 @@ class LocalFederation:
         pad_helpers: int | None = None,
         registry: bool = False,
         host: str = "127.0.0.1",
+        cache: Path | None = None,
         provider_options: ProviderOptions | None = None,
         deadline_s: float = 120.0,
         progress: Progress | None = None,
     ) -> None:
         self.model = resolve(model)
         self.directory = directory.resolve()
+        self.cache = self.directory / "cache" if cache is None else cache.resolve()
         self._counts: dict[Role, int] = {"executor": executors, "helper": helpers}
         self._weight_bits = weight_bits
         self._layers = layers or {}
@@ -166,7 +169,7 @@ class LocalFederation:
             DeadlineExceededError: a provider was not ready in time.
             CertificateError, CheckpointError, UnsupportedModelError: as they say.
         """
-        store = WeightStore(self.model, weight_bits=self._weight_bits, cache=self.directory / "cache")
+        store = WeightStore(self.model, weight_bits=self._weight_bits, cache=self.cache)
         self._digest = store.manifest(progress=self._progress).digest  # here, once: providers find it in the cache
         self._authority = create_authority(self._keys)
         self._tenant = issue(self._keys, authority=self._authority, kind=Kind.TENANT, name="tenant")
@@ -368,7 +371,7 @@ class LocalFederation:
             "model": {
                 "checkpoint": self.model,
                 "weight_bits": self._weight_bits,
-                "cache": self.directory / "cache",
+                "cache": self.cache,
             },
             "executor": {"threads": max(1, (os.cpu_count() or 1) // len(self._providers))},  # they share this machine
             "tls": {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,10 +19,10 @@ from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIG
 if TYPE_CHECKING:  # what imports torch is imported by the commands: not for --help
     from tenant.bench.contest import Contest, Shape
     from tenant.bench.report import Row
-    from tenant.bench.tenants import Figures
 
 app = typer.Typer(no_args_is_help=True, help="Measure what the split costs, beside what it replaces, in one run.")
 
+_POLICIES = ("none", "lockstep", "opportunistic")
 _HALF_THE_CORES = max(1, (os.cpu_count() or 1) // 2)
 
 Rows = Annotated[str, typer.Option(help="Rows per call, separated by commas.")]
@@ -274,30 +275,40 @@ def gpu(
 @app.command()
 def provider(
     *,
-    tenants: Annotated[str, typer.Option(help="How many at once, separated by commas.")] = "1,8,16",
-    training: Annotated[float, typer.Option(min=0, max=1, help="The share of them that trains.")] = 0.25,
-    hidden: Annotated[int, typer.Option(min=8, help="Width of the synthetic model, a multiple of 8.")] = 256,
-    layers: Annotated[int, typer.Option(min=1, help="Blocks of the synthetic model.")] = 2,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Of each measurement.")] = 5.0,
+    tenants: Annotated[
+        str, typer.Option(help="How many at once, generating+training, separated by commas.")
+    ] = "1+0,16+0,6+0,6+2,8+4",
+    generating_rows: Annotated[str, typer.Option(help="Rows of generating tenants' requests, by turns.")] = "1",
+    training_rows: Annotated[str, typer.Option(help="Rows of training tenants' requests, by turns.")] = "2,16,64,256",
+    adapters: Annotated[str, typer.Option(help="Ranks of the tenants' adapters, by turns.")] = "8,64",
+    policies: Annotated[str, typer.Option(help="Batching policies, separated by commas.")] = ",".join(_POLICIES),
+    hidden: Annotated[int, typer.Option(min=8, help="Width of the synthetic model, a multiple of 8.")] = 2048,
+    layers: Annotated[int, typer.Option(min=1, help="Blocks of the synthetic model.")] = 1,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Of each measurement.")] = 8.0,
     threads: Threads = _HALF_THE_CORES,
     json: Json = None,
     picture: Annotated[Path | None, typer.Option(help="Also draw tokens per second and latency, as SVG.")] = None,
 ) -> None:
     """Let many tenants ask one provider, with each batching policy by turns; every answer is compared bit by bit."""
-    from rich.table import Table as Screen
     from transformers.utils import logging
 
     from tenant.bench.picture import draw
-    from tenant.bench.tenants import POLICIES, Scenario, measure_tenants, tenants_row
+    from tenant.bench.tenants import Figures, Mix, Scenario, measure_tenants, tenants_row
 
     if hidden % 8:
         raise ConfigError("--hidden: a Llama's width is a multiple of 8 here")
-    counts = _numbers(tenants, "--tenants")
-    trainers = [int(count * training) for count in counts]
-    scenarios = [Scenario(generating=n - t, training=t) for n, t in zip(counts, trainers, strict=True)]
+    chosen = [name.strip() for name in policies.split(",")]
+    if unknown := set(chosen) - set(_POLICIES):
+        raise ConfigError(f"--policies: {', '.join(unknown)} is none of {', '.join(_POLICIES)}")
+    mix = Mix(
+        generating_rows=tuple(_numbers(generating_rows, "--generating-rows")),
+        training_rows=tuple(_numbers(training_rows, "--training-rows")),
+        ranks=tuple(_numbers(adapters, "--adapters")),
+    )
+    scenarios = [Scenario(generating=some, training=others) for some, others in _pairs(tenants, "--tenants")]
     logging.disable_progress_bar()
     results: list[Figures] = []
-    console = Console()
+    console = Console(stderr=True)
     with console.status("starting a provider for each policy") as status, tempfile.TemporaryDirectory() as folder:
 
         def done(figures: Figures) -> None:
@@ -307,37 +318,18 @@ def provider(
         measure_tenants(
             Path(folder),
             scenarios=scenarios,
+            mix=mix,
+            policies=chosen,
             hidden=hidden,
             layers=layers,
             seconds=seconds,
             threads=threads,
             on_result=done,
         )
-    table = Screen("tenants", "policy", "tokens/s", "token ms", "trained rows/s", "step ms", "rows", "requests", "MiB")
-    for figures in results:
-        table.add_row(
-            f"{figures.generating} + {figures.training}",
-            figures.policy,
-            f"{figures.tokens_per_s:,.0f}",
-            _pair(figures.token_ms),
-            f"{figures.trained_rows_per_s:,.0f}",
-            _pair(figures.step_ms),
-            f"{figures.batch_rows:,.1f}",
-            f"{figures.batch_requests:,.2f}",
-            f"{figures.resident_mib:,.0f}",
-            end_section=figures.policy == POLICIES[-1],
-        )
-    console.print(table)
-    wrong = sum(figures.wrong for figures in results)
-    console.print(
-        f"tenants: generating + training; p50 / p99; mean rows and requests of a product; measured by turns in one "
-        f"run, {threads} torch threads per provider, {os.cpu_count()} cores that tenants share; "
-        f"{wrong} answers differ from those that their tenant got alone"
-    )
+    _finish("provider", [tenants_row(figures) for figures in results], json)
     if picture is not None:
         draw(results, picture)
-    _write(json, "provider", [tenants_row(figures) for figures in results])
-    if wrong:
+    if wrong := sum(figures.wrong for figures in results):
         raise ProtocolError(f"{wrong} answers were not the bits that their tenant got alone")
 
 
@@ -398,10 +390,6 @@ def report(
         typer.echo("\n".join(map(render, reports)), nl=False)
     else:
         update(markdown, reports)
-
-
-def _pair(values: tuple[float, float] | None) -> str:
-    return "-" if values is None else f"{values[0]:,.1f} / {values[1]:,.1f}"
 
 
 @contextmanager
@@ -520,6 +508,14 @@ def _numbers(text: str, option: str) -> list[int]:
     if not numbers or min(numbers) < 1:
         raise ConfigError(f"{option} {text!r}: write whole numbers separated by commas, like 1,8,64")
     return numbers
+
+
+def _pairs(text: str, option: str) -> list[tuple[int, int]]:
+    found = [re.fullmatch(r"(\d+)\+(\d+)", part.strip()) for part in text.split(",")]
+    pairs = [(int(match[1]), int(match[2])) for match in found if match is not None]
+    if len(pairs) < len(found) or not all(map(sum, pairs)):
+        raise ConfigError(f"{option} {text!r}: write GENERATING+TRAINING separated by commas, like 1+0,6+2")
+    return pairs
 
 
 def _shapes(text: str) -> list[tuple[int, int]]:

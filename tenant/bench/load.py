@@ -3,11 +3,12 @@
     python -m tenant.bench.load FOLDER < load.json
 
 One process imports everything and forks the tenants, so that sixty-four of them cost one start. Every tenant first gets
-its answers alone, one tenant after the other; then all begin at once, and every answer is compared with the one that
-the tenant got alone. A tenant leaves `TENANT.json`, a `Report`, in FOLDER.
+its answers alone, one tenant after the other; then all begin at once, and for a while every answer is compared with the
+one that the tenant got alone. Only then does the measurement begin, in which one row of each answer is compared: a
+tenant should cost less than what it measures. It leaves `TENANT.json`, a `Report`, in FOLDER.
 
 A generating tenant asks for its rows through every layer group, forward: a token of a batch. A training one asks for
-them forward and then backward: a step.
+them forward and then backward: a step. Between two requests a tenant computes with its adapter.
 """
 
 from __future__ import annotations
@@ -36,13 +37,21 @@ _DEADLINE_S = 120.0
 
 
 class Asker(msgspec.Struct, frozen=True, kw_only=True):
-    """One tenant: how it is called, its certificate and key, and what it asks for."""
+    """One tenant.
+
+    Args:
+        name, certificate, key: who it is.
+        kind: of its work.
+        rows: of each request: sequences of a batch.
+        rank: of its adapter on every layer group.
+    """
 
     name: str
     certificate: Path
     key: Path
     kind: Kind
     rows: int
+    rank: int
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,11 +59,14 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         groups: (inputs, outputs) of each layer group.
+        seconds: of the measurement.
+        checked_s: of the part before it, in which every answer is compared.
     """
 
     federation: Path
     groups: tuple[tuple[int, int], ...]
     seconds: float
+    checked_s: float
     tenants: tuple[Asker, ...]
 
 
@@ -63,13 +75,15 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         turns: seconds of each token or step.
-        wrong: answers that differ from those that it got alone.
+        answers: that were compared, in full or one row of them.
+        wrong: of these, how many differ from those that it got alone.
         error: what ended it early, or empty.
     """
 
     kind: Kind
     rows: int
     turns: list[float]
+    answers: int
     wrong: int
     error: str
 
@@ -86,29 +100,51 @@ class _Tenant:
             deadline_s=_DEADLINE_S,
         )
         generator = torch.Generator().manual_seed(zlib.crc32(asker.name.encode()))
-        widest = max(max(shape) for shape in load.groups)
-        self._rows = torch.randint(
-            -(1 << 31), 1 << 31, (asker.rows, widest), generator=generator, dtype=torch.int64, device="cpu"
-        ).to(torch.int32)
+        self._rows = {
+            width: torch.randint(
+                -(1 << 31), 1 << 31, (asker.rows, width), generator=generator, dtype=torch.int64, device="cpu"
+            ).to(torch.int32)
+            for width in sorted({width for shape in load.groups for width in shape})
+        }
+        self._hidden = {width: torch.randn(asker.rows, width, generator=generator) for width in self._rows}
+        self._adapters = {width: torch.randn(width, asker.rank, generator=generator) for width in self._rows}
         self._alone: list[Tensor] = []
+        self._answers = self._wrong = 0
 
     def measure_alone(self) -> None:
         """The answers to compare with."""
         self._alone = [self._ask(*step) for step in self._turn()]
 
-    def run(self, seconds: float) -> Report:
+    def run(self, load: Load) -> Report:
+        """All that it does beside the others."""
         turns: list[float] = []
-        wrong = 0
         error = ""
         begun = time.monotonic()
+        measured = begun + load.checked_s
         try:
-            while (start := time.monotonic()) < begun + seconds:
-                for step, expected in zip(self._turn(), self._alone, strict=True):
-                    wrong += not torch.equal(self._ask(*step), expected)
+            while time.monotonic() < measured:
+                self._take_turn(slice(None))
+            while (start := time.monotonic()) < measured + load.seconds:
+                row = len(turns) % max(1, self._asker.rows)
+                self._take_turn(slice(row, row + 1))
                 turns.append(time.monotonic() - start)
         except SymbiosisError as broken:
             error = str(broken)
-        return Report(kind=self._asker.kind, rows=self._asker.rows, turns=turns, wrong=wrong, error=error)
+        return Report(
+            kind=self._asker.kind,
+            rows=self._asker.rows,
+            turns=turns,
+            answers=self._answers,
+            wrong=self._wrong,
+            error=error,
+        )
+
+    def _take_turn(self, compared: slice) -> None:
+        for step, expected in zip(self._turn(), self._alone, strict=True):
+            answer = self._ask(*step)
+            self._answers += 1
+            self._wrong += not torch.equal(answer[compared], expected[compared])
+            self._compute(*step)
 
     def _turn(self) -> Iterator[tuple[int, Direction]]:
         for group in range(len(self._groups)):
@@ -117,11 +153,20 @@ class _Tenant:
             for group in reversed(range(len(self._groups))):
                 yield group, BACKWARD
 
+    def _columns(self, group: int, direction: Direction) -> tuple[int, int]:
+        inputs, outputs = self._groups[group]
+        return (inputs, outputs) if direction == FORWARD else (outputs, inputs)
+
     def _ask(self, group: int, direction: Direction) -> Tensor:
-        inputs, outputs = self._groups[group] if direction == FORWARD else reversed(self._groups[group])
-        rows = self._rows[:, :inputs].contiguous()
+        inputs, outputs = self._columns(group, direction)
+        rows = self._rows[inputs]
         request = wire.Execute(nonce=fresh_nonce(), group=group, direction=direction, arithmetic="ring", rows=len(rows))
         return self._channel.request(request, rows, outputs=outputs)
+
+    def _compute(self, group: int, direction: Direction) -> None:
+        """What a LoRA adapter of this group takes beside the base model."""
+        inputs, outputs = self._columns(group, direction)
+        _ = (self._hidden[inputs] @ self._adapters[inputs]) @ self._adapters[outputs].T
 
 
 def main() -> None:
@@ -146,6 +191,7 @@ def main() -> None:
     while os.read(ready_read, 4096):  # until every tenant has closed its end
         pass
     os.close(go_write)
+    print("go", flush=True)
     failed = [pid for pid in children if os.waitpid(pid, 0)[1]]
     sys.exit(bool(failed))
 
@@ -160,7 +206,7 @@ def _child(asker: Asker, load: Load, folder: Path, *, ready: int, go: int) -> No
             tenant.measure_alone()
         os.close(ready)
         os.read(go, 1)  # its end is the signal
-        report = tenant.run(load.seconds)
+        report = tenant.run(load)
         (folder / f"{asker.name}.json").write_bytes(msgspec.json.encode(report))
         status = 0
     except SymbiosisError as error:

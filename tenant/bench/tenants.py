@@ -1,8 +1,8 @@
 """Many tenants at one provider: its batching policies beside each other, by turns and in one run.
 
 Every policy has a provider of its own, all of them of the same synthetic model, and at any time one of them has work to
-do. The tenants are processes of their own over real TLS (`load`); they only ask, so that what is measured is the
-provider. On a machine that both share, their processor time counts too.
+do. The tenants are processes of their own over real TLS (`load`); they ask, and compute with an adapter, so that what
+is measured is the provider. On a machine that both share, their processor time counts too.
 """
 
 from __future__ import annotations
@@ -14,27 +14,28 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import numpy as np
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from symbiosis_priv.certificates import Identity, Kind, issue
+from symbiosis_priv import certificates
+from symbiosis_priv.certificates import Identity
 from symbiosis_priv.errors import ConnectionLostError, ProtocolError
 from symbiosis_priv.federation import parse_address
 from symbiosis_priv.local import LocalFederation
 from symbiosis_priv.weights import WeightStore
-from tenant.bench.load import Asker, Load, Report
+from tenant.bench.load import Asker, Kind, Load, Report
 from tenant.bench.report import Row
 
-POLICIES = ("none", "lockstep", "opportunistic")
-_SLACK_S = 240.0  # for starting the tenants, and their answers alone
-_GENERATING_ROWS = (1, 2, 4, 8)
-_TRAINING_ROWS = (64, 256)
+_START_S = 600.0  # a wide model is quantised first
+_SLACK_S = 120.0  # for the last turn of each tenant
+_CHECKED_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +45,30 @@ class Scenario:
     generating: int
     training: int
 
-    def askers(self) -> list[tuple[str, Any, int]]:
-        """(name, kind, rows) of each: batch sizes by turns."""
-        generating = zip(range(self.generating), itertools.cycle(_GENERATING_ROWS), strict=False)
-        training = zip(range(self.training), itertools.cycle(_TRAINING_ROWS), strict=False)
-        return [
-            *((f"generating-{i}", "generating", rows) for i, rows in generating),
-            *((f"training-{i}", "training", rows) for i, rows in training),
-        ]
+
+@dataclass(frozen=True, kw_only=True)
+class Mix:
+    """What the tenants of a kind ask for, by turns.
+
+    Args:
+        generating_rows, training_rows: of each request.
+        ranks: of their adapters.
+    """
+
+    generating_rows: tuple[int, ...]
+    training_rows: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    def askers(self, scenario: Scenario) -> Iterator[tuple[str, Kind, int, int]]:
+        """(name, kind, rows, rank) of each tenant."""
+        kinds: tuple[tuple[Kind, int, tuple[int, ...]], ...] = (
+            ("generating", scenario.generating, self.generating_rows),
+            ("training", scenario.training, self.training_rows),
+        )
+        for kind, count, sizes in kinds:
+            pairs = [(rows, rank) for rank in self.ranks for rows in sizes]
+            for i, (rows, rank) in zip(range(count), itertools.cycle(pairs), strict=False):
+                yield f"{kind}-{i}", kind, rows, rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,43 +77,58 @@ class Figures:
 
     Args:
         tokens_per_s: rows that generating tenants got through the model.
-        token_ms: p50 and p99 of a token of a batch; None without generating tenants.
+        token_ms: mean, p50 and p99 of a token of a batch; None without generating tenants.
         trained_rows_per_s: rows that training tenants got through it, forward and back.
-        step_ms: p50 and p99 of a step; None without training tenants.
+        step_ms: likewise, of a step; None without training tenants.
+        rows_per_s: of products, whoever they were for.
         batch_rows, batch_requests: means of a product.
+        product_share: of the time in which the executor had something to do, what it spent in products: its throughput
+            over that of the bare kernel for the same rows.
+        idle_share: of all time, what it spent waiting.
         resident_mib: the provider's memory afterwards.
-        wrong: answers that differ from those that the same tenant got alone.
+        answers: compared with those that the same tenant got alone.
+        wrong: of these.
     """
 
     policy: str
     generating: int
     training: int
     tokens_per_s: float
-    token_ms: tuple[float, float] | None
+    token_ms: tuple[float, float, float] | None
     trained_rows_per_s: float
-    step_ms: tuple[float, float] | None
+    step_ms: tuple[float, float, float] | None
+    rows_per_s: float
     batch_rows: float
     batch_requests: float
+    product_share: float
+    idle_share: float
     resident_mib: float
+    answers: int
     wrong: int
 
 
 def tenants_row(figures: Figures) -> Row:
     """For a report."""
-    token, step = figures.token_ms or (None, None), figures.step_ms or (None, None)
+    nothing = (None, None, None)
+    token, step = figures.token_ms or nothing, figures.step_ms or nothing
     return {
-        "policy": figures.policy,
         "generating": figures.generating,
         "training": figures.training,
+        "policy": figures.policy,
         "tokens_per_s": figures.tokens_per_s,
-        "token_p50_ms": token[0],
-        "token_p99_ms": token[1],
+        "token_mean_ms": token[0],
+        "token_p50_ms": token[1],
+        "token_p99_ms": token[2],
         "trained_rows_per_s": figures.trained_rows_per_s,
-        "step_p50_ms": step[0],
-        "step_p99_ms": step[1],
+        "step_p50_ms": step[1],
+        "step_p99_ms": step[2],
+        "rows_per_s": figures.rows_per_s,
         "batch_rows": figures.batch_rows,
         "batch_requests": figures.batch_requests,
+        "product_share": figures.product_share,
+        "idle_share": figures.idle_share,
         "resident_mib": figures.resident_mib,
+        "answers": figures.answers,
         "wrong": figures.wrong,
     }
 
@@ -104,7 +136,9 @@ def tenants_row(figures: Figures) -> Row:
 def measure_tenants(
     directory: Path,
     *,
-    scenarios: list[Scenario],
+    scenarios: Sequence[Scenario],
+    mix: Mix,
+    policies: Sequence[str],
     hidden: int,
     layers: int,
     seconds: float,
@@ -116,6 +150,8 @@ def measure_tenants(
     Args:
         directory: new or empty.
         scenarios: who asks.
+        mix: for what.
+        policies: by name.
         hidden: width of the model.
         layers: its blocks, of four layer groups each.
         seconds: of each measurement.
@@ -139,11 +175,11 @@ def measure_tenants(
     with contextlib.ExitStack() as running:
         benches = [
             running.enter_context(_Bench(directory / policy, model, policy=policy, threads=threads, tenants=most))
-            for policy in POLICIES
+            for policy in policies
         ]
         for scenario in scenarios:
             for bench in benches:
-                on_result(bench.run(scenario, seconds=seconds))
+                on_result(bench.run(scenario, mix, seconds=seconds))
 
 
 class _Bench:
@@ -158,55 +194,60 @@ class _Bench:
         }
         self._policy = policy
         self._directory = directory
-        self._local = LocalFederation(model, directory, helpers=0, provider_options=options)
-        groups = WeightStore(model, cache=directory / "cache").manifest().groups
+        cache = model.parent / "cache"  # one for all of them: they serve the same weights
+        self._local = LocalFederation(
+            model, directory, helpers=0, cache=cache, provider_options=options, deadline_s=_START_S
+        )
+        groups = WeightStore(model, cache=cache).manifest().groups
         self._groups = tuple((group.inputs, group.stacked_outputs) for group in groups)
         self._rounds = itertools.count()
         self._identities: dict[str, Identity] = {}
 
-    def __enter__(self) -> _Bench:
+    def __enter__(self) -> Self:
         self._local.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._local.stop()
 
-    def run(self, scenario: Scenario, *, seconds: float) -> Figures:
+    def run(self, scenario: Scenario, mix: Mix, *, seconds: float) -> Figures:
         """One measurement."""
         load = Load(
             federation=self._local.federation,
             groups=self._groups,
             seconds=seconds,
-            tenants=tuple(self._asker(*asker) for asker in scenario.askers()),
+            checked_s=_CHECKED_S,
+            tenants=tuple(self._asker(*asker) for asker in mix.askers(scenario)),
         )
         folder = self._directory / f"round-{next(self._rounds)}"
         folder.mkdir()
-        before = self._status()
-        reports = _ask(load, folder)
-        return self._figures(scenario, reports, before=before, after=self._status(), seconds=seconds)
+        looks: list[dict[str, Any]] = []
+        reports = _ask(load, folder, look=lambda: looks.append(self._executor()))
+        return self._figures(scenario, reports, before=looks[0], after=looks[1], seconds=seconds)
 
-    def _asker(self, name: str, kind: Any, rows: int) -> Asker:
+    def _asker(self, name: str, kind: Kind, rows: int, rank: int) -> Asker:
         identity = self._identities.get(name)
         if identity is None:
             keys = self._directory / "keys"
             authority = Identity(certificate=keys / "authority.pem", key=keys / "authority.key")
-            identity = self._identities[name] = issue(keys, authority=authority, kind=Kind.TENANT, name=name)
-        return Asker(name=name, certificate=identity.certificate, key=identity.key, kind=kind, rows=rows)
+            identity = certificates.issue(keys, authority=authority, kind=certificates.Kind.TENANT, name=name)
+            self._identities[name] = identity
+        return Asker(name=name, certificate=identity.certificate, key=identity.key, kind=kind, rows=rows, rank=rank)
 
-    def _status(self) -> dict[str, Any]:
-        """The provider's `/status`."""
+    def _executor(self) -> dict[str, Any]:
+        """What the provider's `/status` says of its executor."""
         lines = self._local.logs("executor").splitlines()
         ready = next(json.loads(line) for line in lines if '"event": "listening"' in line)
         host, port = parse_address(ready["metrics"])
         connection = http.client.HTTPConnection(host, port, timeout=10.0)
         try:
             connection.request("GET", "/status")
-            status: dict[str, Any] = json.loads(connection.getresponse().read())
+            executor: dict[str, Any] = json.loads(connection.getresponse().read())["executor"]
         except OSError as error:
             raise ConnectionLostError(f"the provider does not answer at {ready['metrics']}: {error}") from error
         finally:
             connection.close()
-        return status
+        return executor
 
     def _figures(
         self,
@@ -217,11 +258,11 @@ class _Bench:
         after: dict[str, Any],
         seconds: float,
     ) -> Figures:
-        def mean(name: str) -> float:
-            total = after["executor"][name]["total"] - before["executor"][name]["total"]
-            products = sum(after["executor"][name]["counts"]) - sum(before["executor"][name]["counts"])
-            return float(total / max(1, products))
+        def grown(name: str) -> float:
+            return float(after[name] - before[name])
 
+        products = sum(after["batch_rows"]["counts"]) - sum(before["batch_rows"]["counts"])
+        rows, requests = (after[name]["total"] - before[name]["total"] for name in ("batch_rows", "batch_requests"))
         generating = [report for report in reports if report.kind == "generating"]
         training = [report for report in reports if report.kind == "training"]
         return Figures(
@@ -229,28 +270,45 @@ class _Bench:
             generating=scenario.generating,
             training=scenario.training,
             tokens_per_s=sum(r.rows * len(r.turns) for r in generating) / seconds,
-            token_ms=_percentiles(generating),
+            token_ms=_times(generating),
             trained_rows_per_s=sum(r.rows * len(r.turns) for r in training) / seconds,
-            step_ms=_percentiles(training),
-            batch_rows=mean("batch_rows"),
-            batch_requests=mean("batch_requests"),
-            resident_mib=after["executor"]["resident"] / (1 << 20),
+            step_ms=_times(training),
+            rows_per_s=rows / grown("uptime"),
+            batch_rows=rows / max(1, products),
+            batch_requests=requests / max(1, products),
+            product_share=grown("seconds") / (grown("uptime") - grown("idle")),
+            idle_share=grown("idle") / grown("uptime"),
+            resident_mib=after["resident"] / (1 << 20),
+            answers=sum(report.answers for report in reports),
             wrong=sum(report.wrong for report in reports),
         )
 
 
-def _ask(load: Load, folder: Path) -> list[Report]:
-    """Run the tenants."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tenant.bench.load", str(folder)],
-        input=msgspec.json.encode(load, enc_hook=str),
-        stderr=subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=load.seconds + _SLACK_S,
-        check=False,
-    )
-    if done.returncode:
-        raise ProtocolError(f"a tenant could not go on: {done.stderr.decode(errors='replace')[-2000:]}")
+def _ask(load: Load, folder: Path, *, look: Callable[[], None]) -> list[Report]:
+    """Run the tenants; calls `look` when the measurement begins and when it ends."""
+    errors = folder / "errors"
+    with (
+        errors.open("wb") as log,
+        subprocess.Popen(
+            [sys.executable, "-m", "tenant.bench.load", str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        ) as process,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(msgspec.json.encode(load, enc_hook=str))
+        process.stdin.close()
+        if process.stdout.readline():  # they have begun
+            time.sleep(load.checked_s)
+            look()
+            time.sleep(load.seconds)
+            look()
+        status = process.wait(_SLACK_S)
+    if status:
+        raise ProtocolError(f"a tenant could not go on: {errors.read_text(errors='replace')[-2000:]}")
     files = [folder / f"{tenant.name}.json" for tenant in load.tenants]
     reports = [msgspec.json.decode(file.read_bytes(), type=Report) for file in files]
     if broken := [report.error for report in reports if report.error]:
@@ -258,10 +316,10 @@ def _ask(load: Load, folder: Path) -> list[Report]:
     return reports
 
 
-def _percentiles(reports: list[Report]) -> tuple[float, float] | None:
-    """p50 and p99 over the turns of all of them, in milliseconds."""
+def _times(reports: list[Report]) -> tuple[float, float, float] | None:
+    """Mean, p50 and p99 over the turns of all of them, in milliseconds."""
     turns = [1000 * seconds for report in reports for seconds in report.turns]
     if not turns:
         return None
     p50, p99 = np.percentile(turns, [50, 99])
-    return float(p50), float(p99)
+    return float(np.mean(turns)), float(p50), float(p99)

@@ -136,6 +136,8 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         sharding: `columns` sends rows to the weights, `gathered` weights to the rows; `auto` measures, in idle moments,
             which of them is faster for how many rows. Results are the same.
         group_timeout_s: how long ranks wait for one that does not answer.
+        hang_timeout_s: how long an executor may say nothing; then its process is killed and started again. Ranks have
+            the group's timeout on top, to find out who it is.
         float_path: `float` in the file: also serve float products, which only masking = "paper-pool" needs.
         float_memory_mib: what their weights may take; the least recently used layer groups are dropped first.
     """
@@ -148,6 +150,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ranks: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
     sharding: Literal["auto", "columns", "gathered"] = "auto"
     group_timeout_s: _Seconds = 30.0
+    hang_timeout_s: _Seconds = 60.0
     float_path: bool = msgspec.field(default=False, name="float")
     float_memory_mib: _Count = 2048
 
@@ -182,8 +185,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     policy: PolicyName = "opportunistic"
     few_rows: _Count = 16
-    inference_weight: Annotated[float, msgspec.Meta(ge=1, le=1000)] = 4.0
-    slice_ms: Annotated[float, msgspec.Meta(gt=0, le=10_000)] = 20.0
+    inference_weight: Annotated[float, msgspec.Meta(ge=1, le=1000)] = 2.0
+    slice_ms: Annotated[float, msgspec.Meta(gt=0, le=10_000)] = 40.0
     max_batch_rows: _Count = 16_384
     wait_share: Annotated[float, msgspec.Meta(ge=0, le=10)] = 0.5
     max_wait_ms: Annotated[float, msgspec.Meta(ge=0, le=10_000)] = 2.0
@@ -410,14 +413,15 @@ tenant_authority = "keys/authority.pem"
 # ranks = 1                      # processes that hold the model together, each its shard
 # sharding = "auto"              # "columns" or "gathered": how they share a product out
 # group_timeout_s = 30.0         # how long they wait for one that does not answer
+# hang_timeout_s = 60.0          # a process that says nothing for so long is started again
 # float = false                  # float products too, for tenants with masking = "paper-pool"
 # float_memory_mib = 2048        # their weights in memory; the least recently used layers go first
 
 [scheduler]
 # policy = "opportunistic"       # or "none", "lockstep": to compare with
 # few_rows = 16                  # a forward request of so many rows is inference, and goes ahead
-# inference_weight = 4.0         # of the executor, beside fine-tuning
-# slice_ms = 20.0                # larger products are cut: nobody waits longer for one of somebody else
+# inference_weight = 2.0         # of the executor, beside fine-tuning
+# slice_ms = 40.0                # larger products are cut: nobody waits longer for one of somebody else
 # max_batch_rows = 16384         # rows of one product
 # wait_share = 0.5               # of its own product's time, a request waits for company
 # max_wait_ms = 2.0              # and never longer than this

@@ -1,6 +1,6 @@
 """What the gateway says to its executor: a tenant's request, and what the scheduler must know about it.
 
-A message is `[envelope, payload]` over a private ZeroMQ socket. Every `Work` gets exactly one reply, `[head, payload]`,
+A message is `[envelope, payload]` on one of `lines`. Every `Work` gets exactly one reply, `[head, payload]`,
 ready for the wire: the product, or a `Failure` when it is cancelled, too late or broken. So whoever asked knows when
 the executor holds none of its memory any more.
 """

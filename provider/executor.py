@@ -1,6 +1,6 @@
 """The executor: takes requests from the gateway's threads, batches them per layer group, computes, replies.
 
-Theory of operation. One thread owns the model and a ROUTER socket. It drains what has arrived into a `Scheduler`, which
+Theory of operation. One thread owns the model and an `Inbox`. It drains what has arrived into a `Scheduler`, which
 says whose rows are multiplied next: their rows are flattened to one matrix without padding, multiplied once, and the
 product's row slices are sent back as they lie in memory. A request that is larger than a slice is multiplied piece by
 piece into a matrix of its own, and others have their turns in between. A helper's effect is the product of keystream
@@ -8,45 +8,46 @@ rows, which a thread of their own makes a slice ahead; it joins the ring batch o
 on what else is in the batch; float results may, within rounding. With nothing to do it loads what nobody has asked for
 yet, one small step at a time, so that no tenant waits for the whole of it.
 
-The socket speaks to the gateway's own threads (`inproc://`) or to the gateway's process over a private `ipc://`
-socket; requests have been checked by then. `envelope` says what they look like. A request that its tenant has left,
-or that is late, is answered at once and not multiplied. No request leaves anything behind.
+Requests come from the gateway's threads, in this process or another one (`lines`), and have been checked by then;
+`envelope` says what they look like. A request that its tenant has left, or that is late, is answered at once and not
+multiplied. No request leaves anything behind, and an answer that shares a large product with others is cut loose from
+it, so that whoever reads slowly keeps no more in memory than its own rows.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
-import select
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import torch
 import torch.distributed as dist
-import zmq
 from torch import Tensor
 
 from provider import envelope, logs
-from provider.config import INPROC, ProviderConfig, SchedulerConfig, from_json
+from provider.config import ProviderConfig, SchedulerConfig, from_json
 from provider.envelope import ExecutorReport
 from provider.keystream_maker import KeystreamMaker
+from provider.lines import Inbox, SocketInbox
 from provider.model import ServedModel, open_store
 from provider.operands import Operands
 from provider.scheduler import Job, Piece, Scheduler
 from symbiosis_priv import wire
-from symbiosis_priv.errors import CheckpointError, ConfigError, RankLostError, SymbiosisError
+from symbiosis_priv.errors import CheckpointError, RankLostError, SymbiosisError
 
 log = logs.EventLog(__name__)
 
-Context = zmq.Context[zmq.Socket[bytes]]
-
 _KEYSTREAM_SLICE = 4 << 20  # bytes
+_SHARED_BYTES = 1 << 20  # of a product whose parts may all be kept by whoever is last to read one
+_SHARED_PARTS = 4  # or of one with so few equal parts
 
 
 @dataclass(kw_only=True, eq=False)
@@ -54,7 +55,7 @@ class _Job(Job):
     """One request and whom to answer.
 
     Args:
-        sender: the gateway's thread.
+        sender: whom the inbox answers.
         request: what it asks.
         payload: its rows, or empty.
         made: an effect's keystream rows that are not multiplied yet, `[ready - taken, inputs]`.
@@ -62,9 +63,9 @@ class _Job(Job):
         result: `[rows, outputs]`, of a request that is taken piece by piece.
     """
 
-    sender: bytes
+    sender: Hashable
     request: wire.Execute | wire.Effect
-    payload: zmq.Frame | None
+    payload: memoryview | None
     made: Tensor | None = None
     asked: int = 0
     result: Tensor | None = None
@@ -73,12 +74,9 @@ class _Job(Job):
 class Executor:
     """Serves products until stopped.
 
-    Raises ConfigError if it cannot listen at `endpoint`.
-
     Args:
         model: what to multiply by.
-        context: shared with the gateway if `endpoint` is `inproc://`.
-        endpoint: where to listen.
+        inbox: where requests come from; closed at the end.
         scheduling: whose rows are multiplied when.
         warm_up: load every layer group while there is nothing else to do, not only on first use.
     """
@@ -87,34 +85,24 @@ class Executor:
         self,
         model: ServedModel,
         *,
-        context: Context,
-        endpoint: str,
+        inbox: Inbox,
         scheduling: SchedulerConfig,
         warm_up: bool = False,
     ) -> None:
         self._model = model
-        self._context = context
+        self._inbox = inbox
         self._cold: Iterator[None] | None = model.warm_up() if warm_up else None
-        self._router = context.socket(zmq.ROUTER)
-        self._router.linger = 0
-        try:
-            for address in {endpoint, INPROC}:  # `stop` and the keystream's maker always come by the second
-                self._router.bind(address)
-        except zmq.ZMQError as error:
-            self._router.close()
-            raise ConfigError(f"endpoint = {endpoint!r}: {error.strerror}; choose another path") from error
         self._scheduler: Scheduler[_Job] = Scheduler(scheduling.as_policy())
         served = model.served
         self._report = ExecutorReport(first_group=served.start, groups=len(served), heat=[0] * len(served))
-        self._jobs: dict[bytes, _Job] = {}  # by sender, each of whom waits for one answer at a time
+        self._jobs: dict[Hashable, _Job] = {}  # by sender, each of whom waits for one answer at a time
         self._stopped = False
         self._started = time.monotonic()
 
     def run(self) -> None:
         """Serve until `stop`; every request that arrived before is answered."""
-        with self._router, self._control() as control, torch.no_grad():
-            wake = [envelope.encode(envelope.Wake()), b""]
-            self._maker: KeystreamMaker[_Job] = KeystreamMaker(lambda: control.send_multipart(wake))
+        with contextlib.closing(self._inbox), torch.no_grad():
+            self._maker: KeystreamMaker[_Job] = KeystreamMaker(lambda: self._inbox.post(envelope.Wake()))
             try:
                 while self._jobs or not self._stopped:
                     self._step()
@@ -124,8 +112,7 @@ class Executor:
 
     def stop(self) -> None:
         """Ask `run` to end. From any thread."""
-        with self._control() as control:
-            control.send_multipart([envelope.encode(envelope.Stop()), b""])
+        self._inbox.post(envelope.Stop())
 
     def _step(self) -> None:
         """Take in what has arrived, and run one batch of what is there."""
@@ -145,10 +132,8 @@ class Executor:
 
     def _receive(self) -> None:
         """Take in everything that has arrived."""
-        receive = self._router.recv  # part by part: `recv_multipart` takes 5 µs longer, and so does sending so
-        while int(self._router.get(zmq.EVENTS)) & zmq.POLLIN:
-            sender, head, payload = receive(), receive(), receive(copy=False)
-            match envelope.decode(head):
+        for sender, message, payload in self._inbox.arrived():
+            match message:
                 case envelope.Work() as work:
                     self._accept(sender, work, payload)
                 case envelope.Cancel():
@@ -161,15 +146,14 @@ class Executor:
                     self._stopped = True
 
     def _wait(self, until: float | None) -> None:
-        """Until a message comes, or the time. ZeroMQ's own timeouts are whole milliseconds: too long for a batch."""
-        if int(self._router.get(zmq.EVENTS)) & zmq.POLLIN or (self._stopped and not self._jobs):
+        """Until a message comes, or the time."""
+        if self._stopped and not self._jobs:
             return
         begun = time.monotonic()
-        timeout = None if until is None else max(0.0, until - begun)
-        select.select([self._router.fileno()], [], [], timeout)
+        self._inbox.wait(None if until is None else max(0.0, until - begun))
         self._report.idle += time.monotonic() - begun
 
-    def _accept(self, sender: bytes, work: envelope.Work, payload: zmq.Frame) -> None:
+    def _accept(self, sender: Hashable, work: envelope.Work, payload: memoryview) -> None:
         request = work.request
         entry = self._model.manifest.groups[request.group]
         job = _Job(
@@ -191,19 +175,19 @@ class Executor:
         self._scheduler.put(job)
         self._order_keystream(job)
 
-    def _cancel(self, sender: bytes) -> None:
+    def _cancel(self, sender: Hashable) -> None:
         job = self._jobs.get(sender)
         if job is not None:  # else its answer is on the way
             self._report.cancelled += 1
             self._fail(job, wire.ErrorCode.BUSY, "the tenant has left")
 
-    def _answer_report(self, sender: bytes) -> None:
+    def _answer_report(self, sender: Hashable) -> None:
         report = self._report
         report.groups_loaded = self._model.groups_loaded
         report.waiting = self._scheduler.waiting()
         report.resident = resident_bytes()
         report.uptime = time.monotonic() - self._started
-        self._router.send_multipart([sender, b"", msgspec.json.encode(report)])
+        self._inbox.answer(sender, b"", memoryview(msgspec.json.encode(report)))
 
     # Keystream
 
@@ -264,7 +248,8 @@ class Executor:
         self._note(pieces, begun, now)
         parts = product.split([piece.rows for piece in pieces]) if len(pieces) > 1 else (product,)
         for piece, part in zip(pieces, parts, strict=True):
-            self._finish(piece, part)
+            shared = product.nbytes > max(_SHARED_BYTES, _SHARED_PARTS * part.nbytes)
+            self._finish(piece, part.clone() if shared else part)
 
     def _note(self, pieces: list[Piece[_Job]], begun: float, now: float) -> None:
         report, rows = self._report, sum(piece.rows for piece in pieces)
@@ -281,7 +266,7 @@ class Executor:
         job, request = piece.job, piece.job.request
         inputs, _ = self._model.manifest.groups[request.group].columns(request.direction)
         if job.payload is not None and isinstance(request, wire.Execute):
-            matrix = wire.as_matrix(job.payload.buffer, rows=request.rows, arithmetic=request.arithmetic)
+            matrix = wire.as_matrix(job.payload, rows=request.rows, arithmetic=request.arithmetic)
             return matrix.reshape(request.rows, inputs)[piece.start : piece.stop]
         if job.made is None:
             return torch.empty(0, inputs, dtype=torch.int32, device="cpu")
@@ -317,24 +302,12 @@ class Executor:
     def _send_result(self, job: _Job, product: Tensor) -> None:
         self._answer(job, wire.Result.answering(job.request), wire.as_bytes(product))
 
-    def _answer(self, job: _Job, reply: wire.Message, payload: memoryview | bytes = b"") -> None:
+    def _answer(self, job: _Job, reply: wire.Message, payload: memoryview | None = None) -> None:
         """The one answer that a job gets. What it held is free before its asker hears of it."""
         del self._jobs[job.sender]
         job.payload = job.made = job.result = None
-        self._send(job.sender, reply, payload)
-
-    def _send(self, sender: bytes, reply: wire.Message, payload: memoryview | bytes = b"") -> None:
-        head = wire.encode(reply, payload_bytes=len(payload))
-        self._router.send(sender, zmq.SNDMORE)
-        self._router.send(head, zmq.SNDMORE)
-        self._router.send(payload, copy=False)
-
-    def _control(self) -> zmq.Socket[bytes]:
-        """A line to this executor's own thread, for another one."""
-        dealer = self._context.socket(zmq.DEALER)
-        dealer.linger = 1000
-        dealer.connect(INPROC)
-        return dealer
+        body = memoryview(b"") if payload is None else payload
+        self._inbox.answer(job.sender, wire.encode(reply, payload_bytes=len(body)), body)
 
 
 def resident_bytes() -> int:
@@ -345,11 +318,11 @@ def resident_bytes() -> int:
         return 0
 
 
-def build(config: ProviderConfig, *, model_digest: str, context: Context) -> Executor:
-    """The executor that a configuration describes, listening.
+def build(config: ProviderConfig, *, model_digest: str, inbox: Inbox) -> Executor:
+    """The executor that a configuration describes.
 
     Raises:
-        ConfigError: the device, the kernel or the endpoint cannot be used.
+        ConfigError: the device or the kernel cannot be used.
         CheckpointError: the checkpoint is not any more the one that the gateway has announced.
     """
     settings = config.executor
@@ -364,8 +337,7 @@ def build(config: ProviderConfig, *, model_digest: str, context: Context) -> Exe
     model = ServedModel(store, operands=operands, float_memory=settings.float_memory)
     return Executor(
         model,
-        context=context,
-        endpoint=settings.endpoint,
+        inbox=inbox,
         scheduling=config.scheduler,
         warm_up=settings.warm_up,
     )
@@ -384,9 +356,9 @@ def main() -> None:
     logs.setup(config.log_level)
     if config.executor.threads:
         torch.set_num_threads(config.executor.threads)
-    context: Context = zmq.Context()
     try:
-        executor = build(config, model_digest=model_digest, context=context)
+        inbox = SocketInbox(config.executor.endpoint)
+        executor = build(config, model_digest=model_digest, inbox=inbox)
     except SymbiosisError as error:
         sys.exit(f"error: {error}")
     threading.Thread(target=wait_for_eof, args=(executor.stop,), name="lifeline", daemon=True).start()

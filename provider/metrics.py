@@ -40,6 +40,7 @@ class _Collector:
         yield _gauge("held_bytes", "payloads of large requests in flight", status.bytes_held)
         yield _gauge("waiting_for_bytes", "large requests that wait for others to be done", status.waiting_for_bytes)
         yield CounterMetricFamily(_PREFIX + "executor_restarts", "ends of the executor", value=status.restarts)
+        yield CounterMetricFamily(_PREFIX + "executor_hangs", "when it said nothing for too long", value=status.hangs)
         for name in COUNTED:
             family = CounterMetricFamily(f"{_PREFIX}tenant_{name}", "see `provider usage`", labels=["tenant", "role"])
             for tenant in status.tenants:

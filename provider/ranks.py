@@ -22,11 +22,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import zmq
 
 from provider import logs, server
 from provider.config import RANKS_VARIABLE, ProviderConfig, from_json, load
-from provider.executor import Context, build, wait_for_eof
+from provider.executor import build, wait_for_eof
+from provider.lines import SocketInbox
 from provider.model import open_store
 from provider.shards import ShardedOperands
 from symbiosis_priv.errors import SymbiosisError
@@ -69,8 +69,7 @@ def _run(config: ProviderConfig, *, lead: Callable[[], None]) -> None:
 
 def _serve_executor(config: ProviderConfig, *, model_digest: str) -> None:
     """As `executor.main`: until stdin closes, which rank 0 has from the gateway by way of torchrun."""
-    context: Context = zmq.Context()
-    executor = build(config, model_digest=model_digest, context=context)
+    executor = build(config, model_digest=model_digest, inbox=SocketInbox(config.executor.endpoint))
     threading.Thread(target=wait_for_eof, args=(executor.stop,), name="lifeline", daemon=True).start()
     executor.run()
 

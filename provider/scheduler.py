@@ -7,18 +7,23 @@ threads or tensors.
   product is never larger than what `Pace` expects to take `slice_s`, so that nobody waits for more than one slice of
   somebody else's work. A job that is larger is taken piece by piece, and others have their turns in between.
 * **Fair shares.** Start-time fair queueing over two levels: between stages (inference weighs more, so it goes ahead of
-  fine-tuning and cannot starve it) and between the tenants of a stage. Whoever's rows are taken is charged their cost;
-  who has been charged least goes first; who was away has saved nothing up. A tenant is one queue, however many
-  connections it has.
+  fine-tuning and cannot starve it) and between the tenants of a stage. Whoever's rows are taken is charged their part
+  of the time that the product takes: a few rows alone cost what reading the weights costs, and less in company. Who has
+  been charged least goes first; who was away has saved nothing up. A tenant is one queue, however many connections it
+  has.
 * **Batches.** The job whose turn it is leads; jobs for the same layer group, direction and arithmetic ride with it,
   rows beside rows. Fine-tuning does not ride with inference: it would make it wait.
 * **Waiting.** `none` batches nothing. `opportunistic` lets a leader wait for company for a share of the time that its
-  own product takes, and only while somebody is expected: a tenant that was active a moment ago and asks for nothing
-  now. When there is a choice, it takes the layer group that most tenants of the stage wait for; nobody is passed over
-  so for longer than a slice. `lockstep` waits until every active tenant has asked, and lets those who are behind go
-  first; it is for comparison.
+  own product takes, and only while somebody is expected in time who will ask for the same layer group: tenants go
+  through a model in the same order, and what each does between two requests takes about as long as it did before
+  (`Absent`). When there is a choice, it takes the layer group that most tenants of the stage wait for; nobody is passed
+  over so for longer than a slice. `lockstep` waits until every active tenant has asked, and lets those who are behind
+  go first; it is for comparison.
+* **Inference beside fine-tuning.** When it is inference's turn, fine-tuning is held back for a moment for a tenant that
+  is about to ask for its next layer group, or that waits for company: one row would wait many times longer for the
+  slice than the slice for the row.
 
-Times are seconds of one monotonic clock; work and cost are multiply-adds.
+Times are seconds of one monotonic clock, and so are charges; work and cost are multiply-adds.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
@@ -38,8 +43,9 @@ PolicyName = Literal["none", "lockstep", "opportunistic"]
 Key = tuple[int, Direction, wire.Arithmetic]
 
 _FIRST_GUESS = 2e9  # multiply-adds a second, until a product has been timed
-_TELLING_ROWS = 8  # fewer rows take as long as these: they say nothing about the pace of many
-_RECENT_WAITS = 10  # a tenant is expected back for so many times the longest wait
+_TELLING_ROWS = 8  # fewer say little about what a row of many takes
+_RECENT_WAITS = 10  # a tenant counts as active for so many times the longest wait
+_LATE = 2.0  # a tenant is expected back until its pause has been so many times the usual one
 _IDLE_FLOWS = 64  # tenants without jobs that are remembered before a sweep
 
 
@@ -59,11 +65,11 @@ class Policy:
 
     name: PolicyName = "opportunistic"
     max_batch_rows: int = 16_384
-    slice_s: float = 0.02
+    slice_s: float = 0.04
     wait_share: float = 0.5
     max_wait_s: float = 0.002
     lockstep_wait_s: float = 0.1
-    inference_weight: float = 4.0
+    inference_weight: float = 2.0
 
 
 @dataclass(kw_only=True, eq=False)
@@ -97,6 +103,8 @@ class Job:
     taken: int = 0
     left: bool = False
     """Dropped, expired or taken to the last row: the scheduler does not know it any more."""
+    offered: float | None = None
+    """When it could have gone first: what it waits for company counts from there."""
 
     @property
     def runnable(self) -> bool:
@@ -127,30 +135,115 @@ class Piece(Generic[J]):
 
 
 class Pace:
-    """How fast products run, learned from those that have run: what a slice's rows are cut by."""
+    """How fast products run, learned from those that have run: what a slice's rows are cut by.
+
+    A product takes the time in which its weights are read, and then some for every row. Few rows tell about the first,
+    many about the second.
+    """
 
     def __init__(self, slice_s: float) -> None:
         self._slice_s = slice_s
-        self._rates: dict[tuple[Direction, wire.Arithmetic], float] = {}
+        self._reads: dict[tuple[Direction, wire.Arithmetic], float] = {}  # seconds per weight
+        self._rates: dict[tuple[Direction, wire.Arithmetic], float] = {}  # multiply-adds a second, the weights at hand
 
     def rows(self, job: Job) -> int:
         """Rows of the job's kind that take about one slice; never so few that nothing more is learned from them."""
-        return max(_TELLING_ROWS, int(self._slice_s * self._rate(job.key) / max(1, job.row_work)))
+        work = max(1, job.row_work)
+        seconds = max(self._slice_s / 2, self._slice_s - self._read(job.key) * work)
+        return max(_TELLING_ROWS, int(seconds * self._rate(job.key) / work))
 
-    def seconds(self, job: Job) -> float:
-        """What the whole job's product takes."""
-        return job.rows * job.row_work / self._rate(job.key)
+    def seconds(self, job: Job, rows: int) -> float:
+        """What a product of so many rows of the job's kind takes."""
+        return (self._read(job.key) + rows / self._rate(job.key)) * job.row_work if rows else 0.0
 
     def record(self, key: Key, *, rows: int, work: int, seconds: float) -> None:
         """A product of `work` multiply-adds took `seconds`. One outlier moves the estimate by a factor of 2 at most."""
-        if rows < _TELLING_ROWS or not work:
+        if not work:
             return
-        old = self._rate(key)
-        measured = work / max(seconds, 1e-9)
-        self._rates[key[1:]] = min(max((old + measured) / 2, old / 2), 2 * old)
+        weights, kind = work / rows, key[1:]
+        if rows < _TELLING_ROWS:
+            self._rates[kind] = max(self._rate(key), work / max(seconds, 1e-9))
+            read = max(0.0, seconds / weights - rows / self._rate(key))
+            self._reads[kind] = _nearer(self._read(key) or read, read)
+        else:
+            for_rows = max(seconds / 2, seconds - self._read(key) * weights, 1e-9)
+            self._rates[kind] = _nearer(self._rate(key), work / for_rows)
+
+    def _read(self, key: Key) -> float:
+        return self._reads.get(key[1:], 0.0)
 
     def _rate(self, key: Key) -> float:
         return self._rates.get(key[1:], _FIRST_GUESS)
+
+
+def _nearer(old: float, measured: float) -> float:
+    """Halfway, and by a factor of 2 at most."""
+    return min(max((old + measured) / 2, old / 2), 2 * old)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Somebody will ask for a layer group: the first at `first`, and nobody after `until`."""
+
+    first: float
+    until: float
+
+    def __or__(self, other: Expected | None) -> Expected:
+        if other is None:
+            return self
+        return Expected(min(self.first, other.first), max(self.until, other.until))
+
+
+@dataclass
+class _Absence:
+    stage: Stage
+    key: Key
+    since: float
+
+
+class Absent:
+    """Tenants that have been answered and have not asked again: what for they will, and when.
+
+    Args:
+        horizon_s: who has been away for longer is not expected.
+    """
+
+    def __init__(self, horizon_s: float) -> None:
+        self._horizon_s = horizon_s
+        self._absent: OrderedDict[Hashable, _Absence] = OrderedDict()  # who left last is last
+        self._pauses: dict[Hashable, float] = {}
+        self._next: dict[tuple[Stage, Key], Key] = {}
+
+    def leave(self, tenant: Hashable, stage: Stage, key: Key, now: float) -> None:
+        """It has all its answers, the last one of this key."""
+        self._absent.pop(tenant, None)
+        self._absent[tenant] = _Absence(stage, key, now)
+        while self._absent[oldest := next(iter(self._absent))].since < now - self._horizon_s:
+            del self._absent[oldest]
+            self._pauses.pop(oldest, None)
+
+    def come(self, tenant: Hashable, stage: Stage, key: Key, now: float) -> None:
+        """It asks for this key: how long it was away, and what comes after what, is learned from it."""
+        absence = self._absent.pop(tenant, None)
+        if absence is not None and absence.stage == stage:
+            pause = max(0.0, now - absence.since)
+            self._pauses[tenant] = (self._pauses.get(tenant, pause) + pause) / 2
+            self._next[stage, absence.key] = key
+
+    def expected(self, now: float, by: float) -> dict[tuple[Stage, Key], Expected]:
+        """Who is likely to be back by then, for what."""
+        found: dict[tuple[Stage, Key], Expected] = {}
+        for tenant in reversed(self._absent):
+            absence = self._absent[tenant]
+            if absence.since < now - self._horizon_s:
+                break
+            pause = self._pauses.get(tenant)
+            first = absence.since + (pause or 0.0)
+            until = absence.since + (self._horizon_s if pause is None else _LATE * pause)
+            if first <= by and now < until:
+                will = absence.stage, self._next.get((absence.stage, absence.key), absence.key)
+                found[will] = Expected(max(now, first), until) | found.get(will)
+        return found
 
 
 class _Flow(Generic[J]):
@@ -219,7 +312,9 @@ class Scheduler(Generic[J]):
         self._jobs: Counter[Hashable] = Counter()  # per tenant, runnable or not
         self._deadlines: list[tuple[float, int, J]] = []
         self._order = itertools.count()
+        self._absent = Absent(_RECENT_WAITS * policy.max_wait_s)
         self._seen: dict[Hashable, float] = {}  # when a tenant last asked or was answered; the latest is last
+        self._free = 0.0  # since when nothing is multiplied
 
     def __len__(self) -> int:
         """Jobs that have rows left to be taken."""
@@ -231,6 +326,8 @@ class Scheduler(Generic[J]):
 
     def put(self, job: J) -> None:
         """Take a job in."""
+        if not self._jobs[job.tenant]:
+            self._absent.come(job.tenant, job.stage, job.key, job.arrival)
         self._jobs[job.tenant] += 1
         heapq.heappush(self._deadlines, (job.deadline, next(self._order), job))
         self._note(job.tenant, job.arrival)
@@ -265,19 +362,18 @@ class Scheduler(Generic[J]):
 
     def take(self, now: float) -> list[Piece[J]]:
         """Rows to multiply now, all of one key; empty if there are none, or if they wait for company."""
-        leader = next((job for job in self._leaders() if self._may_go(job, now)), None)
+        leader, _ = self._turn(now)
         if leader is None:
             return []
-        if self.policy.name == "opportunistic" and now - leader.arrival < self.policy.slice_s:
-            leader = self._in_best_company(leader, now)
         return self._batch(leader)
 
     def next_deadline(self, now: float) -> float | None:
         """When to call `expire` and `take` again if nothing else happens; None if there is nothing to wait for."""
         while self._deadlines and self._deadlines[0][2].left:
             heapq.heappop(self._deadlines)
+        _, again = self._turn(now)
         times = [self._deadlines[0][0]] if self._deadlines else []
-        times += [self._go_time(job, now) for job in self._leaders()]
+        times += [] if again is None else [again]
         return min(times, default=None)
 
     def done(self, pieces: Iterable[Piece[J]], *, now: float, seconds: float) -> None:
@@ -286,43 +382,50 @@ class Scheduler(Generic[J]):
         rows = sum(piece.rows for piece in pieces)
         work = sum(piece.rows * piece.job.row_work for piece in pieces)
         self.pace.record(pieces[0].job.key, rows=rows, work=work, seconds=seconds)
+        self._free = now
         for piece in pieces:
-            self._note(piece.job.tenant, now)
+            job = piece.job
+            self._note(job.tenant, now)
+            if not self._jobs[job.tenant]:
+                self._absent.leave(job.tenant, job.stage, job.key, now)
 
     # Whose turn it is
 
-    def _leaders(self) -> Iterator[J]:
-        """The oldest job of every tenant and stage, in the order in which they should go."""
+    def _turn(self, now: float) -> tuple[J | None, float | None]:
+        """Whose turn it is now; or nobody's, and when to look again."""
         if self.policy.name == "lockstep":
-            yield from self._those_behind()
-            return
-        levels = [level for level in self._levels.values() if level.waiting]
-        for level in sorted(levels, key=lambda level: level.charged):
-            for flow in level.flows():
-                yield flow.first
+            return _first_of([(job, self._lockstep_time(job, now)) for job in self._those_behind()], now)
+        if self.policy.name == "none":
+            return next((flow.first for level in self._in_turn() for flow in level.flows()), None), None
+        expected = self._absent.expected(now, now + self.policy.max_wait_s)
+        waiting: list[float] = []
+        for level in self._in_turn():
+            heads = [flow.first for flow in level.flows()]
+            leader, again = _first_of([(job, self._go_time(job, now, expected)) for job in heads], now)
+            if leader is not None:
+                may_go = [job for job in heads if self._go_time(job, now, expected) <= now]
+                return self._in_best_company(leader, may_go, now), None
+            waiting += [] if again is None else [again]
+            if level is self._levels["inference"]:
+                break  # fine-tuning could keep it waiting for far longer than it waits for company
+        return None, min(waiting, default=None)
+
+    def _in_turn(self) -> list[_Level[J]]:
+        """The stages with something to do, least charged first."""
+        return sorted((level for level in self._levels.values() if level.waiting), key=lambda level: level.charged)
 
     def _those_behind(self) -> list[J]:
         """The oldest job of each key: the forward pass first, and there the first layers; backward the last ones."""
         keys = sorted(self._by_key, key=lambda k: (k[1] != FORWARD, k[0] if k[1] == FORWARD else -k[0], k[2]))
         return [next(iter(self._by_key[key])) for key in keys]
 
-    def _may_go(self, job: J, now: float) -> bool:
-        return self._go_time(job, now) <= now
-
-    def _go_time(self, job: J, now: float) -> float:
-        """When a job need not wait for company any more."""
-        policy = self.policy
-        if policy.name == "none" or job.taken:
-            return job.arrival
-        if policy.name == "lockstep":
-            wait, horizon = policy.lockstep_wait_s, policy.lockstep_wait_s
-        else:
-            wait = min(policy.max_wait_s, policy.wait_share * self.pace.seconds(job))
-            horizon = _RECENT_WAITS * policy.max_wait_s
+    def _lockstep_time(self, job: J, now: float) -> float:
+        """When a job goes without those who have not asked."""
+        wait = self.policy.lockstep_wait_s
         latest = job.arrival + wait
-        return latest if latest > now and self._somebody_expected(now - horizon) else job.arrival
+        return latest if not job.taken and latest > now and self._somebody_missing(now - wait) else job.arrival
 
-    def _somebody_expected(self, since: float) -> bool:
+    def _somebody_missing(self, since: float) -> bool:
         """Whether a tenant that was active since then asks for nothing now."""
         for tenant in reversed(self._seen):
             if self._seen[tenant] < since:
@@ -331,11 +434,32 @@ class Scheduler(Generic[J]):
                 return True
         return False
 
-    def _in_best_company(self, leader: J, now: float) -> J:
+    def _go_time(self, job: J, now: float, expected: Mapping[tuple[Stage, Key], Expected]) -> float:
+        """When a job need not wait any more, for company or for inference."""
+        if job.offered is None:
+            job.offered = now
+        time = job.offered
+        company = expected.get((job.stage, job.key))
+        if company is not None and not job.taken:
+            limit = job.offered + min(self.policy.max_wait_s, self.policy.wait_share * self.pace.seconds(job, job.rows))
+            if company.first <= limit:
+                time = min(limit, company.until)
+        if job.stage == "fine_tuning" and self._inference_is_due():
+            limit = self._free + self.policy.max_wait_s
+            coming = [e for (stage, _), e in expected.items() if stage == "inference" and e.first <= limit]
+            time = max([time, *(min(limit, e.until) for e in coming)])
+        return time
+
+    def _inference_is_due(self) -> bool:
+        """Whether it would go ahead of fine-tuning if it asked for something."""
+        inference, fine_tuning = self._levels["inference"], self._levels["fine_tuning"]
+        return max(inference.charged, self._now) <= fine_tuning.charged
+
+    def _in_best_company(self, leader: J, may_go: Sequence[J], now: float) -> J:
         """Of a stage's leaders, the one that most tenants can ride with: whoever is passed over meets company later."""
-        flows = self._levels[leader.stage].flows()
-        leaders = [flow.first for flow in flows if self._may_go(flow.first, now)]
-        return max(leaders, key=lambda job: len({other.tenant for other in self._by_key[job.key]}))
+        if now - leader.arrival >= self.policy.slice_s:
+            return leader
+        return max(may_go, key=lambda job: len({other.tenant for other in self._by_key[job.key]}))
 
     # What goes with it
 
@@ -344,14 +468,18 @@ class Scheduler(Generic[J]):
         self._now = max(self._now, level.charged)
         level.now = max(level.now, level.waiting[leader.tenant].charged)
         room = min(self.policy.max_batch_rows, self.pace.rows(leader))
-        pieces = [self._cut(leader, min(leader.ready - leader.taken, room))]
+        pieces = [self._piece(leader, room)]
         room -= pieces[0].rows
         if self.policy.name != "none":
             for job in self._riders(leader):
-                rows = job.ready - job.taken
-                if rows <= room:  # whole, or not at all: only a leader is worth a copy
-                    pieces.append(self._cut(job, rows))
-                    room -= rows
+                piece = self._piece(job, job.rows)
+                if piece.rows <= room:  # whole, or not at all: only a leader is worth a copy
+                    pieces.append(piece)
+                    room -= piece.rows
+        total = sum(piece.rows for piece in pieces)
+        seconds = self.pace.seconds(leader, total)
+        for piece in pieces:
+            self._hand_out(piece, seconds * piece.rows / max(1, total))
         return pieces
 
     def _riders(self, leader: J) -> list[J]:
@@ -362,16 +490,19 @@ class Scheduler(Generic[J]):
         flows = {stage: level.waiting for stage, level in self._levels.items()}
         return sorted(riders, key=lambda j: (j.stage != "inference", flows[j.stage][j.tenant].charged, j.arrival))
 
-    def _cut(self, job: J, rows: int) -> Piece[J]:
-        """Hand out the next rows of a job."""
-        piece = Piece(job, job.taken, job.taken + rows)
-        self._levels[job.stage].charge(job, rows * job.row_cost)
+    def _piece(self, job: J, most: int) -> Piece[J]:
+        """The next rows of a job."""
+        return Piece(job, job.taken, min(job.ready, job.taken + most))
+
+    def _hand_out(self, piece: Piece[J], seconds: float) -> None:
+        """Take a piece off its job, which is charged with its part of the product and what it costs besides."""
+        job = piece.job
+        self._levels[job.stage].charge(job, seconds * job.row_cost / max(1, job.row_work))
         job.taken = piece.stop
         if piece.last or not job.runnable:
             self._dequeue(job)
         if piece.last:
             self._leave(job)
-        return piece
 
     # Book-keeping
 
@@ -403,6 +534,14 @@ class Scheduler(Generic[J]):
         horizon = now - max(self.policy.lockstep_wait_s, _RECENT_WAITS * self.policy.max_wait_s)
         while self._seen[oldest := next(iter(self._seen))] < horizon:
             del self._seen[oldest]
+
+
+def _first_of(candidates: Sequence[tuple[J, float]], now: float) -> tuple[J | None, float | None]:
+    """The first that may go by its time; else nobody, and the earliest time."""
+    for job, time in candidates:
+        if time <= now:
+            return job, None
+    return None, min((time for _, time in candidates), default=None)
 
 
 def _line_up(job: J, line: OrderedDict[J, None]) -> None:

@@ -100,7 +100,7 @@ class Provider:
             )
         except BaseException:
             self.executor.stop(config.limits.stop_timeout_s)
-            self.executor.context.term()
+            self.executor.close()
             self._usage.close()
             raise
         gateway.start()
@@ -140,8 +140,8 @@ class Provider:
         clean = self._gateway.stop(timeout)
         requests = self._gateway.requests
         self.executor.stop(timeout)
-        if clean:  # else a socket is still open somewhere, and `term` would wait for it
-            self.executor.context.term()
+        if clean:  # else a socket is still open somewhere, and this would wait for it
+            self.executor.close()
         self._gateway = None
         if self._metrics is not None:
             self._metrics.close()

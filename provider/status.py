@@ -35,6 +35,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         bytes_held: by large requests.
         waiting_for_bytes: large requests.
         restarts: of the executor.
+        hangs: how often it did not answer for too long.
         executor: None if it does not answer.
         registries: whether each of them has taken the last announcement.
     """
@@ -48,6 +49,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     bytes_held: int
     waiting_for_bytes: int
     restarts: int
+    hangs: int
     tenants: list[TenantStatus]
     executor: ExecutorReport | None
     registries: dict[str, bool] = {}
@@ -83,6 +85,7 @@ class StatusSource:
             bytes_held=service.budget.used,
             waiting_for_bytes=service.budget.waiting,
             restarts=self._executor.generation,
+            hangs=self._executor.hangs,
             tenants=[
                 TenantStatus(tenant=str(tenant), role=role, counts=counts)
                 for (tenant, role), counts in sorted(service.usage.totals().items(), key=str)

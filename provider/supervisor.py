@@ -1,7 +1,8 @@
 """Keeps an executor running, as a thread or as a child process, and lets the gateway's threads ask it.
 
 Either kind counts its executor's ends in `generation`: a thread that waits for an answer notices that the
-executor it asked is gone, and tells its tenant to ask again (`BUSY`) instead of waiting for nothing.
+executor it asked is gone, and tells its tenant to ask again (`BUSY`) instead of waiting for nothing. A guard asks it
+how it is: a process that gives no answer for too long is killed, and started again like one that died.
 """
 
 from __future__ import annotations
@@ -30,18 +31,21 @@ from provider import envelope, logs
 from provider.admission import Refusal
 from provider.config import INPROC, RANKS_VARIABLE, ProviderConfig, to_json
 from provider.envelope import Ask, Envelope, ExecutorReport
-from provider.executor import Context, build
+from provider.executor import build
+from provider.lines import Answer, Context, Line, LocalInbox, SocketLine
 from symbiosis_priv import wire
 from symbiosis_priv.errors import ConfigError, RankLostError
 
 log = logs.EventLog(__name__)
 
-_WATCH_MS = 100  # how often a waiting thread looks whether its executor still lives
+_WATCH_S = 0.1  # how often a waiting thread looks whether its executor still lives
+_GUARD_S = 1.0  # how often it is asked how it is
 _FIRST_BACKOFF_S = 0.5  # so that a start that fails is not tried again before it is reported
 _MAX_BACKOFF_S = 5.0
 _STARTUP_S = 300.0
 _GRACE_S = 1.0  # for the executor's own word that it is late, which comes after the slice that it is at
 _LOOPBACK = "lo"
+_NOTHING = memoryview(b"")
 _SPARE_SOCKETS = 64  # the executor's own, and of connections that are being told that there are too many
 
 
@@ -56,12 +60,10 @@ class ExecutorHandle(ABC):
     def __init__(self, config: ProviderConfig, *, model_digest: str) -> None:
         self.config = config
         self.model_digest = model_digest
-        self.context: Context = zmq.Context()
-        wanted = config.limits.max_connections + _SPARE_SOCKETS
-        self.context.set(zmq.MAX_SOCKETS, min(wanted, self.context.get(zmq.SOCKET_LIMIT)))
-        self.endpoint = config.executor.endpoint
         self.generation = 0
+        self.hangs = 0
         self.stopping = threading.Event()
+        self._guard = threading.Thread(target=self._run_guard, name="executor-guard", daemon=True)
 
     @abstractmethod
     def start(self) -> None:
@@ -71,17 +73,54 @@ class ExecutorHandle(ABC):
     def stop(self, timeout: float) -> None:
         """Stop, after the gateway has. Does nothing to an executor that was not started."""
 
+    @abstractmethod
+    def line(self) -> Line:
+        """For one of the gateway's threads."""
+
+    def close(self) -> None:  # noqa: B027 - not every kind has something left
+        """After `stop`, when every line is closed."""
+
+    @abstractmethod
+    def _hung(self) -> None:
+        """It does not answer any more."""
+
+    def _run_guard(self) -> None:
+        answered = self.generation  # the last one that did: one that starts may take its time
+        while not self.stopping.wait(_GUARD_S):
+            generation, settings = self.generation, self.config.executor
+            patience = settings.hang_timeout_s + (settings.group_timeout_s if settings.ranks > 1 else 0.0)
+            if generation != answered:
+                patience = max(patience, _STARTUP_S)
+            if self._answers(within=patience):
+                answered = generation
+            elif generation == self.generation and not self.stopping.is_set():
+                self.hangs += 1
+                log.warning("executor_hangs", seconds=round(patience, 1))
+                self._hung()
+
+    def _answers(self, *, within: float) -> bool:
+        """Whether it says how it is in time. It may be started again meanwhile, or stopped: then it does not."""
+        generation, deadline = self.generation, time.monotonic() + within
+        with contextlib.closing(self.line()) as line:
+            line.send(Ask())
+            while line.receive(_WATCH_S) is None:
+                if time.monotonic() > deadline or generation != self.generation or self.stopping.is_set():
+                    return False
+        return True
+
 
 class ThreadExecutor(ExecutorHandle):
-    """An executor in a thread of this process."""
+    """An executor in a thread of this process. One that hangs is reported, and `/readyz` fails: nobody can kill it."""
 
     _thread: threading.Thread | None = None
 
     def start(self) -> None:
         """See `ExecutorHandle.start`."""
-        self._executor = build(self.config, model_digest=self.model_digest, context=self.context)
+        self._inbox = LocalInbox()
+        self._executor = build(self.config, model_digest=self.model_digest, inbox=self._inbox)
         self._thread = threading.Thread(target=self._run, name="executor", daemon=True)
         self._thread.start()
+        self._guard.start()
 
     def stop(self, timeout: float) -> None:
         """See `ExecutorHandle.stop`."""
@@ -91,6 +130,14 @@ class ThreadExecutor(ExecutorHandle):
         if self._thread.is_alive():
             self._executor.stop()
         self._thread.join(timeout)
+        self._guard.join()
+
+    def line(self) -> Line:
+        """See `ExecutorHandle.line`."""
+        return self._inbox.line()
+
+    def _hung(self) -> None:
+        pass
 
     def _run(self) -> None:
         if self.config.executor.threads:
@@ -111,6 +158,21 @@ class ProcessExecutor(ExecutorHandle):
 
     _watcher: threading.Thread | None = None
 
+    def __init__(self, config: ProviderConfig, *, model_digest: str) -> None:
+        super().__init__(config, model_digest=model_digest)
+        self.endpoint = config.executor.endpoint
+        self._context: Context = zmq.Context()
+        wanted = config.limits.max_connections + _SPARE_SOCKETS
+        self._context.set(zmq.MAX_SOCKETS, min(wanted, self._context.get(zmq.SOCKET_LIMIT)))
+
+    def line(self) -> Line:
+        """See `ExecutorHandle.line`."""
+        return SocketLine(self._context, self.endpoint)
+
+    def close(self) -> None:
+        """See `ExecutorHandle.close`."""
+        self._context.term()
+
     def start(self) -> None:
         """See `ExecutorHandle.start`."""
         path = Path(self.endpoint.removeprefix("ipc://"))
@@ -124,6 +186,7 @@ class ProcessExecutor(ExecutorHandle):
                 client.report(deadline=time.monotonic() + _STARTUP_S)
             except Refusal as error:
                 raise ConfigError("the executor's process ended at once; its reason is in the log above") from error
+        self._guard.start()
 
     def stop(self, timeout: float) -> None:
         """See `ExecutorHandle.stop`."""
@@ -136,6 +199,8 @@ class ProcessExecutor(ExecutorHandle):
         except subprocess.TimeoutExpired:
             self._kill()
         self._watcher.join(timeout)
+        if self._guard.ident is not None:
+            self._guard.join()
 
     @property
     def pid(self) -> int:
@@ -152,6 +217,9 @@ class ProcessExecutor(ExecutorHandle):
 
     def _kill(self) -> None:
         self._process.kill()
+
+    def _hung(self) -> None:
+        self._kill()
 
     def _watch(self) -> None:
         backoff = _FIRST_BACKOFF_S
@@ -224,7 +292,7 @@ class ExecutorClient:
 
     def __init__(self, handle: ExecutorHandle) -> None:
         self._handle = handle
-        self._dealer = self._connect()
+        self._line = handle.line()
         self._generation = handle.generation
         self._owed = False  # an answer
 
@@ -232,18 +300,17 @@ class ExecutorClient:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._dealer.close()
+        self._line.close()
 
-    def send(self, message: Envelope, payload: memoryview | bytes = b"") -> None:
+    def send(self, message: Envelope, payload: memoryview = _NOTHING) -> None:
         """Send a request; `receive` its answer."""
         if self._owed:
             self._reconnect()
         self._generation = self._handle.generation
         self._owed = True
-        self._dealer.send(envelope.encode(message), zmq.SNDMORE)  # part by part, as in the executor
-        self._dealer.send(payload, copy=False)
+        self._line.send(message, payload)
 
-    def receive(self, *, deadline: float, gone: Callable[[], bool] = lambda: False) -> tuple[bytes, memoryview]:
+    def receive(self, *, deadline: float, gone: Callable[[], bool] = lambda: False) -> Answer:
         """The answer: (prefix and header, payload), ready for the wire.
 
         Args:
@@ -254,18 +321,16 @@ class ExecutorClient:
             Refusal: BUSY if the executor died or does not even say that it is late, STOPPING if the provider is.
         """
         cancelled = False
-        while True:
-            try:
-                return self._receive()
-            except zmq.Again:
-                if self._lost:
-                    self._reconnect()
-                    self._give_up("the executor was lost; ask again")
-                if not cancelled and gone():
-                    self.cancel()
-                    cancelled = True
-                if time.monotonic() > deadline + _GRACE_S:
-                    self._give_up("the executor is late; ask again later")
+        while (answer := self._receive()) is None:
+            if self._lost:
+                self._reconnect()
+                self._give_up("the executor was lost; ask again")
+            if not cancelled and gone():
+                self.cancel()
+                cancelled = True
+            if time.monotonic() > deadline + _GRACE_S:
+                self._give_up("the executor is late; ask again later")
+        return answer
 
     def report(self, *, deadline: float) -> ExecutorReport:
         """What the executor says about itself. Raises what `receive` does."""
@@ -276,44 +341,32 @@ class ExecutorClient:
     def settle(self) -> None:
         """Return when the executor holds nothing of the last request: it has answered, or it is no more."""
         while self._owed:
-            try:
-                self._receive()
-            except zmq.Again:
-                if self._lost or self._handle.stopping.is_set():
-                    self._reconnect()
+            if self._receive() is None and (self._lost or self._handle.stopping.is_set()):
+                self._reconnect()
 
     @property
     def _lost(self) -> bool:
         return self._handle.generation != self._generation
 
-    def _receive(self) -> tuple[bytes, memoryview]:
-        head = self._dealer.recv()
-        payload = self._dealer.recv(copy=False).buffer
-        self._owed = False
-        return head, payload
+    def _receive(self) -> Answer | None:
+        answer = self._line.receive(_WATCH_S)
+        if answer is not None:
+            self._owed = False
+        return answer
 
     def cancel(self) -> None:
         """Say that nobody waits for the answer any more; it still comes, soon."""
-        self._dealer.send(envelope.encode(envelope.Cancel()), zmq.SNDMORE)
-        self._dealer.send(b"")
+        self._line.send(envelope.Cancel())
 
     def _give_up(self, detail: str) -> NoReturn:
         stopping = self._handle.stopping.is_set()
         raise Refusal(wire.ErrorCode.STOPPING if stopping else wire.ErrorCode.BUSY, detail)
 
     def _reconnect(self) -> None:
-        # A late answer must not be taken for the next one's: it goes to a socket that is no more.
+        # A late answer must not be taken for the next one's: it goes to a line that is no more.
         self._owed = False
-        self._dealer.close()
-        self._dealer = self._connect()
-
-    def _connect(self) -> zmq.Socket[bytes]:
-        dealer = self._handle.context.socket(zmq.DEALER)
-        dealer.linger = 0
-        dealer.rcvtimeo = _WATCH_MS
-        dealer.reconnect_ivl = 20
-        dealer.connect(self._handle.endpoint)
-        return dealer
+        self._line.close()
+        self._line = self._handle.line()
 
 
 def _private_folder(path: Path) -> None:

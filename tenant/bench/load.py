@@ -34,6 +34,7 @@ from tenant.channel import Channel, fresh_nonce
 
 Kind = Literal["generating", "training"]
 _DEADLINE_S = 120.0
+_NICE = 10  # tenants' machines would not take the provider's cores: here they get what it leaves
 
 
 class Asker(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,6 +175,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     load = msgspec.json.decode(sys.stdin.buffer.read(), type=Load, dec_hook=lambda kind, value: kind(value))
     torch.set_num_threads(1)
+    os.nice(_NICE)
     ready_read, ready_write = os.pipe()
     go_read, go_write = os.pipe()
     lock = folder / "alone"

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 import torch
-import zmq
 from torch import Tensor
 
 from provider import envelope
-from provider.config import INPROC, ExecutorConfig, SchedulerConfig
-from provider.executor import Context, Executor
+from provider.config import ExecutorConfig, SchedulerConfig
+from provider.executor import Executor
+from provider.lines import Line, LocalInbox
 from provider.model import ServedModel
 from provider.scheduler import PolicyName
 from provider.server import Provider
@@ -187,10 +187,10 @@ def test_waiting_requests_share_a_product(
 ) -> None:
     """Requests that wait for one group share products, however they are cut; another group's have their own."""
     execute, effect = requests
-    context: Context = zmq.Context()
+    inbox = LocalInbox()
     model = CountingModel(store)
     scheduling = SchedulerConfig(max_batch_rows=max_batch_rows, policy=policy, slice_ms=10_000)
-    executor = Executor(model, context=context, endpoint=INPROC, scheduling=scheduling)
+    executor = Executor(model, inbox=inbox, scheduling=scheduling)
     width = store.manifest().groups[0].inputs
     other = store.manifest().groups[1].inputs
     seed = secrets.token_bytes(32)
@@ -202,15 +202,11 @@ def test_waiting_requests_share_a_product(
         (effect(0, 5, seed=seed), expand(key, first_row=0, rows=5, width=width)),
         (execute(0, 4), ring_rows(4, width, seed=2)),
     ]
-    sockets: list[zmq.Socket[bytes]] = []
+    lines: list[Line] = []
     for request, rows in asked:
-        socket = context.socket(zmq.DEALER)
-        socket.linger = 0
-        socket.rcvtimeo = 20_000
-        socket.connect(INPROC)
-        payload = wire.as_bytes(rows) if isinstance(request, wire.Execute) else b""
-        socket.send_multipart([envelope.encode(work(request, tenant=str(len(sockets)))), payload])
-        sockets.append(socket)
+        payload = wire.as_bytes(rows) if isinstance(request, wire.Execute) else memoryview(b"")
+        lines.append(inbox.line())
+        lines[-1].send(work(request, tenant=str(len(lines))), payload)
     executor.stop()
     executor.run()
     products = [rows for group, rows in model.calls if group == 0]
@@ -219,15 +215,15 @@ def test_waiting_requests_share_a_product(
     assert sum(rows for group, rows in model.calls if group == 1) == 2
     if max_batch_rows == 100:
         assert len(products) == 4 if policy == "none" else len(products) <= 2  # the keystream may come a little later
-    for socket, (request, rows) in zip(sockets, asked, strict=True):
-        head, payload = socket.recv_multipart()
+    for line, (request, rows) in zip(lines, asked, strict=True):
+        answer = line.receive(0.0)
+        assert answer is not None
+        head, payload = answer
         reply = wire.decode_reply(head[wire.PREFIX.size :])
         assert isinstance(reply, wire.Result)
         assert reply.nonce == request.nonce
         got = wire.as_matrix(bytearray(payload), rows=len(rows), arithmetic="ring")
         assert torch.equal(got, oracle(store, request.group, "forward", rows))
-        socket.close()
-    context.term()
 
 
 def test_a_failing_product_is_answered_and_forgotten(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -19,15 +20,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 import torch
-import zmq
 from typer.testing import CliRunner
 
 from provider import server
 from provider.cli import app
 from provider.config import ExecutorConfig
-from provider.executor import Context, build
+from provider.executor import build
+from provider.lines import LocalInbox
 from provider.server import Provider
-from provider.supervisor import ProcessExecutor, make
+from provider.supervisor import ExecutorClient, ProcessExecutor, make
 from symbiosis_priv import wire
 from symbiosis_priv.errors import CheckpointError, ConfigError
 
@@ -140,14 +141,14 @@ def test_executor_in_its_own_process_comes_back(
 @contextmanager
 def in_flight(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """An event that is set once the gateway waits for its executor's answer."""
-    forwarded, receive = threading.Event(), zmq.Socket.recv
+    forwarded, receive = threading.Event(), ExecutorClient.receive
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         forwarded.set()
         return receive(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(zmq.Socket, "recv", noted)
+        patch.setattr(ExecutorClient, "receive", noted)
         yield forwarded
 
 
@@ -185,17 +186,43 @@ def test_a_socket_in_use_is_not_taken_over(configure: Configure, socket_folder: 
 
 def test_an_executor_serves_what_the_gateway_announced_or_nothing(configure: Configure) -> None:
     """A checkpoint that was replaced since: an executor that is started again must not serve the new one."""
-    context: Context = zmq.Context()
     with pytest.raises(CheckpointError, match="changed"):
-        build(configure(), model_digest="sha256:" + 64 * "0", context=context)
-    context.term()
+        build(configure(), model_digest="sha256:" + 64 * "0", inbox=LocalInbox())
 
 
-def test_room_for_every_connection(configure: Configure) -> None:
+def test_room_for_every_connection(configure: Configure, socket_folder: Path) -> None:
     """ZeroMQ's own limit is 1,023 sockets."""
-    context = make(configure(max_connections=3000), model_digest="").context
-    assert context.get(zmq.MAX_SOCKETS) > 3000
-    context.term()
+    apart = ExecutorConfig(endpoint=f"ipc://{socket_folder}/executor.sock")
+    executor = make(configure(max_connections=1100, executor=apart), model_digest="")
+    with contextlib.ExitStack() as lines:
+        for _ in range(1100):
+            lines.callback(executor.line().close)
+    executor.close()
+
+
+def test_an_executor_that_hangs_is_started_again(
+    configure: Configure, connect: Connect, requests: Requests, socket_folder: Path
+) -> None:
+    """It is there and says nothing: that must be noticed without anybody asking it for a product."""
+    execute, _ = requests
+    apart = ExecutorConfig(endpoint=f"ipc://{socket_folder}/executor.sock", threads=1, hang_timeout_s=1.0)
+    x = torch.ones(1, WIDTH, dtype=torch.int32)
+    with Provider(configure(executor=apart)) as provider:
+        client = connect(to=provider)
+        before = client.product(execute(0, 1), x)
+        assert isinstance(provider.executor, ProcessExecutor)
+        first = provider.executor.pid
+        os.kill(first, signal.SIGSTOP)
+        deadline = time.monotonic() + 30
+        while not provider.executor.hangs:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        after, _ = client.until_served(execute(0, 1), x, within=60)
+        assert torch.equal(before, after)
+        assert provider.executor.pid != first
+        assert provider.status().hangs == 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -1,0 +1,214 @@
+"""How the gateway's threads reach the executor: by hand where it is a thread beside them, else by ZeroMQ.
+
+Theory of operation. The executor has an `Inbox`, and each of the gateway's threads a `Line` to it with one question at
+a time: `[envelope, payload]` there, `[head, payload]` back. In one process nothing is encoded or copied, and a message
+is handed over in a queue that does not let go of the interpreter's lock. (Every call of ZeroMQ does, so an executor
+that answered sixteen askers that way queued for the lock behind those whom it had just woken, for a fifth of its time.)
+Between processes a message goes through a private `ipc://` socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import select
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterator
+from typing import Any, NamedTuple
+
+import zmq
+
+from provider import envelope
+from provider.envelope import Envelope
+from symbiosis_priv.errors import ConfigError
+
+Context = zmq.Context[zmq.Socket[bytes]]
+Answer = tuple[bytes, memoryview]
+
+_NOTHING = memoryview(b"")
+_POSTS = "inproc://executor"  # by which the process of a `SocketInbox` reaches its own
+_LINGER_MS = 1000
+
+
+class Message(NamedTuple):
+    """What somebody has sent, and to whom the answer goes."""
+
+    sender: Hashable
+    envelope: Envelope
+    payload: memoryview
+
+
+class Inbox(ABC):
+    """The executor's end. All but `post` belong to its thread."""
+
+    @abstractmethod
+    def arrived(self) -> Iterator[Message]:
+        """What has come, without waiting."""
+
+    @abstractmethod
+    def wait(self, seconds: float | None) -> None:
+        """Until something has come, at most so long."""
+
+    @abstractmethod
+    def answer(self, sender: Hashable, head: bytes, payload: memoryview) -> None:
+        """Send an answer; one whose asker has gone is forgotten."""
+
+    @abstractmethod
+    def post(self, message: Envelope) -> None:
+        """Say something from another thread of this process; nobody is answered."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Nothing comes any more."""
+
+
+class Line(ABC):
+    """One asker's end."""
+
+    @abstractmethod
+    def send(self, message: Envelope, payload: memoryview = _NOTHING) -> None:
+        """Ask, or say that the answer is not wanted any more."""
+
+    @abstractmethod
+    def receive(self, seconds: float) -> Answer | None:
+        """The answer; None if it has not come within so many seconds."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """An answer that is still to come is forgotten."""
+
+
+class LocalInbox(Inbox):
+    """Of an executor in this process."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._next: Message | None = None
+
+    def line(self) -> Line:
+        """A line to it."""
+        return _LocalLine(self._queue)
+
+    def arrived(self) -> Iterator[Message]:
+        if (message := self._next) is not None:
+            self._next = None
+            yield message
+        while True:
+            try:
+                yield self._queue.get_nowait()
+            except queue.Empty:
+                return
+
+    def wait(self, seconds: float | None) -> None:
+        if self._next is None:
+            try:
+                self._next = self._queue.get(timeout=seconds)
+            except queue.Empty:
+                return
+
+    def answer(self, sender: Hashable, head: bytes, payload: memoryview) -> None:
+        assert isinstance(sender, _Mailbox)
+        sender.put((head, payload))
+
+    def post(self, message: Envelope) -> None:
+        self._queue.put(Message(None, message, _NOTHING))
+
+    def close(self) -> None:
+        for _ in self.arrived():
+            pass
+
+
+class _Mailbox(queue.SimpleQueue[Answer]):
+    pass
+
+
+class _LocalLine(Line):
+    def __init__(self, inbox: queue.SimpleQueue[Message]) -> None:
+        self._inbox = inbox
+        self._mailbox = _Mailbox()
+
+    def send(self, message: Envelope, payload: memoryview = _NOTHING) -> None:
+        self._inbox.put(Message(self._mailbox, message, payload))
+
+    def receive(self, seconds: float) -> Answer | None:
+        try:
+            return self._mailbox.get(timeout=seconds)
+        except queue.Empty:
+            return None
+
+    def close(self) -> None:
+        """The mailbox goes with whoever still knows it."""
+
+
+class SocketInbox(Inbox):
+    """Of an executor whose askers are in another process.
+
+    Args:
+        endpoint: `ipc://` path to listen at; ConfigError if that cannot be done.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        self._context: Context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.linger = _LINGER_MS
+        try:
+            for address in (endpoint, _POSTS):
+                self._router.bind(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"endpoint = {endpoint!r}: {error.strerror}; choose another path") from error
+
+    def arrived(self) -> Iterator[Message]:
+        receive = self._router.recv  # part by part: `recv_multipart` takes 5 µs longer, and so does sending so
+        while int(self._router.get(zmq.EVENTS)) & zmq.POLLIN:
+            sender, head, payload = receive(), receive(), receive(copy=False)
+            yield Message(sender, envelope.decode(head), payload.buffer)
+
+    def wait(self, seconds: float | None) -> None:
+        if not int(self._router.get(zmq.EVENTS)) & zmq.POLLIN:  # its own timeouts are whole milliseconds: too long
+            select.select([self._router.fileno()], [], [], seconds)
+
+    def answer(self, sender: Hashable, head: bytes, payload: memoryview) -> None:
+        assert isinstance(sender, bytes)
+        self._router.send(sender, zmq.SNDMORE)
+        self._router.send(head, zmq.SNDMORE)
+        self._router.send(payload, copy=False)
+
+    def post(self, message: Envelope) -> None:
+        with contextlib.suppress(zmq.ZMQError), self._context.socket(zmq.DEALER) as dealer:  # it may be closed by now
+            dealer.linger = _LINGER_MS
+            dealer.connect(_POSTS)
+            dealer.send(envelope.encode(message), zmq.SNDMORE)
+            dealer.send(b"")
+
+    def close(self) -> None:
+        self._router.close()
+        self._context.term()
+
+
+class SocketLine(Line):
+    """To an executor in another process."""
+
+    def __init__(self, context: Context, endpoint: str) -> None:
+        self._dealer = context.socket(zmq.DEALER)
+        self._dealer.linger = 0
+        self._dealer.reconnect_ivl = 20
+        self._dealer.connect(endpoint)
+
+    def send(self, message: Envelope, payload: memoryview = _NOTHING) -> None:
+        self._dealer.send(envelope.encode(message), zmq.SNDMORE)
+        self._dealer.send(payload, copy=False)
+
+    def receive(self, seconds: float) -> Answer | None:
+        until = time.monotonic() + seconds
+        while not int(self._dealer.get(zmq.EVENTS)) & zmq.POLLIN:
+            left = until - time.monotonic()
+            if left <= 0:
+                return None
+            select.select([self._dealer.fileno()], [], [], left)
+        head: Any = self._dealer.recv()
+        return head, self._dealer.recv(copy=False).buffer
+
+    def close(self) -> None:
+        self._dealer.close()

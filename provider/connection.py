@@ -202,17 +202,20 @@ class Connection:
         used = replace(used, bytes_received=len(payload), bytes_sent=self._answer_bytes(request))
         self._count(used)  # while the executor is at it: before the answer leaves
         try:
-            head, product = self._executor.receive(deadline=work.deadline, gone=self._left)
+            answer = self._executor.receive(deadline=work.deadline, gone=self._left)
         except Refusal as refusal:
             self._count(Counts(failed=1) - used)
             self._refuse(refusal)
             self._executor.settle()  # it may still hold the payload, and then so does the budget
             return
-        if len(product) != used.bytes_sent:  # no product: it was cancelled, is late, or broke
-            self._count((Counts(abandoned=1) if self._left() else Counts(failed=1)) - used)
-        else:
+        if len(answer.payload) == used.bytes_sent:
             self._service.register.count_request(self._tenant)
-        self._send(head, product)
+        elif self._left():  # what was multiplied before anybody knew is on its bill
+            done = Counts(abandoned=1, rows=answer.rows, work=used.work * answer.rows // max(1, request.rows))
+            self._count(done - used)
+        else:  # it is late, or broke
+            self._count(Counts(failed=1) - used)
+        self._send(answer.head, answer.payload)
 
     def _answer_bytes(self, request: wire.Execute | wire.Effect) -> int:
         _, outputs = self._service.manifest.groups[request.group].columns(request.direction)

@@ -36,7 +36,7 @@ from provider import envelope, logs
 from provider.config import ProviderConfig, SchedulerConfig, from_json
 from provider.envelope import ExecutorReport
 from provider.keystream_maker import KeystreamMaker
-from provider.lines import Inbox, SocketInbox
+from provider.lines import Answer, Inbox, SocketInbox
 from provider.model import ServedModel, open_store
 from provider.operands import Operands
 from provider.scheduler import Job, Piece, Scheduler
@@ -187,7 +187,7 @@ class Executor:
         report.waiting = self._scheduler.waiting()
         report.resident = resident_bytes()
         report.uptime = time.monotonic() - self._started
-        self._inbox.answer(sender, b"", memoryview(msgspec.json.encode(report)))
+        self._inbox.answer(sender, Answer(b"", memoryview(msgspec.json.encode(report)), 0))
 
     # Keystream
 
@@ -307,7 +307,7 @@ class Executor:
         del self._jobs[job.sender]
         job.payload = job.made = job.result = None
         body = memoryview(b"") if payload is None else payload
-        self._inbox.answer(job.sender, wire.encode(reply, payload_bytes=len(body)), body)
+        self._inbox.answer(job.sender, Answer(wire.encode(reply, payload_bytes=len(body)), body, job.taken))
 
 
 def resident_bytes() -> int:

@@ -1,7 +1,7 @@
 """How the gateway's threads reach the executor: by hand where it is a thread beside them, else by ZeroMQ.
 
 Theory of operation. The executor has an `Inbox`, and each of the gateway's threads a `Line` to it with one question at
-a time: `[envelope, payload]` there, `[head, payload]` back. In one process nothing is encoded or copied, and a message
+a time: `[envelope, payload]` there, an `Answer` back. In one process nothing is encoded or copied, and a message
 is handed over in a queue that does not let go of the interpreter's lock. (Every call of ZeroMQ does, so an executor
 that answered sixteen askers that way queued for the lock behind those whom it had just woken, for a fifth of its time.)
 Between processes a message goes through a private `ipc://` socket.
@@ -15,7 +15,7 @@ import select
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import zmq
 
@@ -24,11 +24,11 @@ from provider.envelope import Envelope
 from symbiosis_priv.errors import ConfigError
 
 Context = zmq.Context[zmq.Socket[bytes]]
-Answer = tuple[bytes, memoryview]
 
 _NOTHING = memoryview(b"")
 _POSTS = "inproc://executor"  # by which the process of a `SocketInbox` reaches its own
 _LINGER_MS = 1000
+_ROWS_BYTES = 4
 
 
 class Message(NamedTuple):
@@ -37,6 +37,20 @@ class Message(NamedTuple):
     sender: Hashable
     envelope: Envelope
     payload: memoryview
+
+
+class Answer(NamedTuple):
+    """What the executor says.
+
+    Args:
+        head: prefix and header, ready for the wire.
+        payload: what follows it.
+        rows: of the request, that have been multiplied: all of them, or those before it was given up.
+    """
+
+    head: bytes
+    payload: memoryview
+    rows: int
 
 
 class Inbox(ABC):
@@ -51,7 +65,7 @@ class Inbox(ABC):
         """Until something has come, at most so long."""
 
     @abstractmethod
-    def answer(self, sender: Hashable, head: bytes, payload: memoryview) -> None:
+    def answer(self, sender: Hashable, answer: Answer) -> None:
         """Send an answer; one whose asker has gone is forgotten."""
 
     @abstractmethod
@@ -107,9 +121,9 @@ class LocalInbox(Inbox):
             except queue.Empty:
                 return
 
-    def answer(self, sender: Hashable, head: bytes, payload: memoryview) -> None:
+    def answer(self, sender: Hashable, answer: Answer) -> None:
         assert isinstance(sender, _Mailbox)
-        sender.put((head, payload))
+        sender.put(answer)
 
     def post(self, message: Envelope) -> None:
         self._queue.put(Message(None, message, _NOTHING))
@@ -169,11 +183,12 @@ class SocketInbox(Inbox):
         if not int(self._router.get(zmq.EVENTS)) & zmq.POLLIN:  # its own timeouts are whole milliseconds: too long
             select.select([self._router.fileno()], [], [], seconds)
 
-    def answer(self, sender: Hashable, head: bytes, payload: memoryview) -> None:
+    def answer(self, sender: Hashable, answer: Answer) -> None:
         assert isinstance(sender, bytes)
         self._router.send(sender, zmq.SNDMORE)
-        self._router.send(head, zmq.SNDMORE)
-        self._router.send(payload, copy=False)
+        self._router.send(answer.head, zmq.SNDMORE)
+        self._router.send(answer.rows.to_bytes(_ROWS_BYTES, "big"), zmq.SNDMORE)
+        self._router.send(answer.payload, copy=False)
 
     def post(self, message: Envelope) -> None:
         with contextlib.suppress(zmq.ZMQError), self._context.socket(zmq.DEALER) as dealer:  # it may be closed by now
@@ -207,8 +222,8 @@ class SocketLine(Line):
             if left <= 0:
                 return None
             select.select([self._dealer.fileno()], [], [], left)
-        head: Any = self._dealer.recv()
-        return head, self._dealer.recv(copy=False).buffer
+        head, rows = self._dealer.recv(), self._dealer.recv()
+        return Answer(head, self._dealer.recv(copy=False).buffer, int.from_bytes(rows, "big"))
 
     def close(self) -> None:
         self._dealer.close()

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from provider import logs
-from provider.config import MIB, ProviderConfig
+from provider.config import INPROC, MIB, ProviderConfig
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.manifest import Manifest
 
@@ -40,23 +41,39 @@ class Need:
 
 
 def memory_plan(config: ProviderConfig, manifest: Manifest, served: range) -> list[Need]:
-    """Everything that takes memory in proportion to the model or to a limit. Tenants without a request take none.
+    """Everything on this machine that takes memory in proportion to the model or to a limit, over all its processes.
+    Tenants without a request take none.
 
     Args:
         served: the layer groups of the manifest whose weights are loaded.
     """
     device = config.executor.device.partition(":")[0]
-    weights = sum(group.inputs * group.stacked_outputs for group in manifest.groups[served.start : served.stop])
+    groups = manifest.groups[served.start : served.stop]
     width = 1 if manifest.weight_bits <= _ONE_BYTE_BITS else 2
+    sizes = [width * group.inputs * group.stacked_outputs for group in groups]
+    kind = f"int{8 * width}"
+    here, ranks, processes = _processes(config)
     plan = [
-        Need("ring weights, both directions", device, f"int{8 * width}", weights * width),
+        Need("ring weights, both directions", device, kind, sum(sizes) * here // ranks),
         Need("matrices in flight", _CPU, "int32 and float32", config.limits.max_inflight_mib * MIB),
-        Need("one batch", _CPU, "int32", _WORKING),
-        Need("Python and torch", _CPU, "-", _PROCESS),
+        Need("one batch", _CPU, "int32", _WORKING * here),
+        Need("Python and torch", _CPU, "-", _PROCESS * processes),
     ]
+    if ranks > 1:
+        plan.insert(1, Need("a layer group, gathered by each rank", device, kind, max(sizes) * here))
     if config.executor.float_memory is not None:
         plan.insert(1, Need("float weights", device, "float32", config.executor.float_memory))
     return plan
+
+
+def _processes(config: ProviderConfig) -> tuple[int, int, int]:
+    """(ranks on this machine, ranks, processes on this machine)."""
+    if dist.is_initialized():  # this is rank 0 of a group over several machines, and serves itself
+        here = int(os.environ["LOCAL_WORLD_SIZE"])
+        return here, dist.get_world_size(), here
+    ranks = config.executor.ranks
+    alone = ranks == 1 and config.executor.endpoint == INPROC
+    return ranks, ranks, 1 if alone else ranks + 1
 
 
 def check_plan(plan: list[Need]) -> None:

@@ -311,7 +311,7 @@ class ExecutorClient:
         self._line.send(message, payload)
 
     def receive(self, *, deadline: float, gone: Callable[[], bool] = lambda: False) -> Answer:
-        """The answer: (prefix and header, payload), ready for the wire.
+        """The answer.
 
         Args:
             deadline: by `time.monotonic()`; the executor keeps it too, and answers that it is late.
@@ -335,8 +335,7 @@ class ExecutorClient:
     def report(self, *, deadline: float) -> ExecutorReport:
         """What the executor says about itself. Raises what `receive` does."""
         self.send(Ask())
-        _, payload = self.receive(deadline=deadline)
-        return msgspec.json.decode(payload, type=ExecutorReport)
+        return msgspec.json.decode(self.receive(deadline=deadline).payload, type=ExecutorReport)
 
     def settle(self) -> None:
         """Return when the executor holds nothing of the last request: it has answered, or it is no more."""

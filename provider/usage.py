@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import os
 import sqlite3
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -35,8 +36,8 @@ class Counts:
 
     Args:
         requests: products.
-        rows: of them.
-        work: multiply-adds, the keystream of effects included.
+        rows: of them, and those of abandoned requests that had been multiplied.
+        work: multiply-adds for these rows, the keystream of effects included.
         bytes_received: payloads from the tenant.
         bytes_sent: products to it.
         failed: requests that broke here.
@@ -56,14 +57,15 @@ class Counts:
     slow: int = 0
 
     def __add__(self, other: Counts) -> Counts:
-        return Counts(*map(operator.add, astuple(self), astuple(other)))
+        return Counts(*map(operator.add, _values(self), _values(other)))
 
     def __sub__(self, other: Counts) -> Counts:
-        return Counts(*map(operator.sub, astuple(self), astuple(other)))
+        return Counts(*map(operator.sub, _values(self), _values(other)))
 
 
 _NOTHING = Counts()
 COUNTED = tuple(field.name for field in fields(Counts))
+_values = operator.attrgetter(*COUNTED)  # `astuple` copies deeply, which takes as long as the commit
 COLUMNS = ("day", "tenant", "authority", "role", *COUNTED)
 
 _CREATE = f"""
@@ -87,12 +89,14 @@ class Usage:
 
     def __init__(self, database: Path | None) -> None:
         try:
+            if database is not None:  # for this user only, and so are the files that SQLite puts beside it
+                os.close(os.open(database, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
             self._connection = sqlite3.connect(database or ":memory:", isolation_level=None, check_same_thread=False)
             self._connection.execute("PRAGMA journal_mode = WAL")
             self._connection.execute("PRAGMA synchronous = NORMAL")
             self._connection.execute("PRAGMA wal_autocheckpoint = 0")  # not while a tenant waits
             self._connection.execute(_CREATE)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             raise ConfigError(f"[usage] database = {database}: {error}; choose another file") from error
         self._lock = threading.Lock()
         self._totals: dict[tuple[TenantIdentity, Role], Counts] = {}
@@ -107,7 +111,7 @@ class Usage:
             self._totals[tenant, role] = self._totals.get((tenant, role), _NOTHING) + counts
             try:
                 key = (self._today(), tenant.name, tenant.authority, role)
-                self._connection.execute(_ADD, (*key, *astuple(counts)))
+                self._connection.execute(_ADD, (*key, *_values(counts)))
             except sqlite3.Error as error:  # a full disk: tenants are served, and the operator is told
                 log.often("usage_not_counted", error=type(error).__name__)
 

@@ -11,7 +11,7 @@ from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.files import write_atomically
 from tenant.bench.report import Report, Row, Value
 
-_UNITS = {"_s": " s", "_ms": " ms", "_us": " µs", "_mib": " MiB"}
+_UNITS = {"_per_s": "/s", "_s": " s", "_ms": " ms", "_us": " µs", "_mib": " MiB"}
 _MARK = "<!-- bench:{kind}:{end} -->"
 
 
@@ -80,7 +80,7 @@ def _line(cells: Sequence[str]) -> str:
 def _heading(name: str) -> str:
     unit = next((suffix for suffix in _UNITS if name.endswith(suffix)), "")
     words = name.removesuffix(unit).replace("_", " ")
-    return f"{words}{',' if unit else ''}{_UNITS.get(unit, '')}"
+    return f"{words}{',' if unit and unit != '_per_s' else ''}{_UNITS.get(unit, '')}"
 
 
 def _cell(value: Value) -> str:

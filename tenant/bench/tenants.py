@@ -216,7 +216,7 @@ class _Bench:
             federation=self._local.federation,
             groups=self._groups,
             seconds=seconds,
-            checked_s=_CHECKED_S,
+            checked_s=min(_CHECKED_S, seconds),
             tenants=tuple(self._asker(*asker) for asker in mix.askers(scenario)),
         )
         folder = self._directory / f"round-{next(self._rounds)}"

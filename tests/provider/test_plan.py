@@ -32,6 +32,21 @@ def test_the_plan_counts_what_is_loaded(configure: Configure, store: WeightStore
     assert (floats.size, floats.kind) == (100 * MIB, "float32")
 
 
+def test_the_plan_counts_every_process(configure: Configure, store: WeightStore) -> None:
+    """Four ranks share the weights, and each of them gathers a layer group and is a process of its own."""
+
+    def needs(executor: ExecutorConfig) -> dict[str, int]:
+        return {n.what: n.size for n in memory_plan(configure(executor=executor), store.manifest(), store.served)}
+
+    alone, ranks = needs(ExecutorConfig()), needs(ExecutorConfig(ranks=4))
+    apart = needs(ExecutorConfig(endpoint="ipc:///run/somewhere/executor.sock"))
+    ring, python = "ring weights, both directions", "Python and torch"
+    assert ranks[ring] == apart[ring] == alone[ring]
+    assert (apart[python], ranks[python]) == (2 * alone[python], 5 * alone[python])
+    largest = max(2 * group.inputs * group.stacked_outputs for group in store.manifest().groups)
+    assert ranks["a layer group, gathered by each rank"] == 4 * largest
+
+
 def test_eight_bits_take_a_byte(configure: Configure, store: WeightStore) -> None:
     narrow = msgspec.structs.replace(store.manifest(), weight_bits=8)
     wide = memory_plan(configure(), store.manifest(), store.served)[0]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import secrets
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from provider import envelope
 from provider.config import ExecutorConfig, SchedulerConfig
@@ -218,12 +219,12 @@ def test_waiting_requests_share_a_product(
     for line, (request, rows) in zip(lines, asked, strict=True):
         answer = line.receive(0.0)
         assert answer is not None
-        head, payload = answer
-        reply = wire.decode_reply(head[wire.PREFIX.size :])
+        reply = wire.decode_reply(answer.head[wire.PREFIX.size :])
         assert isinstance(reply, wire.Result)
         assert reply.nonce == request.nonce
-        got = wire.as_matrix(bytearray(payload), rows=len(rows), arithmetic="ring")
+        got = wire.as_matrix(bytearray(answer.payload), rows=len(rows), arithmetic="ring")
         assert torch.equal(got, oracle(store, request.group, "forward", rows))
+        assert answer.rows == request.rows
 
 
 def test_a_failing_product_is_answered_and_forgotten(
@@ -243,3 +244,47 @@ def test_a_failing_product_is_answered_and_forgotten(
     assert reply.code == wire.ErrorCode.INTERNAL
     assert "secret" not in reply.detail
     assert torch.equal(client.product(execute(0, 1), x), oracle(store, 0, "forward", x))
+
+
+def test_no_tensor_is_kept_between_requests(
+    configure: Configure,
+    connect: Connect,
+    store: WeightStore,
+    requests: Requests,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows and results of requests alone, batched, cut, refused and of effects: their memory is free when all are
+    answered. Storages are watched, not tensors: a slice of a product is another tensor over the same one.
+    """
+    execute, effect = requests
+    kept: list[StorageWeakRef] = []
+    product = ServedModel.product
+
+    def watched(self: ServedModel, rows: Tensor, **what: Any) -> Tensor:
+        result = product(self, rows, **what)
+        kept.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in (rows, result))
+        return result
+
+    monkeypatch.setattr(ServedModel, "product", watched)
+    config = configure(executor=FLOATS)
+    scheduling = SchedulerConfig(max_batch_rows=5, slice_ms=1000.0)
+    with Provider(msgspec.structs.replace(config, scheduler=scheduling)) as provider:
+        width = store.manifest().groups[0].inputs
+
+        def ask(tenant: str) -> None:
+            client = connect(tenant, to=provider)
+            for rows in (0, 1, 4, 5, 17):
+                client.product(execute(0, rows), ring_rows(rows, width))
+                client.product(execute(0, rows, arithmetic="float"), torch.ones(rows, width))
+            assert isinstance(client.ask(execute(0, 1), b"too little"), wire.Failure)
+
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(ask, ("alice", "bob", "carol")))
+        helper = connect("dave", role="helper", to=provider)
+        helper.send(effect(0, 23, seed=secrets.token_bytes(32)))
+        assert isinstance(helper.receive()[0], wire.Result)
+        deadline = time.monotonic() + 20
+        while not all(storage.expired() for storage in kept):
+            assert time.monotonic() < deadline, f"{sum(not s.expired() for s in kept)} of {len(kept)} are still there"
+            time.sleep(0.01)
+        assert len(kept) > 60

@@ -177,8 +177,8 @@ def test_a_tenant_that_was_away_has_saved_nothing_up() -> None:
 
 
 def test_inference_goes_ahead_and_starves_nobody() -> None:
-    """Both want everything: four fifths and one fifth."""
-    subject = scheduler("none")
+    """Both want everything: by their weights."""
+    subject = scheduler("none", inference_weight=4.0)
     served: Counter[str] = Counter()
     subject.put(job("trainer", rows=10_000, stage="fine_tuning"))
     for _ in range(200):

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from provider.admission import Refusal
 from provider.cli import app
-from provider.config import QuotaConfig, UsageConfig
+from provider.config import QuotaConfig, SchedulerConfig, UsageConfig
 from provider.model import ServedModel
 from provider.quota import Meter, QuotaGate
 from provider.server import Provider
@@ -226,6 +226,41 @@ def test_refused_and_abandoned_requests_are_counted_apart(
     counted = ("requests", "rows", "refused", "abandoned")
     assert [bill["alice"][name] for name in counted] == [1, 1, 1, 1]
     assert [bill["bob"][name] for name in counted] == [1, 3, 0, 0]
+
+
+def test_what_was_multiplied_for_who_left_is_on_its_bill(
+    configure: Configure, connect: Connect, requests: Requests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alice leaves after the first slice of her request: that slice is hers to pay, and no other is multiplied."""
+    execute, _ = requests
+    database = tmp_path / "usage.sqlite"
+    begun, cancelled = threading.Event(), threading.Event()
+    product, cancel = ServedModel.product, ExecutorClient.cancel
+
+    def slow(*args: Any, **kwargs: Any) -> torch.Tensor:
+        begun.set()
+        assert cancelled.wait(20)
+        return product(*args, **kwargs)
+
+    def noted(self: ExecutorClient) -> None:
+        cancel(self)
+        cancelled.set()
+
+    config = msgspec.structs.replace(configure(), scheduler=SchedulerConfig(max_batch_rows=5))
+    with Provider(msgspec.structs.replace(config, usage=UsageConfig(database=database))) as provider:
+        connect("bob", to=provider).product(execute(0, 5), ones(5))
+        monkeypatch.setattr(ExecutorClient, "cancel", noted)
+        monkeypatch.setattr(ServedModel, "product", slow)
+        alice = connect("alice", to=provider)
+        alice.send(execute(0, 20), wire.as_bytes(ones(20)))
+        assert begun.wait(20)
+        alice.close()
+        until(lambda: provider.status().connections == 1)
+    bill = {row["tenant"]: row for row in read(database)}
+    counted = ("requests", "rows", "abandoned", "failed", "bytes_sent")
+    assert [bill["alice"][name] for name in counted] == [0, 5, 1, 0, 0]
+    assert bill["alice"]["work"] == bill["bob"]["work"]
+    assert database.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_full_disk_stops_nobody(tmp_path: Path) -> None:

@@ -31,11 +31,20 @@ class Greeter:
         manifest: the layer groups that must be covered.
         persist: greets a provider until the session's deadline.
         try_once: greets it once.
+        before: finds out who there is.
     """
 
-    def __init__(self, routes: Routes, manifest: Manifest, *, persist: Greeting, try_once: Greeting) -> None:
+    def __init__(
+        self,
+        routes: Routes,
+        manifest: Manifest,
+        *,
+        persist: Greeting,
+        try_once: Greeting,
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
         self._routes, self._manifest = routes, manifest
-        self._persist, self._try_once = persist, try_once
+        self._persist, self._try_once, self._before = persist, try_once, before
         self._lock = threading.Lock()
         self._met: Future[None] | None = None
         self._under_way: set[Route] = set()
@@ -75,6 +84,7 @@ class Greeter:
             self._greet(route, self._try_once)
 
     def _meet(self) -> None:
+        self._before()
         waiting = {
             greeting
             for route in (*self._routes.executors, *self._routes.helpers)

@@ -20,8 +20,9 @@ def ledger_of(model: nn.Module) -> Ledger | None:
 
 
 def since(before: Ledger, now: Ledger) -> Ledger:
-    """What happened between two readings."""
-    return Ledger(**{f.name: getattr(now, f.name) - getattr(before, f.name) for f in fields(Ledger)})
+    """What happened between two readings; `providers` are as they are now."""
+    counts = [field.name for field in fields(Ledger) if field.name != "providers"]
+    return Ledger(**{name: getattr(now, name) - getattr(before, name) for name in counts}, providers=now.providers)
 
 
 def rows(ledger: Ledger, *, tokens: int) -> list[tuple[str, str]]:

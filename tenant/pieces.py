@@ -58,8 +58,10 @@ def share(parts: Sequence[Part], executors: Sequence[Executor], work: Callable[[
 
     Raises what the first of them raises to fail; then no other one begins, and none is still at work.
     """
-    if len(parts) == 1:
-        return work(parts[0], None)
+    if len(parts) == 1 or not executors:
+        for part in parts:
+            work(part, None)
+        return
     seats = [executor for executor in executors for _ in range(LANES)][: len(parts)]
     pieces = Pieces(parts, [executor.route for executor in seats])
 
@@ -91,4 +93,4 @@ def share(parts: Sequence[Part], executors: Sequence[Executor], work: Callable[[
     for job in jobs:
         if not job.cancel():  # those that have not begun never will
             job.result()
-    return None
+    return

@@ -78,6 +78,7 @@ class Products:
         self.routes.check(index)
         xq, expected = self._encoded(index, direction, rows)
         self.runtime.greeter.meet()
+        self.runtime.sweep()
         executors = self.routes.open_for(index, self._size(index, len(xq)))
         parts = self._parts(index, direction, rows, xq, expected, executors=max(1, len(executors)))
         share(parts, [self.runtime.executor(route) for route in executors], self._masked)

@@ -22,8 +22,9 @@ from collections.abc import Callable, Collection, Sequence
 from symbiosis_priv import wire
 from symbiosis_priv.certificates import key_fingerprint, load_pin
 from symbiosis_priv.errors import QuarantinedError
-from symbiosis_priv.federation import Federation, Peer
+from symbiosis_priv.federation import Federation, Peer, in_common, traits
 from tenant.health import FEW_BYTES, Health, State
+from tenant.published import ProviderFigures
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,8 @@ class Routes:
         clock: seconds, as `time.monotonic` counts them.
 
     Attributes:
-        executors: in the order of the federation; helpers: likewise.
+        executors: those of the federation in its order, then those who have joined; helpers: of the federation.
+        version: another one whenever executors have come or gone.
         quarantined: fingerprints of public keys: a liar by another name is the same liar.
     """
 
@@ -72,6 +74,7 @@ class Routes:
         self.executors = tuple(map(Route, federation.executors))
         self.helpers = tuple(map(Route, federation.helpers if with_helpers else ()))
         self.quarantined: set[str] = set()
+        self.version = 0
         self._federation, self._clock = federation, clock
         self._keys_of = functools.cache(keys_of)  # as they are now, whatever becomes of the pinned files
         self._admits = functools.cache(federation.admissible)
@@ -85,6 +88,27 @@ class Routes:
         return listed if self._federation.pad_helpers is None else min(self._federation.pad_helpers, listed)
 
     # Executors
+
+    def update(self, joined: Sequence[Peer]) -> None:
+        """Who there is beside the federation's own executors from now on; who is not named is asked nothing more.
+
+        Nobody is taken who has something in common with a party of the federation (rule 11). Whoever is one company
+        with a pad's holder sees no row under that pad, as ever (rule 8).
+        """
+        with self._lock:
+            known = {route.peer: route for route in self.executors}
+            parties = [traits(peer) for peer in self._federation.peers]
+            taken = list(self._federation.executors)
+            for peer in joined:
+                own = traits(peer)
+                if shared := {what for party in parties for what in in_common(own, party)}:
+                    log.warning("executor %s is not taken on: it has another one's %s", peer.name, ", ".join(shared))
+                    continue
+                parties.append(own)
+                taken.append(peer)
+            self.executors = tuple(known.get(peer) or Route(peer) for peer in taken)
+            self._present = {place: route for place, route in self._present.items() if route in self.executors}
+            self.version += 1
 
     def able(self, group: int, holders: Collection[Peer] = ()) -> list[Route]:
         """The executors that may see a group's rows under pads of these holders."""
@@ -271,6 +295,27 @@ class Routes:
         ]
 
     # Quarantine
+
+    def figures(self) -> tuple[ProviderFigures, ...]:
+        """Of every provider, for whoever looks."""
+        with self._lock:
+            return tuple(
+                ProviderFigures(
+                    name=route.peer.name,
+                    role=route.peer.role,
+                    state=self._state(route),
+                    requests=route.requests,
+                    latency_s=route.health.latency_s,
+                    verified=route.verified,
+                    rejected=route.rejected,
+                )
+                for route in (*self.executors, *self.helpers)
+            )
+
+    def _state(self, route: Route) -> str:
+        if self.is_quarantined(route.peer):
+            return "quarantined"
+        return "not heard" if route.welcome is None else str(route.health.state)
 
     def check(self, group: int) -> None:
         """Raises `QuarantinedError` if those who have not lied cannot make a product of this group."""

@@ -22,6 +22,7 @@ from symbiosis_priv.keystream import SessionSecret
 from symbiosis_priv.ring import Direction
 from symbiosis_priv.weights import WeightStore
 from tenant.channel import Channel
+from tenant.discovery import Discovery
 from tenant.executor import Executor, row_limit
 from tenant.facts import Preparation
 from tenant.greeting import Greeter
@@ -62,7 +63,7 @@ class Runtime:
         routes: Routes,
     ) -> None:
         check_parties(
-            [route.peer for route in (*routes.executors, *routes.helpers)],
+            [*federation.executors, *(route.peer for route in routes.helpers)],  # who has joined was checked then
             companies=federation.companies,
             pad_helpers=federation.pad_helpers,
         )
@@ -85,7 +86,12 @@ class Runtime:
         }
         materials = Materials(facts=self._facts, secret=secret, holders=self._holders, store=store)
         self.source = scheme.effects(materials)
-        self.greeter = Greeter(routes, preparation.manifest, persist=self._persist, try_once=self._try_once)
+        self._discovery = None if federation.registries is None else Discovery(federation, changed=routes.update)
+        self._discovering = False
+        self._version = routes.version
+        self.greeter = Greeter(
+            routes, preparation.manifest, persist=self._persist, try_once=self._try_once, before=self._discover
+        )
         _open.add(self)
 
     @property
@@ -114,6 +120,21 @@ class Runtime:
                 if self.closing.is_set():
                     executor.close()
             return self._executors[route]
+
+    def sweep(self) -> None:
+        """Let go of executors that have left, and of whom nothing is wanted any more."""
+        if self._version == self._routes.version:
+            return
+        with self._making:
+            here = set(self._routes.executors)
+            left = [executor for route, executor in self._executors.items() if route not in here]
+            gone = [executor for executor in left if not executor.route.in_flight]
+            for executor in gone:
+                del self._executors[executor.route]
+            if len(gone) == len(left):
+                self._version = self._routes.version
+        for executor in gone:
+            executor.close()
 
     def take(self, index: int, direction: Direction, rows: int) -> list[Pad]:
         """Fresh pads for `rows` rows; none without masking."""
@@ -163,6 +184,8 @@ class Runtime:
             helper.close()
         for channel in tuple(self._greeting):
             channel.close()
+        if self._discovery is not None:
+            self._discovery.close(_JOIN_S)
         until = time.monotonic() + _JOIN_S
         if not all(worker.join(max(0.0, until - time.monotonic())) for worker in workers):
             log.warning("a session's thread is still busy %g s after it was told to stop", _JOIN_S)
@@ -176,11 +199,20 @@ class Runtime:
 
     def abandon(self) -> None:
         """Let go of connections that a forked child shares with its parent, without a word to the other side."""
+        if self._discovery is not None:
+            self._discovery.abandon()
         for executor in self._executors.values():
             executor.lanes.abandon()
         for helper in self.helpers:
             for channel in helper.channels:
                 channel.abandon()
+
+    def _discover(self) -> None:
+        """Ask the registries, now and from now on."""
+        if self._discovery is not None and not self._discovering:
+            self._discovery.refresh()
+            self._discovering = True
+            self._discovery.start()
 
     def _holders(self, index: int, executor: Route | None) -> list[Helper]:
         """See `scheme.Materials`."""

@@ -22,6 +22,7 @@ from symbiosis_priv.errors import RoleConflictError, SymbiosisError
 from symbiosis_priv.federation import Federation
 from symbiosis_priv.ring import Direction
 from symbiosis_priv.weights import WeightStore
+from tenant.discovery import require_hidden_rows
 from tenant.facts import Preparation
 from tenant.masking.registry import session_scheme
 from tenant.options import SessionOptions
@@ -59,6 +60,7 @@ class Session:
                 f"masking = {options.masking!r} needs a [[provider]] with role = 'helper', run by another operator "
                 f"than the executor; masking = 'local' needs none"
             )
+        require_hidden_rows(self._scheme, federation)
         self.preparation = preparation
         self.routes = Routes(federation, with_helpers="helper" in self._scheme.roles)
         self._federation, self._options, self._store = federation, options, store
@@ -92,6 +94,7 @@ class Session:
     def ledger(self) -> Ledger:
         """Counters so far."""
         ledger = self._tally.ledger()
+        ledger.providers = self.routes.figures()
         if (products := self._products) is None:
             return ledger
         runtime = products.runtime

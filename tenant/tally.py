@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, replace
 
+from tenant.published import ProviderFigures
+
 
 @dataclass
 class Ledger:
@@ -12,6 +14,7 @@ class Ledger:
 
     Args:
         pads_redrawn: rows whose helper was lost, late or lied, put on other pads.
+        providers: what each of them has done.
         takeovers: requests that one provider failed and another one answered; it cost `takeover_s` seconds in all.
     """
 
@@ -32,6 +35,7 @@ class Ledger:
     bytes_from_helpers: int = 0
     takeovers: int = 0
     takeover_s: float = 0.0
+    providers: tuple[ProviderFigures, ...] = ()
 
 
 class Tally:

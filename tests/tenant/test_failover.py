@@ -240,6 +240,51 @@ def test_layers_that_nobody_serves_are_an_error_before_anything_is_sent(
     assert low.executed == helper.effects == []
 
 
+# Coming and going
+
+
+def test_an_executor_joins_with_the_layers_that_were_missing(
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, layer_store: Callable[[str], WeightStore]
+) -> None:
+    low, high = new_provider(store=layer_store("0")), new_provider(store=layer_store("1"))
+    session = new_session("pad", [low], [new_provider()])
+    with pytest.raises(UncoveredError, match="nobody serves layers 1"):
+        is_right(session, store, QKV, FORWARD, 1, 0)
+    session.routes.update([high.peer("executor")])
+    assert all_right(session, store)
+    assert high.executed
+
+
+def test_the_last_one_of_some_layers_leaves_and_another_one_joins_while_it_is_waited_for(
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, layer_store: Callable[[str], WeightStore]
+) -> None:
+    low, high, next_high = (new_provider(store=layer_store(layers)) for layers in ("0", "1", "1"))
+    session = new_session("pad", [low], [new_provider()])
+    session.routes.update([high.peer("executor")])
+    assert all_right(session, store)
+    session.routes.update([])
+    heard = len(high.heard)
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(is_right, session, store, 7, FORWARD, 3, 0)
+        assert not waiting.done()
+        session.routes.update([next_high.peer("executor")])
+        assert waiting.result(20)
+    assert all_right(session, store)
+    assert len(high.heard) == heard
+    assert all(figures.name != f"executor {high.port}" for figures in session.ledger().providers)
+
+
+def test_nobody_joins_who_is_a_party_already_or_a_helpers_company(
+    new_provider: NewProvider, executor: ScriptedProvider, new_session: NewSession, store: WeightStore
+) -> None:
+    helper, stranger = new_provider(), new_provider()
+    session = new_session("pad", [executor], [helper.peer("helper", operator="Beta")])
+    session.routes.update([helper.peer("executor", name="other"), stranger.peer("executor", operator=" beta")])
+    for _ in range(3):
+        assert all_right(session, store)
+    assert helper.executed == stranger.executed == []
+
+
 # Splitting large products
 
 

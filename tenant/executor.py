@@ -15,7 +15,7 @@ from tenant.facts import GroupFacts
 from tenant.lanes import Lanes
 from tenant.noise import joined
 from tenant.parts import Part
-from tenant.routes import Route
+from tenant.route import Route
 from tenant.worker import Worker
 
 LANES: Final = 2

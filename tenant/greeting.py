@@ -16,7 +16,8 @@ from symbiosis_priv import wire
 from symbiosis_priv.errors import SymbiosisError, UncoveredError
 from symbiosis_priv.layers import layers_of
 from symbiosis_priv.manifest import Manifest
-from tenant.routes import Route, Routes
+from tenant.route import Route
+from tenant.routes import Routes
 from tenant.worker import Worker
 
 Greeting = Callable[[Route], wire.Welcome]

@@ -22,7 +22,8 @@ from tenant.executor import row_limit
 from tenant.facts import GroupFacts
 from tenant.health import State
 from tenant.noise import joined
-from tenant.routes import Route, Routes
+from tenant.route import Route
+from tenant.routes import Routes
 
 
 class Helper:

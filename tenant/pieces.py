@@ -16,7 +16,7 @@ import torch
 
 from tenant.executor import LANES, Executor
 from tenant.parts import Part
-from tenant.routes import Route
+from tenant.route import Route
 
 
 class Pieces:

@@ -45,7 +45,8 @@ from tenant.noise import Pad, cut, is_lost
 from tenant.options import SessionOptions
 from tenant.parts import Part, piece_rows
 from tenant.pieces import share
-from tenant.routes import Route, Routes
+from tenant.route import Route
+from tenant.routes import Routes
 from tenant.rows import Rows
 from tenant.runtime import Runtime
 from tenant.spans import span

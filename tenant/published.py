@@ -18,33 +18,13 @@ import msgspec
 
 from symbiosis_priv.errors import ConfigError, StorageError
 from symbiosis_priv.files import write_atomically
-from symbiosis_priv.limits import Role
-from tenant.routes import Route, Routes
+from tenant.route import ProviderFigures
 from tenant.session import Session
 
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
 _MODE = 0o600
-
-
-class ProviderFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """One provider in a session.
-
-    Args:
-        state: what the session thinks of it, in a word or two.
-        requests: that it was asked.
-        latency_s: of a small request, smoothed; None if none was answered yet.
-        verified, rejected: answers of its that were used, and those that were wrong.
-    """
-
-    name: str
-    role: Role
-    state: str
-    requests: int
-    latency_s: float | None
-    verified: int
-    rejected: int
 
 
 class SessionStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,25 +44,11 @@ class SessionStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 def status_of(session: Session) -> SessionStatus:
     """What a session's routes say now."""
-    routes = session.routes
     return SessionStatus(
         pid=os.getpid(),
         written=time.time(),
         model_digest=session.preparation.manifest.digest,
-        providers=[_figures(routes, route) for route in (*routes.executors, *routes.helpers)],
-    )
-
-
-def _figures(routes: Routes, route: Route) -> ProviderFigures:
-    state = "not heard yet" if route.welcome is None else str(route.health.state)
-    return ProviderFigures(
-        name=route.peer.name,
-        role=route.peer.role,
-        state="quarantined" if routes.is_quarantined(route.peer) else state,
-        requests=route.requests,
-        latency_s=route.health.latency_s,
-        verified=route.verified,
-        rejected=route.rejected,
+        providers=list(session.routes.figures()),
     )
 
 

@@ -23,35 +23,13 @@ from symbiosis_priv import wire
 from symbiosis_priv.certificates import key_fingerprint, load_pin
 from symbiosis_priv.errors import QuarantinedError
 from symbiosis_priv.federation import Federation, Peer, in_common, traits
-from tenant.health import FEW_BYTES, Health, State
-from tenant.published import ProviderFigures
+from tenant.health import FEW_BYTES, State
+from tenant.holders import choose_holders
+from tenant.route import ProviderFigures, Route
 
 log = logging.getLogger(__name__)
 
 _CLEARLY = 0.75  # of the present one's cost
-
-
-class Route:
-    """One provider in one role, and what this session knows about it.
-
-    Attributes:
-        welcome: what it said last that it serves, and its limits; None if it has not been heard yet.
-        in_flight: requests that it is being asked.
-    """
-
-    def __init__(self, peer: Peer) -> None:
-        self.peer = peer
-        self.health = Health()
-        self.welcome: wire.Welcome | None = None
-        self.in_flight = 0
-        self.requests = self.verified = self.rejected = 0
-
-    def serves(self, group: int) -> bool:
-        """Whether it has said so."""
-        return self.welcome is not None and group in self.welcome.groups
-
-    def __str__(self) -> str:
-        return f"{self.peer.role} {self.peer.name!r}"
 
 
 class Routes:
@@ -137,7 +115,7 @@ class Routes:
             able, only = self.able(group, holders or ()), len(self.able(group)) == 1
             if holders is None:
                 able = [route for route in able if len(self._holders(group, route)) == self.helpers_per_pad]
-            route = able[0] if only and able else self._best([r for r in able if _is_open(r)], group, size, prefer)
+            route = able[0] if only and able else self._best([r for r in able if r.is_open], group, size, prefer)
             if route is not None:
                 route.in_flight += 1
             return route
@@ -148,7 +126,10 @@ class Routes:
             able = self.able(group)
             if len(able) == 1:
                 return able
-            return sorted(filter(_is_open, able), key=lambda route: route.health.seconds_for(size) or 0.0) or able[:1]
+            return (
+                sorted((r for r in able if r.is_open), key=lambda route: route.health.seconds_for(size) or 0.0)
+                or able[:1]
+            )
 
     def has_alternative(self, route: Route, group: int) -> bool:
         """Whether, besides this executor, another that has not lied may serve the group; it may be away now."""
@@ -171,9 +152,9 @@ class Routes:
             return unsure
         if not open_ones:
             return None
-        best = min(open_ones, key=lambda route: _cost(route, size))
+        best = min(open_ones, key=lambda route: route.cost(size))
         present = self._present.get((group, few))
-        if present in open_ones and _cost(best, size) > _CLEARLY * _cost(present, size):
+        if present is not None and present in open_ones and best.cost(size) > _CLEARLY * present.cost(size):
             return present
         self._present[group, few] = best
         return best
@@ -198,41 +179,27 @@ class Routes:
             return [route for route in self.helpers if route.peer not in without]
         able = self.able(group)
         present = self._present.get((group, True))
-        targets = [executor] if executor else sorted(able, key=lambda r: (not _is_open(r), r is not present))
-        choices = [self._holders_for(target, group, able, without) for target in targets]
-        whole = [choice for choice in choices if len(choice) == self.helpers_per_pad]
-        return next((choice for choice in whole if all(map(_is_open, choice))), [*whole, *choices, []][0])
-
-    def _holders_for(
-        self, executor: Route, group: int, able: Sequence[Route], without: Collection[Peer]
-    ) -> list[Route]:
-        usable = [
-            route
-            for route in self.helpers
-            if (route.welcome is None or route.serves(group))
-            and route.peer not in without
-            and not self.is_quarantined(route.peer)
-            and self._admits(executor.peer, (route.peer,))
-        ]
-
-        def order(route: Route) -> tuple[bool, int, float]:
-            refused = sum(not self._admits(other.peer, (route.peer,)) for other in able)
-            return not _is_open(route), refused, route.health.latency_s or 0.0
-
-        taken: list[Route] = []
-        for route in sorted(usable, key=order):
-            if len(taken) < self.helpers_per_pad and not any(
-                self._federation.one_company(route.peer, other.peer) for other in taken
-            ):
-                taken.append(route)
-        return taken
+        return choose_holders(
+            [
+                route
+                for route in self.helpers
+                if (route.welcome is None or route.serves(group))
+                and route.peer not in without
+                and not self.is_quarantined(route.peer)
+            ],
+            [executor] if executor else sorted(able, key=lambda r: (not r.is_open, r is not present)),
+            able,
+            count=self.helpers_per_pad,
+            federation=self._federation,
+            admits=self._admits,
+        )
 
     def can_replace(self, group: int, holders: Collection[Peer]) -> bool:
         """Whether a pad can be made without these helpers, of healthy ones."""
         if self._federation.pad_helpers is None:
             return False
         others = self.holders(group, without=holders)
-        return len(others) == self.helpers_per_pad and all(map(_is_open, others))
+        return len(others) == self.helpers_per_pad and all(route.is_open for route in others)
 
     # What became of a request
 
@@ -300,22 +267,8 @@ class Routes:
         """Of every provider, for whoever looks."""
         with self._lock:
             return tuple(
-                ProviderFigures(
-                    name=route.peer.name,
-                    role=route.peer.role,
-                    state=self._state(route),
-                    requests=route.requests,
-                    latency_s=route.health.latency_s,
-                    verified=route.verified,
-                    rejected=route.rejected,
-                )
-                for route in (*self.executors, *self.helpers)
+                route.figures(quarantined=self.is_quarantined(route.peer)) for route in (*self.executors, *self.helpers)
             )
-
-    def _state(self, route: Route) -> str:
-        if self.is_quarantined(route.peer):
-            return "quarantined"
-        return "not heard" if route.welcome is None else str(route.health.state)
 
     def check(self, group: int) -> None:
         """Raises `QuarantinedError` if those who have not lied cannot make a product of this group."""
@@ -365,13 +318,3 @@ class Routes:
 def keys_of(peer: Peer) -> frozenset[str]:
     """Fingerprints of the public keys that a provider may show."""
     return frozenset(key_fingerprint(load_pin(path)) for path in peer.pins)
-
-
-def _is_open(route: Route) -> bool:
-    return route.health.state is State.UP or (route.health.state is State.TRIAL and not route.in_flight)
-
-
-def _cost(route: Route | None, size: int) -> float:
-    """Seconds, by measurement, with what it is being asked already; nothing for one that was never measured."""
-    assert route is not None
-    return (route.health.seconds_for(size) or 0.0) * (1 + route.in_flight)

@@ -31,7 +31,8 @@ from tenant.masking.scheme import Materials, SessionScheme
 from tenant.noise import NoisePool, Pad, PoolMemory
 from tenant.notices import Notices
 from tenant.options import SessionOptions
-from tenant.routes import Route, Routes
+from tenant.route import Route
+from tenant.routes import Routes
 from tenant.worker import Worker
 
 log = logging.getLogger(__name__)

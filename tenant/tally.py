@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, replace
 
-from tenant.published import ProviderFigures
+from tenant.route import ProviderFigures
 
 
 @dataclass

@@ -26,7 +26,8 @@ from tenant.coverage import lacking
 from tenant.discovery import DEADLINE_S, Discovery
 from tenant.facts import Preparation
 from tenant.probe import GLANCE_ROUND_TRIPS, Finding, Probe
-from tenant.published import ProviderFigures, SessionStatus, read_status
+from tenant.published import SessionStatus, read_status
+from tenant.route import ProviderFigures
 
 _STALE_S = 10.0  # a session that has written nothing for so long is not running any more, or is stuck
 _POLL_S = 0.02

@@ -9,7 +9,7 @@ import time
 from symbiosis_priv.errors import DeadlineExceededError, SymbiosisError, UncoveredError
 from symbiosis_priv.federation import Peer
 from tenant.options import SessionOptions
-from tenant.routes import Route
+from tenant.route import Route
 from tenant.runtime import Runtime
 from tenant.tally import Tally
 

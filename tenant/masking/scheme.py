@@ -15,7 +15,7 @@ from tenant.backend import Backend
 from tenant.facts import GroupFacts
 from tenant.helper import Helper
 from tenant.noise import EffectSource
-from tenant.routes import Route
+from tenant.route import Route
 
 if TYPE_CHECKING:
     from tenant.connect import Opening

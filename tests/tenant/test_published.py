@@ -17,7 +17,8 @@ from symbiosis_priv import wire
 from symbiosis_priv.errors import ConfigError, StorageError
 from symbiosis_priv.ring import FORWARD
 from tenant.config import RemoteConfig
-from tenant.published import ProviderFigures, SessionStatus, publish, read_status, status_of, write_status
+from tenant.published import SessionStatus, publish, read_status, status_of, write_status
+from tenant.route import ProviderFigures
 
 if TYPE_CHECKING:
     from tests.tenant.conftest import Heard, NewProvider, NewSession, ScriptedProvider

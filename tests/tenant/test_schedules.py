@@ -58,7 +58,7 @@ class World:
         self.failing.clear()
         for number, provider in enumerate(self.providers):
             provider.heard.clear()
-            provider.behaviour = lambda *heard, number=number: self._answer(number, *heard)  # type: ignore[misc]
+            provider.behaviour = lambda *heard, number=number: self._answer(number, *heard)
 
     def peer(self, number: int, role: wire.Role) -> Peer:
         return self.providers[number].peer(role, name=f"p{number}", operator=self.company[number])

@@ -15,7 +15,8 @@ from symbiosis_priv.ring import DIRECTIONS
 from tenant import federation_cli
 from tenant.facts import Preparation
 from tenant.probe import Probe
-from tenant.published import ProviderFigures, SessionStatus, write_status
+from tenant.published import SessionStatus, write_status
+from tenant.route import ProviderFigures
 from tenant.top import Seen, Watcher, render
 
 if TYPE_CHECKING:

@@ -33,6 +33,7 @@ from tenant.session import Session
 from tenant.verifier import BlameKeys
 from threat_model.folders import attack_folders
 from threat_model.lab import Lab
+from threat_model.registries import attack_registry
 from threat_model.statistics import Interval, clopper_pearson
 
 Lie = Callable[[Tensor], None]
@@ -150,6 +151,8 @@ def _attack(lab: Lab, repeats: int, rng: torch.Generator) -> ActiveReport:
     preparation = prepare(lab.store, digest=lab.federation.model_digest, columns=16, cache=lab.folder / "cache")
     detections = [_detect(lab, preparation, kind, repeats, rng) for kind in _lies(lab, rng)]
     detections += [Detection(f"hostile folder: {name}", int(caught), 1) for name, caught in attack_folders(lab).items()]
+    listings = attack_registry(lab.federation)
+    detections += [Detection(f"lying registry: {name}", int(caught), 1) for name, caught in listings.items()]
     leaks = [_leak(lab, preparation, "with verification", 8 * repeats, rng)]
     with plausible_is_enough():
         leaks.append(_leak(lab, preparation, "verification skipped (planted)", 8 * repeats, rng))

@@ -9,11 +9,14 @@ import pytest
 import torch
 from transformers.quantizers.base import HfQuantizer
 
+from symbiosis_priv.federation import Federation
+from symbiosis_priv.statements import Trust
 from tenant import RemoteConfig
 from tenant.hf import RemoteQuantizer
 from threat_model.active import ActiveReport, attack_actively, mutual_information
 from threat_model.folders import attack_folders
 from threat_model.lab import Lab
+from threat_model.registries import attack_registry
 from threat_model.statistics import clopper_pearson
 
 
@@ -41,6 +44,29 @@ def test_hostile_folders_are_refused_by_what_is_there_to_refuse_them(lab: Lab, m
         warnings.simplefilter("ignore")
         fallen = {name for name, refused in attack_folders(lab).items() if not refused}
     assert {"a quantization_config that turns masking off", "a norm times 2", "a channel scale in the cache"} <= fallen
+
+
+def test_lying_registries_are_refused_by_what_is_there_to_refuse_them(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted faults: one believes whoever signs, one looks at neither companies nor its file."""
+    assert all(attack_registry(lab.federation).values())
+    with monkeypatch.context() as patch:
+        patch.setattr(Trust, "check", lambda self, certificate, *, at: None)
+        patch.setattr("symbiosis_priv.statements._is_signed", lambda signed, *, key, domain: True)
+        fallen = {name for name, refused in attack_registry(lab.federation).items() if not refused}
+    assert fallen == {
+        "an executor that another authority vouches for",
+        "an executor with another port than it has signed",
+    }
+    monkeypatch.setattr("tenant.discovery.in_common", lambda one, other: [])
+    monkeypatch.setattr(Federation, "admissible", lambda self, executor, holders: True)
+    fallen = {name for name, refused in attack_registry(lab.federation).items() if not refused}
+    assert fallen == {
+        "an executor of a helper's company",
+        "an executor by the name of a pinned one",
+        "an executor at the address of a pinned helper",
+    }
 
 
 def test_an_abort_after_verification_says_nothing(report: ActiveReport) -> None:

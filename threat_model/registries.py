@@ -1,0 +1,141 @@
+"""An adversary who runs a registry: it may say what it likes about executors, and hold back what it likes.
+
+What it wants is an executor of its own choice before a tenant's rows: one that nobody vouches for, one of a helper's
+company, one in the place of a provider that the tenant has pinned, or one that has left.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from symbiosis_priv.certificates import Identity, Kind, create_authority, issue
+from symbiosis_priv.descriptor import describe
+from symbiosis_priv.errors import SymbiosisError
+from symbiosis_priv.federation import Federation, Registries
+from symbiosis_priv.layers import LayerRange
+from symbiosis_priv.statements import MS
+from tenant.discovery import Discovery
+
+_NOW = 2_000_000_000.0  # seconds since 1970; certificates are valid for longer than that
+_DAYS = 9000
+_LIFE_S = 600.0
+_PORT = 7001
+
+
+@dataclass(frozen=True)
+class _Scene:
+    """An authority, and executors that it vouches for."""
+
+    federation: Federation
+    folder: Path
+    authority: Identity
+    executor: Identity
+
+    def identity(self, name: str, *, operator: str, authority: Identity | None = None) -> Identity:
+        return issue(
+            self.folder / operator,
+            authority=authority or self.authority,
+            kind=Kind.PROVIDER,
+            name=name,
+            operator=operator,
+            days=_DAYS,
+        )
+
+    def says(
+        self,
+        who: Identity,
+        *,
+        address: tuple[str, int] = ("localhost", _PORT),
+        after_s: float = 0.0,
+        draining: bool = False,
+    ) -> bytes:
+        return describe(
+            who,
+            address=address,
+            model_digest=self.federation.model_digest,
+            weight_bits=self.federation.weight_bits,
+            layers=LayerRange(0, 0),
+            capacity=1.0,
+            issued=round(MS * (_NOW + after_s)),
+            lifetime_s=_LIFE_S,
+            draining=draining,
+        )
+
+
+def attack_registry(federation: Federation) -> dict[str, bool]:
+    """By what the registry listed: whether the tenant refused it. An honest listing must be taken, or nothing here
+    means anything.
+
+    Args:
+        federation: a tenant's, with a pinned executor and a helper.
+
+    Raises:
+        SymbiosisError: the honest listing was not taken.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        authority = create_authority(folder, name="federation", days=_DAYS)
+        asking = replace(federation, registries=Registries(("registry.example:7500",), authority.certificate))
+        executor = issue(
+            folder, authority=authority, kind=Kind.PROVIDER, name="newcomer", operator="Newcomer AG", days=_DAYS
+        )
+        scene = _Scene(asking, folder, authority, executor)
+        if _takes(asking, [scene.says(executor)]) != {"newcomer"}:
+            raise SymbiosisError("an honest registry's executor was not taken on")
+        return {name: not _takes(asking, listing(scene)) for name, listing in _LISTINGS.items()}
+
+
+def _takes(federation: Federation, listed: list[bytes]) -> set[str]:
+    """Whom a tenant takes on that hears this, one descriptor after the other."""
+    discovery = Discovery(federation, clock=lambda: _NOW)
+    for data in listed:
+        discovery.hear([data])
+    return {peer.name for peer in discovery.update()}
+
+
+def _forged(scene: _Scene) -> list[bytes]:
+    own = create_authority(scene.folder / "own", name="federation", days=_DAYS)
+    return [scene.says(scene.identity("newcomer", operator="Nobody", authority=own))]
+
+
+def _altered(scene: _Scene) -> list[bytes]:
+    good = scene.says(scene.executor)
+    port = good.index(_PORT.to_bytes(2, "big"))
+    return [good[:port] + (_PORT + 1).to_bytes(2, "big") + good[port + 2 :]]
+
+
+def _of_a_helpers_company(scene: _Scene) -> list[bytes]:
+    helper = scene.federation.helpers[0]
+    return [scene.says(scene.identity("innocent", operator=helper.operator))]
+
+
+def _pinned_name(scene: _Scene) -> list[bytes]:
+    pinned = scene.federation.executors[0]
+    return [scene.says(scene.identity(pinned.name, operator="Impostor AG"))]
+
+
+def _pinned_address(scene: _Scene) -> list[bytes]:
+    pinned = scene.federation.helpers[0]
+    impostor = scene.identity("impostor", operator="Impostor AG")
+    return [scene.says(impostor, address=("localhost", pinned.port))]  # the same machine by another name
+
+
+_LISTINGS: dict[str, Callable[[_Scene], list[bytes]]] = {
+    "an executor that another authority vouches for": _forged,
+    "an executor with another port than it has signed": _altered,
+    "an executor of a helper's company": _of_a_helpers_company,
+    "an executor by the name of a pinned one": _pinned_name,
+    "an executor at the address of a pinned helper": _pinned_address,
+    "a host that the executor's certificate does not name": lambda scene: [
+        scene.says(scene.executor, address=("elsewhere.example", _PORT))
+    ],
+    "a descriptor of an hour ago": lambda scene: [scene.says(scene.executor, after_s=-3600)],
+    "a descriptor of the future": lambda scene: [scene.says(scene.executor, after_s=3600)],
+    "an executor that has left, by what it said before": lambda scene: [
+        scene.says(scene.executor, after_s=1, draining=True),
+        scene.says(scene.executor),
+    ],
+}

@@ -79,13 +79,15 @@ class Assassin(Witness):
         self._kill(peer.name)
 
     @property
-    def heir(self) -> str | None:
-        """Who answered first after the deed; None if nobody has, or nothing happened."""
-        if self.victim is None:
-            return None
-        return next((name for _, name in self.answered(since=self.at) if name != self.victim), None)
+    def successor(self) -> str | None:
+        """Which other executor has answered first since; None if none has, or nothing happened."""
+        return self._next_answer()[1]
 
     @property
     def recovery_s(self) -> float:
-        """From the deed to the next answer of another executor."""
-        return next((when for when, name in self.answered(since=self.at) if name != self.victim), self.at) - self.at
+        """From the deed to that answer; 0 if there is none."""
+        return self._next_answer()[0] - self.at
+
+    def _next_answer(self) -> tuple[float, str | None]:
+        others = (answer for answer in self.answered(since=self.at) if self.victim and answer[1] != self.victim)
+        return next(others, (self.at, None))

@@ -29,6 +29,9 @@ class Figures:
         ledger: of masked training.
         trained_tokens: tokens that masked training covered.
         generation: ledger of generating `tokens_after`.
+        killed: the executor that was killed in the middle of training.
+        successor: who answered in its place.
+        recovery_s: from one to the other.
         tampered, tampered_rejected: answers altered on purpose, and how many of them were refused.
         tenant_bytes: base model tensors on the tenant.
         offloaded_bytes: of which for offloaded layers.
@@ -53,6 +56,9 @@ class Figures:
     ledger: Ledger
     trained_tokens: int
     generation: Ledger
+    killed: str | None
+    successor: str | None
+    recovery_s: float
     tampered: int
     tampered_rejected: int
     tenant_bytes: int
@@ -105,6 +111,11 @@ def claims(f: Figures) -> list[Claim]:
             f.ledger.answers_verified == f.ledger.rows > 0
             and f.ledger.effects_verified >= f.ledger.rows
             and not f.ledger.answers_rejected,
+        ),
+        Claim(
+            f"{f.killed} was killed in mid-training; {f.successor} took over",
+            f"in {f.recovery_s:.2f} s",
+            None not in (f.killed, f.successor) and f.killed != f.successor,
         ),
         Claim(
             "every answer tampered with on purpose was refused",

@@ -26,9 +26,10 @@ def demo(
 ) -> None:
     """Fine-tune and generate on untrusted providers on this machine, and prove what that claims.
 
-    Starts an executor and a helper as separate processes, fine-tunes a LoRA
-    adapter with every row masked and every answer verified, and compares the
-    result bit by bit with the same run without providers.
+    Starts two executors and a helper as separate processes, fine-tunes a LoRA
+    adapter with every row masked and every answer verified, kills one of the
+    executors meanwhile, and compares the result bit by bit with the same run
+    without providers.
     """
     # torch: not for --help
     from transformers.utils import logging

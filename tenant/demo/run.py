@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,14 @@ from tenant.preparation import prepare
 from tenant.quality import compare
 from tenant.remote_linear import RemoteLayer
 from tenant.tally import Ledger
+from tenant.training import Progress
+from tenant.witness import Assassin
 
 Report = Callable[[str, int, int, str], None]
 """Called with (stage, done, in all, a short remark)."""
 
 _TAMPERED = 48
+_REQUESTS = 7  # of a step, before its executor is killed: it is in the middle of a pass then
 _PRIVATE_RECORDS = 750
 _SEQUENCE_LENGTH = 96
 _NEW_TOKENS = 48
@@ -105,23 +108,46 @@ def run(
     simulate = RemoteConfig(masking="simulate", cache=work / "cache")
     with stages.stage("reference run") as progress:
         reference = finetune(path, text, work / "reference", remote=simulate, options=options, on_progress=progress)
-    local = LocalFederation(path, work / "federation", provider_options={"executor": {"threads": 1}})
+    local = LocalFederation(path, work / "federation", executors=2, provider_options={"executor": {"threads": 1}})
     try:
         with stages.stage("providers"):
             local.start()
-        remote = RemoteConfig(federation=local.federation, cache=work / "cache")
+        assassin = Assassin(local.kill)
+        remote = RemoteConfig(federation=local.federation, cache=work / "cache", wiretap=assassin)
         with stages.stage("masked run") as progress:
-            masked = finetune(path, text, work / "masked", remote=remote, options=options, on_progress=progress)
+            masked = finetune(
+                path,
+                text,
+                work / "masked",
+                remote=remote,
+                options=options,
+                on_progress=_arming(assassin, progress, after=steps // 2),
+            )
         with stages.stage("tampering"):
-            refused = _tamper(path, local, work)
+            refused = _tamper(local, work, without=assassin.victim)
         with stages.stage("generation and quality"):
-            return _figures(path, text, reference, masked, remote, simulate, refused, stages)
+            return _figures(path, text, reference, masked, remote, simulate, refused, assassin, stages)
     finally:
         local.stop()
 
 
-def _tamper(path: Path, local: LocalFederation, work: Path) -> int:
+def _arming(assassin: Assassin, report: Progress, *, after: int) -> Progress:
+    """Tell of the steps, and have an executor killed in the middle of the one after so many."""
+    if not after:
+        assassin.arm(requests=_REQUESTS)
+
+    def progress(done: int, total: int, loss: float) -> None:
+        report(done, total, loss)
+        if done == after:
+            assassin.arm(requests=_REQUESTS)
+
+    return progress
+
+
+def _tamper(local: LocalFederation, work: Path, *, without: str | None) -> int:
+    """Of whoever is left: a lie is refused once there is nobody else to ask."""
     federation = load_federation(local.federation)
+    federation = replace(federation, peers=tuple(peer for peer in federation.peers if peer.name != without))
     config = RemoteConfig(federation=local.federation, cache=work / "cache")
     preparation = prepare(None, digest=federation.model_digest, columns=config.verify_columns, cache=work / "cache")
     return rejected(federation, preparation, trials=_TAMPERED)
@@ -135,6 +161,7 @@ def _figures(
     remote: RemoteConfig,
     simulate: RemoteConfig,
     refused: int,
+    assassin: Assassin,
     stages: _Stages,
 ) -> Figures:
     with _opened(path, remote, None) as (model, tokenizer):
@@ -172,6 +199,9 @@ def _figures(
         ledger=masked.ledger,
         trained_tokens=masked.tokens,
         generation=generation,
+        killed=assassin.victim,
+        successor=assassin.successor,
+        recovery_s=assassin.recovery_s,
         tampered=_TAMPERED,
         tampered_rejected=refused,
         tenant_bytes=tenant_bytes,

@@ -45,7 +45,7 @@ def report(arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> di
     folder = tmp_path_factory.mktemp("demo-run")
     result = CliRunner().invoke(app, [*arguments, "--steps", "2", "--json", str(folder / "figures.json")])
     assert result.exit_code == 0, result.output
-    assert "all 9 claims hold" in result.output
+    assert "all 10 claims hold" in result.output
     figures: dict[str, Any] = json.loads((folder / "figures.json").read_text())
     return figures
 
@@ -72,6 +72,9 @@ def _figures(report: dict[str, Any], **changes: Any) -> Figures:
         {"adapter_tensors_equal": 1},
         {"tokens_simulated": (1, 2, 3)},
         {"tokens_after": ()},
+        {"killed": None},
+        {"successor": None},
+        {"successor": "executor-1", "killed": "executor-1"},
         {"tampered_rejected": 47},
         {"offloaded_bytes": 4},
     ],
@@ -137,7 +140,7 @@ main({[*arguments, "--steps", "2"]})
     ) as process:
         try:
             deadline = time.monotonic() + 120
-            while len(ready := list(tmp_path.glob("symbiosis-priv-demo-*/federation/*.ready"))) < 2:
+            while len(ready := list(tmp_path.glob("symbiosis-priv-demo-*/federation/*.ready"))) < 3:
                 assert process.poll() is None
                 assert time.monotonic() < deadline
                 time.sleep(0.02)

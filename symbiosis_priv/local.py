@@ -71,7 +71,8 @@ class LocalFederation:
         layers: what providers serve of the model, by name; the others serve all of it.
         companies: names of providers that count as one party, by the company's name.
         pad_helpers: how many helpers share each pad; all of them if None.
-        registry: also run a registry, in which tenants find executors that `federation.toml` does not list.
+        registry: also run a registry. All executors announce themselves to it, and tenants find those there that
+            `federation.toml` does not list.
         host: an IP address of this machine, where they listen; by default loopback.
         cache: of quantised weights; in `directory` if None.
         provider_options: further entries of each provider.toml.
@@ -187,6 +188,7 @@ class LocalFederation:
                 self._launch(provider)
             for provider in self._providers.values():
                 self._wait_ready(provider, deadline)
+                self._wait_until_found(provider, deadline)
             self._write_federation()
         except BaseException:
             self.stop()
@@ -212,8 +214,7 @@ class LocalFederation:
         try:
             self._launch(provider)
             self._wait_ready(provider, deadline)
-            if not listed:
-                self._wait_until_found(provider, deadline)
+            self._wait_until_found(provider, deadline)
         except BaseException:
             self.kill(name)
             del self._providers[name]
@@ -352,6 +353,9 @@ class LocalFederation:
             time.sleep(_POLL_S)
 
     def _wait_until_found(self, provider: _Provider, deadline: float) -> None:
+        """Until the registry lists an executor, if there is one."""
+        if self._registry is None or provider.role != "executor":
+            return
         trust = Trust.load(self._authority.certificate)
         context = registry_client_context(trust.authorities)
         while True:
@@ -382,8 +386,8 @@ class LocalFederation:
         }
         if provider.layers is not None:
             tables["model"]["layers"] = provider.layers
-        if not provider.listed:
-            tables["registry"] = {"announce": [self.registry], "authority": self._authority.certificate}
+        if self._registry is not None and provider.role == "executor":
+            tables["registry"] = {"announce": [self._registry], "authority": self._authority.certificate}
         for table, entries in self._options.items():
             tables.setdefault(table, {}).update(entries)
         head = _entries(name=provider.name, listen=provider.address, roles=[provider.role])

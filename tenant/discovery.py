@@ -140,6 +140,7 @@ class Discovery:
         self._newest: dict[str, Announced] = {}
         self._found = Found()
         self._silent: set[str] = set()  # registries that have been complained about
+        self._refreshing = threading.Lock()
         self._lock = threading.Lock()  # over what is known, and who is being asked
         self._asking: dict[str, RegistryClient] = {}
         self._closed = threading.Event()
@@ -161,16 +162,17 @@ class Discovery:
 
     def refresh(self) -> tuple[Peer, ...]:
         """Ask every registry, all at once, and wait for their answers or the deadline; who there is then."""
-        askers = [
-            threading.Thread(target=self._ask, args=(address,), name="registry", daemon=True)
-            for address in self._registries.addresses
-        ]
-        for thread in askers:
-            thread.start()
-        until = time.monotonic() + self._deadline_s
-        for thread in askers:
-            thread.join(max(0.0, until - time.monotonic()))  # a name that is being looked up knows no deadline
-        return self.update()
+        with self._refreshing:
+            askers = [
+                threading.Thread(target=self._ask, args=(address,), name="registry", daemon=True)
+                for address in self._registries.addresses
+            ]
+            for thread in askers:
+                thread.start()
+            until = time.monotonic() + self._deadline_s
+            for thread in askers:
+                thread.join(max(0.0, until - time.monotonic()))  # a name that is being looked up knows no deadline
+            return self.update()
 
     def hear(self, listed: Iterable[bytes]) -> int:
         """Take in what some registry lists; how many descriptors are not believed."""

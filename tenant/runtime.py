@@ -209,11 +209,12 @@ class Runtime:
                 channel.abandon()
 
     def _discover(self) -> None:
-        """Ask the registries, now and from now on."""
-        if self._discovery is not None and not self._discovering:
+        """Ask the registries, now and from now on: again whenever somebody is missing."""
+        if self._discovery is not None:
             self._discovery.refresh()
-            self._discovering = True
-            self._discovery.start()
+            if not self._discovering:
+                self._discovering = True
+                self._discovery.start()
 
     def _holders(self, index: int, executor: Route | None) -> list[Helper]:
         """See `scheme.Materials`."""

@@ -86,7 +86,7 @@ def test_an_executor_that_no_file_lists_is_in_the_registry_with_the_layers_that_
         federation = load_federation(local.federation)
         assert federation.registries is not None
         assert federation.registries.addresses == (local.registry,)
-        for name, layers in (("one", "0"), ("two", "1")):  # the file's executor has announced itself nowhere
+        for name, layers in (("one", "1"), ("two", "0")):  # the file's executor has layer 0, and has said so
             local.add(name, layers="auto", listed=False)
             placed = [line for line in local.logs(name).splitlines() if '"placed"' in line]
             assert [json.loads(line)["layers"] for line in placed] == [layers]

@@ -1,0 +1,48 @@
+"""A range of layers that nobody serves, and a provider that joins with it: found in a registry, and exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from torch import Tensor
+
+from symbiosis_priv.errors import UncoveredError
+from symbiosis_priv.federation import load_federation
+from symbiosis_priv.local import LocalFederation
+from tenant import RemoteConfig
+
+if TYPE_CHECKING:
+    from tests.end_to_end.conftest import Open, Train
+
+
+def test_a_gap_is_said_before_training_and_a_provider_that_joins_fills_it(
+    save_llama: Callable[..., Path],
+    tmp_path: Path,
+    open_model: Open,
+    train: Train,
+    adapter_of: Callable[[Any], dict[str, Tensor]],
+    equal: Callable[[dict[str, Tensor], dict[str, Tensor]], bool],
+) -> None:
+    llama = save_llama(num_hidden_layers=3, pad_token_id=0)
+    options = {"executor": {"threads": 1}, "registry": {"capacity_layers": 1}}
+    layers = {"executor-1": "0", "executor-2": "1"}
+    with LocalFederation(
+        llama, tmp_path / "run", executors=2, layers=layers, registry=True, provider_options=options
+    ) as local:
+        listed = load_federation(local.federation)
+        model = open_model(llama, RemoteConfig(federation=local.federation, deadline_s=30.0))
+        before = adapter_of(model)
+        with pytest.raises(UncoveredError, match="nobody serves layers 2 of this model"):
+            train(model, steps=2)
+        assert equal(adapter_of(model), before)
+
+        local.add("newcomer", layers="auto", listed=False)
+        assert '"layers": "2"' in local.logs("newcomer")
+        assert load_federation(local.federation) == listed
+        train(model, steps=2)
+        reference = open_model(llama, RemoteConfig(masking="simulate"))
+        train(reference, steps=2)
+        assert equal(adapter_of(model), adapter_of(reference))

@@ -45,7 +45,7 @@ def test_providers_come_back_at_their_address_others_join_and_all_are_gone_at_th
         assert local.pid("helper-1") is None
         local.restart("helper-1")
         assert local.address("helper-1") == address
-        assert local.logs("helper-1").count('"listening"') == 2
+        assert local.logs("helper-1").count('"event": "started"') == 2
         with pytest.raises(ConfigError, match="executor-1"):
             local.kill("executor")
 

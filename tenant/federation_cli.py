@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from symbiosis_priv.certificates import fingerprint
+from symbiosis_priv.certificates import describe, fingerprint
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
 
@@ -189,7 +189,12 @@ def _show(federation: Federation, findings: Sequence[Finding], preparation: Prep
         table.add_row(*map(escape, _cells(finding, preparation)), style="red" if finding.failure else "")
     console = Console()
     console.print(table)
-    console.print(f"model {federation.model_digest}, {federation.weight_bits} weight bits", soft_wrap=True)
+    ends = describe(federation.tenant_certificate).not_after
+    console.print(
+        f"model {federation.model_digest}, {federation.weight_bits} weight bits; your own certificate ends on "
+        f"{ends:%Y-%m-%d}",
+        soft_wrap=True,
+    )
     for finding in findings:
         for warning in finding.warnings:
             console.print(escape(f"{finding.peer.name}: {warning}"), style="yellow", soft_wrap=True)

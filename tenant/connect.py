@@ -17,6 +17,7 @@ from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
 from symbiosis_priv.weights import Progress, WeightStore
 from tenant.backend import Backend, RingBackend
 from tenant.config import RemoteConfig
+from tenant.discovery import require_hidden_rows
 from tenant.facts import GroupFacts, Preparation
 from tenant.masking.registry import scheme_named
 from tenant.masking.scheme import SessionScheme
@@ -54,7 +55,9 @@ class Opening:
     def federation(self) -> Federation:
         """Whom to talk to."""
         assert self.config.federation is not None  # RemoteConfig checks it
-        return load_federation(self.config.federation)
+        federation = load_federation(self.config.federation)
+        require_hidden_rows(scheme_named(self.config.masking), federation)
+        return federation
 
     @cached_property
     def preparation(self) -> Preparation:

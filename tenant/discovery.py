@@ -21,14 +21,17 @@ import logging
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from symbiosis_priv.certificates import fingerprint
 from symbiosis_priv.descriptor import MAX_LIFETIME_S, Announced, verify
-from symbiosis_priv.errors import ConfigError, DescriptorError, SymbiosisError, one_line
+from symbiosis_priv.errors import CertificateError, ConfigError, DescriptorError, SymbiosisError, one_line
 from symbiosis_priv.federation import Federation, Peer, Traits, in_common, traits
 from symbiosis_priv.registry.client import RegistryClient
+from symbiosis_priv.revocation import load_revoked
 from symbiosis_priv.statements import CLOCK_TOLERANCE_S, MS, Trust
 from symbiosis_priv.tls import registry_client_context
 from tenant.masking.scheme import Scheme
@@ -140,6 +143,7 @@ class Discovery:
         self._newest: dict[str, Announced] = {}
         self._found = Found()
         self._silent: set[str] = set()  # registries that have been complained about
+        self._useless: dict[str, Counter[str]] = {}  # what has been said about each registry's
         self._refreshing = threading.Lock()
         self._lock = threading.Lock()  # over what is known, and who is being asked
         self._asking: dict[str, RegistryClient] = {}
@@ -174,17 +178,25 @@ class Discovery:
                 thread.join(max(0.0, until - time.monotonic()))  # a name that is being looked up knows no deadline
             return self.update()
 
-    def hear(self, listed: Iterable[bytes]) -> int:
-        """Take in what some registry lists; how many descriptors are not believed."""
-        return sum(not self._learn(data) for data in listed)
+    def hear(self, listed: Iterable[bytes]) -> Counter[str]:
+        """Take in what some registry lists; why descriptors are of no use, and how many."""
+        useless: Counter[str] = Counter()
+        for data in listed:
+            try:
+                self._learn(data)
+            except DescriptorError as error:
+                useless[str(error)] += 1
+        return useless
 
     def update(self) -> tuple[Peer, ...]:
-        """Who there is now, of those that have been heard of."""
+        """Who there is now, of those that have been heard of and have not been revoked since."""
+        self._read_revoked()
         now = self._clock()
         with self._lock:
             past = round(MS * (now - MAX_LIFETIME_S - 2 * CLOCK_TOLERANCE_S))
             self._newest = {key: one for key, one in self._newest.items() if one.said.issued > past}
-            before, found = self._found, admitted(self._federation, self._newest.values(), now=now)
+            good = [one for one in self._newest.values() if fingerprint(one.certificate) not in self._trust.revoked]
+            before, found = self._found, admitted(self._federation, good, now=now)
             self._found = found
         for name in found.refused.keys() - before.refused.keys():
             log.warning("executor %s is not taken on: %s", name, found.refused[name])
@@ -212,6 +224,16 @@ class Discovery:
         for registry in self._asking.values():
             registry.close()
 
+    def _read_revoked(self) -> None:
+        if self._registries.revoked is None:
+            return
+        try:
+            revoked = load_revoked(self._registries.revoked)
+        except CertificateError as error:
+            log.error("executors that were revoked lately may still be asked: %s", error)
+        else:
+            self._trust = Trust(self._trust.authorities, revoked)
+
     def _run(self) -> None:
         while not self._closed.wait(self._interval_s * random.uniform(1 - _JITTER, 1 + _JITTER)):
             self.refresh()
@@ -236,19 +258,17 @@ class Discovery:
         if address in self._silent:
             self._silent.discard(address)
             log.warning("registry %s answers again", address)
-        if refused := self.hear(listed):
-            log.info("registry %s: %d of %d descriptors are not believed", address, refused, len(listed))
+        useless = self.hear(listed)
+        if useless != self._useless.get(address, Counter()):  # once: it is asked again and again
+            self._useless[address] = useless
+            for why, count in useless.items():
+                log.info("registry %s lists %d of %d in vain: %s", address, count, len(listed), why)
 
-    def _learn(self, data: bytes) -> bool:
-        """Whether a descriptor is good, and as new as any of its key."""
-        try:
-            one = verify(data, self._trust, now=self._clock())
-        except DescriptorError as error:
-            log.debug("a descriptor is not believed: %s", error)
-            return False
+    def _learn(self, data: bytes) -> None:
+        """Remember a descriptor. DescriptorError if it is not good, or older than another one of its key."""
+        one = verify(data, self._trust, now=self._clock())
         with self._lock:
             known = self._newest.get(one.key)
             if known is not None and one.age < known.age:
-                return False
+                raise DescriptorError("a newer one of the same executor is known")
             self._newest[one.key] = one
-            return True

@@ -49,14 +49,14 @@ def isas() -> tuple[Isa, ...]:
         ConfigError: SYMBIOSIS_PRIV_ISA names none.
     """
     lib = library()
-    if lib is None:
-        return ()
-    usable = lib.ring_isas()
-    best = max(Isa)
-    if name := os.environ.get("SYMBIOSIS_PRIV_ISA"):
-        if name.upper() not in Isa.__members__:
-            raise ConfigError(f"SYMBIOSIS_PRIV_ISA={name} is unknown; choose {', '.join(Isa.__members__).lower()}")
-        best = Isa[name.upper()]
+    return () if lib is None else _usable(lib, os.environ.get("SYMBIOSIS_PRIV_ISA"))
+
+
+@functools.cache
+def _usable(lib: ctypes.CDLL, most: str | None) -> tuple[Isa, ...]:
+    if most and most.upper() not in Isa.__members__:
+        raise ConfigError(f"SYMBIOSIS_PRIV_ISA={most} is unknown; choose {', '.join(Isa.__members__).lower()}")
+    best, usable = Isa[most.upper()] if most else max(Isa), lib.ring_isas()
     return tuple(isa for isa in Isa if isa <= best and usable >> isa & 1)
 
 

@@ -28,6 +28,7 @@ from torch import Tensor
 from symbiosis_priv import tls, wire
 from symbiosis_priv.certificates import Pin
 from symbiosis_priv.errors import ConnectionLostError, DeadlineExceededError
+from symbiosis_priv.records import RecordStream
 
 T = TypeVar("T")
 SLICE_S: Final = 2.0
@@ -76,14 +77,15 @@ class Line:
         self._name, self._host, self._port, self._pins = name, host, port, pins
         self._context, self._waiting = context, waiting
         self._socket: socket.socket | None = None
+        self._records: RecordStream | None = None
         self._timeout = 0.0  # the socket's: setting it is a system call, and there are thousands of records
         self._shut = threading.Event()
         self._heard = False  # a refused certificate shows up at the first read, see tls
 
     @property
-    def connection(self) -> socket.socket | None:
-        """The connection: after `open` an `ssl.SSLSocket`; None before it."""
-        return self._socket
+    def tls(self) -> ssl.SSLObject | None:
+        """What the handshake has agreed on; None before it."""
+        return None if self._records is None else self._records.tls
 
     def open(self, deadline: float) -> None:
         """Connect, shake hands, compare the certificate with the pins; nothing of the protocol has been said then.
@@ -98,11 +100,10 @@ class Line:
             raise ConnectionLostError(f"cannot reach {self._name}: {error}") from error
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
-            connection = self._context.wrap_socket(raw, server_hostname=self._host, do_handshake_on_connect=False)
-            self._socket = connection
-            self._within(deadline, connection.do_handshake, "it has not finished the TLS handshake")
+            records = self._records = RecordStream(raw, self._context, host=self._host)
+            self._within(deadline, records.handshake, "it has not finished the TLS handshake")
             if self._pins is not None:
-                tls.check_pin(connection, pins=self._pins)
+                tls.check_pin(records.tls, pins=self._pins)
         except TimeoutError as error:
             raise DeadlineExceededError(f"connection to {self._name} broke: {error}") from error
         except OSError as error:
@@ -154,11 +155,11 @@ class Line:
         Raises:
             TransportError: the connection is gone, or they did not come in time.
         """
-        assert self._socket is not None
+        assert self._records is not None
         view = memoryview(buffer)
         while view:
             try:
-                count = self._within(deadline, partial(self._socket.recv_into, view), "it has not answered yet")
+                count = self._within(deadline, partial(self._records.recv_into, view), "it has not answered yet")
             except OSError as error:
                 raise self._lost(error) from error
             if not count:
@@ -177,15 +178,15 @@ class Line:
         """From any thread: whoever waits on this line fails now, and nobody can use it again. Frees nothing."""
         self._shut.set()
         if (connection := self._socket) is not None:
-            with contextlib.suppress(OSError):  # wakes its reader; SSLSocket's own would drop the TLS state under it
-                socket.socket.shutdown(connection, socket.SHUT_RDWR)
+            with contextlib.suppress(OSError):  # wakes whoever waits for it
+                connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Release the socket, without a word to the other side. Not while another thread uses it: see `shut`."""
         if self._socket is not None:
             with contextlib.suppress(OSError):
                 self._socket.close()
-            self._socket = None
+            self._socket = self._records = None
 
     def _dial(self, deadline: float) -> socket.socket:
         """Like `socket.create_connection`, but `shut` can reach a socket that is still connecting."""
@@ -207,11 +208,11 @@ class Line:
         raise refusal
 
     def _write(self, data: bytes | memoryview, deadline: float) -> None:
-        assert self._socket is not None
+        assert self._records is not None
         view = memoryview(data)
         while view:
             try:
-                count = self._within(deadline, partial(self._socket.send, view), "it does not take the request")
+                count = self._within(deadline, partial(self._records.send, view), "it does not take the request")
             except OSError as error:
                 raise self._lost(error) from error
             view = view[count:]

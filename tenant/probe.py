@@ -7,7 +7,6 @@ no helper knows of; a helper gets a seed under which nothing is ever masked.
 from __future__ import annotations
 
 import secrets
-import ssl
 import statistics
 import threading
 import time
@@ -337,9 +336,7 @@ class Probe:
 
 
 def _days_left(line: Line) -> float | None:
-    if not isinstance(line.connection, ssl.SSLSocket):
-        return None
-    shown = line.connection.getpeercert(binary_form=True)
+    shown = None if line.tls is None else line.tls.getpeercert(binary_form=True)
     if shown is None:
         return None
     until = x509.load_der_x509_certificate(shown).not_valid_after_utc

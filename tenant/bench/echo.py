@@ -11,15 +11,13 @@ import ssl
 import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from symbiosis_priv.dial import Line
 from symbiosis_priv.errors import ConfigError, ConnectionLostError
 from symbiosis_priv.federation import Federation, Peer
-from symbiosis_priv.tls import client_context, server_context
+from symbiosis_priv.tls import check_pin, client_context, server_context
 
 _HEADER = struct.Struct("<III")
 _TIMEOUT_S = 60.0
@@ -106,11 +104,10 @@ class EchoClient:
             key=federation.tenant_key,
             pins=peer.pins,
         )
-        line = Line("the echo", host=peer.host, port=port, pins=peer.pins, context=context)
-        line.open(time.monotonic() + _TIMEOUT_S)
-        assert line.connection is not None
-        self._connection = line.connection
-        self._connection.settimeout(_TIMEOUT_S)
+        raw = socket.create_connection((peer.host, port), timeout=_TIMEOUT_S)
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection = context.wrap_socket(raw, server_hostname=peer.host)
+        check_pin(self._connection, pins=peer.pins)
         self._connection.sendall(_HEADER.pack(up, down, repetitions))
         self._request, self._reply = bytes(up), bytearray(down)
 

@@ -398,7 +398,7 @@ def test_tls_is_13_with_both_sides_authenticated(executor: ScriptedProvider, con
     channel = connect(executor)
     ask(channel)
     assert channel.line is not None
-    connection = channel.line.connection
-    assert isinstance(connection, ssl.SSLSocket)
+    connection = channel.line.tls
+    assert connection is not None
     assert connection.version() == "TLSv1.3"
     assert connection.context.verify_mode == ssl.CERT_REQUIRED

@@ -97,15 +97,16 @@ class Part:
 
     def _decode(self, answer: Tensor, first: int, count: int, effects: Sequence[Tensor]) -> bool:
         real = min(max(self.rows.count - self.start - first, 0), count)
-        filled = slice(first + real, first + count)  # zeros: checked like rows, so that nobody can tell them apart
-        zeros = unmask(
-            answer[filled],
-            effects=[effect[real:] for effect in effects],
-            column=self.column,
-            expected=self.expected[filled],
-        )
-        if zeros is None or not real:
-            return zeros is not None
+        if real < count:  # zeros: checked like rows, so that nobody can tell them apart
+            filled = slice(first + real, first + count)
+            zeros = unmask(
+                answer[filled],
+                effects=[effect[real:] for effect in effects],
+                column=self.column,
+                expected=self.expected[filled],
+            )
+            if zeros is None or not real:
+                return zeros is not None
         own = slice(first, first + real)
         return self.rows.decode(
             self.start + first,

@@ -49,7 +49,7 @@ import unicodedata
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -480,6 +480,7 @@ def _may_serve(peer: Peer, layer: int) -> bool:
     return peer.layers is None or layer in peer.layers
 
 
+@lru_cache(maxsize=1024)  # asked for every pad that is drawn
 def _plain(name: str) -> str:
     """What is left of a name when case, spacing, invisible characters and Unicode's ways to write it do not count."""
     spaced = " ".join(unicodedata.normalize("NFKC", name).split())

@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # what imports torch is imported by the commands: not for --h
 app = typer.Typer(no_args_is_help=True, help="Measure what the split costs, beside what it replaces, in one run.")
 
 _POLICIES = ("none", "lockstep", "opportunistic")
+_SHARDINGS = "columns,gathered"
 _HALF_THE_CORES = max(1, (os.cpu_count() or 1) // 2)
 
 Rows = Annotated[str, typer.Option(help="Rows per call, separated by commas.")]
@@ -282,6 +283,8 @@ def provider(
     training_rows: Annotated[str, typer.Option(help="Rows of training tenants' requests, by turns.")] = "2,16,64,256",
     adapters: Annotated[str, typer.Option(help="Ranks of the tenants' adapters, by turns.")] = "8,64",
     policies: Annotated[str, typer.Option(help="Batching policies, separated by commas.")] = ",".join(_POLICIES),
+    ranks: Annotated[str, typer.Option(help="Processes that hold the model together, separated by commas.")] = "1",
+    shardings: Annotated[str, typer.Option(help="How they share products out, separated by commas.")] = _SHARDINGS,
     hidden: Annotated[int, typer.Option(min=8, help="Width of the synthetic model, a multiple of 8.")] = 2048,
     layers: Annotated[int, typer.Option(min=1, help="Blocks of the synthetic model.")] = 1,
     seconds: Annotated[float, typer.Option(min=0.1, help="Of each measurement.")] = 8.0,
@@ -289,17 +292,20 @@ def provider(
     json: Json = None,
     picture: Annotated[Path | None, typer.Option(help="Also draw tokens per second and latency, as SVG.")] = None,
 ) -> None:
-    """Let many tenants ask one provider, with each batching policy by turns; every answer is compared bit by bit."""
+    """Let many tenants ask one provider, with each batching policy by turns; answers are compared bit by bit."""
     from transformers.utils import logging
 
     from tenant.bench.picture import draw
-    from tenant.bench.tenants import Figures, Mix, Scenario, measure_tenants, tenants_row
+    from tenant.bench.tenants import Figures, Mix, Scenario, Variant, measure_tenants, tenants_row
 
     if hidden % 8:
         raise ConfigError("--hidden: a Llama's width is a multiple of 8 here")
-    chosen = [name.strip() for name in policies.split(",")]
-    if unknown := set(chosen) - set(_POLICIES):
-        raise ConfigError(f"--policies: {', '.join(unknown)} is none of {', '.join(_POLICIES)}")
+    variants = [
+        Variant(policy=policy, ranks=count, sharding=sharding)
+        for policy in _of(policies, _POLICIES, "--policies")
+        for count in _numbers(ranks, "--ranks")
+        for sharding in _of(shardings, _SHARDINGS.split(","), "--shardings")[: None if count > 1 else 1]
+    ]
     mix = Mix(
         generating_rows=tuple(_numbers(generating_rows, "--generating-rows")),
         training_rows=tuple(_numbers(training_rows, "--training-rows")),
@@ -309,17 +315,17 @@ def provider(
     logging.disable_progress_bar()
     results: list[Figures] = []
     console = Console(stderr=True)
-    with console.status("starting a provider for each policy") as status, tempfile.TemporaryDirectory() as folder:
+    with console.status("starting the providers") as status, tempfile.TemporaryDirectory() as folder:
 
         def done(figures: Figures) -> None:
             results.append(figures)
-            status.update(f"measured {figures.policy} with {figures.generating} + {figures.training} tenants")
+            status.update(f"measured {figures.variant} with {figures.generating} + {figures.training} tenants")
 
         measure_tenants(
             Path(folder),
             scenarios=scenarios,
             mix=mix,
-            policies=chosen,
+            variants=variants,
             hidden=hidden,
             layers=layers,
             seconds=seconds,
@@ -331,6 +337,30 @@ def provider(
         draw(results, picture)
     if wrong := sum(figures.wrong for figures in results):
         raise ProtocolError(f"{wrong} answers were not the bits that their tenant got alone")
+
+
+@app.command()
+def abuse(
+    *,
+    hidden: Annotated[int, typer.Option(min=8, help="Width of the synthetic model, a multiple of 8.")] = 2048,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Of each measurement.")] = 4.0,
+    threads: Threads = _HALF_THE_CORES,
+    json: Json = None,
+) -> None:
+    """An honest tenant's requests alone and while others flood, read slowly, come and go, or are turned away."""
+    from tenant.bench.abuse import measure_abuse
+
+    results: list[Row] = []
+    with _measuring() as (folder, tell):
+
+        def done(row: Row) -> None:
+            results.append(row)
+            tell(f"measured {row['abuse']}")
+
+        measure_abuse(folder, hidden=hidden, seconds=seconds, threads=threads, on_result=done)
+    _finish("abuse", results, json)
+    if wrong := sum(int(row["wrong"] or 0) for row in results):
+        raise ProtocolError(f"{wrong} answers were not the bits that the tenant got alone")
 
 
 @app.command()
@@ -508,6 +538,13 @@ def _numbers(text: str, option: str) -> list[int]:
     if not numbers or min(numbers) < 1:
         raise ConfigError(f"{option} {text!r}: write whole numbers separated by commas, like 1,8,64")
     return numbers
+
+
+def _of(text: str, known: Sequence[str], option: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    if unknown := set(names) - set(known):
+        raise ConfigError(f"{option}: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
+    return names
 
 
 def _pairs(text: str, option: str) -> list[tuple[int, int]]:

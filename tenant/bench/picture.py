@@ -24,7 +24,7 @@ def draw(results: Sequence[Figures], path: Path) -> None:
 
 def _bars(results: Sequence[Figures], title: str, value: Callable[[Figures], float]) -> str:
     bars = [
-        Bar(f"{f.policy}, {f.generating} + {f.training}", value(f), colour=COLOURS[_POLICIES.index(f.policy)])
-        for f in sorted(results, key=lambda f: (f.generating + f.training, _POLICIES.index(f.policy)))
+        Bar(f"{f.variant}, {f.generating} + {f.training}", value(f), colour=COLOURS[_POLICIES.index(f.variant.policy)])
+        for f in sorted(results, key=lambda f: (f.generating + f.training, _POLICIES.index(f.variant.policy)))
     ]
     return figures.bars(title, bars, Axis(title, 0.0, max(bar.value for bar in bars) or 1.0))

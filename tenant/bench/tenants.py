@@ -1,8 +1,8 @@
-"""Many tenants at one provider: its batching policies beside each other, by turns and in one run.
+"""Many tenants at one provider: its batching policies and its shards beside each other, by turns and in one run.
 
-Every policy has a provider of its own, all of them of the same synthetic model, and at any time one of them has work to
-do. The tenants are processes of their own over real TLS (`load`); they ask, and compute with an adapter, so that what
-is measured is the provider. On a machine that both share, their processor time counts too.
+Every variant has a provider of its own, all of them of the same synthetic model, and at any time one of them has work
+to do. The tenants are processes of their own over real TLS (`load`); they ask, and compute with an adapter, so that
+what is measured is the provider. On a machine that both share, their processor time counts too.
 """
 
 from __future__ import annotations
@@ -72,8 +72,26 @@ class Mix:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Variant:
+    """How a provider computes.
+
+    Args:
+        policy: of its scheduler.
+        ranks: processes that hold the model together.
+        sharding: how they share a product out.
+    """
+
+    policy: str
+    ranks: int = 1
+    sharding: str = "columns"
+
+    def __str__(self) -> str:
+        return self.policy if self.ranks == 1 else f"{self.policy}-{self.ranks}-{self.sharding}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Figures:
-    """One policy under one scenario.
+    """One variant under one scenario.
 
     Args:
         tokens_per_s: rows that generating tenants got through the model.
@@ -90,7 +108,7 @@ class Figures:
         wrong: of these.
     """
 
-    policy: str
+    variant: Variant
     generating: int
     training: int
     tokens_per_s: float
@@ -114,7 +132,9 @@ def tenants_row(figures: Figures) -> Row:
     return {
         "generating": figures.generating,
         "training": figures.training,
-        "policy": figures.policy,
+        "policy": figures.variant.policy,
+        "ranks": figures.variant.ranks,
+        "sharding": figures.variant.sharding if figures.variant.ranks > 1 else None,
         "tokens_per_s": figures.tokens_per_s,
         "token_mean_ms": token[0],
         "token_p50_ms": token[1],
@@ -138,20 +158,20 @@ def measure_tenants(
     *,
     scenarios: Sequence[Scenario],
     mix: Mix,
-    policies: Sequence[str],
+    variants: Sequence[Variant],
     hidden: int,
     layers: int,
     seconds: float,
     threads: int,
     on_result: Callable[[Figures], None],
 ) -> None:
-    """Start a provider per policy and let the tenants of each scenario ask each of them by turns.
+    """Start a provider per variant and let the tenants of each scenario ask each of them by turns.
 
     Args:
         directory: new or empty.
         scenarios: who asks.
         mix: for what.
-        policies: by name.
+        variants: of providers.
         hidden: width of the model.
         layers: its blocks, of four layer groups each.
         seconds: of each measurement.
@@ -174,8 +194,8 @@ def measure_tenants(
     most = max(s.generating + s.training for s in scenarios)
     with contextlib.ExitStack() as running:
         benches = [
-            running.enter_context(_Bench(directory / policy, model, policy=policy, threads=threads, tenants=most))
-            for policy in policies
+            running.enter_context(_Bench(directory / str(variant), model, variant, threads=threads, tenants=most))
+            for variant in variants
         ]
         for scenario in scenarios:
             for bench in benches:
@@ -183,16 +203,16 @@ def measure_tenants(
 
 
 class _Bench:
-    """A provider with one policy, and its tenants' certificates."""
+    """A provider, and its tenants' certificates."""
 
-    def __init__(self, directory: Path, model: Path, *, policy: str, threads: int, tenants: int) -> None:
+    def __init__(self, directory: Path, model: Path, variant: Variant, *, threads: int, tenants: int) -> None:
         options: dict[str, dict[str, object]] = {
-            "executor": {"threads": threads},
-            "scheduler": {"policy": policy},
+            "executor": {"threads": threads, "ranks": variant.ranks, "sharding": variant.sharding},
+            "scheduler": {"policy": variant.policy},
             "limits": {"max_connections": max(256, 2 * tenants)},
             "metrics": {"listen": "127.0.0.1:0"},
         }
-        self._policy = policy
+        self._variant = variant
         self._directory = directory
         cache = model.parent / "cache"  # one for all of them: they serve the same weights
         self._local = LocalFederation(
@@ -266,7 +286,7 @@ class _Bench:
         generating = [report for report in reports if report.kind == "generating"]
         training = [report for report in reports if report.kind == "training"]
         return Figures(
-            policy=self._policy,
+            variant=self._variant,
             generating=scenario.generating,
             training=scenario.training,
             tokens_per_s=sum(r.rows * len(r.turns) for r in generating) / seconds,

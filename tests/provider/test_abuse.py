@@ -13,13 +13,18 @@ import socket
 import ssl
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 import torch
 
+from provider.config import UsageConfig
+from provider.usage import COUNTED, read
 from symbiosis_priv import wire
 from symbiosis_priv.federation import parse_address
 
@@ -42,8 +47,52 @@ def wide(save_llama: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def service(configure: Configure, launch: Launch, wide: Path) -> Service:
-    return launch(configure(checkpoint=wide, **LIMITS))
+def bills(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("bills") / "usage.sqlite"
+
+
+@pytest.fixture(scope="module")
+def service(configure: Configure, launch: Launch, wide: Path, bills: Path) -> Service:
+    config = configure(checkpoint=wide, **LIMITS)
+    return launch(msgspec.structs.replace(config, usage=UsageConfig(database=bills)))
+
+
+class Culprit:
+    """Whom the provider's usage counters name for what has happened in a test.
+
+    Args:
+        bills: the provider's database.
+        tenant: who does it.
+    """
+
+    def __init__(self, bills: Path, tenant: str) -> None:
+        self._bills, self._tenant = bills, tenant
+        self._before = self._counts()
+
+    def must_have(self, **least: int) -> None:
+        """Its counters grow by so much at least, and soon."""
+        deadline = time.monotonic() + 20
+        while any(self._grown(name) < count for name, count in least.items()):
+            assert time.monotonic() < deadline, {name: self._grown(name) for name in least}
+            time.sleep(0.05)
+
+    def _grown(self, name: str) -> int:
+        return self._counts()[name] - self._before[name]
+
+    def _counts(self) -> Counter[str]:
+        total: Counter[str] = Counter()
+        for row in read(self._bills):
+            if row["tenant"] == self._tenant:
+                total.update({name: int(row[name]) for name in COUNTED})
+        return total
+
+
+Blame = Callable[[str], Culprit]
+
+
+@pytest.fixture
+def blame(bills: Path, victim: Service) -> Blame:
+    return lambda tenant: Culprit(bills, tenant)
 
 
 @pytest.fixture
@@ -116,10 +165,10 @@ def longest_wait(client: Client, requests: Requests, *, seconds: float) -> float
     return longest
 
 
-def test_effects_of_a_tenant_that_hangs_up(victim: Service, connect: Connect, requests: Requests) -> None:
+def test_effects_of_a_tenant_that_hangs_up(victim: Service, connect: Connect, requests: Requests, blame: Blame) -> None:
     """A hundred bytes ask for a large product: it is cut, it waits its turn, and it ends when its tenant leaves."""
     _, effect = requests
-    honest = connect("alice", to=victim)
+    honest, culprit = connect("alice", to=victim), blame("dave")
     with watching(victim) as watch:
         for _ in range(6):
             attacker = connect("dave", role="helper", to=victim)
@@ -128,21 +177,28 @@ def test_effects_of_a_tenant_that_hangs_up(victim: Service, connect: Connect, re
         assert longest_wait(honest, requests, seconds=2.0) <= PATIENCE_S
     assert watch.grown_mib <= 1.1 * LIMITS["max_inflight_mib_per_tenant"]
     assert watch.cpu_s <= 6.0
+    culprit.must_have(abandoned=6)
 
 
-def test_effects_of_a_tenant_that_stays(victim: Service, connect: Connect, requests: Requests) -> None:
+def test_effects_of_a_tenant_that_stays(victim: Service, connect: Connect, requests: Requests, blame: Blame) -> None:
     _, effect = requests
-    honest = connect("alice", to=victim)
+    honest, culprit = connect("alice", to=victim), blame("dave")
     attackers = [connect("dave", role="helper", to=victim) for _ in range(6)]
     with watching(victim) as watch:
         for attacker in attackers:
             attacker.send(effect(GATE_UP, ROWS, seed=secrets.token_bytes(32)))
         assert longest_wait(honest, requests, seconds=2.0) <= PATIENCE_S
+        for attacker in attackers:
+            attacker.close()
     assert watch.grown_mib <= 1.1 * LIMITS["max_inflight_mib_per_tenant"]
+    culprit.must_have(rows=1, work=WIDTH * WIDE)
 
 
-def test_payloads_that_are_announced_and_never_sent(victim: Service, connect: Connect, requests: Requests) -> None:
+def test_payloads_that_are_announced_and_never_sent(
+    victim: Service, connect: Connect, requests: Requests, blame: Blame
+) -> None:
     execute, _ = requests
+    culprits = [blame(tenant) for tenant in ("alice", "bob")]
     for tenant in ("alice", "bob"):
         for _ in range(3):
             attacker = connect(tenant, to=victim)
@@ -152,12 +208,14 @@ def test_payloads_that_are_announced_and_never_sent(victim: Service, connect: Co
     begun = time.monotonic()
     honest.product(execute(GATE_UP, ROWS), torch.ones(ROWS, WIDTH, dtype=torch.int32))
     assert time.monotonic() - begun < 15.0
+    for culprit in culprits:
+        culprit.must_have(slow=1)
 
 
-def test_requests_whose_tenant_leaves(victim: Service, connect: Connect, requests: Requests) -> None:
+def test_requests_whose_tenant_leaves(victim: Service, connect: Connect, requests: Requests, blame: Blame) -> None:
     """Their memory is free before their bytes may be asked for again."""
     execute, _ = requests
-    honest = connect("alice", to=victim)
+    honest, culprit = connect("alice", to=victim), blame("bob")
     matrix = bytes(ROWS * WIDTH * 4)
     over = threading.Event()
 
@@ -176,6 +234,47 @@ def test_requests_whose_tenant_leaves(victim: Service, connect: Connect, request
             over.set()
             for thread in threads:
                 thread.join()
+    assert watch.grown_mib <= 1.1 * LIMITS["max_inflight_mib_per_tenant"]
+    culprit.must_have(abandoned=1)
+
+
+def test_a_flood_of_large_requests(victim: Service, connect: Connect, requests: Requests, blame: Blame) -> None:
+    """Honest answers have their bits, and the flood is on the flooder's bill."""
+    execute, _ = requests
+    honest, culprit = connect("alice", to=victim), blame("bob")
+    row = torch.arange(WIDTH, dtype=torch.int32).reshape(1, WIDTH)
+    alone = honest.product(execute(GATE_UP, 1), row)
+    flood = [connect("bob", to=victim) for _ in range(4)]
+    matrix = torch.ones(2048, WIDTH, dtype=torch.int32)
+
+    def keep_asking(client: Client) -> None:
+        for _ in range(6):
+            client.product(execute(GATE_UP, 2048), matrix)
+
+    with watching(victim) as watch, ThreadPoolExecutor(len(flood)) as pool:
+        floods = [pool.submit(keep_asking, client) for client in flood]
+        while not all(future.done() for future in floods):
+            begun = time.monotonic()
+            assert torch.equal(honest.product(execute(GATE_UP, 1), row), alone)
+            assert time.monotonic() - begun <= PATIENCE_S
+        for future in floods:
+            future.result()
+    assert watch.grown_mib <= 1.1 * LIMITS["max_inflight_mib_per_tenant"]
+    culprit.must_have(requests=24, rows=24 * 2048)
+
+
+def test_answers_that_nobody_reads(victim: Service, connect: Connect, requests: Requests, blame: Blame) -> None:
+    """They wait in memory that was taken from their tenant's share, and keep nobody else's rows there."""
+    execute, _ = requests
+    honest, culprit = connect("alice", to=victim), blame("bob")
+    readers = [connect("bob", to=victim) for _ in range(8)]
+    with watching(victim) as watch:
+        for reader in readers:
+            reader.send(execute(GATE_UP, 2048), bytes(2048 * WIDTH * 4))
+        culprit.must_have(requests=8)
+        assert longest_wait(honest, requests, seconds=1.0) <= PATIENCE_S
+        for reader in readers:
+            reader.close()
     assert watch.grown_mib <= 1.1 * LIMITS["max_inflight_mib_per_tenant"]
 
 

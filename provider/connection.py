@@ -115,6 +115,7 @@ class Connection:
             self._answer(request)
         except Refusal as refusal:
             self._count(Counts(refused=1))
+            self._service.usage.settle()
             self._link.discard(self._unread, deadline=self._deadline)
             self._refuse(refusal)
         return True
@@ -183,6 +184,7 @@ class Connection:
                 self._multiply(request, payload, Counts(requests=1, rows=request.rows, work=work))
             except TimeoutError:
                 self._count(Counts(slow=1))
+                self._service.usage.settle()
                 raise
         seconds = time.perf_counter() - begun
         if log.detailed:
@@ -200,11 +202,13 @@ class Connection:
         work = self._work(request)
         self._executor.send(work, payload)
         used = replace(used, bytes_received=len(payload), bytes_sent=self._answer_bytes(request))
-        self._count(used)  # while the executor is at it: before the answer leaves
+        self._count(used)
+        self._service.usage.settle(wait=False)  # while the executor is at it
         try:
             answer = self._executor.receive(deadline=work.deadline, gone=self._left)
         except Refusal as refusal:
             self._count(Counts(failed=1) - used)
+            self._service.usage.settle()
             self._refuse(refusal)
             self._executor.settle()  # it may still hold the payload, and then so does the budget
             return
@@ -215,6 +219,7 @@ class Connection:
             self._count(done - used)
         else:  # it is late, or broke
             self._count(Counts(failed=1) - used)
+        self._service.usage.settle()
         self._send(answer.head, answer.payload)
 
     def _answer_bytes(self, request: wire.Execute | wire.Effect) -> int:

@@ -1,4 +1,8 @@
-"""Exact reads and whole writes on a TLS socket, under deadlines that a trickle of bytes cannot extend."""
+"""Exact reads and whole writes on a TLS socket, under deadlines that a trickle of bytes cannot extend.
+
+Every call of the socket lets go of the interpreter's lock, and beside many other connections it takes a while to get it
+back. So a request's prefix, header and first rows, which come as one TLS record, are read at once.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +38,8 @@ class Link:
     def __init__(self, connection: ssl.SSLSocket) -> None:
         self._socket = connection
         self._timeout: float | None = None  # the socket's; setting it is a system call, and there are many records
+        self._ahead = memoryview(bytearray(_RECORD))
+        self._unread = self._ahead[:0]  # what has been read ahead
 
     def peer_left(self) -> bool:
         """Whether the peer has closed the connection, whatever it sent before. Without waiting, from any thread."""
@@ -46,15 +52,20 @@ class Link:
 
     def begin(self, view: memoryview, *, timeout: float) -> int:
         """Wait for the first bytes of a frame; returns how many of `view` were filled, 0 if the peer has left."""
-        self._wait_up_to(timeout)
-        return self._socket.recv_into(view)
+        try:
+            self._wait_up_to(min(timeout, _SLICE_S))
+            return self._take(view)
+        except TimeoutError:  # it is idle, and only then the socket's timeout is worth changing
+            self._wait_up_to(timeout)
+            return self._take(view)
 
     def receive(self, view: memoryview, *, deadline: float) -> None:
         """Fill `view`."""
         while view:
-            self._wait_up_to(min(_remaining(deadline), _SLICE_S))
+            if not self._unread:
+                self._wait_up_to(min(_remaining(deadline), _SLICE_S))
             try:
-                count = self._socket.recv_into(view)
+                count = self._take(view)
             except TimeoutError:
                 continue
             if not count:
@@ -83,6 +94,17 @@ class Link:
             self._socket.settimeout(0)
             self._socket.unwrap()  # sends close_notify, then finds that it would have to wait
         self._socket.close()
+
+    def _take(self, view: memoryview) -> int:
+        """Fill the beginning of `view`, with what was read ahead or from the socket; returns how much, 0 at the end."""
+        if not self._unread:
+            if len(view) >= len(self._ahead):
+                return self._socket.recv_into(view)
+            self._unread = self._ahead[: self._socket.recv_into(self._ahead)]
+        part = self._unread[: len(view)]
+        view[: len(part)] = part
+        self._unread = self._unread[len(part) :]
+        return len(part)
 
     def _write(self, view: memoryview, deadline: float) -> None:
         while view:

@@ -1,9 +1,9 @@
 """What each tenant has used, per day and role: a bill that survives any end of this process.
 
 One SQLite file, written ahead. Every count is committed before its request is answered, so that after a SIGKILL the
-bill differs from what tenants have counted by the requests in flight at most. A commit is a write to the system's
-cache, without waiting for a disk (30 µs); a thread brings it to the disk every few seconds, which is what a power cut
-may cost.
+bill differs from what tenants have counted by the requests in flight at most. Whoever commits does it for all who have
+counted by then: requests that shared a product share a commit. It is a write to the system's cache, without waiting
+for a disk (30 µs); a thread brings it to the disk every few seconds, which is what a power cut may cost.
 """
 
 from __future__ import annotations
@@ -99,6 +99,8 @@ class Usage:
         except (sqlite3.Error, OSError) as error:
             raise ConfigError(f"[usage] database = {database}: {error}; choose another file") from error
         self._lock = threading.Lock()
+        self._writing = threading.Lock()
+        self._pending: dict[tuple[str, str, str, Role], Counts] = {}
         self._totals: dict[tuple[TenantIdentity, Role], Counts] = {}
         self._day = (0, "")
         self._closed = threading.Event()
@@ -106,14 +108,29 @@ class Usage:
         self._flusher.start()
 
     def count(self, tenant: TenantIdentity, role: Role, counts: Counts) -> None:
-        """Add to a tenant's counters; durable over the end of this process when it returns."""
+        """Add to a tenant's counters; durable over the end of this process after the next `settle`."""
         with self._lock:
             self._totals[tenant, role] = self._totals.get((tenant, role), _NOTHING) + counts
-            try:
-                key = (self._today(), tenant.name, tenant.authority, role)
-                self._connection.execute(_ADD, (*key, *_values(counts)))
-            except sqlite3.Error as error:  # a full disk: tenants are served, and the operator is told
-                log.often("usage_not_counted", error=type(error).__name__)
+            key = (self._today(), tenant.name, tenant.authority, role)
+            self._pending[key] = self._pending.get(key, _NOTHING) + counts
+
+    def settle(self, *, wait: bool = True) -> None:
+        """Make everything durable that has been counted before.
+
+        Args:
+            wait: for others who are at it; if false, they leave it to a later call.
+        """
+        if not self._writing.acquire(blocking=wait):
+            return
+        try:
+            with self._lock:
+                pending, self._pending = self._pending, {}
+            if pending and not self._write(pending):
+                with self._lock:  # for the next time
+                    for key, counts in pending.items():
+                        self._pending[key] = self._pending.get(key, _NOTHING) + counts
+        finally:
+            self._writing.release()
 
     def totals(self) -> dict[tuple[TenantIdentity, Role], Counts]:
         """What has been counted since this process started."""
@@ -124,8 +141,22 @@ class Usage:
         """Bring everything to the disk."""
         self._closed.set()
         self._flusher.join()
-        with self._lock:
+        self.settle()
+        with self._writing:
             self._connection.close()  # the last connection also checkpoints
+
+    def _write(self, counted: dict[tuple[str, str, str, Role], Counts]) -> bool:
+        """Whether it could be."""
+        try:
+            self._connection.execute("BEGIN")
+            self._connection.executemany(_ADD, [(*key, *_values(counts)) for key, counts in counted.items()])
+            self._connection.execute("COMMIT")
+            return True
+        except sqlite3.Error as error:  # a full disk: tenants are served, and the operator is told
+            log.often("usage_not_counted", error=type(error).__name__)
+            with contextlib.suppress(sqlite3.Error):
+                self._connection.execute("ROLLBACK")
+            return False
 
     def _today(self) -> str:
         number = int(time.time() // _DAY_S)
@@ -135,7 +166,8 @@ class Usage:
 
     def _flush(self) -> None:
         while not self._closed.wait(_FLUSH_S):
-            with self._lock, contextlib.suppress(sqlite3.Error):
+            self.settle()
+            with self._writing, contextlib.suppress(sqlite3.Error):
                 self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
 

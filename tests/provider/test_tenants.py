@@ -264,10 +264,18 @@ def test_what_was_multiplied_for_who_left_is_on_its_bill(
 
 
 def test_a_full_disk_stops_nobody(tmp_path: Path) -> None:
+    """What could not be written is, when there is room again."""
     usage = Usage(tmp_path / "usage.sqlite")
-    usage._connection.close()
-    usage.count(ALICE, "executor", Counts(requests=1))
-    assert usage.totals()[ALICE, "executor"] == Counts(requests=1)
+    usage._connection.execute("PRAGMA max_page_count = 1")
+    crowd = [TenantIdentity(f"tenant-{number}", authority="sha256:a") for number in range(500)]
+    for tenant in crowd:
+        usage.count(tenant, "executor", Counts(requests=1))
+    usage.settle()
+    assert usage.totals()[crowd[0], "executor"] == Counts(requests=1)
+    assert not list(read(tmp_path / "usage.sqlite"))
+    usage._connection.execute("PRAGMA max_page_count = 1000000")
+    usage.settle()
+    assert len(list(read(tmp_path / "usage.sqlite"))) == len(crowd)
     usage.close()
 
 
@@ -284,6 +292,7 @@ def test_export(tmp_path: Path, configure: Configure, keys: Keys) -> None:
     usage = Usage(tmp_path / "provider.usage.sqlite")
     usage.count(ALICE, "executor", Counts(requests=2, rows=5))
     usage.count(ALICE, "executor", Counts(requests=1, rows=1))
+    usage.settle()
     rows = json.loads(run.invoke(app, ["usage", "-c", str(path), "--format", "json"]).stdout)
     assert [(r["tenant"], r["requests"], r["rows"]) for r in rows] == [("alice", 3, 6)]
     table = list(csv.DictReader(run.invoke(app, ["usage", "-c", str(path)]).stdout.splitlines()))

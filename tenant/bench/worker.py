@@ -126,7 +126,8 @@ class Tenant:
             work()
         seconds = time.perf_counter() - start
         counted = since(before, self._ledger())
-        return Cost(seconds=seconds, parts=parts, counted=asdict(counted))
+        numbers = {name: value for name, value in asdict(counted).items() if isinstance(value, int | float)}
+        return Cost(seconds=seconds, parts=parts, counted=numbers)
 
     def _ledger(self) -> Ledger:
         return Ledger() if self._backend is None else ledger_of(self._model) or Ledger()

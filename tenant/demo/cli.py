@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 import warnings
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -54,7 +54,7 @@ def demo(
         )
     passed = show(console, figures)
     if json_file is not None:
-        write_atomically(json_file, json.dumps(to_json(figures), indent=2).encode())
+        write_atomically(json_file, msgspec.json.format(msgspec.json.encode(to_json(figures))) + b"\n")
     if not passed:
         raise typer.Exit(1)
 

@@ -96,7 +96,7 @@ class Line:
         """
         try:
             raw = self._dial(deadline)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # a host like a..b is no name at all
             raise ConnectionLostError(f"cannot reach {self._name}: {error}") from error
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:

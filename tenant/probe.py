@@ -117,6 +117,7 @@ class Probe:
         self._federation = federation
         self._preparation = preparation
         self._line: Line | None = None
+        self._welcome: wire.Welcome | None = None
         self._deadline = 0.0
 
     def look(self, timeout: float) -> None:
@@ -152,8 +153,10 @@ class Probe:
     def _guarded(self, timeout: float, step: Callable[[Finding], None]) -> None:
         finding = self.finding
         self._deadline = time.monotonic() + timeout
+        finding.failure = f"{self.name} was not probed to the end"  # whatever ends this thread, it is not found good
         try:
             step(finding)
+            finding.failure = None
         except DeadlineExceededError as error:
             finding.failure = one_line(f"{error}: not within {timeout:g} s; {_SLOW}")
         except ConnectionLostError as error:
@@ -183,6 +186,7 @@ class Probe:
             finding.days_left = _days_left(self._open())
             finding.groups = dict.fromkeys(DIRECTIONS, self._greet().groups)
         finding.report, finding.clock_ahead_s = self._health()
+        assert self._welcome is not None  # since there was a line
         self._round_trips(finding, self._welcome.first_group, count=GLANCE_ROUND_TRIPS)
 
     def _open(self) -> Line:
@@ -262,6 +266,7 @@ class Probe:
 
     def _measure(self, finding: Finding) -> None:
         assert self._preparation is not None
+        assert self._welcome is not None
         entries = self._preparation.manifest.groups
         groups = finding.groups[FORWARD]
         if not groups:

@@ -176,6 +176,26 @@ def test_silence_ends_at_the_deadline_and_nobody_waits_for_anybody(
         assert "--timeout waits longer" in finding.failure
 
 
+@pytest.mark.parametrize("host", ["a..b", "x" * 64])
+def test_a_host_that_does_not_exist_is_a_failure(
+    new_federation: NewFederation, executor: ScriptedProvider, preparation: Preparation, host: str
+) -> None:
+    finding = only(new_federation([dataclasses.replace(executor.peer("executor"), host=host)]), preparation)
+    assert finding.failure is not None
+    assert "cannot reach executor" in finding.failure
+    assert finding.serving is None
+
+
+def test_whatever_ends_a_probe_it_is_no_good_finding(
+    new_federation: NewFederation, executor: ScriptedProvider, preparation: Preparation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tenant.probe.tls.client_context", lambda **_: 1 // 0)
+    monkeypatch.setattr("threading.excepthook", lambda _: None)
+    finding = only(new_federation([executor]), preparation)
+    assert finding.failure is not None
+    assert "was not probed to the end" in finding.failure
+
+
 def test_a_name_that_is_looked_up_for_ever_ends_at_the_deadline(
     new_federation: NewFederation, executor: ScriptedProvider, preparation: Preparation, monkeypatch: pytest.MonkeyPatch
 ) -> None:

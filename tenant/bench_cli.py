@@ -220,6 +220,9 @@ def chaos(
     helpers: Annotated[int, typer.Option(min=1, help="Processes that make effects of pads.")] = 2,
     pad_helpers: Annotated[int, typer.Option(min=1, help="Helpers that share a pad; the others are spares.")] = 1,
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between two kills, on average.")] = 3.0,
+    merciless: Annotated[
+        bool, typer.Option("--merciless", help="Kill also the last one of a role, and wait until it is back.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of who is killed when.")] = 0,
     json: Json = None,
 ) -> None:
@@ -235,6 +238,7 @@ def chaos(
             helpers=helpers,
             pad_helpers=pad_helpers,
             every_s=every,
+            merciless=merciless,
             seed=seed,
             on_event=tell,
         )

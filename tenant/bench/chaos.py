@@ -2,8 +2,10 @@
 be the very bits of the undisturbed run.
 
 Executors and helpers are processes of their own; one after the other is killed every few seconds, at whatever it
-happens to be doing, and started again, which takes as long as it takes: several may be away at once. The undisturbed
-run, which comes second, is the simulation: the same arithmetic without any provider.
+happens to be doing, and started again, which takes as long as it takes: several may be away at once. One executor and
+as many helpers as a pad has are left alone at any time, so that pauses are those of failover, unless `merciless`: then
+the tenant also waits for who is being started. The undisturbed run, which comes second, is the simulation: the same
+arithmetic without any provider.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -123,6 +125,7 @@ def run_chaos(
     helpers: int = 2,
     pad_helpers: int = 1,
     every_s: float = 3.0,
+    merciless: bool = False,
     seed: int = 0,
     on_event: Callable[[str], None] = lambda _: None,
 ) -> Chaos:
@@ -134,6 +137,7 @@ def run_chaos(
         executors, helpers: that there are.
         pad_helpers: that share each pad; the others are spares.
         every_s: between two kills, on average.
+        merciless: kill also those without whom nothing goes on.
         seed: of who is killed when; what it does at that moment is chance all the same.
         on_event: told what happens.
 
@@ -156,7 +160,8 @@ def run_chaos(
         remote = RemoteConfig(
             federation=local.federation, masking="pad", cache=directory / "cache", deadline_s=START_S, wiretap=witness
         )
-        with _unrest(local, random.Random(seed), every_s=every_s, on_event=on_event) as kills:
+        least = {"executor": 0, "helper": 0} if merciless else {"executor": 1, "helper": pad_helpers}
+        with _unrest(local, random.Random(seed), every_s=every_s, least=least, on_event=on_event) as kills:
             disturbed = _do(model, remote, work, goes_on=lambda step: step < work.steps or len(kills) < work.kills)
     steps = len(disturbed.losses)
     on_event(f"the undisturbed run of {steps} steps")
@@ -247,9 +252,17 @@ def _tokens(seed: int, rows: int, columns: int) -> Tensor:
 
 @contextmanager
 def _unrest(
-    local: LocalFederation, chance: random.Random, *, every_s: float, on_event: Callable[[str], None]
+    local: LocalFederation,
+    chance: random.Random,
+    *,
+    every_s: float,
+    least: Mapping[str, int],
+    on_event: Callable[[str], None],
 ) -> Iterator[list[Kill]]:
     """While it lasts, somebody is killed every few seconds and started again. Ends when all are back.
+
+    Args:
+        least: how many of each role are left alone.
 
     Raises what starting a provider raised.
     """
@@ -257,11 +270,16 @@ def _unrest(
     over = threading.Event()
     returning: dict[str, Future[None]] = {}
 
+    def victims() -> list[str]:
+        there = [name for name in local.names if name not in returning or returning[name].done()]
+        of_role = {role: [name for name in there if name.startswith(role)] for role in least}
+        return [name for role, names in of_role.items() if len(names) > least[role] for name in names]
+
     def strike() -> None:
         with ThreadPoolExecutor(len(local.names), thread_name_prefix="restart") as restarts:
             while not over.wait(chance.uniform(0.5, 1.5) * every_s):
-                victim = chance.choice([n for n in local.names if n not in returning or returning[n].done()] or [""])
-                if victim:
+                if names := victims():
+                    victim = chance.choice(names)
                     kills.append(Kill(victim, time.monotonic()))
                     local.kill(victim)
                     on_event(f"{victim} is killed, number {len(kills)}")

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 MAX_FOUND: Final = 64
 """Executors that are taken on beside those of the file."""
 INTERVAL_S: Final = 30.0
-DEADLINE_S: Final = 5.0
+DEADLINE_S: Final = 10.0
 
 _JITTER: Final = 0.2  # of a pause, so that tenants that started together do not stay together
 

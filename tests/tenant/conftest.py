@@ -291,13 +291,12 @@ NewProvider = Callable[..., ScriptedProvider]
 
 @pytest.fixture
 def new_provider(identities: Identities, store: WeightStore) -> Iterator[NewProvider]:
-    """`new_provider(store=..., max_rows=..., max_payload=...)`: another provider, gone after the test."""
+    """`new_provider(store=..., identity=..., max_rows=..., max_payload=...)`: another provider, gone after the test."""
     with contextlib.ExitStack() as running:
 
-        def make(*, store: WeightStore = store, **limits: int) -> ScriptedProvider:
-            provider = ScriptedProvider(
-                ServedModel(store, float_memory=1 << 30), identities.provider(), identities.authority, **limits
-            )
+        def make(*, store: WeightStore = store, identity: Identity | None = None, **limits: int) -> ScriptedProvider:
+            model, identity = ServedModel(store, float_memory=1 << 30), identity or identities.provider()
+            provider = ScriptedProvider(model, identity, identities.authority, **limits)
             running.callback(provider.close)
             return provider
 

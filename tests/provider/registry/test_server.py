@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import json
-import secrets
 import socket
 import ssl
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from provider.registry.rates import Rates
-from provider.registry.server import RegistryServer
+from provider.registry.server import RegistryConfig, RegistryServer
 from symbiosis_priv import certificates, wire
 from symbiosis_priv.certificates import Kind
 from symbiosis_priv.errors import CertificateError, ConfigError, ProviderError, TransportError
@@ -27,6 +27,7 @@ from symbiosis_priv.registry import protocol
 from symbiosis_priv.registry.client import RegistryClient
 from symbiosis_priv.statements import MAX_BYTES
 from symbiosis_priv.tls import registry_client_context
+from tests.registries import registry_config
 from tests.vouching import DIGEST, Vouching
 
 if TYPE_CHECKING:
@@ -62,14 +63,11 @@ def test_nothing_else_is_taken(serve: Serve, vouching: Vouching, tmp_path: Path)
         "has expired": vouching.says("gamma", issued=now - 3_600_000),
         "does not name": vouching.says("gamma", address=("elsewhere.example", 1)),
         "malformed": b"\x80",
-        "too large": bytes(MAX_BYTES),
         "newer one|as new": vouching.says("gamma", issued=now - 1),
     }
     with vouching.client(server.address) as registry:
         registry.announce(good := vouching.says("gamma"))
         for words, data in refused.items():
-            if words == "too large":
-                continue
             with pytest.raises(ProviderError, match=words) as caught:
                 registry.announce(data)
             assert caught.value.code == wire.ErrorCode.REFUSED
@@ -143,22 +141,24 @@ def keep_asking(registry: RegistryClient) -> None:
         registry.list(DIGEST)
 
 
-@given(data=st.binary(max_size=200))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
-def test_any_bytes_leave_it_running(serve: Serve, vouching: Vouching, data: bytes) -> None:
-    if not hasattr(serve, "one"):
-        serve.one = serve(requests_per_s=10_000.0)  # type: ignore[attr-defined]
-    address = serve.one.address  # type: ignore[attr-defined]
+@pytest.fixture(scope="module")
+def running(vouching: Vouching) -> Iterator[RegistryServer]:
+    """One for every example."""
+    with RegistryServer(registry_config(vouching, name="running")) as server:
+        yield server
+
+
+@given(data=st.binary(max_size=200), framed=st.booleans())
+def test_any_bytes_leave_it_running(running: RegistryServer, vouching: Vouching, data: bytes, framed: bool) -> None:
     context = registry_client_context(vouching.trust.authorities)
-    framed = secrets.choice([data, wire.PREFIX.pack(wire.MAGIC, len(data) or 1, 0) + data])
-    raw = socket.create_connection(parse_address(address), timeout=20)
+    raw = socket.create_connection(parse_address(running.address), timeout=20)
     with context.wrap_socket(raw, server_hostname="127.0.0.1") as connection:
-        connection.sendall(framed)
+        connection.sendall(wire.PREFIX.pack(wire.MAGIC, len(data) or 1, 0) + data if framed else data)
         socket.socket.shutdown(connection, socket.SHUT_WR)
         with contextlib.suppress(OSError):
             while connection.recv(4096):
                 pass
-    with vouching.client(address) as registry:
+    with vouching.client(running.address) as registry:
         assert registry.list(DIGEST) == []
 
 
@@ -197,8 +197,6 @@ def test_a_client_keeps_its_deadline(vouching: Vouching) -> None:
 
 
 def test_who_has_no_certificate_of_the_authority_runs_no_registry(vouching: Vouching, tmp_path: Path) -> None:
-    from provider.registry.server import RegistryConfig
-
     own = certificates.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="registry")
     config = RegistryConfig(
         listen="127.0.0.1:0", certificate=own.certificate, key=own.key, authority=vouching.authority.certificate

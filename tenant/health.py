@@ -70,6 +70,8 @@ class Health:
 
     def answered(self, now: float, *, seconds: float, size: int) -> bool:
         """An exchange of `size` bytes, both ways together, took so long. Whether that closed the breaker."""
+        if self._measured_at is not None and self._is_long_ago(now):
+            self._latency.count = self._per_byte.count = 0  # it may be quite another line by now
         closed = self.state is not State.UP
         self.state, self._failures_in_a_row, self._measured_at = State.UP, 0, now
         if size <= FEW_BYTES:
@@ -106,6 +108,10 @@ class Health:
         """Whether its cost should be measured again."""
         if self._measured_at is None or self._latency.count + self._per_byte.count < _ENOUGH:
             return True
+        return self._is_long_ago(now)
+
+    def _is_long_ago(self, now: float) -> bool:
+        assert self._measured_at is not None
         return now - self._measured_at > max(_STALE_S, _STALE_TIMES * (self.latency_s or 0.0))
 
 

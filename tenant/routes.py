@@ -209,7 +209,7 @@ class Routes:
             route.requests += 1
             route.in_flight = max(0, route.in_flight - 1)
             now = self._clock()
-            if route.health.answered(now, seconds=seconds, size=size):
+            if route.health.answered(now, seconds=seconds, size=size) and self._others(route):
                 log.warning("%s answers again, after %.1f s", route, now - route.health.down_since)
 
     def failed(self, route: Route, why: object) -> None:
@@ -217,7 +217,7 @@ class Routes:
         with self._lock:
             route.requests += 1
             route.in_flight = max(0, route.in_flight - 1)
-            if route.health.failed(self._clock()):
+            if route.health.failed(self._clock()) and self._others(route):  # without others, `notices` says so in time
                 log.warning("%s has failed, others are asked meanwhile: %s", route, why)
 
     def late(self, holders: Collection[Peer]) -> None:
@@ -231,6 +231,12 @@ class Routes:
     def patience_s(self, holders: Collection[Peer], size: int) -> float:
         """How long to wait for effects of these helpers while there are others."""
         return max(route.health.patience_s(size) for route in self.helpers if route.peer in holders)
+
+    def _others(self, route: Route) -> bool:
+        """Whether somebody else has its role, and is not needed for every pad anyway."""
+        if route.peer.role == "helper":
+            return self._federation.pad_helpers is not None and len(self.helpers) > self.helpers_per_pad
+        return len(self.executors) > 1
 
     def credit(self, executor: Route, holders: Collection[Peer]) -> None:
         """An answer of these was right."""

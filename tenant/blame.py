@@ -1,19 +1,108 @@
-"""Who lied, once a product has been refused: the answer is wrong, or an effect is."""
+"""Who lied, once something was refused, and what follows: quarantine, before anybody is asked for anything else."""
 
 from __future__ import annotations
 
 import functools
 import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from safetensors import SafetensorError
 from torch import Tensor
 
+from symbiosis_priv.errors import QuarantinedError, VerificationError
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.keystream import expand
 from tenant.facts import Preparation
 from tenant.parts import Part
+from tenant.route import Route
+from tenant.routes import Routes
+from tenant.tally import Tally
+from tenant.turn import Turn
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Blame:
+    """See the module's text.
+
+    Args:
+        preparation: has the keys that tell.
+        routes: is told whom to quarantine.
+        gate: no request leaves while it is held.
+        tally: where rejected answers are counted.
+    """
+
+    preparation: Preparation
+    routes: Routes
+    gate: threading.Lock
+    tally: Tally
+
+    def accuse(self, route: Route, part: Part, answer: Tensor, turn: Turn) -> None:
+        """A product is wrong: the executor's answer, int32 `[r, o]`, or an effect of the part's pads.
+
+        Raises:
+            VerificationError: those who are left cannot make the product.
+        """
+        with self.gate:
+            involved = [executor := route.peer, *part.holders()]
+            # another part may have found somebody out just now, and the keys that tell are gone by now
+            found = [peer for peer in involved if peer in self.routes.quarantined] or liars(
+                self.preparation, executor, part, answer
+            )
+            suspects = list(dict.fromkeys(found or involved))
+            self.tally.add(answers_rejected=len(suspects) if found else 1)
+            self._quarantine(*suspects)
+        what = "an answer" if executor in suspects else "an effect"
+        lie = self._lie(suspects, part, what=what, certain=bool(found))
+        turn.lied(lie)
+        if executor in suspects:
+            turn.failed(route, lie)
+        self.check(part, turn)
+
+    def broke_protocol(self, route: Route, part: Part, error: Exception, turn: Turn) -> None:
+        """An executor sent what is no answer at all. Raises it if those who are left cannot make the product."""
+        self.tally.add(answers_rejected=1)
+        self._quarantine(route.peer)
+        turn.lied(error)
+        turn.failed(route, error)
+        self.check(part, turn)
+
+    def broke_promise(self, holder: Peer, part: Part, error: Exception, turn: Turn) -> None:
+        """The same of a helper.
+
+        Raises:
+            VerificationError: those who are left cannot make the product.
+        """
+        self.tally.add(answers_rejected=1)
+        self._quarantine(holder)
+        lie = self._lie([holder], part, what="an effect")
+        lie.__cause__ = error
+        turn.lied(lie)
+        self.check(part, turn)
+
+    def check(self, part: Part, turn: Turn) -> None:
+        """Raises what was found if those who have not lied cannot make the product."""
+        try:
+            self.routes.check(part.index)
+        except QuarantinedError as error:
+            raise turn.lie or error from None
+        if turn.lie is not None and turn.lies > len(self.routes.executors) + len(self.routes.helpers):
+            raise turn.lie  # each of them lies but once: somebody is asked who should not be
+
+    def _quarantine(self, *suspects: Peer) -> None:
+        self.routes.quarantine(*suspects)
+        self.preparation.forget_keys()
+
+    def _lie(self, peers: Sequence[Peer], part: Part, *, what: str, certain: bool = True) -> VerificationError:
+        return VerificationError(
+            provider=(" and " if certain else " or ").join(peer.name for peer in peers),
+            group_name=self.preparation.facts[part.index].entry.name,
+            direction=part.direction,
+            what=what,
+        )
 
 
 def liars(preparation: Preparation, executor: Peer, part: Part, answer: Tensor) -> list[Peer]:

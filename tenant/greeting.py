@@ -89,7 +89,7 @@ class Greeter:
         waiting = {
             greeting
             for route in (*self._routes.executors, *self._routes.helpers)
-            if not self._routes.is_quarantined(route.peer) and (greeting := self._greet(route, self._persist))
+            if route.peer not in self._routes.quarantined and (greeting := self._greet(route, self._persist))
         }
         grace_over: float | None = None
         while waiting:

@@ -29,7 +29,8 @@ def choose_holders(
 
     Args:
         helpers: that may be taken.
-        targets: executors that may see the rows, the best first.
+        targets: executors that may see the rows, the best first; none if there is nobody yet, and whoever comes will
+            be compared with the holders then.
         executors: that could take the rows over.
         count: helpers of a pad.
         federation: knows who is one company.
@@ -42,12 +43,12 @@ def choose_holders(
 
     sorted_helpers = sorted(helpers, key=order)
     most: list[Route] = []
-    for target in targets:
+    for target in targets or (None,):
         taken: list[Route] = []
         for route in sorted_helpers:
             if (
                 len(taken) < count
-                and admits(target.peer, (route.peer,))
+                and (target is None or admits(target.peer, (route.peer,)))
                 and not any(federation.one_company(route.peer, other.peer) for other in taken)
             ):
                 taken.append(route)

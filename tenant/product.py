@@ -21,7 +21,7 @@ A large product goes out in pieces (`pieces`). Each is a request with rows, pads
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import wait
 from dataclasses import dataclass
 
@@ -35,11 +35,9 @@ from symbiosis_priv.errors import (
     ProviderError,
     QuarantinedError,
     TransportError,
-    VerificationError,
 )
-from symbiosis_priv.federation import Peer
 from symbiosis_priv.ring import Direction
-from tenant.blame import liars
+from tenant.blame import Blame
 from tenant.facts import Preparation
 from tenant.noise import Pad, cut, is_lost
 from tenant.options import SessionOptions
@@ -66,6 +64,7 @@ class Products:
         routes: who may be asked.
         runtime: connections and pads.
         tally: where they are counted.
+        blame: settles who lied.
     """
 
     preparation: Preparation
@@ -73,6 +72,7 @@ class Products:
     routes: Routes
     runtime: Runtime
     tally: Tally
+    blame: Blame
 
     def multiply(self, index: int, direction: Direction, rows: Rows) -> None:
         """One exact product; see `backend.RingProduct`."""
@@ -145,7 +145,7 @@ class Products:
                 self.routes.credit(route, part.holders())
                 turn.over(route, self.tally)
                 return
-            self._accuse(route, part, answer, turn)
+            self.blame.accuse(route, part, answer, turn)
 
     def _next(self, part: Part, seat: Route | None, turn: Turn) -> Route:
         """Whom to ask now. Waits for somebody to come back; puts the rows on other pads if that makes an executor
@@ -157,16 +157,19 @@ class Products:
         """
         while True:
             self.runtime.greeter.revive()
-            self._check(part, turn)
-            if (route := self.routes.choose(part.index, part.size, holders=part.holders(), prefer=seat)) is None:
-                other = self.routes.choose(part.index, part.size, holders=None)
+            self.blame.check(part, turn)
+            route = self.routes.choose(part.index, part.size, holders=part.holders(), prefer=seat)
+            other = None if route else self.routes.choose(part.index, part.size, holders=None)
+            try:
                 if other is not None:
-                    self._change_pads(part, turn, other, spoilt=lambda pad: True)
-                    return other
-            if route is None or route is turn.last:
-                turn.pause()
-            if route is not None:
-                return route
+                    self._change_pads(part, other, spoilt=lambda pad: True)
+                turn.go_on(pause=route is turn.last if route else other is None)
+            except BaseException:
+                if taken := route or other:
+                    self.routes.given_up(taken)
+                raise
+            if taken := route or other:
+                return taken
 
     def _ask(self, route: Route, part: Part, turn: Turn) -> Tensor | None:
         """An executor's answer, unverified; None if there is none, and somebody may be asked next."""
@@ -191,10 +194,7 @@ class Products:
             return None
         except ProtocolError as error:
             self.routes.given_up(route)
-            self._reject(route.peer)
-            turn.lied(error)
-            turn.failed(route, error)
-            self._check(part, turn)
+            self.blame.broke_protocol(route, part, error, turn)
             return None
         except BaseException:
             self.routes.given_up(route)
@@ -224,14 +224,11 @@ class Products:
                 continue
             assert share_.holder is not None or not isinstance(error, ProtocolError)  # nobody lies to itself
             if share_.holder is not None and isinstance(error, ProtocolError):
-                self._reject(share_.holder)
-                lie = self._lie([share_.holder], part, what="an effect")
-                lie.__cause__ = error
-                turn.lied(lie)
-                self._check(part, turn)
+                self.blame.broke_promise(share_.holder, part, error, turn)
                 return False
             if share_.holder is None or not self.routes.can_replace(part.index, [share_.holder]):
                 raise error
+            turn.effect_error = error
             return False
         return True
 
@@ -262,61 +259,15 @@ class Products:
 
         def spoilt(pad: Pad) -> bool:
             holders = pad.holders()
-            return is_lost(pad) or any(h in turn.late or self.routes.is_quarantined(h) for h in holders)
+            return is_lost(pad) or any(h in turn.late or h in self.routes.quarantined for h in holders)
 
         if part.pads and any(map(spoilt, part.pads)):
-            self._check(part, turn)
-            self._change_pads(part, turn, None, spoilt=spoilt)
+            self.blame.check(part, turn)
+            self._change_pads(part, None, spoilt=spoilt)
             turn.late.clear()
 
-    def _change_pads(self, part: Part, turn: Turn, executor: Route | None, *, spoilt: Callable[[Pad], bool]) -> None:
+    def _change_pads(self, part: Part, executor: Route | None, *, spoilt: Callable[[Pad], bool]) -> None:
         def draw(rows: int) -> Pad:
             return self.runtime.draw(part.index, part.direction, rows, executor=executor)
 
         self.tally.add(pads_redrawn=part.change_pads(spoilt, draw))
-
-    def _accuse(self, route: Route, part: Part, answer: Tensor, turn: Turn) -> None:
-        """Quarantine who lied, before anybody is asked for anything else.
-
-        Raises:
-            VerificationError: those who are left cannot make the product.
-        """
-        with self.runtime.gate:
-            involved = [executor := route.peer, *part.holders()]
-            # another part may have found somebody out just now, and the keys that tell are gone by now
-            found = [peer for peer in involved if self.routes.is_quarantined(peer)] or liars(
-                self.preparation, executor, part, answer
-            )
-            suspects = list(dict.fromkeys(found or involved))
-            self.tally.add(answers_rejected=len(suspects) if found else 1)
-            self._quarantine(*suspects)
-        what = "an answer" if executor in suspects else "an effect"
-        turn.lied(lie := self._lie(suspects, part, what=what, certain=bool(found)))
-        if executor in suspects:
-            turn.failed(route, lie)
-        self._check(part, turn)
-
-    def _check(self, part: Part, turn: Turn) -> None:
-        """Raises what was found if those who have not lied cannot make the product."""
-        try:
-            self.routes.check(part.index)
-        except QuarantinedError as error:
-            raise turn.lie or error from None
-        if turn.lie is not None and turn.tries > len(self.routes.executors) + len(self.routes.helpers):
-            raise turn.lie  # each of them lies but once: somebody is asked who should not be
-
-    def _reject(self, peer: Peer) -> None:
-        self.tally.add(answers_rejected=1)
-        self._quarantine(peer)
-
-    def _quarantine(self, *suspects: Peer) -> None:
-        self.routes.quarantine(*suspects)
-        self.preparation.forget_keys()
-
-    def _lie(self, peers: Sequence[Peer], part: Part, *, what: str, certain: bool = True) -> VerificationError:
-        return VerificationError(
-            provider=(" and " if certain else " or ").join(peer.name for peer in peers),
-            group_name=self.preparation.facts[part.index].entry.name,
-            direction=part.direction,
-            what=what,
-        )

@@ -20,11 +20,11 @@ import time
 from collections.abc import Callable, Collection, Sequence
 
 from symbiosis_priv import wire
-from symbiosis_priv.certificates import key_fingerprint, load_pin
 from symbiosis_priv.errors import QuarantinedError
 from symbiosis_priv.federation import Federation, Peer, in_common, traits
 from tenant.health import FEW_BYTES, State
 from tenant.holders import choose_holders
+from tenant.quarantine import Quarantine
 from tenant.route import ProviderFigures, Route
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Routes:
     Attributes:
         executors: those of the federation in its order, then those who have joined; helpers: of the federation.
         version: another one whenever executors have come or gone.
-        quarantined: fingerprints of public keys: a liar by another name is the same liar.
+        quarantined: to whom nothing is sent any more.
     """
 
     def __init__(
@@ -51,10 +51,9 @@ class Routes:
     ) -> None:
         self.executors = tuple(map(Route, federation.executors))
         self.helpers = tuple(map(Route, federation.helpers if with_helpers else ()))
-        self.quarantined: set[str] = set()
+        self.quarantined = Quarantine()
         self.version = 0
         self._federation, self._clock = federation, clock
-        self._keys_of = functools.cache(keys_of)  # as they are now, whatever becomes of the pinned files
         self._admits = functools.cache(federation.admissible)
         self._present: dict[tuple[int, bool], Route] = {}
         self._lock = threading.Lock()
@@ -94,7 +93,7 @@ class Routes:
         return [
             route
             for route in self.executors
-            if route.serves(group) and not self.is_quarantined(route.peer) and self._admits(route.peer, known)
+            if route.serves(group) and route.peer not in self.quarantined and self._admits(route.peer, known)
         ]
 
     def choose(
@@ -136,7 +135,7 @@ class Routes:
         return any(
             other is not route and (other.welcome is None or other.serves(group))
             for other in self.executors
-            if not self.is_quarantined(other.peer)
+            if other.peer not in self.quarantined
         )
 
     def uncovered(self, groups: int) -> list[int]:
@@ -185,7 +184,7 @@ class Routes:
                 for route in self.helpers
                 if (route.welcome is None or route.serves(group))
                 and route.peer not in without
-                and not self.is_quarantined(route.peer)
+                and route.peer not in self.quarantined
             ],
             [executor] if executor else sorted(able, key=lambda r: (not r.is_open, r is not present)),
             able,
@@ -264,7 +263,7 @@ class Routes:
             for route in (*self.executors, *self.helpers)
             if (route.welcome is None or route.health.state is State.DOWN)
             and route.health.retry_at <= now
-            and not self.is_quarantined(route.peer)
+            and route.peer not in self.quarantined
         ]
 
     # Quarantine
@@ -273,22 +272,22 @@ class Routes:
         """Of every provider, for whoever looks."""
         with self._lock:
             return tuple(
-                route.figures(quarantined=self.is_quarantined(route.peer)) for route in (*self.executors, *self.helpers)
+                route.figures(quarantined=route.peer in self.quarantined) for route in (*self.executors, *self.helpers)
             )
 
     def check(self, group: int) -> None:
         """Raises `QuarantinedError` if those who have not lied cannot make a product of this group."""
         if not self.quarantined:
             return
-        liar = next((route.peer for route in self.helpers if self.is_quarantined(route.peer)), None)
+        liar = next((route.peer for route in self.helpers if route.peer in self.quarantined), None)
         if liar is not None and self._federation.pad_helpers is None:
             raise QuarantinedError(f"helper {liar.name!r} is quarantined; nothing more is sent")
-        if all(self.is_quarantined(route.peer) for route in self.executors):
+        if all(route.peer in self.quarantined for route in self.executors):
             raise QuarantinedError(
                 "every executor of the federation is quarantined for this session; nothing more is sent"
             )
         able = self.able(group)
-        honest = [route for route in self.executors if not self.is_quarantined(route.peer)]
+        honest = [route for route in self.executors if route.peer not in self.quarantined]
         if not able and all(route.welcome is not None for route in honest):
             raise QuarantinedError(
                 "every executor of the federation that serves these layers is quarantined; nothing more is sent"
@@ -299,28 +298,15 @@ class Routes:
                 f"the executor's; nothing more is sent"
             )
 
-    def is_quarantined(self, peer: Peer) -> bool:
-        """Whether it, by whatever name, has sent what is not a product of the pinned weights."""
-        return bool(self.quarantined) and not self.quarantined.isdisjoint(self._keys_of(peer))
-
     def quarantine(self, *suspects: Peer) -> None:
         """Send nothing to them any more."""
         for route in (*self.executors, *self.helpers):
             route.rejected += route.peer in suspects
         for peer in suspects:
-            if not self.is_quarantined(peer):
-                self.quarantined |= self._keys_of(peer)
-                log.error(
-                    "provider %s is quarantined: it sent what is not the product of the pinned weights", peer.name
-                )
+            self.quarantined.add(peer)
 
     def begin_again(self) -> None:
         """In a forked child: a thread of the parent may have held the lock, and what is in flight is the parent's."""
         self._lock = threading.Lock()
         for route in (*self.executors, *self.helpers):
             route.in_flight = 0
-
-
-def keys_of(peer: Peer) -> frozenset[str]:
-    """Fingerprints of the public keys that a provider may show."""
-    return frozenset(key_fingerprint(load_pin(path)) for path in peer.pins)

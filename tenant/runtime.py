@@ -258,7 +258,7 @@ class Runtime:
     def _permit(self, peer: Peer) -> None:
         """Every request passes here on its way out."""
         with self.gate:
-            if self._routes.is_quarantined(peer):
+            if peer in self._routes.quarantined:
                 raise QuarantinedError(f"{peer.role} {peer.name!r} is quarantined; nothing more is sent")
 
     def _workers(self) -> list[Worker]:

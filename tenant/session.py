@@ -22,6 +22,7 @@ from symbiosis_priv.errors import RoleConflictError, SymbiosisError
 from symbiosis_priv.federation import Federation
 from symbiosis_priv.ring import Direction
 from symbiosis_priv.weights import WeightStore
+from tenant.blame import Blame
 from tenant.discovery import require_hidden_rows
 from tenant.facts import Preparation
 from tenant.masking.registry import session_scheme
@@ -135,7 +136,8 @@ class Session:
                 # for those who do not call `backend_of(model).close()`
                 self._finalizer = weakref.finalize(self, runtime.close_in_background)
                 self._finalizer.atexit = False  # `runtime` closes what is open then, and waits for it
-                self._products = Products(self.preparation, self._options, self.routes, runtime, self._tally)
+                blame = Blame(self.preparation, self.routes, runtime.gate, self._tally)
+                self._products = Products(self.preparation, self._options, self.routes, runtime, self._tally, blame)
             return self._products
 
     def _begin_again(self) -> None:

@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 
-from symbiosis_priv.errors import DeadlineExceededError, SymbiosisError, UncoveredError
+from symbiosis_priv.errors import DeadlineExceededError, UncoveredError
 from symbiosis_priv.federation import Peer
 from tenant.options import SessionOptions
 from tenant.route import Route
@@ -25,7 +25,8 @@ class Turn:
     Attributes:
         began, deadline: by `time.monotonic`.
         last: who failed last; None once somebody else was asked.
-        lie: what to raise if nobody is left; tries: how many were met.
+        lie: what to raise if nobody is left; lies: how many were met.
+        effect_error: why the last effect was lost.
         late: helpers whose effects have not come in time.
         refused: executors that answered with an error.
     """
@@ -35,10 +36,11 @@ class Turn:
         self.began = time.monotonic()
         self.deadline = self.began + options.deadline_s
         self.last: Route | None = None
-        self.lie: SymbiosisError | None = None
+        self.lie: Exception | None = None
         self.late: set[Peer] = set()
         self.refused: set[Route] = set()
-        self.tries = 0
+        self.lies = 0
+        self.effect_error: BaseException | None = None
         self._error: Exception | None = None
         self._failed: dict[Route, float] = {}
         self._pause_s = _FIRST_PAUSE_S
@@ -48,26 +50,28 @@ class Turn:
         self.last, self._error = route, error
         self._failed.setdefault(route, time.monotonic())
 
-    def lied(self, lie: SymbiosisError) -> None:
+    def lied(self, lie: Exception) -> None:
         """Somebody was found lying."""
         self.lie = lie
-        self.tries += 1
+        self.lies += 1
 
-    def pause(self) -> None:
-        """Before somebody is asked again.
+    def go_on(self, *, pause: bool) -> None:
+        """Before somebody is asked, after a pause if they are asked again, or if there was nobody.
 
         Raises:
-            DeadlineExceededError: it would be too late then.
+            DeadlineExceededError: it is too late, or would be then.
             UncoveredError: nobody was there to be asked.
         """
-        now = time.monotonic()
-        if now + self._pause_s >= self.deadline:
+        wait_s = self._pause_s if pause else 0.0
+        if time.monotonic() + wait_s >= self.deadline:
             raise self._too_late()
+        if not pause:
+            return
         if self.last is not None:
             self._runtime.notices.waiting(
                 _name(self.last.peer), since=self.began, until=self.deadline, why=str(self._error)
             )
-        self._runtime.closing.wait(self._pause_s * (0.5 + _jitter() / 2))
+        self._runtime.closing.wait(wait_s * (0.5 + _jitter() / 2))
         self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
 
     def over(self, route: Route, tally: Tally) -> None:
@@ -79,8 +83,15 @@ class Turn:
             tally.add(takeovers=1, takeover_s=seconds)
             log.info("%s took over from %s within %.2f s", route, other, seconds)
 
-    def _too_late(self) -> SymbiosisError:
+    def _too_late(self) -> Exception:
         waited = f"within {self._options.deadline_s:g} s"
+        if not self._failed and self.effect_error is not None:
+            late = DeadlineExceededError(
+                f"no effects from the helpers {waited} (last: {self.effect_error}). Are they running? "
+                f"{self._options.deadline_option} waits longer."
+            )
+            late.__cause__ = self.effect_error
+            return late
         if not self._failed:
             return self.lie or UncoveredError(
                 f"nobody who serves these layers was there {waited}. Are their executors running? "

@@ -80,7 +80,7 @@ def rejected(federation: Federation, preparation: Preparation, *, trials: int) -
     rng = random.Random(0)
     kinds = list(KINDS.values())
     session_preparation = replace(preparation, forget_keys=lambda: None)  # the liar here is ourselves
-    logging.getLogger("tenant.routes").setLevel(logging.CRITICAL)  # every one of these lies would be reported
+    logging.getLogger("tenant.quarantine").setLevel(logging.CRITICAL)  # every one of these lies would be reported
     refused = 0
     for trial in range(trials):
         role: Role = "helper" if trial % 2 else "executor"

@@ -259,7 +259,7 @@ def test_the_last_one_of_some_layers_leaves_and_another_one_joins_while_it_is_wa
     new_provider: NewProvider, new_session: NewSession, store: WeightStore, layer_store: Callable[[str], WeightStore]
 ) -> None:
     low, high, next_high = (new_provider(store=layer_store(layers)) for layers in ("0", "1", "1"))
-    session = new_session("pad", [low], [new_provider()])
+    session = new_session("pad", [low], [new_provider(), new_provider()], pad_helpers=1, pool_memory=0)
     session.routes.update([high.peer("executor")])
     assert all_right(session, store)
     session.routes.update([])

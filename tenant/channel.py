@@ -101,6 +101,11 @@ class Channel:
         """The connection as it is now, if there is one."""
         return self._line
 
+    @property
+    def closed(self) -> bool:
+        """Whether this side has closed it: then nobody else is to blame for what fails."""
+        return self._closed.is_set()
+
     def welcome(self) -> wire.Welcome:
         """The provider's limits; connects if need be."""
         with self._lock:

@@ -32,6 +32,7 @@ class Greeter:
         manifest: the layer groups that must be covered.
         persist: greets a provider until the session's deadline.
         try_once: greets it once.
+        closing: set once the session is being closed: then it is nobody's failure that a greeting fails.
         before: finds out who there is.
     """
 
@@ -42,9 +43,10 @@ class Greeter:
         *,
         persist: Greeting,
         try_once: Greeting,
+        closing: threading.Event,
         before: Callable[[], None] = lambda: None,
     ) -> None:
-        self._routes, self._manifest = routes, manifest
+        self._routes, self._manifest, self._closing = routes, manifest, closing
         self._persist, self._try_once, self._before = persist, try_once, before
         self._lock = threading.Lock()
         self._met: Future[None] | None = None
@@ -143,7 +145,8 @@ class Greeter:
             welcome = greeting(route)
         except SymbiosisError as error:
             self._errors[route] = error
-            self._routes.failed(route, error)
+            if not self._closing.is_set():
+                self._routes.failed(route, error)
         else:
             self._routes.greeted(route, welcome)
         finally:

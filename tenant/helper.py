@@ -79,7 +79,8 @@ class Helper:
                 else:
                     effects.append(channel.attempt(request, None, outputs=outputs, deadline=until))
         except TransportError as error:
-            self._routes.failed(self.route, error)
+            if not channel.closed:
+                self._routes.failed(self.route, error)
             raise
         self._routes.answered(self.route, seconds=time.monotonic() - started, size=size)
         return joined(effects)

@@ -91,7 +91,12 @@ class Runtime:
         self._discovering = False
         self._version = routes.version
         self.greeter = Greeter(
-            routes, preparation.manifest, persist=self._persist, try_once=self._try_once, before=self._discover
+            routes,
+            preparation.manifest,
+            persist=self._persist,
+            try_once=self._try_once,
+            closing=self.closing,
+            before=self._discover,
         )
         _open.add(self)
 

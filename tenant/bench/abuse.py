@@ -15,9 +15,11 @@ import os
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from symbiosis_priv import wire
 from symbiosis_priv.certificates import Identity, Kind, issue
-from symbiosis_priv.errors import SymbiosisError
+from symbiosis_priv.errors import DeadlineExceededError, SymbiosisError
 from symbiosis_priv.federation import Federation, Peer, load_federation, parse_address
 from symbiosis_priv.local import LocalFederation
 from symbiosis_priv.revocation import revoke
@@ -240,21 +242,20 @@ class _Bench:
     def _ask(self) -> torch.Tensor:
         return self._channel.request(_request(1), self._row, outputs=self._outputs)
 
-    def _start(self, attack: Callable[[_Abuser], None], processes: int) -> list[multiprocessing.Process]:
+    def _start(self, attack: Callable[[_Abuser], None], processes: int) -> Sequence[BaseProcess]:
         keys = self._local.directory / "keys"
         authority = Identity(certificate=keys / "authority.pem", key=keys / "authority.key")
         identity = issue(keys, authority=authority, kind=Kind.TENANT, name=f"abuser-{time.monotonic_ns()}")
         peer, digest = self._federation.executors[0], self._federation.model_digest
         self._abuser = _Abuser(identity, peer, digest, self._inputs, self._outputs)
         context = multiprocessing.get_context("spawn")
-        attackers: list[multiprocessing.Process] = []
-        for _ in range(processes):
-            process = context.Process(target=_run, args=(attack, self._abuser), daemon=True)
+        begun = [context.Event() for _ in range(processes)]
+        attackers = [context.Process(target=_run, args=(attack, self._abuser, event), daemon=True) for event in begun]
+        for process in attackers:
             process.start()
-            attackers.append(process)  # type: ignore[arg-type]  # a spawned process is one
-        before = time.monotonic()
-        while self._status()["connections"] < 2 and time.monotonic() < before + _DEADLINE_S:
-            time.sleep(0.05)  # until they have begun
+        for event in begun:
+            if not event.wait(_DEADLINE_S):
+                raise DeadlineExceededError(f"an abuser has not begun within {_DEADLINE_S:g} s")
         return attackers
 
     def _counts(self) -> dict[str, dict[str, int]]:
@@ -286,9 +287,10 @@ class _Bench:
         return (now[0] - before[0]) / _MIB, now[1] - before[1], now[2] - before[2]
 
 
-def _run(attack: Callable[[_Abuser], None], abuser: _Abuser) -> None:
+def _run(attack: Callable[[_Abuser], None], abuser: _Abuser, begun: Event) -> None:
     os.nice(_NICE)
     torch.set_num_threads(1)
+    begun.set()
     attack(abuser)
 
 

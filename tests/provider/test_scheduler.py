@@ -212,6 +212,52 @@ def test_a_job_waits_for_who_is_expected_and_no_longer() -> None:
     assert [p.job for p in subject.take(second.arrival)] == [first, second]  # at once: nobody else is expected
 
 
+def served_in_order(subject: Scheduler[Job], tenant: str, groups: int, *, pause: float, stage: Stage) -> float:
+    """A tenant goes through a model, `pause` between an answer and the next request; returns when it has its last."""
+    now = 1.0
+    for group in range(groups):
+        subject.put(job(tenant, group=group, stage=stage, arrival=now))
+        pieces: list[Piece[Job]] = []
+        while not pieces:
+            pieces = subject.take(now)
+            now = max(now, subject.next_deadline(now) or now) if not pieces else now
+        subject.done(pieces, now=now, seconds=1e-6)
+        now += pause
+    return now - pause
+
+
+def test_nobody_waits_for_who_will_ask_for_something_else() -> None:
+    """Bob goes from group 0 to 1 to 2 to 3: he is expected at 3, soon, and nowhere else."""
+    patient = {"slice_s": 1.0, "max_wait_s": 0.01, "wait_share": 1e6}
+    for group, waits in ((3, True), (2, False), (0, False)):
+        subject = scheduler(**patient)
+        for _ in range(2):
+            now = served_in_order(subject, "bob", 4, pause=0.001, stage="inference")
+        subject = scheduler(**patient)
+        served_in_order(subject, "bob", 4, pause=0.001, stage="inference")
+        now = served_in_order(subject, "bob", 3, pause=0.001, stage="inference")
+        subject.put(job("alice", group=group, arrival=now))
+        assert (subject.take(now) == []) == waits
+        if waits:  # but not when he is late
+            assert subject.take(now + 0.0021) != []
+
+
+def test_fine_tuning_waits_a_moment_for_a_tenant_that_generates() -> None:
+    """When it has had its share, between two requests of the other; and no longer than it may."""
+    subject = scheduler()
+    now = served_in_order(subject, "chat", 4, pause=0.001, stage="inference")
+    subject.put(job("trainer", rows=500, group=1, stage="fine_tuning", arrival=now))
+    slices = 0
+    while pieces := subject.take(now):
+        slices += 1
+        subject.done(pieces, now=now, seconds=SLICE_ROWS * ROW_WORK / RATE)
+    assert slices < 10
+    again = subject.next_deadline(now)
+    assert again is not None
+    assert now < again <= now + POLICY.max_wait_s
+    assert subject.take(again)[0].job.tenant == "trainer"
+
+
 def test_a_tenant_alone_waits_for_nobody() -> None:
     subject = scheduler(max_wait_s=10.0, wait_share=10.0)
     for turn in range(5):

@@ -5,12 +5,16 @@ Every group here is real: processes that torchrun starts, gloo between them, FSD
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +27,7 @@ from symbiosis_priv import wire
 from symbiosis_priv.weights import WeightStore
 
 SCRIPT = Path(__file__).with_name("sharded_products.py")
+TWO_NODES = Path(__file__).parents[2] / "examples/deploy/two-nodes.sh"
 WIDTH = 64  # of the tiny Llama
 Configure = Callable[..., ProviderConfig]
 Connect = Callable[..., Any]
@@ -107,3 +112,60 @@ def test_ranks_hold_a_model_that_is_larger_than_what_each_may_allocate(
     whole = sum(store.matrix(group).nbytes for group in range(len(store.manifest().groups)))
     for ranks in (2, 4):
         assert run_group(ranks, "limited", store, cache=tmp_path, whole=whole) == "loaded\n"
+
+
+def test_two_machines_serve_one_model(
+    configure: Configure, connect: Connect, requests: Requests, provider: Provider, tmp_path: Path
+) -> None:
+    """`examples/deploy/two-nodes.sh` twice, as on two machines: the bits of a provider that holds everything."""
+    execute, _ = requests
+    config = configure()
+    settings: dict[str, dict[str, Any]] = {
+        "model": {"checkpoint": config.model.checkpoint, "cache": str(config.model.cache)},
+        "tls": {name: str(getattr(config.tls, name)) for name in ("certificate", "key", "tenant_authority")},
+        "executor": {"threads": 1, "warm_up": False},
+    }
+    tables = [
+        f"[{table}]\n" + "\n".join(f"{key} = {json.dumps(value)}" for key, value in values.items())
+        for table, values in settings.items()
+    ]
+    path = tmp_path / "provider.toml"
+    path.write_text('name = "alpha"\nlisten = "127.0.0.1:0"\n' + "\n".join(tables), encoding="utf-8")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    environment = {
+        **os.environ,
+        "CONFIG": str(path),
+        "INTERFACE": "lo",
+        "OMP_NUM_THREADS": "1",
+        "PORT": str(port),
+        "PYTHON": sys.executable,
+    }
+    nodes = [
+        subprocess.Popen(
+            ["sh", str(TWO_NODES), str(node), "127.0.0.1"],
+            env=environment,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        for node in (0, 1)
+    ]
+    try:
+        assert nodes[0].stdout is not None
+        line = nodes[0].stdout.readline()
+        assert line, "it ended; its reason is above"
+        ready = json.loads(line)
+        served = SimpleNamespace(address=ready["address"], model_digest=ready["model_digest"])
+        rows = torch.arange(4 * WIDTH, dtype=torch.int32).reshape(4, WIDTH)
+        got = connect(to=served).product(execute(0, 4), rows)
+        assert torch.equal(got, connect(to=provider).product(execute(0, 4), rows))
+        nodes[0].terminate()
+        for node in nodes:
+            node.wait(60)
+    finally:
+        for node in nodes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(node.pid, signal.SIGKILL)
+            node.wait(20)
+            assert node.stdout is not None
+            node.stdout.close()

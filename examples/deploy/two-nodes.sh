@@ -1,0 +1,16 @@
+#!/bin/sh
+# One provider over two machines, each with half of the weights. On both, with the same provider.toml and checkpoint:
+#
+#     sh two-nodes.sh 0 10.0.0.1     # on 10.0.0.1: this one serves, and its provider.toml says where
+#     sh two-nodes.sh 1 10.0.0.1     # on the other one
+#
+# torch.distributed neither encrypts nor authenticates: 10.0.0.1 must be an address of a private network, and
+# INTERFACE the name of the machines' interface in it. With more GPUs per machine, set PER_NODE. When either machine
+# is lost, both commands end with status 1: have systemd start them again (Restart=on-failure).
+set -eu
+node=$1 first=$2
+interface=${INTERFACE:-eth0}
+export GLOO_SOCKET_IFNAME="$interface" NCCL_SOCKET_IFNAME="$interface"
+exec "${PYTHON:-python3}" -m torch.distributed.run --nnodes 2 --node-rank "$node" \
+    --nproc-per-node "${PER_NODE:-1}" --master-addr "$first" --master-port "${PORT:-29400}" \
+    -m provider.ranks --config "${CONFIG:-provider.toml}"

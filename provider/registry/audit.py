@@ -7,17 +7,21 @@ leads to, are a proof that nobody but the registry's key can make: it has told d
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from symbiosis_priv.descriptor import Announced, newest, verify
-from symbiosis_priv.errors import DescriptorError
+from symbiosis_priv.errors import DescriptorError, ProviderError, TransportError
 from symbiosis_priv.registry.client import RegistryClient
-from symbiosis_priv.registry.history import VouchedHead
+from symbiosis_priv.registry.history import Span, VouchedHead
 from symbiosis_priv.statements import MS, Trust
 from symbiosis_priv.tls import registry_client_context
+from symbiosis_priv.wire import ErrorCode
 
 _DEADLINE_S = 60.0
+_PATIENCE_S = 600.0  # with a registry that asks to come again
+_PAUSE_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -51,18 +55,38 @@ def view(address: str, trust: Trust) -> View:
     """
     hashes: dict[int, bytes] = {}
     executors: dict[str, Announced] = {}
-    with RegistryClient(address, registry_client_context(trust.authorities), deadline_s=_DEADLINE_S) as registry:
-        while True:
-            span, head = registry.history(after=max(hashes, default=0), trust=trust)
-            if hashes and hashes.get(span.after) != span.before:
-                raise DescriptorError(f"{address}: what it shows after entry {max(hashes)} does not follow that")
-            hashes |= span.hashes()
-            for number, data in enumerate(span.entries, start=span.after + 1):
-                _add(executors, data, trust.of_the_past, place=f"{address}, entry {number}")
-            if span.last == head.said.entries:
-                return View(address, hashes, head, executors)
-            if not span.entries:
-                raise DescriptorError(f"{address}: its entries end before those that its head counts")
+    for span, head in _parts(address, trust):
+        if hashes and hashes.get(span.after) != span.before:
+            raise DescriptorError(f"{address}: what it shows after entry {max(hashes)} does not follow that")
+        hashes |= span.hashes()
+        for number, data in enumerate(span.entries, start=span.after + 1):
+            _add(executors, data, trust.of_the_past, place=f"{address}, entry {number}")
+        if span.last == head.said.entries:
+            return View(address, hashes, head, executors)
+        if not span.entries:
+            break
+    raise DescriptorError(f"{address}: its entries end before those that its head counts")
+
+
+def _parts(address: str, trust: Trust) -> Iterator[tuple[Span, VouchedHead]]:
+    """A log from its beginning on, for as long as it is wanted. A long one takes several connections, and more requests
+    than a network may make at once."""
+    context, until, after = registry_client_context(trust.authorities), time.monotonic() + _PATIENCE_S, 0
+    while True:
+        begun = after
+        try:
+            with RegistryClient(address, context, deadline_s=_DEADLINE_S) as registry:
+                while True:
+                    span, head = registry.history(after=after, trust=trust)
+                    yield span, head
+                    after = span.last
+        except ProviderError as error:
+            if error.code != ErrorCode.BUSY or time.monotonic() > until:
+                raise
+        except TransportError:
+            if after == begun:
+                raise
+        time.sleep(_PAUSE_S)
 
 
 def _add(executors: dict[str, Announced], data: bytes, trust: Trust, *, place: str) -> None:

@@ -170,3 +170,15 @@ def test_a_follower_in_the_background_catches_up(serve: Serve, vouching: Vouchin
     follower.stop()
     with pytest.raises(TransportError):
         Follower(replica.log, source="127.0.0.1:1", trust=lambda: vouching.trust).look()
+
+
+def test_a_long_log_takes_more_requests_and_connections_than_one_may_last(
+    serve: Serve, vouching: Vouching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("provider.registry.storage.PAGE", 1)
+    server = serve(requests_per_s=20.0, connection_s=0.3)  # 200 at once
+    entries = [vouching.said("gamma", after_ms=step) for step in range(210)]
+    server.log.extend(entries, head=b"")
+    found = view(server.address, vouching.trust)
+    assert len(found.hashes) == 211
+    assert [one.data for one in found.executors.values()] == [entries[-1].data]

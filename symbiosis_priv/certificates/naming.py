@@ -28,9 +28,14 @@ def check_name(name: str) -> None:
         raise ConfigError(f"name {name!r}: rotation keeps other pairs under that ending, choose another name")
 
 
+def is_operator(operator: str) -> bool:
+    """Whether it can be the name of who runs a provider: it is logged, and compared with others."""
+    return operator == operator.strip() and operator.isprintable() and 1 <= len(operator) <= _MAX_OPERATOR
+
+
 def check_operator(operator: str) -> None:
     """Raises `ConfigError` for what cannot be the name of who runs a provider."""
-    if not (operator == operator.strip() and operator.isprintable() and 1 <= len(operator) <= _MAX_OPERATOR):
+    if not is_operator(operator):
         raise ConfigError(f"operator {operator!r}: use 1 to {_MAX_OPERATOR} printable characters, as in 'Alpha GmbH'")
     if operator.casefold() == PROJECT:
         raise ConfigError(f"operator {operator!r}: name who runs the provider, as in 'Alpha GmbH'")

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from symbiosis_priv.certificates import clock
-from symbiosis_priv.certificates.naming import NAME, PROJECT, TENANT_URN
+from symbiosis_priv.certificates.naming import NAME, PROJECT, TENANT_URN, is_operator
 from symbiosis_priv.certificates.pem import read_file
 from symbiosis_priv.errors import CertificateError
 
@@ -149,7 +149,9 @@ def provider_name(certificate: x509.Certificate) -> str | None:
 def operator_of(certificate: x509.Certificate) -> str | None:
     """Who runs a provider, as its issuer vouches; None if that is not said. The caller vouches for the signature."""
     operator = sole_attribute(certificate.subject, NameOID.ORGANIZATION_NAME)
-    return None if operator in (None, "", PROJECT) or kind_of(certificate) is not Kind.PROVIDER else operator
+    if operator is None or operator.casefold() == PROJECT or not is_operator(operator):
+        return None
+    return operator if kind_of(certificate) is Kind.PROVIDER else None
 
 
 def sole_attribute(name: x509.Name, kind: x509.ObjectIdentifier) -> str | None:

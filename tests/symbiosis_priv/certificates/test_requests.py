@@ -305,3 +305,20 @@ def test_an_operator_survives_rotation_and_a_listed_provider_can_be_revoked(
     assert load_revoked(folder / "revoked.txt") == {
         certificates.fingerprint(path) for path in (rotated.certificate, folder / "p.previous.pem")
     }
+
+
+@pytest.mark.parametrize("operators", [[], ["A", "B"], ["A\nB"], [" A"], ["A\u202e"], ["SYMBIOSIS-PRIV"]])
+def test_an_operator_that_another_program_has_signed_is_one_plain_name_or_none(
+    tmp_path: Path, operators: list[str]
+) -> None:
+    """It is logged, and what is compared with helpers' operators to keep companies apart."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    issued = certificates.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")
+    like = certificates.load_certificates(issued.certificate)[0]
+    names = [x509.NameAttribute(NameOID.COMMON_NAME, "p")]
+    subject = x509.Name([*names, *(x509.NameAttribute(NameOID.ORGANIZATION_NAME, operator) for operator in operators)])
+    builder = x509.CertificateBuilder(subject, subject, key.public_key(), x509.random_serial_number())
+    builder = builder.not_valid_before(like.not_valid_before_utc).not_valid_after(like.not_valid_after_utc)
+    for extension in like.extensions:
+        builder = builder.add_extension(extension.value, extension.critical)
+    assert certificates.operator_of(builder.sign(key, hashes.SHA256())) is None

@@ -249,7 +249,8 @@ class Executor:
         parts = product.split([piece.rows for piece in pieces]) if len(pieces) > 1 else (product,)
         for piece, part in zip(pieces, parts, strict=True):
             shared = product.nbytes > max(_SHARED_BYTES, _SHARED_PARTS * part.nbytes)
-            self._finish(piece, part.clone() if shared else part)
+            whole = piece.rows == piece.job.rows  # else it is copied anyway
+            self._finish(piece, part.clone() if shared and whole else part)
 
     def _note(self, pieces: list[Piece[_Job]], begun: float, now: float) -> None:
         report, rows = self._report, sum(piece.rows for piece in pieces)

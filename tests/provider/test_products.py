@@ -288,3 +288,32 @@ def test_no_tensor_is_kept_between_requests(
             assert time.monotonic() < deadline, f"{sum(not s.expired() for s in kept)} of {len(kept)} are still there"
             time.sleep(0.01)
         assert len(kept) > 60
+
+
+def test_a_small_answer_does_not_keep_a_large_product(store: WeightStore, requests: Requests) -> None:
+    """Whoever reads its one row slowly holds up no memory of those who shared the product."""
+    execute, _ = requests
+    width = store.manifest().groups[0].inputs
+    products: list[StorageWeakRef] = []
+
+    class Watched(ServedModel):
+        def product(self, rows: Tensor, *, group: int, direction: Direction, arithmetic: wire.Arithmetic) -> Tensor:
+            result = super().product(rows, group=group, direction=direction, arithmetic=arithmetic)
+            products.append(StorageWeakRef(result.untyped_storage()))
+            return result
+
+    inbox = LocalInbox()
+    executor = Executor(Watched(store), inbox=inbox, scheduling=SchedulerConfig(slice_ms=10_000))
+    lines = [inbox.line() for _ in range(2)]
+    for tenant, (line, rows) in enumerate(zip(lines, (1, 8192), strict=True)):
+        line.send(work(execute(0, rows), tenant=str(tenant)), wire.as_bytes(ring_rows(rows, width)))
+    executor.stop()
+    executor.run()
+    small, large = (line.receive(0.0) for line in lines)
+    assert small is not None
+    assert large is not None
+    assert len(products) == 1
+    expected = oracle(store, 0, "forward", ring_rows(1, width))
+    del large
+    assert products[0].expired()
+    assert torch.equal(wire.as_matrix(bytearray(small.payload), rows=1, arithmetic="ring"), expected)

@@ -189,7 +189,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     slice_ms: Annotated[float, msgspec.Meta(gt=0, le=10_000)] = 40.0
     max_batch_rows: _Count = 16_384
     wait_share: Annotated[float, msgspec.Meta(ge=0, le=10)] = 0.5
-    max_wait_ms: Annotated[float, msgspec.Meta(ge=0, le=10_000)] = 2.0
+    max_wait_ms: Annotated[float, msgspec.Meta(ge=0, le=10_000)] = 5.0
     lockstep_wait_ms: Annotated[float, msgspec.Meta(ge=0, le=10_000)] = 100.0
 
     def as_policy(self) -> Policy:
@@ -424,7 +424,7 @@ tenant_authority = "keys/authority.pem"
 # slice_ms = 40.0                # larger products are cut: nobody waits longer for one of somebody else
 # max_batch_rows = 16384         # rows of one product
 # wait_share = 0.5               # of its own product's time, a request waits for company
-# max_wait_ms = 2.0              # and never longer than this
+# max_wait_ms = 5.0              # and never longer than this
 # lockstep_wait_ms = 100.0       # for the slowest, with policy "lockstep"
 
 [quota]                          # of each tenant; read again on SIGHUP or when this file changes

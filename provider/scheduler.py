@@ -67,7 +67,7 @@ class Policy:
     max_batch_rows: int = 16_384
     slice_s: float = 0.04
     wait_share: float = 0.5
-    max_wait_s: float = 0.002
+    max_wait_s: float = 0.005
     lockstep_wait_s: float = 0.1
     inference_weight: float = 2.0
 

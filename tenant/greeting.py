@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from symbiosis_priv import wire
@@ -81,9 +81,9 @@ class Greeter:
         met.set_result(None)
         return None
 
-    def revive(self) -> None:
-        """Greet those in the background that have been left alone for long enough."""
-        for route in self._routes.to_greet():
+    def revive(self, urgent: Collection[Route] = ()) -> None:
+        """Greet those in the background that have been left alone for long enough; see `Routes.to_greet`."""
+        for route in self._routes.to_greet(urgent):
             self._greet(route, self._try_once)
 
     def _meet(self) -> None:

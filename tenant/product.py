@@ -160,6 +160,8 @@ class Products:
             self.blame.check(part, turn)
             route = self.routes.choose(part.index, part.size, holders=part.holders(), prefer=seat)
             other = None if route else self.routes.choose(part.index, part.size, holders=None)
+            if route is None and other is None:
+                self.runtime.greeter.revive(urgent=self.routes.executors)
             try:
                 if other is not None:
                     self._change_pads(part, other, spoilt=lambda pad: True)
@@ -247,6 +249,8 @@ class Products:
             holders = {share_.holder for share_ in missing if share_.holder is not None}
             spare = bool(holders) and self.routes.can_replace(part.index, holders)
             patience = self.routes.patience_s(holders, part.size) if spare else left
+            if not spare:
+                self.runtime.greeter.revive(urgent=self.routes.spares(holders))
             wait([share_.effect for share_ in missing], min(left, patience if spare else _LOOK_AGAIN_S))
             missing = {share_ for share_ in missing if not share_.effect.done()}
             if missing and spare:

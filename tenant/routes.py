@@ -200,6 +200,10 @@ class Routes:
         others = self.holders(group, without=holders)
         return len(others) == self.helpers_per_pad and all(route.is_open for route in others)
 
+    def spares(self, holders: Collection[Peer]) -> list[Route]:
+        """Helpers that may take the place of these, if they are there."""
+        return [] if self._federation.pad_helpers is None else [r for r in self.helpers if r.peer not in holders]
+
     # What became of a request
 
     def answered(self, route: Route, *, seconds: float, size: int) -> None:
@@ -255,14 +259,18 @@ class Routes:
             route.welcome = welcome
             route.health.greeted()
 
-    def to_greet(self) -> list[Route]:
-        """Those that have been left alone for long enough, or have never been heard."""
+    def to_greet(self, urgent: Collection[Route] = ()) -> list[Route]:
+        """Those that have been left alone for long enough, or have never been heard.
+
+        Args:
+            urgent: of these also such as were to be left alone for longer: nobody else can be asked.
+        """
         now = self._clock()
         return [
             route
             for route in (*self.executors, *self.helpers)
             if (route.welcome is None or route.health.state is State.DOWN)
-            and route.health.retry_at <= now
+            and (route.health.retry_at <= now or route in urgent)
             and route.peer not in self.quarantined
         ]
 

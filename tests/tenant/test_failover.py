@@ -151,6 +151,47 @@ def test_all_executors_are_away_and_one_comes_back(
         assert waiting.result(20)
 
 
+@pytest.fixture
+def resentful(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has failed is left alone for longer than anything here takes."""
+    monkeypatch.setattr("tenant.health._FIRST_PAUSE_S", 600.0)
+    monkeypatch.setattr("tenant.health._LAST_PAUSE_S", 600.0)
+
+
+@pytest.mark.usefixtures("resentful")
+def test_who_is_back_is_asked_at_once_if_there_is_nobody_else(
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
+) -> None:
+    providers = [new_provider(), new_provider()]
+    session = new_session("local", providers, deadline_s=20.0)
+    assert all_right(session, store)
+    lost = iter(range(2))
+
+    def lose_two(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
+        return None if next(lost, None) is not None else frames(reply, answer)
+
+    for provider in providers:
+        provider.behaviour = lose_two
+    assert all_right(session, store)
+
+
+@pytest.mark.usefixtures("resentful", "impatient")
+def test_a_spare_helper_that_is_back_is_asked_when_the_other_one_goes(
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
+) -> None:
+    """The one that has failed before is greeted while the other one, away for good, is waited for."""
+    helpers = [new_provider(), new_provider()]
+    session = new_session("pad", [new_provider()], helpers, pad_helpers=1, pool_memory=0, deadline_s=20.0)
+    assert all_right(session, store)
+    first = helpers[len(helpers[1].effects) > len(helpers[0].effects)]
+    second = next(helper for helper in helpers if helper is not first)
+    first.behaviour = fails("lost", first, frames)
+    assert all_right(session, store)
+    first.behaviour = lambda heard, reply, answer: frames(reply, answer)
+    second.behaviour = fails("lost", second, frames)
+    assert all_right(session, store)
+
+
 def test_nobody_comes_back(new_provider: NewProvider, new_session: NewSession, store: WeightStore) -> None:
     providers = [new_provider(), new_provider()]
     session = new_session("local", providers, deadline_s=1.0)

@@ -111,7 +111,7 @@ def request(
     _line(f"  key          {certificates.pair(directory, name).key} (secret, mode 0600; it never leaves this machine)")
     _line(f"  fingerprint  {certificates.load_request(path).fingerprint}")
     signer = "whoever has the federation's authority" if provider else "the executor's operator"
-    vouched = " --operator 'YOUR COMPANY' --host YOUR.HOST" if provider else ""
+    vouched = " --authority federation --operator 'YOUR COMPANY' --host YOUR.HOST" if provider else ""
     _next(f"Send {path} to {signer}, and this fingerprint by another channel. They run:")
     _line(f"symbiosis-priv keys sign {path.name}{vouched}")
     _next(f"Put the {name}.pem that comes back into {directory}.")

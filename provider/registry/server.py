@@ -242,6 +242,8 @@ class RegistryServer:
             except TimeoutError:
                 continue
             except OSError as error:  # out of descriptors
+                if self._stopping.is_set():
+                    return
                 log.often("accept_failed", error=type(error).__name__)
                 self._stopping.wait(_ACCEPT_S)
                 continue

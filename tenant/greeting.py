@@ -14,7 +14,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from symbiosis_priv import wire
 from symbiosis_priv.errors import SymbiosisError, UncoveredError
-from symbiosis_priv.layers import layers_of
+from symbiosis_priv.federation import Federation
+from symbiosis_priv.layers import spans
 from symbiosis_priv.manifest import Manifest
 from tenant.route import Route
 from tenant.routes import Routes
@@ -118,10 +119,10 @@ class Greeter:
         for route in needed:
             if error := self._errors.get(route):
                 return error
-        layers = layers_of(group.members[0] for group in self._manifest.groups)
+        layers = self._manifest.layers
         said = [self._said(route, layers) for route in routes.executors]
         return UncoveredError(
-            f"nobody serves layers {_ranges([layers[group] for group in uncovered])} of this model: {'; '.join(said)}. "
+            f"nobody serves layers {_text([layers[group] for group in uncovered])} of this model: {'; '.join(said)}. "
             f"Add an executor of them to the federation, or start it; `symbiosis-priv federation check` shows who "
             f"serves what."
         )
@@ -129,7 +130,7 @@ class Greeter:
     def _said(self, route: Route, layers: Sequence[int]) -> str:
         if route.welcome is not None:
             served = [layer for group, layer in enumerate(layers) if route.serves(group)]
-            return f"{route} serves {_ranges(served)}"
+            return f"{route} serves {_text(served)}"
         return f"{route} was not heard ({self._errors.get(route, 'it is quarantined')})"
 
     def _greet(self, route: Route, greeting: Greeting) -> Future[None] | None:
@@ -154,12 +155,20 @@ class Greeter:
                 self._under_way.discard(route)
 
 
-def _ranges(layers: Sequence[int]) -> str:
-    """`0-3, 7` of layer numbers that never fall."""
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and layer <= runs[-1][1] + 1:
-            runs[-1][1] = layer
-        else:
-            runs.append([layer, layer])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs) or "none"
+def check_expected(federation: Federation, manifest: Manifest) -> None:
+    """Raises `UncoveredError` if the federation file itself leaves layers out: every executor in it says what it is to
+    serve, and no registry may bring another one."""
+    ranges = [peer.layers for peer in federation.executors if peer.layers is not None]
+    if federation.registries is not None or len(ranges) < len(federation.executors):
+        return
+    if missing := [layer for layer in manifest.layers if not any(layer in served for served in ranges)]:
+        listed = "; ".join(f"{peer.name!r} serves {peer.layers}" for peer in federation.executors)
+        raise UncoveredError(
+            f"nobody serves layers {_text(missing)} of this model, by the federation file: {listed}. "
+            f"Add an executor of them."
+        )
+
+
+def _text(layers: Sequence[int]) -> str:
+    """`0-3, 7`."""
+    return ", ".join(map(str, spans(layers))) or "none"

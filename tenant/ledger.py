@@ -33,6 +33,7 @@ def rows(ledger: Ledger, *, tokens: int) -> list[tuple[str, str]]:
     """
     trips, helper_trips = ledger.executor_round_trips, ledger.helper_round_trips
     up, down = ledger.bytes_to_executors, ledger.bytes_from_executors
+    takeovers = ledger.takeovers > 0
     return [
         ("round trips to executors", f"{trips:,} ({_ratio(trips, tokens):.2f} per token)"),
         ("round trips to helpers", f"{helper_trips:,}"),
@@ -42,6 +43,7 @@ def rows(ledger: Ledger, *, tokens: int) -> list[tuple[str, str]]:
         ("answer rows verified", f"{ledger.answers_verified:,}"),
         ("effect rows verified", f"{ledger.effects_verified:,}"),
         ("answers rejected", f"{ledger.answers_rejected:,}"),
+        *([("taken over from others", f"{ledger.takeovers:,}, within {ledger.takeover_s:.1f} s in all")] * takeovers),
     ]
 
 

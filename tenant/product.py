@@ -228,7 +228,7 @@ class Products:
             if share_.holder is not None and isinstance(error, ProtocolError):
                 self.blame.broke_promise(share_.holder, part, error, turn)
                 return False
-            if share_.holder is None or not self.routes.can_replace(part.index, [share_.holder]):
+            if share_.holder is None or not self.routes.has_spares:
                 raise error
             turn.effect_error = error
             return False

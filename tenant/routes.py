@@ -64,6 +64,11 @@ class Routes:
         listed = len(self.helpers)
         return listed if self._federation.pad_helpers is None else min(self._federation.pad_helpers, listed)
 
+    @property
+    def has_spares(self) -> bool:
+        """Whether there are more helpers than share a pad."""
+        return self._federation.pad_helpers is not None and len(self.helpers) > self.helpers_per_pad
+
     # Executors
 
     def update(self, joined: Sequence[Peer]) -> None:
@@ -237,9 +242,7 @@ class Routes:
 
     def _others(self, route: Route) -> bool:
         """Whether somebody else has its role, and is not needed for every pad anyway."""
-        if route.peer.role == "helper":
-            return self._federation.pad_helpers is not None and len(self.helpers) > self.helpers_per_pad
-        return len(self.executors) > 1
+        return self.has_spares if route.peer.role == "helper" else len(self.executors) > 1
 
     def credit(self, executor: Route, holders: Collection[Peer]) -> None:
         """An answer of these was right."""

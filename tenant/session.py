@@ -25,6 +25,7 @@ from symbiosis_priv.weights import WeightStore
 from tenant.blame import Blame
 from tenant.discovery import require_hidden_rows
 from tenant.facts import Preparation
+from tenant.greeting import check_expected
 from tenant.masking.registry import session_scheme
 from tenant.options import SessionOptions
 from tenant.product import Products
@@ -45,6 +46,10 @@ class Session:
 
     Attributes:
         routes: who may be asked.
+
+    Raises:
+        RoleConflictError: the scheme needs a helper, and there is none.
+        UncoveredError: the federation file itself leaves layers of the model out.
     """
 
     def __init__(
@@ -62,6 +67,7 @@ class Session:
                 f"than the executor; masking = 'local' needs none"
             )
         require_hidden_rows(self._scheme, federation)
+        check_expected(federation, preparation.manifest)
         self.preparation = preparation
         self.routes = Routes(federation, with_helpers="helper" in self._scheme.roles)
         self._federation, self._options, self._store = federation, options, store

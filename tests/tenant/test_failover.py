@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import logging
@@ -326,6 +327,17 @@ def test_nobody_joins_who_is_a_party_already_or_a_helpers_company(
     assert helper.executed == stranger.executed == []
 
 
+def test_layers_that_the_file_itself_leaves_out_are_an_error_at_once(
+    executor: ScriptedProvider, new_provider: NewProvider, new_session: NewSession
+) -> None:
+    """Before anybody is asked anything."""
+    low = dataclasses.replace(executor.peer("executor"), layers=LayerRange(0, 0))
+    with pytest.raises(UncoveredError, match=r"nobody serves layers 1 of this model, by the federation file.*serves 0"):
+        new_session("local", [low])
+    new_session("local", [low, new_provider()])  # who knows what that one serves
+    assert executor.hellos == []
+
+
 # Splitting large products
 
 
@@ -457,3 +469,35 @@ def knows_both(executor: ScriptedProvider, helper: ScriptedProvider) -> bool:
             if bool((rest.abs().max(dim=1).values < 1 << 24).any()):  # by chance: below 2^-400
                 return True
     return False
+
+
+@pytest.mark.usefixtures("impatient")
+def test_many_threads_while_everybody_fails_now_and_then(
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
+) -> None:
+    """Every product is right, and nothing counts as being asked when all is done."""
+    executors, helpers = [new_provider() for _ in range(3)], [new_provider() for _ in range(3)]
+    chances = itertools.cycle([False] * 6 + [True])
+
+    def stumble(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
+        if not next(chances):
+            return frames(reply, answer)
+        if heard.request.rows % 2:
+            return None
+        return frames(wire.Failure(code=wire.ErrorCode.BUSY, detail="not now"))
+
+    for provider in (*executors, *helpers):
+        provider.behaviour = stumble
+    session = new_session("pad", executors, helpers, pad_helpers=2, piece_bytes=4096)
+
+    def work(seed: int) -> bool:
+        return is_right(session, store, seed % 9, DIRECTIONS[seed % 2], 1 + seed % 40, seed)
+
+    with ThreadPoolExecutor(6) as threads:
+        assert all(threads.map(work, range(90)))
+    assert [route.in_flight for route in session.routes.executors] == [0, 0, 0]
+    ledger = session.ledger()
+    assert ledger.products == 90
+    assert ledger.answers_rejected == 0
+    assert ledger.takeovers > 0
+    assert sum(figures.requests for figures in ledger.providers) > 90

@@ -185,8 +185,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     policy: PolicyName = "opportunistic"
     few_rows: _Count = 16
-    inference_weight: Annotated[float, msgspec.Meta(ge=1, le=1000)] = 2.0
-    slice_ms: Annotated[float, msgspec.Meta(gt=0, le=10_000)] = 40.0
+    inference_weight: Annotated[float, msgspec.Meta(ge=1, le=1000)] = 4.0
+    slice_ms: Annotated[float, msgspec.Meta(gt=0, le=10_000)] = 20.0
     max_batch_rows: _Count = 16_384
     wait_share: Annotated[float, msgspec.Meta(ge=0, le=10)] = 0.5
     max_wait_ms: Annotated[float, msgspec.Meta(ge=0, le=10_000)] = 5.0
@@ -420,8 +420,8 @@ tenant_authority = "keys/authority.pem"
 [scheduler]
 # policy = "opportunistic"       # or "none", "lockstep": to compare with
 # few_rows = 16                  # a forward request of so many rows is inference, and goes ahead
-# inference_weight = 2.0         # of the executor, beside fine-tuning
-# slice_ms = 40.0                # larger products are cut: nobody waits longer for one of somebody else
+# inference_weight = 4.0         # of the executor, beside fine-tuning
+# slice_ms = 20.0                # larger products are cut: nobody waits longer for one of somebody else
 # max_batch_rows = 16384         # rows of one product
 # wait_share = 0.5               # of its own product's time, a request waits for company
 # max_wait_ms = 5.0              # and never longer than this

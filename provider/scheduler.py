@@ -65,11 +65,11 @@ class Policy:
 
     name: PolicyName = "opportunistic"
     max_batch_rows: int = 16_384
-    slice_s: float = 0.04
+    slice_s: float = 0.02
     wait_share: float = 0.5
     max_wait_s: float = 0.005
     lockstep_wait_s: float = 0.1
-    inference_weight: float = 2.0
+    inference_weight: float = 4.0
 
 
 @dataclass(kw_only=True, eq=False)

@@ -44,12 +44,14 @@ def measure_start(
     weights = save_in_pieces(shape, model)
     torch.set_num_threads(threads)
     seconds: dict[str, list[float]] = {}
+    own_cpu: dict[str, list[float]] = {}  # of this process: what a provider has used is not in it
 
     def clock(what: str, work: Callable[[], object]) -> None:
         on_turn(what)
-        begun = time.perf_counter()
+        begun, cpu = time.perf_counter(), time.process_time()
         work()
         seconds.setdefault(what, []).append(time.perf_counter() - begun)
+        own_cpu.setdefault(what, []).append(time.process_time() - cpu)
 
     options = {"executor": {"threads": threads}}
     local = LocalFederation(model, directory / "federation", helpers=0, provider_options=options, deadline_s=_START_S)
@@ -76,6 +78,7 @@ def measure_start(
             "threads": threads,
             "what": what,
             "wall_s": statistics.median(times),
+            "own_cpu_s": None if what.startswith("provider") else statistics.median(own_cpu[what]),
             "over_reading": statistics.median(times) / reading,
         }
         for what, times in seconds.items()

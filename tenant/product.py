@@ -164,7 +164,7 @@ class Products:
                 self.runtime.greeter.revive(urgent=self.routes.executors)
             try:
                 if other is not None:
-                    self._change_pads(part, other, spoilt=lambda pad: True)
+                    self._change_pads(part, turn, other, spoilt=lambda pad: True)
                 turn.go_on(pause=route is turn.last if route else other is None)
             except BaseException:
                 if taken := route or other:
@@ -175,6 +175,9 @@ class Products:
 
     def _ask(self, route: Route, part: Part, turn: Turn) -> Tensor | None:
         """An executor's answer, unverified; None if there is none, and somebody may be asked next."""
+        if route not in self.routes.able(part.index, part.holders()):  # the last word before rows leave (rule 8)
+            self.routes.given_up(route)
+            return None
         others = self.routes.has_alternative(route, part.index)
         patience = route.health.patience_s(part.size) if others else self.options.deadline_s
         until = min(turn.deadline, time.monotonic() + patience)
@@ -267,11 +270,12 @@ class Products:
 
         if part.pads and any(map(spoilt, part.pads)):
             self.blame.check(part, turn)
-            self._change_pads(part, None, spoilt=spoilt)
+            self._change_pads(part, turn, None, spoilt=spoilt)
             turn.late.clear()
 
-    def _change_pads(self, part: Part, executor: Route | None, *, spoilt: Callable[[Pad], bool]) -> None:
+    def _change_pads(self, part: Part, turn: Turn, executor: Route | None, *, spoilt: Callable[[Pad], bool]) -> None:
         def draw(rows: int) -> Pad:
             return self.runtime.draw(part.index, part.direction, rows, executor=executor)
 
+        turn.redraws += 1
         self.tally.add(pads_redrawn=part.change_pads(spoilt, draw))

@@ -183,6 +183,7 @@ class Routes:
             return [route for route in self.helpers if route.peer not in without]
         able = self.able(group)
         present = self._present.get((group, True))
+        there = [route for route in able if route.is_open] or able
         return choose_holders(
             [
                 route
@@ -191,7 +192,7 @@ class Routes:
                 and route.peer not in without
                 and route.peer not in self.quarantined
             ],
-            [executor] if executor else sorted(able, key=lambda r: (not r.is_open, r is not present)),
+            [executor] if executor else sorted(there, key=lambda route: route is not present),
             able,
             count=self.helpers_per_pad,
             federation=self._federation,

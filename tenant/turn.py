@@ -16,6 +16,7 @@ from tenant.tally import Tally
 log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.02, 1.0
+_MANY_REDRAWS = 4  # then all helpers are in trouble, and nothing is won by haste
 _jitter = secrets.SystemRandom().random
 
 
@@ -26,7 +27,7 @@ class Turn:
         began, deadline: by `time.monotonic`.
         last: who failed last; None once somebody else was asked.
         lie: what to raise if nobody is left; lies: how many were met.
-        effect_error: why the last effect was lost.
+        effect_error: why the last effect was lost; redraws: how often rows were put on other pads.
         late: helpers whose effects have not come in time.
         refused: executors that answered with an error.
     """
@@ -41,6 +42,7 @@ class Turn:
         self.refused: set[Route] = set()
         self.lies = 0
         self.effect_error: BaseException | None = None
+        self.redraws = 0
         self._error: Exception | None = None
         self._failed: dict[Route, float] = {}
         self._pause_s = _FIRST_PAUSE_S
@@ -62,6 +64,7 @@ class Turn:
             DeadlineExceededError: it is too late, or would be then.
             UncoveredError: nobody was there to be asked.
         """
+        pause = pause or self.redraws > _MANY_REDRAWS
         wait_s = self._pause_s if pause else 0.0
         if time.monotonic() + wait_s >= self.deadline:
             raise self._too_late()

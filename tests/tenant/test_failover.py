@@ -227,6 +227,39 @@ def test_two_liars_of_three(
     assert session.ledger().answers_rejected == 2
 
 
+@pytest.mark.parametrize("role", ["executor", "helper"])
+def test_who_lies_seldom_is_caught_at_the_first_lie(
+    new_provider: NewProvider,
+    new_session: NewSession,
+    store: WeightStore,
+    frames: Frames,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    role: str,
+) -> None:
+    """One answer in fifty: it is named in the log, hears nothing more, and no bit has changed."""
+    monkeypatch.setattr("tenant.health._STALE_S", 0.0)  # whoever is listed first is measured again and again
+    monkeypatch.setattr("tenant.health._STALE_TIMES", 0.0)
+    liar, other = new_provider(), new_provider()
+
+    def lie_seldom(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
+        if len(liar.heard) == 50:
+            answer[-1, -1] ^= 1
+        return frames(reply, answer)
+
+    liar.behaviour = lie_seldom
+    if role == "executor":
+        session = new_session("pad", [liar, other], [new_provider()])
+    else:
+        session = new_session("pad", [new_provider()], [liar, other], pad_helpers=1, pool_memory=0)
+        session.routes.helpers[1].health.answered(0.0, seconds=9.0, size=1)  # the slower one, so that the liar is asked
+    for seed in range(80):
+        assert is_right(session, store, OUT, FORWARD, 2, seed)
+    assert len(liar.heard) == 50
+    assert f"provider {role} {liar.port} is quarantined" in caplog.text
+    assert session.ledger().answers_rejected == 1
+
+
 def test_an_executor_that_is_away_at_the_start_joins_later(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
 ) -> None:

@@ -123,6 +123,9 @@ def run(
                 options=options,
                 on_progress=_arming(assassin, progress, after=steps // 2),
             )
+        if assassin.victim is not None:
+            with stages.stage("the killed one returns"):
+                local.restart(assassin.victim)
         with stages.stage("tampering"):
             refused = _tamper(local, work, without=assassin.victim)
         with stages.stage("generation and quality"):
@@ -145,7 +148,7 @@ def _arming(assassin: Assassin, report: Progress, *, after: int) -> Progress:
 
 
 def _tamper(local: LocalFederation, work: Path, *, without: str | None) -> int:
-    """Of whoever is left: a lie is refused once there is nobody else to ask."""
+    """Of one executor: a lie is refused once there is nobody else to ask."""
     federation = load_federation(local.federation)
     federation = replace(federation, peers=tuple(peer for peer in federation.peers if peer.name != without))
     config = RemoteConfig(federation=local.federation, cache=work / "cache")

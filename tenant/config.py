@@ -11,7 +11,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.trust import QUANT_METHOD
-from tenant.channel import Wiretap
+from tenant.connections.channel import Wiretap
 from tenant.masking.registry import DEFAULT_MASKING, registered, scheme_named
 from tenant.masking.scheme import SessionScheme
 from tenant.verifier import DEFAULT_COLUMNS

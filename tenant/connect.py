@@ -17,15 +17,15 @@ from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
 from symbiosis_priv.weights import Progress, WeightStore
 from tenant.backend import Backend, RingBackend
 from tenant.config import RemoteConfig
-from tenant.discovery import require_hidden_rows
 from tenant.facts import GroupFacts, Preparation
 from tenant.masking.registry import scheme_named
 from tenant.masking.scheme import SessionScheme
-from tenant.options import SessionOptions
 from tenant.own_tensors import own_digest
 from tenant.preparation import prepare
-from tenant.published import publish
-from tenant.session import Session
+from tenant.routing.discovery import require_hidden_rows
+from tenant.session.options import SessionOptions
+from tenant.session.published import publish
+from tenant.session.session import Session
 
 
 def open_backend(config: RemoteConfig, model: str | Path) -> Backend:

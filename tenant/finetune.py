@@ -29,7 +29,7 @@ from tenant.corpus import NOT_LEARNED, Example, hold_out, load_examples
 from tenant.hf import backend_of
 from tenant.loading import load_language_model, load_tokenizer
 from tenant.output import RunRecord, check_output, last_checkpoint, read_record
-from tenant.tally import Ledger
+from tenant.session.tally import Ledger
 from tenant.tracking import check_trackers
 from tenant.training import Meter, Progress, ResumableTrainer
 

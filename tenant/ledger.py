@@ -8,8 +8,8 @@ from torch import nn
 
 from tenant.backend import RingBackend
 from tenant.hf import backend_of
-from tenant.session import Session
-from tenant.tally import Ledger
+from tenant.session.session import Session
+from tenant.session.tally import Ledger
 
 
 def ledger_of(model: nn.Module) -> Ledger | None:

@@ -29,7 +29,7 @@ from symbiosis_priv.federation import Peer
 from symbiosis_priv.keystream import SessionSecret, add_keystream
 from symbiosis_priv.ring import Direction
 from tenant.facts import GroupFacts
-from tenant.route import Route
+from tenant.routing.route import Route
 from tenant.worker import Worker
 
 log = logging.getLogger(__name__)

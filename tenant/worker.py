@@ -3,7 +3,7 @@
 The threads of `concurrent.futures` are joined before any exit handler runs, and only once their queues are worked off:
 orders to a provider that is gone would keep a finished script alive until their deadlines. Plain daemon threads are
 worse: one that is inside torch when the interpreter goes away aborts the process. A `Worker` is a daemon whose owner
-stops it, wakes what it waits for, and joins it; `tenant.session` sees to that at exit, too.
+stops it, wakes what it waits for, and joins it; `tenant.session.session` sees to that at exit, too.
 """
 
 from __future__ import annotations

@@ -26,10 +26,10 @@ from symbiosis_priv.keystream import SEED_BYTES, expand
 from symbiosis_priv.passes import unmask
 from symbiosis_priv.ring import DIRECTIONS, FORWARD, RANGE, Direction
 from tenant.facts import Preparation
-from tenant.options import SessionOptions
 from tenant.preparation import prepare
 from tenant.rows import RingRows
-from tenant.session import Session
+from tenant.session.options import SessionOptions
+from tenant.session.session import Session
 from tenant.verifier import BlameKeys
 from threat_model.folders import attack_folders
 from threat_model.lab import Lab

@@ -40,7 +40,7 @@ from symbiosis_priv.keystream import SEED_BYTES, expand
 from symbiosis_priv.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.weights import WeightStore
 from tenant import RemoteConfig, backend_of
-from tenant.channel import Channel, fresh_nonce
+from tenant.connections.channel import Channel, fresh_nonce
 from tenant.demo.text import private_text, public_text
 from threat_model.attacks.collusion import matching, pad_rows
 from threat_model.public import Public, alone

@@ -17,7 +17,7 @@ from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.federation import Federation, Registries
 from symbiosis_priv.layers import LayerRange
 from symbiosis_priv.statements import MS
-from tenant.discovery import Discovery
+from tenant.routing.discovery import Discovery
 
 _NOW = 2_000_000_000.0  # seconds since 1970; certificates are valid for longer than that
 _DAYS = 9000

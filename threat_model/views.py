@@ -168,7 +168,7 @@ class Views:
 
 
 class Recorder:
-    """A `tenant.channel.Wiretap` that remembers everything. Thread-safe: every connection reports to it."""
+    """A `tenant.connections.channel.Wiretap` that remembers everything. Thread-safe: every connection reports to it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -36,7 +36,7 @@ from symbiosis_priv.revocation import revoke
 from symbiosis_priv.ring import FORWARD
 from symbiosis_priv.tls import client_context
 from tenant.bench.report import Row
-from tenant.channel import Channel, fresh_nonce
+from tenant.connections.channel import Channel, fresh_nonce
 
 _GROUP = 0  # q, k and v
 _ROWS = 256  # of an abuser's request

@@ -35,7 +35,7 @@ from tenant.config import RemoteConfig
 from tenant.hf import backend_of
 from tenant.ledger import ledger_of
 from tenant.loading import load_model
-from tenant.tally import Ledger
+from tenant.session.tally import Ledger
 from tenant.witness import Witness
 
 _BATCH, _LENGTH, _PROMPT, _NEW_TOKENS = 4, 64, 4, 16

@@ -26,9 +26,9 @@ from tenant.backend import RingBackend
 from tenant.bench.echo import EchoClient, EchoServer
 from tenant.bench.report import Row
 from tenant.facts import Preparation
-from tenant.options import SessionOptions
 from tenant.preparation import prepare
-from tenant.session import Session
+from tenant.session.options import SessionOptions
+from tenant.session.session import Session
 from tenant.spans import PARTS, recorded
 from tenant.verifier import DEFAULT_COLUMNS
 

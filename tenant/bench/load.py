@@ -30,7 +30,7 @@ from symbiosis_priv import wire
 from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.federation import load_federation
 from symbiosis_priv.ring import BACKWARD, FORWARD, Direction
-from tenant.channel import Channel, fresh_nonce
+from tenant.connections.channel import Channel, fresh_nonce
 
 Kind = Literal["generating", "training"]
 _DEADLINE_S = 120.0

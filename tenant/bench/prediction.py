@@ -14,9 +14,9 @@ from typing import Self
 from symbiosis_priv import wire
 from symbiosis_priv.manifest import GroupEntry
 from symbiosis_priv.ring import BACKWARD, FORWARD, Direction
-from tenant.executor import LANES
-from tenant.options import SessionOptions
-from tenant.parts import piece_rows
+from tenant.connections.executor import LANES
+from tenant.session.options import SessionOptions
+from tenant.session.parts import piece_rows
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,8 @@ from tenant.config import RemoteConfig
 from tenant.hf import backend_of
 from tenant.ledger import ledger_of, since
 from tenant.loading import load_model
+from tenant.session.tally import Ledger
 from tenant.spans import Part, recorded
-from tenant.tally import Ledger
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tenant.quality import Quality
-from tenant.tally import Ledger
+from tenant.session.tally import Ledger
 
 MIN_TOP1 = 0.99
 MAX_PERPLEXITY_CHANGE = 0.01

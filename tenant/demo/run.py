@@ -33,7 +33,7 @@ from tenant.loading import load_adapter, load_model, load_tokenizer
 from tenant.preparation import prepare
 from tenant.quality import compare
 from tenant.remote_linear import RemoteLayer
-from tenant.tally import Ledger
+from tenant.session.tally import Ledger
 from tenant.training import Progress
 from tenant.witness import Assassin
 

@@ -16,8 +16,8 @@ from symbiosis_priv.federation import Federation, Peer
 from symbiosis_priv.ring import DIRECTIONS
 from symbiosis_priv.wire import Role
 from tenant.facts import Preparation
-from tenant.options import SessionOptions
-from tenant.session import Session
+from tenant.session.options import SessionOptions
+from tenant.session.session import Session
 
 _ROWS = 4
 _INPUT_RANGE = 64  # small public test rows: what they are does not matter to the check
@@ -80,7 +80,8 @@ def rejected(federation: Federation, preparation: Preparation, *, trials: int) -
     rng = random.Random(0)
     kinds = list(KINDS.values())
     session_preparation = replace(preparation, forget_keys=lambda: None)  # the liar here is ourselves
-    logging.getLogger("tenant.quarantine").setLevel(logging.CRITICAL)  # every one of these lies would be reported
+    # every one of these lies would be reported
+    logging.getLogger("tenant.routing.quarantine").setLevel(logging.CRITICAL)
     refused = 0
     for trial in range(trials):
         role: Role = "helper" if trial % 2 else "executor"

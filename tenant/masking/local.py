@@ -13,7 +13,7 @@ from tenant.backend import Simulation
 from tenant.facts import GroupFacts
 from tenant.masking.scheme import Materials, SessionScheme
 from tenant.noise import EffectSource, Pad, Share
-from tenant.route import Route
+from tenant.routing.route import Route
 from tenant.worker import Worker
 
 

@@ -13,7 +13,7 @@ from symbiosis_priv.ring import Direction
 from tenant.facts import GroupFacts
 from tenant.masking.scheme import Holders, Materials, SessionScheme
 from tenant.noise import EffectSource, Pad, Share
-from tenant.route import Route
+from tenant.routing.route import Route
 
 
 class OneTimePads(SessionScheme):

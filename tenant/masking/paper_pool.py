@@ -22,11 +22,11 @@ from symbiosis_priv.federation import Federation
 from symbiosis_priv.keystream import SessionSecret, expand, mask_key
 from symbiosis_priv.ring import FORWARD, Direction
 from tenant.backend import Backend
-from tenant.channel import Channel, Wiretap, fresh_nonce
+from tenant.connections.channel import Channel, Wiretap, fresh_nonce
+from tenant.connections.notices import Notices
 from tenant.facts import Preparation
 from tenant.masking.scheme import Scheme
 from tenant.noise import padded
-from tenant.notices import Notices
 
 if TYPE_CHECKING:
     from tenant.connect import Opening

@@ -12,10 +12,10 @@ from symbiosis_priv.keystream import SessionSecret
 from symbiosis_priv.weights import WeightStore
 from symbiosis_priv.wire import Role
 from tenant.backend import Backend
+from tenant.connections.helper import Helper
 from tenant.facts import GroupFacts
-from tenant.helper import Helper
 from tenant.noise import EffectSource
-from tenant.route import Route
+from tenant.routing.route import Route
 
 if TYPE_CHECKING:
     from tenant.connect import Opening

@@ -79,7 +79,7 @@ class Client:
             assert reply.code in wire.RETRYABLE, reply
             assert time.monotonic() < deadline
             refusals += 1
-            time.sleep(0.1)  # as `tenant.channel` does
+            time.sleep(0.1)  # as `tenant.connections.channel` does
 
     def at_end(self) -> bool:
         """Wait for the provider to close the connection; False if it sent something first."""

@@ -26,11 +26,11 @@ from symbiosis_priv.certificates import Identity, Kind
 from symbiosis_priv.federation import Company, Federation, Peer
 from symbiosis_priv.tls import server_context
 from symbiosis_priv.weights import WeightStore
-from tenant.channel import Wiretap
+from tenant.connections.channel import Wiretap
 from tenant.facts import Preparation
-from tenant.options import SessionOptions
 from tenant.preparation import prepare
-from tenant.session import Session
+from tenant.session.options import SessionOptions
+from tenant.session.session import Session
 
 TIMEOUT_S = 20.0
 

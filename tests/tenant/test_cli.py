@@ -22,15 +22,16 @@ from typer.testing import CliRunner
 from symbiosis_priv.certificates import Identity, Kind, issue
 from symbiosis_priv.errors import CheckpointError, ConfigError, DeadlineExceededError
 from symbiosis_priv.local import LocalFederation
-from tenant import cli, connect, federation_cli
+from tenant import cli, connect
 from tenant.config import RemoteConfig
 from tenant.demo.base_model import Pretraining, make_base_model
 from tenant.demo.text import private_text
+from tenant.federation import cli as federation_cli
 from tenant.finetune import FineTuning, finetune
 from tenant.generate import Decoding, generate, open_model
 from tenant.loading import load_tokenizer
 from tenant.output import last_checkpoint
-from tenant.published import read_status
+from tenant.session.published import read_status
 
 TINY = Pretraining(steps=4, batch=2, window=16, sentences=300, vocab=320)
 

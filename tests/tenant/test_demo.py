@@ -27,7 +27,7 @@ from tenant.demo.claims import Figures, claims
 from tenant.demo.screen import show
 from tenant.demo.text import private_text
 from tenant.quality import Quality
-from tenant.tally import Ledger
+from tenant.session.tally import Ledger
 
 
 @pytest.fixture(scope="module")

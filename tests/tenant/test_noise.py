@@ -20,7 +20,7 @@ from symbiosis_priv.weights import WeightStore
 from tenant.facts import Preparation
 from tenant.masking.local import LocalSource
 from tenant.noise import EffectSource, NoisePool, Pad, PoolMemory, Share, joined
-from tenant.route import Route
+from tenant.routing.route import Route
 from tenant.worker import Worker
 
 TIMEOUT_S = 20.0

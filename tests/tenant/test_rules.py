@@ -59,10 +59,10 @@ from tenant.facts import Preparation
 from tenant.hf import RemoteQuantizer
 from tenant.noise import Pad
 from tenant.remote_linear import LayerGroup, _Pending
-from tenant.routes import Routes
+from tenant.routing.routes import Routes
 from tenant.rows import Rows
-from tenant.runtime import Runtime
-from tenant.session import Session
+from tenant.session.runtime import Runtime
+from tenant.session.session import Session
 from tenant.verifier import VerificationKeys
 
 if TYPE_CHECKING:
@@ -499,7 +499,9 @@ def test_rule_5_breach_a_scale_in_a_nonce(
         return scale
 
     monkeypatch.setattr(passes, "encode", spy)
-    monkeypatch.setattr("tenant.executor.fresh_nonce", lambda: struct.pack("<d", scales[-1]) + os.urandom(8))
+    monkeypatch.setattr(
+        "tenant.connections.executor.fresh_nonce", lambda: struct.pack("<d", scales[-1]) + os.urandom(8)
+    )
     train_a_step(split)
     assert leaks([executor, helper], {"scale": [struct.pack("<d", s) for s in scales]}) == {"scale"}
 
@@ -745,7 +747,7 @@ def test_rule_8_no_party_gets_seed_and_row(
     with pytest.raises(RoleConflictError, match="same operator"):
         use()
     assert not someone_knows_both(parties)
-    monkeypatch.setattr("tenant.runtime.check_parties", lambda peers, **_: None)
+    monkeypatch.setattr("tenant.session.runtime.check_parties", lambda peers, **_: None)
     use()
     assert someone_knows_both(parties)
 
@@ -910,7 +912,7 @@ def test_rule_11_two_helpers_never_expand_one_stream(
     with pytest.raises(ConfigError, match=r"helper 'one' and helper 'other' have the same certificate, public key"):
         masks_are_even(refused, executor)
     assert executor.heard == helper.heard == []
-    monkeypatch.setattr("tenant.runtime.check_parties", lambda peers, **_: None)
+    monkeypatch.setattr("tenant.session.runtime.check_parties", lambda peers, **_: None)
     assert not masks_are_even(new_session("pad", [executor], twins), executor)
     seed_for = SessionSecret.seed_for
     monkeypatch.setattr(SessionSecret, "seed_for", lambda secret, name, key: seed_for(secret, key))
@@ -930,9 +932,9 @@ def test_rule_11_a_quarantined_executor_is_not_asked_under_another_name(
         return len(executor.executed)
 
     assert asked() == 0
-    monkeypatch.setattr("tenant.runtime.check_parties", lambda peers, **_: None)
+    monkeypatch.setattr("tenant.session.runtime.check_parties", lambda peers, **_: None)
     assert asked() == 1
-    monkeypatch.setattr("tenant.quarantine.keys_of", lambda peer: frozenset({peer.name}))
+    monkeypatch.setattr("tenant.routing.quarantine.keys_of", lambda peer: frozenset({peer.name}))
     assert asked() == 1 + 2
 
 

@@ -59,7 +59,7 @@ def test_lying_registries_are_refused_by_what_is_there_to_refuse_them(
         "an executor that another authority vouches for",
         "an executor with another port than it has signed",
     }
-    monkeypatch.setattr("tenant.discovery.in_common", lambda one, other: [])
+    monkeypatch.setattr("tenant.routing.discovery.in_common", lambda one, other: [])
     monkeypatch.setattr(Federation, "admissible", lambda self, executor, holders: True)
     fallen = {name for name, refused in attack_registry(lab.federation).items() if not refused}
     assert fallen == {

@@ -1,7 +1,7 @@
 """A bare connection to a live provider: sends what it is told, right or wrong, and judges nothing.
 
-`tenant.channel.Channel` reconnects, resends and refuses whatever is not bound to its request: what a tenant wants, and
-what would hide the faults that `properties` looks for. Every wait ends at a deadline.
+`tenant.connections.channel.Channel` reconnects, resends and refuses whatever is not bound to its request: what a tenant
+wants, and what would hide the faults that `properties` looks for. Every wait ends at a deadline.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 from symbiosis_priv.errors import ConfigError, SymbiosisError
-from tenant import bench_cli, spans
+from tenant import spans
+from tenant.bench import cli as bench_cli
 from tenant.bench import contest as contests
 from tenant.bench import scale
 from tenant.bench.contest import Contest, Shape, contest

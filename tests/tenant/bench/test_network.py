@@ -9,12 +9,12 @@ from typer.testing import CliRunner
 
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.manifest import GroupEntry
-from tenant import bench_cli
+from tenant.bench import cli as bench_cli
 from tenant.bench.network import explain
 from tenant.bench.prediction import Traffic, of_step, of_token
 from tenant.bench.report import read
 from tenant.bench.scale import number
-from tenant.executor import LANES
+from tenant.connections.executor import LANES
 
 
 def llama_7b() -> list[GroupEntry]:

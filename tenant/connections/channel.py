@@ -1,0 +1,303 @@
+"""One TLS connection to one provider in one role: a request goes out, its answer comes back, or the deadline passes.
+
+A request is a fixed run of bytes. `attempt` sends it once. `request` persists: if the connection breaks or the provider
+is busy, the *same bytes* are sent again on a new one, until the deadline. Providers keep no state between requests, so
+this is safe, and it never draws a second mask for the same row (rule 3). Whatever comes back is checked against the
+request it should answer (rule 7) before memory is taken for it. Waiting is always bounded by the request's deadline,
+and `tenant.connections.notices` may say what is being waited for.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from symbiosis_priv import tls, wire
+from symbiosis_priv.buffers import Buffers
+from symbiosis_priv.dial import Line, Traffic
+from symbiosis_priv.errors import (
+    ConnectionLostError,
+    DeadlineExceededError,
+    ProtocolError,
+    ProviderError,
+    TransportError,
+)
+from symbiosis_priv.federation import Peer
+from tenant.connections.notices import Notices
+from tenant.worker import Worker
+
+DEADLINE_OPTION = "RemoteConfig(deadline_s=...)"
+
+T = TypeVar("T")
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.02, 1.0
+
+
+class Wiretap(Protocol):
+    """Sees every frame exactly as it is on the wire, below encryption: for reviewers, attacks and tests.
+
+    `payload` is the frame's matrix. A tap may change a received payload in place, as a dishonest provider would.
+    """
+
+    def sent(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
+        """A request is about to leave."""
+
+    def received(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
+        """A reply has arrived and nothing has looked at it yet."""
+
+
+class Channel:
+    """A connection that comes back by itself. Threads that share one wait for each other.
+
+    Args:
+        peer: whom to connect to, and the pinned certificate.
+        certificate: the tenant's certificate.
+        key: its private key.
+        model_digest: what the provider must serve.
+        deadline_s: how long one request may take, reconnecting included.
+        buffers: where answers lie; memory of their own if None.
+        notices: who says what is being waited for; with it, what the option for `deadline_s` is called.
+        wiretap: an observer of every frame, or None.
+        permit: called before every request leaves; what it raises keeps the request here.
+    """
+
+    def __init__(
+        self,
+        peer: Peer,
+        *,
+        certificate: Path,
+        key: Path,
+        model_digest: str,
+        deadline_s: float,
+        buffers: Buffers | None = None,
+        notices: Notices | None = None,
+        wiretap: Wiretap | None = None,
+        permit: Callable[[Peer], None] | None = None,
+    ) -> None:
+        self.peer = peer
+        self.traffic = Traffic()
+        self.worker = Worker(f"{peer.role}-{peer.name}")
+        self._hello = wire.Hello(version=wire.VERSION, role=peer.role, model_digest=model_digest)
+        self._context = tls.client_context(certificate=certificate, key=key, pins=peer.pins)
+        self._deadline_s = deadline_s
+        self._buffers = buffers or Buffers(limit=0)
+        self._notices = notices or Notices(option=DEADLINE_OPTION)
+        self._wiretap = wiretap
+        self._permit = permit
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._line: Line | None = None
+        self._began = 0.0
+        self._welcome: wire.Welcome | None = None
+
+    @property
+    def line(self) -> Line | None:
+        """The connection as it is now, if there is one."""
+        return self._line
+
+    @property
+    def closed(self) -> bool:
+        """Whether this side has closed it: then nobody else is to blame for what fails."""
+        return self._closed.is_set()
+
+    def welcome(self) -> wire.Welcome:
+        """The provider's limits; connects if need be."""
+        with self._lock:
+            return self._persist(self._connect)
+
+    def greet(self, *, deadline: float, since: float | None = None) -> wire.Welcome:
+        """The same, tried once; see `attempt`."""
+        with self._lock:
+            return self._once(self._connect, deadline, began=since)
+
+    def request(self, message: wire.Execute | wire.Effect, payload: Tensor | None, *, outputs: int) -> Tensor:
+        """Send a request and wait for its answer.
+
+        Args:
+            message: the header; `message.nonce` must be fresh.
+            payload: CPU matrix `[rows, ...]` for `Execute`, None for `Effect`. Must not change during the call.
+            outputs: columns of the answer.
+
+        Returns:
+            CPU matrix `[rows, outputs]`, int32 or float32 after the message's arithmetic. Unverified.
+
+        Raises:
+            DeadlineExceededError: no answer in time.
+            ProviderError: the provider refused.
+            ProtocolError: the answer is malformed or answers another request.
+        """
+        with self._lock:
+            return self._persist(lambda deadline: self._round_trip(message, payload, outputs, deadline))
+
+    def attempt(
+        self,
+        message: wire.Execute | wire.Effect,
+        payload: Tensor | None,
+        *,
+        outputs: int,
+        deadline: float,
+        since: float | None = None,
+    ) -> Tensor:
+        """The same, tried once.
+
+        Args:
+            deadline: on the clock of `time.monotonic`.
+            since: on the same clock, when the first attempt began, for what is said about a long wait.
+
+        Raises:
+            TransportError: the provider is away, busy or too slow; the same bytes may be sent again, to anybody.
+            ProviderError, ProtocolError: as `request` says.
+        """
+        with self._lock:
+            return self._once(lambda until: self._round_trip(message, payload, outputs, until), deadline, began=since)
+
+    def submit(self, message: wire.Execute | wire.Effect, payload: Tensor | None, *, outputs: int) -> Future[Tensor]:
+        """`request` on the channel's own thread, after what was submitted before."""
+        return self.worker.submit(self.request, message, payload, outputs=outputs)
+
+    def close(self) -> None:
+        """Close for good, without waiting: a request in flight in another thread fails. `worker` is the caller's to
+        join."""
+        self._closed.set()
+        self.worker.stop()
+        if (line := self._line) is not None:
+            line.shut()
+        if self._lock.acquire(blocking=False):  # else the request in flight drops the connection as it fails
+            self._drop()
+            self._lock.release()
+
+    def drop_if_idle(self) -> None:
+        """Forget a connection that nobody uses just now: the next request makes a new one."""
+        if self._lock.acquire(blocking=False):
+            self._drop()
+            self._lock.release()
+
+    def abandon(self) -> None:
+        """In a forked child: let go of the parent's connection without a byte on it. This channel is not used again."""
+        self._closed.set()
+        self._drop()
+
+    def _once(self, attempt: Callable[[float], T], deadline: float, *, began: float | None = None) -> T:
+        self._began = time.monotonic() if began is None else began
+        try:
+            result = attempt(deadline)
+        except BaseException as error:
+            self._drop()  # the stream may be in the middle of a frame
+            if self._closed.is_set() and isinstance(error, TransportError):
+                raise self._closed_here() from error
+            raise
+        self._notices.answered(self._name)
+        return result
+
+    def _persist(self, attempt: Callable[[float], T]) -> T:
+        began = time.monotonic()
+        deadline = began + self._deadline_s
+        pause = _FIRST_PAUSE_S
+        while True:
+            try:
+                return self._once(attempt, deadline, began=began)
+            except TransportError as error:
+                if self._closed.is_set():
+                    raise
+                if time.monotonic() + pause >= deadline:
+                    raise DeadlineExceededError(
+                        f"no answer from {self._name} within {self._deadline_s:g} s (last: {error}). Is it running? "
+                        f"{self._notices.option} waits longer."
+                    ) from error
+                self.traffic.reconnects += 1
+                self._say(deadline, str(error))
+                self._closed.wait(pause)
+                pause = min(2 * pause, _LAST_PAUSE_S)
+
+    def _round_trip(
+        self, message: wire.Execute | wire.Effect, payload: Tensor | None, outputs: int, deadline: float
+    ) -> Tensor:
+        if self._permit:
+            self._permit(self.peer)
+        self._connect(deadline)
+        assert self._line is not None
+        if self._wiretap:
+            self._wiretap.sent(self.peer, message, payload)
+        self._line.send(message, payload, deadline=deadline)
+        reply, answer = self._receive(self._line, message, outputs, deadline)
+        if self._wiretap:
+            self._wiretap.received(self.peer, reply, answer)
+        self.traffic.round_trips += 1
+        if isinstance(reply, wire.Failure):
+            raise self._failure(reply)
+        if not isinstance(reply, wire.Result) or answer is None or not reply.answers(message):
+            raise ProtocolError(f"{self._name} answered another request than the one it was asked")
+        return answer
+
+    def _connect(self, deadline: float) -> wire.Welcome:
+        if self._welcome is None or self._line is None or self._line.peer_left():
+            self._drop()
+            if self._closed.is_set():
+                raise ConnectionLostError(f"{self._name} is asked no more")
+            line = self._line = Line(
+                self._name,
+                host=self.peer.host,
+                port=self.peer.port,
+                pins=self.peer.pins,
+                context=self._context,
+                traffic=self.traffic,
+                waiting=self._say,
+            )
+            if self._closed.is_set():  # since: `close` has not seen this line
+                line.shut()
+            line.open(deadline)
+            line.send(self._hello, deadline=deadline)
+            reply, _ = line.receive(max_payload=0, deadline=deadline)
+            if isinstance(reply, wire.Failure):
+                raise self._failure(reply)
+            if not isinstance(reply, wire.Welcome) or reply.model_digest != self._hello.model_digest:
+                raise ProtocolError(f"{self._name} does not serve the pinned model")
+            self._welcome = reply
+        return self._welcome
+
+    def _receive(
+        self, line: Line, request: wire.Binding, outputs: int, deadline: float
+    ) -> tuple[wire.Reply, Tensor | None]:
+        size = request.rows * outputs * wire.ITEM_BYTES
+        reply, payload_size = line.receive(max_payload=size, deadline=deadline)
+        if not isinstance(reply, wire.Result):
+            if payload_size:
+                raise ProtocolError(f"{self._name} sent a payload where none belongs")
+            return reply, None
+        if payload_size != size:
+            raise ProtocolError(f"{self._name} sent {payload_size} bytes where {request.rows} rows of {outputs} belong")
+        answer = self._buffers.matrix(request.rows, outputs, dtype=wire.payload_dtype(request.arithmetic))
+        line.fill(wire.as_bytes(answer), deadline=deadline)
+        return reply, answer
+
+    def _say(self, deadline: float, why: str) -> None:
+        self._notices.waiting(self._name, since=self._began, until=deadline, why=why)
+
+    def _failure(self, reply: wire.Failure) -> Exception:
+        if reply.code in wire.RETRYABLE:
+            return ConnectionLostError(f"{self._name} is {reply.code}")
+        return ProviderError(code=reply.code, provider=self.peer.name, detail=reply.detail)
+
+    def _closed_here(self) -> ConnectionLostError:
+        return ConnectionLostError(f"the connection to {self._name} was closed on this side")
+
+    @property
+    def _name(self) -> str:
+        return f"{self.peer.role} {self.peer.name!r} at {self.peer.host}:{self.peer.port}"
+
+    def _drop(self) -> None:
+        self._welcome = None
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+
+
+def fresh_nonce() -> bytes:
+    """16 random bytes that bind an answer to its request."""
+    return secrets.token_bytes(wire.NONCE_BYTES)

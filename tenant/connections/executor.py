@@ -1,0 +1,97 @@
+"""An executor as a process sees it: connections for masked rows, and threads to use several of them for one product."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from torch import Tensor
+
+from symbiosis_priv import wire
+from symbiosis_priv.errors import ConnectionLostError
+from tenant.connections.channel import Channel, fresh_nonce
+from tenant.connections.lanes import Lanes
+from tenant.facts import GroupFacts
+from tenant.noise import joined
+from tenant.routing.route import Route
+from tenant.session.parts import Part
+from tenant.worker import Worker
+
+LANES: Final = 2
+"""Connections for one product: on one something travels while the other's rows are multiplied."""
+_MOST_LANES = 8  # for products of several threads; a provider allows one tenant 64 by default
+
+
+class Executor:
+    """One executor.
+
+    Args:
+        route: what the session knows about it.
+        new_channel: makes a connection to it.
+    """
+
+    def __init__(self, route: Route, new_channel: Callable[[], Channel]) -> None:
+        self.route = route
+        self.lanes = Lanes(new_channel, most=_MOST_LANES)
+        self.workers = [Worker(f"lane-{route.peer.name}") for _ in range(LANES)]
+
+    @property
+    def channels(self) -> tuple[Channel, ...]:
+        """Its connections so far."""
+        return self.lanes.channels
+
+    def close(self) -> None:
+        """Close its connections and stop its threads, for good and without waiting."""
+        for worker in self.workers:
+            worker.stop()
+        self.lanes.close()
+
+    def welcome(self, *, until: float) -> wire.Welcome:
+        """What it serves, and its limits; connects if need be, and persists until its channel's deadline."""
+        with self.lanes.take(until=until) as channel:
+            return channel.welcome()
+
+    def ask(self, part: Part, facts: GroupFacts, *, until: float, since: float) -> tuple[Tensor, float]:
+        """Send masked rows once, in as many requests as its limits make of them.
+
+        Args:
+            part: the rows; they do not change meanwhile.
+            facts: of their layer group.
+            until: the deadline, and since: when it was first asked, by `time.monotonic`.
+
+        Returns:
+            The answer, unverified; how many seconds it took once there was a connection.
+
+        Raises:
+            TransportError: it is away, busy, too slow, or serves the group no more.
+            ProviderError: it has refused.
+            ProtocolError: it breaks the protocol.
+        """
+        answers = []
+        with self.lanes.take(until=until) as channel:
+            welcome = self.route.welcome = channel.greet(deadline=until, since=since)
+            if part.index not in welcome.groups:
+                raise ConnectionLostError(f"{self.route} does not serve {facts.entry.name} any more")
+            started = time.monotonic()
+            pieces = part.sent.split(limit := row_limit(facts, [welcome]))
+            for request, rows in zip(self._requests(part, pieces, limit), pieces, strict=True):
+                answers.append(channel.attempt(request, rows, outputs=part.outputs, deadline=until, since=since))
+            return joined(answers), time.monotonic() - started
+
+    def _requests(self, part: Part, pieces: Sequence[Tensor], limit: int) -> list[wire.Execute]:
+        requests = part.requests.get((self, limit))
+        if requests is None:
+            requests = part.requests[self, limit] = [
+                wire.Execute(
+                    nonce=fresh_nonce(), group=part.index, direction=part.direction, arithmetic="ring", rows=len(rows)
+                )
+                for rows in pieces
+            ]
+        return requests
+
+
+def row_limit(facts: GroupFacts, welcomes: list[wire.Welcome]) -> int:
+    """Rows of one request that fit every one of these limits, both ways."""
+    widest = wire.ITEM_BYTES * max(facts.entry.inputs, facts.entry.stacked_outputs)
+    return max(1, min(min(w.max_rows, w.max_payload // widest) for w in welcomes))

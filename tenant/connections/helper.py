@@ -1,0 +1,91 @@
+"""A helper as a process sees it: it holds a seed, and is asked for the effects of what the seed expands to.
+
+While there are helpers to spare, a request is tried once and only as long as patience lasts, and none leaves for a
+helper that has just failed: whoever wants the pad has it made elsewhere. Without spares a request persists until its
+deadline.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from torch import Tensor
+
+from symbiosis_priv import wire
+from symbiosis_priv.errors import ConnectionLostError, TransportError
+from symbiosis_priv.keystream import SessionSecret
+from symbiosis_priv.ring import Direction
+from tenant.connections.channel import Channel, fresh_nonce
+from tenant.connections.executor import row_limit
+from tenant.facts import GroupFacts
+from tenant.noise import joined
+from tenant.routing.health import State
+from tenant.routing.route import Route
+from tenant.routing.routes import Routes
+
+
+class Helper:
+    """One helper: a seed of its own, and a connection each for waiting requests and for those made ahead.
+
+    Args:
+        route: what the session knows about it.
+        routes: knows whether there are spares.
+        new_channel: makes a connection to it.
+        secret: its seed comes from.
+    """
+
+    def __init__(self, route: Route, routes: Routes, new_channel: Callable[[], Channel], secret: SessionSecret) -> None:
+        self.route = route
+        self.peer = route.peer
+        self.seed = secret.seed_for(self.peer.name, self.peer.key_fingerprint)
+        self.channels = (new_channel(), new_channel())
+        self._routes = routes
+
+    def submit(
+        self, index: int, direction: Direction, facts: GroupFacts, *, first_row: int, rows: int, ahead: bool
+    ) -> Future[Tensor]:
+        """Ask for the effect of rows of its keystream; unverified."""
+        channel = self.channels[ahead]
+        return channel.worker.submit(self._effect, channel, index, direction, facts, first_row, rows)
+
+    def _effect(
+        self, channel: Channel, index: int, direction: Direction, facts: GroupFacts, first_row: int, rows: int
+    ) -> Tensor:
+        persists = not self._routes.can_replace(index, [self.peer])
+        size = wire.ITEM_BYTES * rows * facts.outputs(direction)
+        if not persists and self.route.health.state is State.DOWN:
+            raise ConnectionLostError(f"{self.route} is away; pads are made elsewhere meanwhile")
+        until = time.monotonic() + self.route.health.patience_s(size)
+        try:
+            welcome = channel.welcome() if persists else channel.greet(deadline=until)
+            self._routes.greeted(self.route, welcome)
+            started, effects = time.monotonic(), []
+            step = row_limit(facts, [welcome])
+            for first in range(first_row, first_row + rows, step):
+                request = wire.Effect(
+                    nonce=fresh_nonce(),
+                    group=index,
+                    direction=direction,
+                    arithmetic="ring",
+                    rows=min(step, first_row + rows - first),
+                    seed=self.seed,
+                    first_row=first,
+                )
+                outputs = facts.outputs(direction)
+                if persists:
+                    effects.append(channel.request(request, None, outputs=outputs))
+                else:
+                    effects.append(channel.attempt(request, None, outputs=outputs, deadline=until))
+        except TransportError as error:
+            if not channel.closed:
+                self._routes.failed(self.route, error)
+            raise
+        self._routes.answered(self.route, seconds=time.monotonic() - started, size=size)
+        return joined(effects)
+
+    def close(self) -> None:
+        """Close its connections, for good and without waiting."""
+        for channel in self.channels:
+            channel.close()

@@ -1,0 +1,85 @@
+"""Connections to one provider, of which each serves one request at a time.
+
+Whoever has a request takes a lane that is free, the one used last first; if none is, another is opened, up to a limit,
+and beyond it one waits for the first to come free. So several threads of a tenant reach a provider at once, and one
+thread alone never costs more than the connections that it uses.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from symbiosis_priv.errors import DeadlineExceededError
+from tenant.connections.channel import Channel
+
+
+class Lanes:
+    """See the module's text. Thread-safe.
+
+    Args:
+        new: makes a channel, which connects when it is first used.
+        most: channels at the same time.
+    """
+
+    def __init__(self, new: Callable[[], Channel], *, most: int) -> None:
+        self._new, self._most = new, most
+        self._channels: list[Channel] = []
+        self._free: list[Channel] = []
+        self._changed = threading.Condition()
+        self._closed = False
+
+    @property
+    def channels(self) -> tuple[Channel, ...]:
+        """All of them, the oldest first."""
+        return tuple(self._channels)
+
+    @contextmanager
+    def take(self, *, until: float) -> Iterator[Channel]:
+        """A channel that nobody else uses meanwhile.
+
+        Args:
+            until: how long to wait for one, on the clock of `time.monotonic`.
+
+        Raises:
+            DeadlineExceededError: all of them were in use for so long.
+        """
+        channel = self._taken(until)
+        try:
+            yield channel
+        finally:
+            with self._changed:
+                self._free.append(channel)
+                self._changed.notify()
+
+    def drop_idle(self) -> None:
+        """Forget connections that nobody uses just now: their provider has just been lost."""
+        for channel in self._channels:
+            channel.drop_if_idle()
+
+    def close(self) -> None:
+        """Close all, for good and without waiting; a request in flight fails."""
+        with self._changed:
+            self._closed = True
+        for channel in self._channels:
+            channel.close()
+
+    def abandon(self) -> None:
+        """In a forked child: let go of the parent's connections. No lock: a thread of the parent may have held it."""
+        for channel in self._channels:
+            channel.abandon()
+
+    def _taken(self, until: float) -> Channel:
+        with self._changed:
+            while not self._free and len(self._channels) >= self._most:
+                if not self._changed.wait(until - time.monotonic()):
+                    raise DeadlineExceededError("every connection was in use until the deadline")
+            if self._free:
+                return self._free.pop()
+            channel = self._new()
+            self._channels.append(channel)
+            if self._closed:
+                channel.close()
+            return channel

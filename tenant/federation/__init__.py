@@ -1,0 +1,1 @@
+"""`symbiosis-priv federation`: written, checked and watched from the tenant's side."""

@@ -1,0 +1,254 @@
+"""`symbiosis-priv federation`: write a federation file, and look at the providers that it names."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from symbiosis_priv.certificates import describe, fingerprint
+from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
+
+if TYPE_CHECKING:  # what imports torch is imported by the commands: not for --help
+    from symbiosis_priv.federation import Federation
+    from tenant.facts import Preparation
+    from tenant.federation.probe import Finding
+    from tenant.routing.discovery import Found
+
+app = typer.Typer(no_args_is_help=True, help="Write a federation file, and look at the providers that it names.")
+
+
+@app.command()
+def init(
+    path: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("federation.toml"),
+    *,
+    executor: Annotated[
+        list[str], typer.Option(help='"ADDRESS,CERTIFICATE,OPERATOR" of who sees masked rows; repeatable.')
+    ],
+    helper: Annotated[
+        list[str] | None, typer.Option(help="The same of who sees a seed: another operator; repeatable.")
+    ] = None,
+    company: Annotated[
+        list[str] | None,
+        typer.Option(help='"NAME,MEMBER,MEMBER": providers that count as one party, by their names; repeatable.'),
+    ] = None,
+    pad_helpers: Annotated[
+        int | None, typer.Option(min=1, help="How many helpers share each pad, others being spares; all if left out.")
+    ] = None,
+    tenant: Annotated[str, typer.Option(help="Your name: of the certificate and the key in --directory.")],
+    directory: Annotated[Path, typer.Option("--directory", "-d", help="Where your keys are.")] = Path("keys"),
+    digest: Annotated[
+        str | None,
+        typer.Option(help="Of the model, as an operator gave it; compared with your own copy in every session."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Your own copy of the checkpoint, to compute the digest from.")
+    ] = None,
+    weight_bits: Annotated[
+        int, typer.Option(min=MIN_WEIGHT_BITS, max=MAX_WEIGHT_BITS, help="Bits of a quantised weight.")
+    ] = DEFAULT_WEIGHT_BITS,
+) -> None:
+    """Write federation.toml from what the providers' operators have handed out; shows each pinned fingerprint."""
+    from tenant.federation.init import Descriptor, parse_company, write_federation
+
+    if (digest is None) == (model is None):
+        raise ConfigError("name the model: --digest sha256:... from an operator, or --model for your own checkpoint")
+    certificate, key = directory / f"{tenant}.pem", directory / f"{tenant}.key"
+    if not key.exists():
+        raise ConfigError(f"{key} does not exist: make it with `symbiosis-priv keys request --name {tenant}`")
+    descriptors = [Descriptor.parse(text, role="executor") for text in executor]
+    descriptors += [Descriptor.parse(text, role="helper") for text in helper or ()]
+    federation = write_federation(
+        path,
+        descriptors,
+        digest=digest or _digest(str(model), weight_bits),
+        weight_bits=weight_bits,
+        tenant_certificate=certificate,
+        tenant_key=key,
+        pad_helpers=pad_helpers,
+        companies=[parse_company(text) for text in company or ()],
+    )
+    for peer in federation.peers:
+        typer.echo(f"{peer.role} {peer.name}: {fingerprint(peer.certificate)}")
+    typer.echo(f"wrote {path}. Compare these fingerprints with their operators, then:")
+    if not certificate.exists():
+        typer.echo(f"  put {certificate.name}, which the executor's operator signs, into {directory}")
+    typer.echo(f"  symbiosis-priv federation check --federation {shlex.quote(str(path))}")
+
+
+def _digest(model: str, weight_bits: int) -> str:
+    import torch  # not for --help
+
+    from symbiosis_priv.checkpoint import resolve
+    from symbiosis_priv.weights import WeightStore
+    from tenant.connect import progress_bar
+
+    store = WeightStore(resolve(model), weight_bits=weight_bits)
+    with progress_bar("quantising") as progress:
+        entries = store.each_group(lambda _, entry, __: entry, threads=torch.get_num_threads(), progress=progress)
+        return store.assemble(entries).digest
+
+
+@app.command()
+def check(
+    *,
+    federation: Annotated[Path, typer.Option("--federation", "-f", help="federation.toml")],
+    model: Annotated[
+        str | None,
+        typer.Option(help="Your own checkpoint: what layers are counted and products compared with, the first time."),
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for each provider.")] = 10.0,
+) -> None:
+    """Probe every provider: certificate, role, digest, layers, right products, clock, speed. Status 1 if one fails, or
+    if a layer or a helper is missing.
+    """
+    # torch: not for --help
+    from symbiosis_priv.federation import load_federation
+    from tenant.federation.probe import probe_all
+
+    loaded = load_federation(federation)
+    preparation = _preparation(loaded, model)
+    found = _found(loaded, timeout)
+    everybody = replace(loaded, peers=(*loaded.peers, *found.executors))
+    findings = probe_all(everybody, preparation, timeout=timeout)
+    _show(everybody, findings, preparation, found)
+
+
+def _found(federation: Federation, timeout: float) -> Found:
+    """What the registries know; nothing without any."""
+    from tenant.routing.discovery import DEADLINE_S, Discovery, Found
+
+    if federation.registries is None:
+        return Found()
+    discovery = Discovery(federation, deadline_s=min(timeout, DEADLINE_S))
+    executors = discovery.refresh()
+    discovery.close(0.0)
+    return Found(executors, discovery.refused)
+
+
+@app.command()
+def top(
+    *,
+    federation: Annotated[Path, typer.Option("--federation", "-f", help="federation.toml")],
+    status: Annotated[
+        Path | None, typer.Option(help="What a running session writes: `tenant finetune --status FILE`.")
+    ] = None,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for each provider.")] = 10.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one look, and end.")] = False,
+) -> None:
+    """Show a federation, live: who serves what, round trips, load, and what a session has verified. Ctrl-C ends it."""
+    # torch: not for --help
+    from symbiosis_priv.federation import load_federation
+    from tenant.federation.top import watch
+
+    loaded = load_federation(federation)
+    watch(loaded, _preparation(loaded, None), status=status, interval=interval, timeout=timeout, once=once)
+
+
+def _preparation(federation: Federation, model: str | None) -> Preparation | None:
+    """Of the pinned model, made from a checkpoint or found on this machine; None without either."""
+    from symbiosis_priv.checkpoint import resolve
+    from symbiosis_priv.errors import CheckpointError
+    from symbiosis_priv.weights import WeightStore
+    from tenant.connect import progress_bar
+    from tenant.preparation import prepare
+    from tenant.verifier import DEFAULT_COLUMNS
+
+    store = None if model is None else WeightStore(resolve(model), weight_bits=federation.weight_bits)
+    try:
+        with progress_bar("verification keys") as progress:
+            return prepare(
+                store,
+                digest=federation.model_digest,
+                columns=DEFAULT_COLUMNS,
+                weight_bits=federation.weight_bits,
+                progress=progress,
+            )
+    except CheckpointError:
+        if model is not None:
+            raise
+        return None
+
+
+def _show(federation: Federation, findings: Sequence[Finding], preparation: Preparation | None, found: Found) -> None:
+    from tenant.federation.coverage import lacking
+
+    table = Table(
+        "provider", "role", "address", "layers", "certificate", "clock", "round trip", "throughput", "verdict"
+    )
+    for finding in findings:
+        table.add_row(*map(escape, _cells(finding, preparation)), style="red" if finding.failure else "")
+    console = Console()
+    console.print(table)
+    ends = describe(federation.tenant_certificate).not_after
+    console.print(
+        f"model {federation.model_digest}, {federation.weight_bits} weight bits; your own certificate ends on "
+        f"{ends:%Y-%m-%d}",
+        soft_wrap=True,
+    )
+    for finding in findings:
+        for warning in finding.warnings:
+            console.print(escape(f"{finding.peer.name}: {warning}"), style="yellow", soft_wrap=True)
+    failures = []
+    for finding in findings:
+        if finding.failure and finding.peer not in found.executors:
+            failures.append(f"{finding.peer.name}: {finding.failure}")
+        elif finding.failure:  # who is in no file may come and go
+            console.print(escape(f"{finding.peer.name}: {finding.failure}"), style="yellow", soft_wrap=True)
+    for name, why in found.refused.items():
+        console.print(escape(f"{name}, from a registry, is not taken on: {why}"), style="yellow", soft_wrap=True)
+    if preparation is None:
+        console.print(
+            "no verification keys of this model on this machine: no product was compared and no layer counted; add "
+            "--model CHECKPOINT, your own copy",
+            soft_wrap=True,
+        )
+    else:
+        failures += lacking(federation, [s for f in findings if (s := f.serving)], preparation.manifest.layers)
+    for failure in failures:
+        console.print(escape(failure), style="red", soft_wrap=True)
+    if failures:
+        raise typer.Exit(1)
+    console.print("every provider showed its pinned certificate, accepts its role, serves the model")
+    if preparation is not None:
+        products = sum(finding.verified for finding in findings)
+        console.print(f"every layer is served in both directions; {products} products are those of the pinned weights")
+
+
+def _cells(finding: Finding, preparation: Preparation | None) -> list[str]:
+    from symbiosis_priv.ring import FORWARD
+
+    peer, none = finding.peer, ""
+    groups = finding.groups.get(FORWARD, range(0))
+    return [
+        peer.name,
+        peer.role,
+        f"{peer.host}:{peer.port}",
+        none if preparation is None or not groups else _layers(groups, preparation),
+        none if finding.days_left is None else f"{finding.days_left:,.0f} days",
+        none if finding.clock_ahead_s is None else f"{round(finding.clock_ahead_s, 1) + 0.0:+.1f} s",
+        none if finding.round_trip_s is None else f"{1e3 * finding.round_trip_s:.2f} ms",
+        _throughput(finding),
+        "failed" if finding.failure else "ok",
+    ]
+
+
+def _layers(groups: range, preparation: Preparation) -> str:
+    from symbiosis_priv.layers import spans
+
+    return ", ".join(map(str, spans(preparation.manifest.layers[group] for group in groups)))
+
+
+def _throughput(finding: Finding) -> str:
+    if finding.rows_per_s is None or finding.bytes_per_s is None:
+        return ""
+    return f"{finding.rows_per_s:,.0f} rows/s, {finding.bytes_per_s / (1 << 20):,.1f} MiB/s"

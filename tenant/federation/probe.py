@@ -1,0 +1,348 @@
+"""Whether a provider is there, is who it should be, serves what it should, answers rightly, and how fast.
+
+Everything that is sent is random: rows and seeds of this probe alone. An executor gets rows that no mask covers and
+no helper knows of; a helper gets a seed under which nothing is ever masked.
+"""
+
+from __future__ import annotations
+
+import secrets
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from cryptography import x509
+from torch import Tensor
+
+from symbiosis_priv import tls, wire
+from symbiosis_priv.certificates import clock
+from symbiosis_priv.dial import Line
+from symbiosis_priv.errors import (
+    ConnectionLostError,
+    DeadlineExceededError,
+    ProtocolError,
+    ProviderError,
+    SymbiosisError,
+    one_line,
+)
+from symbiosis_priv.federation import Federation, Peer
+from symbiosis_priv.keystream import SEED_BYTES, expand, mask_key
+from symbiosis_priv.ring import DIRECTIONS, FORWARD, Direction
+from tenant.connections.channel import fresh_nonce
+from tenant.facts import Preparation
+from tenant.federation.coverage import Serving, layer_text
+
+GLANCE_ROUND_TRIPS = 5
+_ROUND_TRIPS = 20
+_TIMED_ROWS = 64
+_TIMED_PRODUCTS = 3
+_PAUSE_S = 0.05  # before a busy provider is asked again
+_SLACK_S = 1.0  # for what no deadline reaches: looking a name up
+_CLOCKS_APART_S = 60.0
+_DAY_S = 86_400.0
+_LOST = "check its address, and with its operator whether it runs"
+_SLOW = f"{_LOST}; --timeout waits longer"
+_judging = threading.Lock()  # verification keys are read from one file
+
+
+@dataclass
+class Finding:
+    """What a probe found out about one provider, as far as it got.
+
+    Args:
+        failure: why it cannot be used, with the fix; None if it can.
+        warnings: what will be trouble.
+        days_left: of the certificate that it shows.
+        groups: the layer groups that it serves in each direction.
+        verified: products that were compared with the verification keys.
+        clock_ahead_s: how far its clock is ahead of ours.
+        round_trip_s: of a request without rows, median.
+        rows_per_s, bytes_per_s: through its largest layer group; bytes both ways.
+        report: its own word.
+    """
+
+    peer: Peer
+    failure: str | None = None
+    warnings: list[str] = field(default_factory=list)
+    days_left: float | None = None
+    groups: dict[Direction, range] = field(default_factory=dict)
+    verified: int = 0
+    clock_ahead_s: float | None = None
+    round_trip_s: float | None = None
+    rows_per_s: float | None = None
+    bytes_per_s: float | None = None
+    report: wire.HealthReport | None = None
+
+    @property
+    def serving(self) -> Serving | None:
+        """For `coverage`; None if it cannot be used."""
+        return None if self.failure or not self.groups else Serving(self.peer, self.groups)
+
+
+def probe_all(
+    federation: Federation, preparation: Preparation | None, *, timeout: float, peers: Sequence[Peer] | None = None
+) -> list[Finding]:
+    """Probe providers at the same time; then, one after the other, how much each of the good ones takes.
+
+    Args:
+        preparation: of the pinned model; without it nobody's products are compared, and layers have no numbers.
+        timeout: seconds for each provider, and for its throughput.
+        peers: of the federation; all of them if None.
+    """
+    probes = [Probe(federation, peer, preparation) for peer in (federation.peers if peers is None else peers)]
+    threads = [threading.Thread(target=probe.look, args=(timeout,), daemon=True) for probe in probes]
+    deadline = time.monotonic() + timeout + _SLACK_S
+    for thread in threads:
+        thread.start()
+    for thread, probe in zip(threads, probes, strict=True):
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            probe.give_up(f"{probe.name} did not answer within {timeout:g} s; {_SLOW}")
+    for probe in probes:  # one at a time: they would share this machine's line and its cores
+        if preparation is not None and probe.finding.failure is None:
+            probe.measure(timeout)
+        probe.close()
+    return [probe.finding for probe in probes]
+
+
+class Probe:
+    """One provider being probed: whatever goes wrong ends up in its finding. For one thread, `give_up` for another."""
+
+    def __init__(self, federation: Federation, peer: Peer, preparation: Preparation | None) -> None:
+        self.finding = Finding(peer)
+        self.name = f"{peer.role} {peer.name!r} at {peer.host}:{peer.port}"
+        self._federation = federation
+        self._preparation = preparation
+        self._line: Line | None = None
+        self._welcome: wire.Welcome | None = None
+        self._deadline = 0.0
+
+    def look(self, timeout: float) -> None:
+        """Everything but throughput."""
+        self._guarded(timeout, self._look)
+
+    def measure(self, timeout: float) -> None:
+        """Throughput."""
+        self._guarded(timeout, self._measure)
+
+    def glance(self, timeout: float) -> Finding:
+        """How it is now, on the connection of the glance before where that still works. Sends no row."""
+        before = self.finding
+        self.finding = Finding(before.peer, days_left=before.days_left, groups=before.groups)
+        self._guarded(timeout, self._glance)
+        if self.finding.failure is not None:
+            self.close()
+        return self.finding
+
+    def give_up(self, failure: str) -> None:
+        """Its thread still waits: it keeps its finding, and ends when it may."""
+        self.finding = Finding(self.finding.peer, failure)
+        line, self._line = self._line, None
+        if line is not None:
+            line.shut()
+
+    def close(self) -> None:
+        """Hang up."""
+        line, self._line = self._line, None
+        if line is not None:
+            line.close()
+
+    def _guarded(self, timeout: float, step: Callable[[Finding], None]) -> None:
+        finding = self.finding
+        self._deadline = time.monotonic() + timeout
+        finding.failure = f"{self.name} was not probed to the end"  # whatever ends this thread, it is not found good
+        try:
+            step(finding)
+            finding.failure = None
+        except DeadlineExceededError as error:
+            finding.failure = one_line(f"{error}: not within {timeout:g} s; {_SLOW}")
+        except ConnectionLostError as error:
+            finding.failure = one_line(f"{error}; {_LOST}")
+        except (SymbiosisError, OSError) as error:
+            finding.failure = one_line(str(error))
+
+    def _look(self, finding: Finding) -> None:
+        line = self._open()
+        finding.days_left = _days_left(line)
+        finding.report, finding.clock_ahead_s = self._health()
+        if abs(finding.clock_ahead_s) > _CLOCKS_APART_S:
+            finding.warnings.append(
+                f"the clock of {finding.peer.name} is {abs(finding.clock_ahead_s):,.0f} s "
+                f"{'ahead of' if finding.clock_ahead_s > 0 else 'behind'} yours: each side judges certificates, which "
+                f"begin and end at a moment, by its own clock. Set both by NTP"
+            )
+        welcome = self._greet()
+        groups = self._check_groups(welcome.groups)
+        finding.groups = dict.fromkeys(DIRECTIONS, groups)
+        self._round_trips(finding, groups.start, count=_ROUND_TRIPS)
+        if self._preparation is not None:
+            self._verify(finding, groups, self._preparation)
+
+    def _glance(self, finding: Finding) -> None:
+        if self._line is None:
+            finding.days_left = _days_left(self._open())
+            finding.groups = dict.fromkeys(DIRECTIONS, self._greet().groups)
+        finding.report, finding.clock_ahead_s = self._health()
+        assert self._welcome is not None  # since there was a line
+        self._round_trips(finding, self._welcome.first_group, count=GLANCE_ROUND_TRIPS)
+
+    def _open(self) -> Line:
+        federation, peer = self._federation, self.finding.peer
+        context = tls.client_context(
+            certificate=federation.tenant_certificate, key=federation.tenant_key, pins=peer.pins
+        )
+        self._line = Line(self.name, host=peer.host, port=peer.port, pins=peer.pins, context=context)
+        self._line.open(self._deadline)
+        return self._line
+
+    def _health(self) -> tuple[wire.HealthReport, float]:
+        """The report, and how far the provider's clock is ahead."""
+        began = time.time()
+        reply, _ = self._ask(wire.Health())
+        if not isinstance(reply, wire.HealthReport):
+            raise ProtocolError(f"{self.name} gives no health report; run the same release on both sides")
+        return reply, reply.time - (began + time.time()) / 2
+
+    def _greet(self) -> wire.Welcome:
+        digest = self._federation.model_digest
+        reply, _ = self._ask(wire.Hello(version=wire.VERSION, role=self.finding.peer.role, model_digest=digest))
+        if not isinstance(reply, wire.Welcome) or reply.model_digest != digest:
+            raise ProtocolError(f"{self.name} does not serve the pinned model")
+        self._welcome = reply
+        return reply
+
+    def _check_groups(self, groups: range) -> range:
+        """What it serves, if the model has that and the federation file expects no more."""
+        if self._preparation is None:
+            return groups
+        layers = self._preparation.manifest.layers
+        if groups.stop > len(layers):
+            raise ProtocolError(f"{self.name} says it serves layer groups that the pinned model has not")
+        if (wanted := self.finding.peer.layers) is not None:
+            expected = wanted.groups(layers)
+            if absent := set(expected) - set(groups):
+                raise ProtocolError(
+                    f"{self.name} serves {layer_text(groups, layers)}, and federation.toml expects {wanted}: "
+                    f"{layer_text(absent, layers)} cannot be had there. Ask its operator, or correct `layers`"
+                )
+        return groups
+
+    def _round_trips(self, finding: Finding, group: int, *, count: int) -> None:
+        def seconds() -> float:
+            start = time.perf_counter()
+            self._product(group, FORWARD, 0)
+            return time.perf_counter() - start
+
+        finding.round_trip_s = statistics.median(seconds() for _ in range(count))
+
+    def _verify(self, finding: Finding, groups: range, preparation: Preparation) -> None:
+        """One row through the first and the last layer group, in both directions.
+
+        Raises ProtocolError for a wrong product. A direction that is refused is one that is not served.
+        """
+        for direction in DIRECTIONS:
+            for group in dict.fromkeys((groups[0], groups[-1])):
+                try:
+                    rows, answer = self._product(group, direction, 1)
+                except ProviderError as error:
+                    if error.code in wire.RETRYABLE:
+                        raise
+                    finding.warnings.append(one_line(f"{direction}: {error}"))
+                    finding.groups[direction] = range(0)
+                    break
+                with _judging:
+                    right = preparation.blame.accepts(group, direction, rows=rows, answer=answer)
+                if not right:
+                    preparation.forget_keys()  # as a session does after a lie
+                    name = preparation.manifest.groups[group].name
+                    raise ProtocolError(
+                        f"{self.name} answers with something else than the product of the pinned weights ({name}, "
+                        f"{direction}): remove it from the federation file, or ask its operator"
+                    )
+                finding.verified += 1
+
+    def _measure(self, finding: Finding) -> None:
+        assert self._preparation is not None
+        assert self._welcome is not None
+        entries = self._preparation.manifest.groups
+        groups = finding.groups[FORWARD]
+        if not groups:
+            return
+        largest = max(groups, key=lambda group: entries[group].inputs * entries[group].stacked_outputs)
+        inputs, outputs = entries[largest].columns(FORWARD)
+        row_bytes = wire.ITEM_BYTES * max(inputs, outputs)
+        rows = max(1, min(_TIMED_ROWS, self._welcome.max_rows, self._welcome.max_payload // row_bytes))
+        times = []
+        for _ in range(_TIMED_PRODUCTS):
+            start = time.perf_counter()
+            self._product(largest, FORWARD, rows)
+            times.append(time.perf_counter() - start)
+        seconds = statistics.median(times)
+        sent = inputs if finding.peer.role == "executor" else 0
+        finding.rows_per_s = rows / seconds
+        finding.bytes_per_s = rows * wire.ITEM_BYTES * (sent + outputs) / seconds
+
+    def _product(self, group: int, direction: Direction, rows: int) -> tuple[Tensor, Tensor]:
+        """(rows, their product as it was answered) of random rows."""
+        inputs, outputs = self._columns(group, direction)
+        if self.finding.peer.role == "executor":
+            sent = expand(secrets.token_bytes(SEED_BYTES), first_row=0, rows=rows, width=inputs)
+            request: wire.Execute | wire.Effect = wire.Execute(
+                nonce=fresh_nonce(), group=group, direction=direction, arithmetic="ring", rows=rows
+            )
+            return sent, self._answer(request, sent, outputs)
+        seed = secrets.token_bytes(SEED_BYTES)
+        request = wire.Effect(
+            nonce=fresh_nonce(),
+            group=group,
+            direction=direction,
+            arithmetic="ring",
+            rows=rows,
+            seed=seed,
+            first_row=0,
+        )
+        answer = self._answer(request, None, outputs)
+        if not rows:
+            return torch.empty((0, inputs), dtype=torch.int32, device="cpu"), answer
+        assert self._preparation is not None
+        key = mask_key(seed, group_name=self._preparation.manifest.groups[group].name, direction=direction)
+        return expand(key, first_row=0, rows=rows, width=inputs), answer
+
+    def _columns(self, group: int, direction: Direction) -> tuple[int, int]:
+        if self._preparation is None:  # then no row is ever sent
+            return 1, 1
+        return self._preparation.manifest.groups[group].columns(direction)
+
+    def _answer(self, request: wire.Execute | wire.Effect, payload: Tensor | None, outputs: int) -> Tensor:
+        size = request.rows * outputs * wire.ITEM_BYTES
+        reply, body = self._ask(request, payload, size=size)
+        if not isinstance(reply, wire.Result) or not reply.answers(request) or len(body) != size:
+            raise ProtocolError(f"{self.name} answered another request than the one it was asked")
+        return wire.as_matrix(body, rows=request.rows, arithmetic="ring").view(request.rows, outputs)
+
+    def _ask(
+        self, message: wire.Request, payload: Tensor | None = None, *, size: int = 0
+    ) -> tuple[wire.Reply, bytearray]:
+        """The reply; a busy provider is asked again until the deadline. ProviderError if it refuses."""
+        assert self._line is not None
+        while True:
+            self._line.send(message, payload, deadline=self._deadline)
+            reply, length = self._line.receive(max_payload=size, deadline=self._deadline)
+            body = bytearray(length)
+            self._line.fill(body, deadline=self._deadline)
+            if not isinstance(reply, wire.Failure):
+                return reply, body
+            if reply.code not in wire.RETRYABLE or time.monotonic() + _PAUSE_S > self._deadline:
+                raise ProviderError(code=reply.code, provider=self.finding.peer.name, detail=reply.detail)
+            time.sleep(_PAUSE_S)
+
+
+def _days_left(line: Line) -> float | None:
+    shown = None if line.tls is None else line.tls.getpeercert(binary_form=True)
+    if shown is None:
+        return None
+    until = x509.load_der_x509_certificate(shown).not_valid_after_utc
+    return (until - clock.now()).total_seconds() / _DAY_S

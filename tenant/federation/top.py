@@ -1,0 +1,243 @@
+"""`symbiosis-priv federation top`: a federation as its tenant finds it, as a screen.
+
+Every provider has a thread of its own that looks at it again and again, on one connection; the screen shows each one's
+latest finding, so that nobody waits for anybody.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from symbiosis_priv.errors import SymbiosisError
+from symbiosis_priv.federation import Federation, Peer
+from symbiosis_priv.layers import spans
+from symbiosis_priv.ring import FORWARD
+from tenant.facts import Preparation
+from tenant.federation.coverage import lacking
+from tenant.federation.probe import GLANCE_ROUND_TRIPS, Finding, Probe
+from tenant.routing.discovery import DEADLINE_S, Discovery
+from tenant.routing.route import ProviderFigures
+from tenant.session.published import SessionStatus, read_status
+
+_STALE_S = 10.0  # a session that has written nothing for so long is not running any more, or is stuck
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A finding, when it was made, and the one before it."""
+
+    finding: Finding
+    when: float
+    before: Finding | None = None
+    before_when: float = 0.0
+
+    @property
+    def requests_per_s(self) -> float | None:
+        """Of this tenant, all its sessions together, without those of looking; None before the second look."""
+        now, before = self.finding.report, None if self.before is None else self.before.report
+        if now is None or before is None:
+            return None
+        others = max(0, now.requests - before.requests - GLANCE_ROUND_TRIPS)
+        return others / max(1e-9, self.when - self.before_when)
+
+
+class Watcher:
+    """Looks at one provider until closed.
+
+    Args:
+        interval: seconds between two looks.
+        timeout: seconds for one.
+    """
+
+    def __init__(self, federation: Federation, peer: Peer, *, interval: float, timeout: float) -> None:
+        self.peer = peer
+        self.seen: Seen | None = None
+        self._probe = Probe(federation, peer, None)
+        self._interval, self._timeout = interval, timeout
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name=f"watch-{peer.name}", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End soon; a look in flight ends at its deadline, and nobody waits for it."""
+        self._closed.set()
+        self._thread.join(_POLL_S)
+
+    def _watch(self) -> None:
+        while not self._closed.is_set():
+            finding, now, last = self._probe.glance(self._timeout), time.monotonic(), self.seen
+            self.seen = Seen(finding, now) if last is None else Seen(finding, now, last.finding, last.when)
+            self._closed.wait(self._interval)
+        self._probe.close()
+
+
+def watch(
+    federation: Federation,
+    preparation: Preparation | None,
+    *,
+    status: Path | None,
+    interval: float,
+    timeout: float,
+    once: bool,
+) -> None:
+    """Show it until Ctrl-C, or once, when every provider has been looked at or its time has passed.
+
+    Args:
+        preparation: for the layers' numbers; without it they are layer groups.
+        status: a running session's file (`published`).
+    """
+    discovery = Discovery(federation, deadline_s=min(timeout, DEADLINE_S)) if federation.registries else None
+    watchers: dict[Peer, Watcher] = {}
+    console = Console()
+
+    def everybody() -> Federation:
+        """With whom registries know by now; each of them is watched."""
+        found = discovery.executors if discovery else ()
+        now = replace(federation, peers=(*federation.peers, *found))
+        for peer in now.peers:
+            if peer not in watchers:
+                watchers[peer] = Watcher(federation, peer, interval=interval, timeout=timeout)
+                watchers[peer].start()
+        for gone in watchers.keys() - set(now.peers):
+            watchers.pop(gone).close()
+        return now
+
+    def screen() -> RenderableType:
+        now = everybody()
+        return render(now, [watchers[peer].seen for peer in now.peers], preparation, _status(status))
+
+    try:
+        if discovery:
+            discovery.refresh()
+            discovery.start()
+        everybody()
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline and any(watcher.seen is None for watcher in watchers.values()):
+            time.sleep(_POLL_S)
+        if once:
+            console.print(screen())
+            return
+        with Live(screen(), console=console, screen=console.is_terminal, auto_refresh=False) as live:
+            while True:
+                time.sleep(interval)
+                live.update(screen(), refresh=True)
+    finally:
+        for watcher in watchers.values():
+            watcher.close()
+        if discovery:
+            discovery.close(_POLL_S)
+
+
+def render(
+    federation: Federation,
+    seen: Sequence[Seen | None],
+    preparation: Preparation | None,
+    status: SessionStatus | str | None,
+) -> RenderableType:
+    """The screen.
+
+    Args:
+        seen: of every peer, in the federation's order; None if it has not been looked at yet.
+        status: a session's, or why there is none; None if nobody has asked for it.
+    """
+    parts: list[RenderableType] = [_headline(federation, status), _providers(federation, seen, preparation, status)]
+    for one in seen:
+        if one is not None and one.finding.failure:
+            parts.append(Text(f"{one.finding.peer.name}: {one.finding.failure}", style="red"))
+    if preparation is not None and all(one is not None for one in seen):
+        serving = [s for one in seen if one is not None and (s := one.finding.serving)]
+        parts += [Text(line, style="red") for line in lacking(federation, serving, preparation.manifest.layers)]
+    return Group(*parts)
+
+
+def _status(path: Path | None) -> SessionStatus | str | None:
+    if path is None:
+        return None
+    try:
+        return read_status(path)
+    except SymbiosisError as error:
+        return str(error)
+
+
+def _headline(federation: Federation, status: SessionStatus | str | None) -> Text:
+    k = federation.pad_helpers
+    pads = "all helpers share every pad" if k is None else f"{k} of {len(federation.helpers)} helpers share each pad"
+    line = Text.assemble(("model ", "bold"), federation.model_digest[:23], f"  {pads}" if federation.helpers else "")
+    if isinstance(status, str):
+        line.append(f"  {status}", style="yellow")
+    elif status is not None:
+        age = max(0.0, time.time() - status.written)
+        line.append(
+            f"  session of process {status.pid}, {age:,.0f} s ago", style="yellow" if age > _STALE_S else "green"
+        )
+    return line
+
+
+def _providers(
+    federation: Federation,
+    seen: Sequence[Seen | None],
+    preparation: Preparation | None,
+    status: SessionStatus | str | None,
+) -> Table:
+    table = Table("provider", "operator", "role", "state", "layers" if preparation else "layer groups")
+    for heading in ("round trip", "own requests/s", "connections", "loaded", "up"):
+        table.add_column(heading, justify="right")
+    figures: dict[tuple[str, str], ProviderFigures] = {}
+    if isinstance(status, SessionStatus):
+        figures = {(provider.name, provider.role): provider for provider in status.providers}
+        table.add_column("in the session")
+        for heading in ("latency", "requests", "verified", "rejected"):
+            table.add_column(heading, justify="right")
+    for peer, one in zip(federation.peers, seen, strict=True):
+        own = figures.get((peer.name, peer.role))
+        cells = [*_cells(peer, one, preparation), *(_figures(own) if figures else ())]
+        bad = (one is not None and one.finding.failure) or (own is not None and own.rejected)
+        table.add_row(*map(escape, cells), style="red" if bad else "")
+    return table
+
+
+def _cells(peer: Peer, one: Seen | None, preparation: Preparation | None) -> list[str]:
+    who = [peer.name, peer.operator, peer.role]
+    if one is None:
+        return [*who, "not heard yet"]
+    finding, rate = one.finding, one.requests_per_s
+    report = None if finding.failure else finding.report
+    return [
+        *who,
+        "failed" if finding.failure else "ok",
+        _served(finding, preparation),
+        "" if finding.round_trip_s is None else f"{1e3 * finding.round_trip_s:,.2f} ms",
+        "" if rate is None else f"{rate:,.1f}",
+        "" if report is None else f"{report.connections:,}",
+        "" if report is None else f"{report.groups_loaded} of {report.groups}",
+        "" if report is None else f"{report.uptime_s:,.0f} s",
+    ]
+
+
+def _served(finding: Finding, preparation: Preparation | None) -> str:
+    groups = finding.groups.get(FORWARD)
+    if not groups:
+        return ""
+    layers = range(groups.stop) if preparation is None else preparation.manifest.layers
+    return ", ".join(map(str, spans(layers[group] for group in groups if group < len(layers))))
+
+
+def _figures(own: ProviderFigures | None) -> list[str]:
+    if own is None:
+        return ["not in it"]
+    latency = "" if own.latency_s is None else f"{1e3 * own.latency_s:,.2f} ms"
+    return [own.state, latency, f"{own.requests:,}", f"{own.verified:,}", f"{own.rejected:,}"]

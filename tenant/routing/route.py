@@ -1,0 +1,77 @@
+"""One provider in one role, and what a session knows about it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from symbiosis_priv import wire
+from symbiosis_priv.federation import Peer
+from symbiosis_priv.limits import Role
+from tenant.routing.health import Health, State
+
+
+class ProviderFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """One provider in a session, for whoever looks.
+
+    Args:
+        state: what the session thinks of it, in a word or two.
+        requests: that it was asked.
+        latency_s: of a small request, smoothed; None if none was answered yet.
+        verified, rejected: answers of its that were used, and those that were wrong.
+    """
+
+    name: str
+    role: Role
+    state: str
+    requests: int
+    latency_s: float | None
+    verified: int
+    rejected: int
+
+
+class Route:
+    """See the module's text. `routes.Routes` guards what changes.
+
+    Attributes:
+        peer: as the tenant pinned it.
+        health: how it has been doing.
+        welcome: what it said last that it serves, and its limits; None if it has not been heard yet.
+        in_flight: requests that it is being asked.
+        requests, verified, rejected: as in `ProviderFigures`.
+    """
+
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
+        self.health = Health()
+        self.welcome: wire.Welcome | None = None
+        self.in_flight = 0
+        self.requests = self.verified = self.rejected = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its breaker lets a request pass."""
+        return self.health.state is State.UP or (self.health.state is State.TRIAL and not self.in_flight)
+
+    def serves(self, group: int) -> bool:
+        """Whether it has said so."""
+        return self.welcome is not None and group in self.welcome.groups
+
+    def cost(self, size: int) -> float:
+        """Seconds that so many bytes take by measurement, beside what it is being asked already; 0 if unknown."""
+        return (self.health.seconds_for(size) or 0.0) * (1 + self.in_flight)
+
+    def figures(self, *, quarantined: bool) -> ProviderFigures:
+        """As they are now."""
+        state = "not heard yet" if self.welcome is None else str(self.health.state)
+        return ProviderFigures(
+            name=self.peer.name,
+            role=self.peer.role,
+            state="quarantined" if quarantined else state,
+            requests=self.requests,
+            latency_s=self.health.latency_s,
+            verified=self.verified,
+            rejected=self.rejected,
+        )
+
+    def __str__(self) -> str:
+        return f"{self.peer.role} {self.peer.name!r}"

@@ -1,0 +1,324 @@
+"""Who may be asked for what: which executors serve a layer group and see its rows, which helpers hold its pads' seeds,
+how they have been doing, and which of them nothing is sent to any more.
+
+`Routes` decides and remembers. It opens no socket and starts no thread, and its clock is an argument, so that every
+decision can be tested by itself. It outlives forks: whoever has lied to the parent is asked for nothing by the child.
+
+An executor is *able* to take rows if it serves the layer group, has not lied, and is admissible: no company that knows
+the seed of the rows' pads is its own (`Federation.admissible` decides that, and nothing else does). Of the able ones
+those are *open* whose breaker is closed, or whose trial is due (`health`). Rows go to the open one that costs least by
+measurement; from the present one they move only to one that is clearly better, and one that has not been measured for a
+while gets a request to measure it by. If only one is able, it is asked whatever its breaker says.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+
+from symbiosis_priv import wire
+from symbiosis_priv.errors import QuarantinedError
+from symbiosis_priv.federation import Federation, Peer, in_common, traits
+from tenant.routing.health import FEW_BYTES, State
+from tenant.routing.holders import choose_holders
+from tenant.routing.quarantine import Quarantine
+from tenant.routing.route import ProviderFigures, Route
+
+log = logging.getLogger(__name__)
+
+_CLEARLY = 0.75  # of the present one's cost
+
+
+class Routes:
+    """See the module's text. Thread-safe.
+
+    Args:
+        federation: who there is, and who counts as one company.
+        with_helpers: whether pads come from helpers.
+        clock: seconds, as `time.monotonic` counts them.
+
+    Attributes:
+        executors: those of the federation in its order, then those who have joined; helpers: of the federation.
+        version: another one whenever executors have come or gone.
+        quarantined: to whom nothing is sent any more.
+    """
+
+    def __init__(
+        self, federation: Federation, *, with_helpers: bool, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.executors = tuple(map(Route, federation.executors))
+        self.helpers = tuple(map(Route, federation.helpers if with_helpers else ()))
+        self.quarantined = Quarantine()
+        self.version = 0
+        self._federation, self._clock = federation, clock
+        self._admits = functools.cache(federation.admissible)
+        self._present: dict[tuple[int, bool], Route] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def helpers_per_pad(self) -> int:
+        """How many share each pad."""
+        listed = len(self.helpers)
+        return listed if self._federation.pad_helpers is None else min(self._federation.pad_helpers, listed)
+
+    @property
+    def has_spares(self) -> bool:
+        """Whether there are more helpers than share a pad."""
+        return self._federation.pad_helpers is not None and len(self.helpers) > self.helpers_per_pad
+
+    # Executors
+
+    def update(self, joined: Sequence[Peer]) -> None:
+        """Who there is beside the federation's own executors from now on; who is not named is asked nothing more.
+
+        Nobody is taken who has something in common with a party of the federation (rule 11). Whoever is one company
+        with a pad's holder sees no row under that pad, as ever (rule 8).
+        """
+        with self._lock:
+            known = {route.peer: route for route in self.executors}
+            parties = [traits(peer) for peer in self._federation.peers]
+            taken = list(self._federation.executors)
+            for peer in joined:
+                own = traits(peer)
+                if shared := {what for party in parties for what in in_common(own, party)}:
+                    log.warning("executor %s is not taken on: it has another one's %s", peer.name, ", ".join(shared))
+                    continue
+                parties.append(own)
+                taken.append(peer)
+            self.executors = tuple(known.get(peer) or Route(peer) for peer in taken)
+            self._present = {place: route for place, route in self._present.items() if route in self.executors}
+            self.version += 1
+
+    def able(self, group: int, holders: Collection[Peer] = ()) -> list[Route]:
+        """The executors that may see a group's rows under pads of these holders."""
+        known = tuple(holders)
+        return [
+            route
+            for route in self.executors
+            if route.serves(group) and route.peer not in self.quarantined and self._admits(route.peer, known)
+        ]
+
+    def choose(
+        self, group: int, size: int, *, holders: Collection[Peer] | None, prefer: Route | None = None
+    ) -> Route | None:
+        """Whom to ask now; tell `answered`, `failed` or `given_up` what became of it.
+
+        Args:
+            group: the layer group.
+            size: bytes both ways.
+            holders: who knows the seeds of the rows' pads; None if they will be put on pads made for the executor.
+            prefer: taken if it is open.
+
+        Returns:
+            None if nobody able is open.
+        """
+        with self._lock:
+            able, only = self.able(group, holders or ()), len(self.able(group)) == 1
+            if holders is None:
+                able = [route for route in able if len(self._holders(group, route)) == self.helpers_per_pad]
+            route = able[0] if only and able else self._best([r for r in able if r.is_open], group, size, prefer)
+            if route is not None:
+                route.in_flight += 1
+            return route
+
+    def open_for(self, group: int, size: int) -> list[Route]:
+        """Executors that may share a large product, the one that costs least first."""
+        with self._lock:
+            able = self.able(group)
+            if len(able) == 1:
+                return able
+            return (
+                sorted((r for r in able if r.is_open), key=lambda route: route.health.seconds_for(size) or 0.0)
+                or able[:1]
+            )
+
+    def has_alternative(self, route: Route, group: int) -> bool:
+        """Whether, besides this executor, another that has not lied may serve the group; it may be away now."""
+        return any(
+            other is not route and (other.welcome is None or other.serves(group))
+            for other in self.executors
+            if other.peer not in self.quarantined
+        )
+
+    def uncovered(self, groups: int) -> list[int]:
+        """Those of the first so many layer groups that no executor serves which has not lied."""
+        return [group for group in range(groups) if not self.able(group)]
+
+    def _best(self, open_ones: Sequence[Route], group: int, size: int, prefer: Route | None) -> Route | None:
+        if prefer in open_ones:
+            return prefer
+        now, few = self._clock(), size <= FEW_BYTES
+        idle = (r for r in open_ones if not r.in_flight)
+        if unsure := next((r for r in idle if r.health.state is State.TRIAL or r.health.is_stale(now)), None):
+            return unsure
+        if not open_ones:
+            return None
+        best = min(open_ones, key=lambda route: route.cost(size))
+        present = self._present.get((group, few))
+        if present is not None and present in open_ones and best.cost(size) > _CLEARLY * present.cost(size):
+            return present
+        self._present[group, few] = best
+        return best
+
+    # Helpers
+
+    def holders(self, group: int, executor: Route | None = None, *, without: Collection[Peer] = ()) -> list[Route]:
+        """Who shares the next pad of a group: as many helpers of as many companies as a pad has.
+
+        Args:
+            executor: who is to see rows under it; by default whoever serves the group, and as many of those as can be.
+            without: helpers that are not to be taken.
+
+        Returns:
+            The healthy ones and the quick ones first; fewer than a pad has if there are no more.
+        """
+        with self._lock:
+            return self._holders(group, executor, without)
+
+    def _holders(self, group: int, executor: Route | None, without: Collection[Peer] = ()) -> list[Route]:
+        if self._federation.pad_helpers is None:
+            return [route for route in self.helpers if route.peer not in without]
+        able = self.able(group)
+        present = self._present.get((group, True))
+        there = [route for route in able if route.is_open] or able
+        return choose_holders(
+            [
+                route
+                for route in self.helpers
+                if (route.welcome is None or route.serves(group))
+                and route.peer not in without
+                and route.peer not in self.quarantined
+            ],
+            [executor] if executor else sorted(there, key=lambda route: route is not present),
+            able,
+            count=self.helpers_per_pad,
+            federation=self._federation,
+            admits=self._admits,
+        )
+
+    def can_replace(self, group: int, holders: Collection[Peer]) -> bool:
+        """Whether a pad can be made without these helpers, of healthy ones."""
+        if self._federation.pad_helpers is None:
+            return False
+        others = self.holders(group, without=holders)
+        return len(others) == self.helpers_per_pad and all(route.is_open for route in others)
+
+    def spares(self, holders: Collection[Peer]) -> list[Route]:
+        """Helpers that may take the place of these, if they are there."""
+        return [] if self._federation.pad_helpers is None else [r for r in self.helpers if r.peer not in holders]
+
+    # What became of a request
+
+    def answered(self, route: Route, *, seconds: float, size: int) -> None:
+        """It answered, whatever the answer is worth."""
+        with self._lock:
+            route.requests += 1
+            route.in_flight = max(0, route.in_flight - 1)
+            now = self._clock()
+            if route.health.answered(now, seconds=seconds, size=size) and self._others(route):
+                log.warning("%s answers again, after %.1f s", route, now - route.health.down_since)
+
+    def failed(self, route: Route, why: object) -> None:
+        """It was lost, late or busy, or has refused."""
+        with self._lock:
+            route.requests += 1
+            route.in_flight = max(0, route.in_flight - 1)
+            if route.health.failed(self._clock()) and self._others(route):  # without others, `notices` says so in time
+                log.warning("%s has failed, others are asked meanwhile: %s", route, why)
+
+    def late(self, holders: Collection[Peer]) -> None:
+        """Helpers whose effects have not come."""
+        with self._lock:
+            for route in self.helpers:
+                if route.peer in holders and route.health.state is not State.DOWN:
+                    route.health.failed(self._clock())
+                    log.warning("%s is late, others are asked meanwhile", route)
+
+    def patience_s(self, holders: Collection[Peer], size: int) -> float:
+        """How long to wait for effects of these helpers while there are others."""
+        return max(route.health.patience_s(size) for route in self.helpers if route.peer in holders)
+
+    def _others(self, route: Route) -> bool:
+        """Whether somebody else has its role, and is not needed for every pad anyway."""
+        return self.has_spares if route.peer.role == "helper" else len(self.executors) > 1
+
+    def credit(self, executor: Route, holders: Collection[Peer]) -> None:
+        """An answer of these was right."""
+        with self._lock:
+            executor.verified += 1
+            for route in self.helpers if holders else ():
+                route.verified += route.peer in holders
+
+    def given_up(self, route: Route) -> None:
+        """Nothing was asked after all, or the answer is worth nothing."""
+        with self._lock:
+            route.in_flight = max(0, route.in_flight - 1)
+
+    def greeted(self, route: Route, welcome: wire.Welcome) -> None:
+        """It has said what it serves."""
+        with self._lock:
+            route.welcome = welcome
+            route.health.greeted()
+
+    def to_greet(self, urgent: Collection[Route] = ()) -> list[Route]:
+        """Those that have been left alone for long enough, or have never been heard.
+
+        Args:
+            urgent: of these also such as were to be left alone for longer: nobody else can be asked.
+        """
+        now = self._clock()
+        return [
+            route
+            for route in (*self.executors, *self.helpers)
+            if (route.welcome is None or route.health.state is State.DOWN)
+            and (route.health.retry_at <= now or route in urgent)
+            and route.peer not in self.quarantined
+        ]
+
+    # Quarantine
+
+    def figures(self) -> tuple[ProviderFigures, ...]:
+        """Of every provider, for whoever looks."""
+        with self._lock:
+            return tuple(
+                route.figures(quarantined=route.peer in self.quarantined) for route in (*self.executors, *self.helpers)
+            )
+
+    def check(self, group: int) -> None:
+        """Raises `QuarantinedError` if those who have not lied cannot make a product of this group."""
+        if not self.quarantined:
+            return
+        liar = next((route.peer for route in self.helpers if route.peer in self.quarantined), None)
+        if liar is not None and self._federation.pad_helpers is None:
+            raise QuarantinedError(f"helper {liar.name!r} is quarantined; nothing more is sent")
+        if all(route.peer in self.quarantined for route in self.executors):
+            raise QuarantinedError(
+                "every executor of the federation is quarantined for this session; nothing more is sent"
+            )
+        able = self.able(group)
+        honest = [route for route in self.executors if route.peer not in self.quarantined]
+        if not able and all(route.welcome is not None for route in honest):
+            raise QuarantinedError(
+                "every executor of the federation that serves these layers is quarantined; nothing more is sent"
+            )
+        if able and not any(len(self.holders(group, route)) == self.helpers_per_pad for route in able):
+            raise QuarantinedError(
+                f"too many helpers are quarantined: a pad is shared by {self.helpers_per_pad} of other companies than "
+                f"the executor's; nothing more is sent"
+            )
+
+    def quarantine(self, *suspects: Peer) -> None:
+        """Send nothing to them any more."""
+        for route in (*self.executors, *self.helpers):
+            route.rejected += route.peer in suspects
+        for peer in suspects:
+            self.quarantined.add(peer)
+
+    def begin_again(self) -> None:
+        """In a forked child: a thread of the parent may have held the lock, and what is in flight is the parent's."""
+        self._lock = threading.Lock()
+        for route in (*self.executors, *self.helpers):
+            route.in_flight = 0

@@ -1,0 +1,281 @@
+"""One masked, verified product. The path of its rows, top to bottom:
+
+    quantise                   inf or nan ends it here             rows.Rows
+    take a pad (n, e)          burnt before anything leaves        noise.NoisePool
+    choose an executor         that may see rows under this pad    routes.Routes
+    send xq + n                one round trip, deadline            executor.Executor
+    subtract e, check          before anything is used             verifier.VerificationKeys
+
+An executor that is lost, late, busy or refuses is followed by another one that may see rows under these pads, and gets
+identical bytes. If there is none, or if an effect is lost or late while helpers are to spare, the rows are put on fresh
+pads and sent again (`turn` remembers what has gone wrong, and until when to go on). Whatever happens, the result is the
+same bits.
+
+If the check fails, an answer or an effect is wrong. Nobody is asked for anything until it is settled which (`blame`).
+Who lied is quarantined: nothing is sent to it again, and the cached keys are dropped. The product goes on with the
+others, if those who are left can make it.
+
+A large product goes out in pieces (`pieces`). Each is a request with rows, pads, a deadline and a check of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import wait
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from symbiosis_priv import wire
+from symbiosis_priv.errors import (
+    DeadlineExceededError,
+    ProtocolError,
+    ProviderError,
+    QuarantinedError,
+    TransportError,
+)
+from symbiosis_priv.ring import Direction
+from tenant.facts import Preparation
+from tenant.noise import Pad, cut, is_lost
+from tenant.routing.route import Route
+from tenant.routing.routes import Routes
+from tenant.rows import Rows
+from tenant.session.blame import Blame
+from tenant.session.options import SessionOptions
+from tenant.session.parts import Part, piece_rows
+from tenant.session.pieces import share
+from tenant.session.runtime import Runtime
+from tenant.session.tally import Tally
+from tenant.session.turn import Turn
+from tenant.spans import span
+
+_LOOK_AGAIN_S = 1.0  # whether by now there is another helper to ask
+
+
+@dataclass(frozen=True)
+class Products:
+    """Makes products with what belongs to this process.
+
+    Args:
+        preparation: facts and verification keys of the pinned model.
+        options: deadline, row bucket, size of pieces.
+        routes: who may be asked.
+        runtime: connections and pads.
+        tally: where they are counted.
+        blame: settles who lied.
+    """
+
+    preparation: Preparation
+    options: SessionOptions
+    routes: Routes
+    runtime: Runtime
+    tally: Tally
+    blame: Blame
+
+    def multiply(self, index: int, direction: Direction, rows: Rows) -> None:
+        """One exact product; see `backend.RingProduct`."""
+        self.routes.check(index)
+        xq, expected = self._encoded(index, direction, rows)
+        self.runtime.greeter.meet()
+        self.runtime.sweep()
+        executors = self.routes.open_for(index, self._size(index, len(xq)))
+        parts = self._parts(index, direction, rows, xq, expected, executors=max(1, len(executors)))
+        share(parts, [self.runtime.executor(route) for route in executors], self._masked)
+        self.tally.add(products=1, rows=rows.count)
+
+    def _encoded(self, index: int, direction: Direction, rows: Rows) -> tuple[Tensor, Tensor]:
+        """All rows in the ring, filled up with zeros to the bucket, and what R makes of their true product."""
+        _, products = self.preparation.keys.columns(index, direction)
+        count = rows.count + -rows.count % self.options.row_bucket
+        xq = self.runtime.buffers.matrix(count, self.preparation.facts[index].inputs(direction))
+        expected = torch.zeros(count, dtype=torch.int64, device="cpu")
+        with span("quantise"):
+            rows.encode(xq[: rows.count], column=products, expected=expected[: rows.count])
+        xq[rows.count :] = 0
+        return xq, expected
+
+    def _parts(
+        self, index: int, direction: Direction, rows: Rows, xq: Tensor, expected: Tensor, *, executors: int
+    ) -> list[Part]:
+        """Under pads that were burnt for them, in requests of a size that everybody takes."""
+        facts = self.preparation.facts[index]
+        column, _ = self.preparation.keys.columns(index, direction)
+        count, outputs = len(xq), facts.outputs(direction)
+        limit = self.runtime.row_limit(index)
+        piece = piece_rows(count, facts.entry, piece_bytes=self.options.piece_bytes, executors=executors)
+        parts = []
+        for first in range(0, count, limit):
+            end = min(first + limit, count)
+            with span("take pads"):
+                pads = self.runtime.take(index, direction, end - first)
+            for start in range(first, end, piece):
+                some = slice(start, min(start + piece, end))
+                mine, pads = cut(pads, some.stop - some.start)
+                parts.append(Part(index, direction, rows, start, xq[some], column, expected[some], mine, outputs))
+        return parts
+
+    def _size(self, index: int, rows: int) -> int:
+        """Bytes of a product, both ways."""
+        entry = self.preparation.facts[index].entry
+        return wire.ITEM_BYTES * rows * (entry.inputs + entry.stacked_outputs)
+
+    def _masked(self, part: Part, seat: Route | None) -> None:
+        """The product of some rows, by whoever can be had; `seat` is asked first."""
+        with span("mask"):
+            part.put_on_pads()
+        turn = Turn(self.options, self.runtime)
+        while True:
+            self._drop_spoilt_pads(part, turn)
+            route = self._next(part, seat, turn)
+            with span("network + product"):
+                answer = self._ask(route, part, turn)
+            if answer is None:
+                continue
+            with span("wait for effects"):
+                complete = self._wait_for_effects(part, turn)
+            if not complete:
+                continue
+            with span("unmask + verify + dequantise"):
+                passed = part.decode(answer)
+            if passed:
+                effects = sum(pad.rows for pad in part.pads if pad.holders())
+                self.tally.add(answers_verified=len(part.sent), effects_verified=effects)
+                self.routes.credit(route, part.holders())
+                turn.over(route, self.tally)
+                return
+            self.blame.accuse(route, part, answer, turn)
+
+    def _next(self, part: Part, seat: Route | None, turn: Turn) -> Route:
+        """Whom to ask now. Waits for somebody to come back; puts the rows on other pads if that makes an executor
+        admissible.
+
+        Raises:
+            DeadlineExceededError: nobody has come.
+            SymbiosisError: what was found wrong with the last of them.
+        """
+        while True:
+            self.runtime.greeter.revive()
+            self.blame.check(part, turn)
+            route = self.routes.choose(part.index, part.size, holders=part.holders(), prefer=seat)
+            other = None if route else self.routes.choose(part.index, part.size, holders=None)
+            if route is None and other is None:
+                self.runtime.greeter.revive(urgent=self.routes.executors)
+            try:
+                if other is not None:
+                    self._change_pads(part, turn, other, spoilt=lambda pad: True)
+                turn.go_on(pause=route is turn.last if route else other is None)
+            except BaseException:
+                if taken := route or other:
+                    self.routes.given_up(taken)
+                raise
+            if taken := route or other:
+                return taken
+
+    def _ask(self, route: Route, part: Part, turn: Turn) -> Tensor | None:
+        """An executor's answer, unverified; None if there is none, and somebody may be asked next."""
+        if route not in self.routes.able(part.index, part.holders()):  # the last word before rows leave (rule 8)
+            self.routes.given_up(route)
+            return None
+        others = self.routes.has_alternative(route, part.index)
+        patience = route.health.patience_s(part.size) if others else self.options.deadline_s
+        until = min(turn.deadline, time.monotonic() + patience)
+        executor, facts = self.runtime.executor(route), self.preparation.facts[part.index]
+        try:
+            answer, seconds = executor.ask(part, facts, until=until, since=turn.began)
+        except QuarantinedError:
+            self.routes.given_up(route)
+            return None
+        except TransportError as error:
+            self._failed(route, error, turn)
+            executor.lanes.drop_idle()
+            return None
+        except ProviderError as error:
+            self._failed(route, error, turn)
+            turn.refused.add(route)
+            if turn.refused.issuperset(self.routes.able(part.index)):
+                raise
+            return None
+        except ProtocolError as error:
+            self.routes.given_up(route)
+            self.blame.broke_protocol(route, part, error, turn)
+            return None
+        except BaseException:
+            self.routes.given_up(route)
+            raise
+        self.routes.answered(route, seconds=seconds, size=part.size)
+        return answer
+
+    def _failed(self, route: Route, error: Exception, turn: Turn) -> None:
+        if self.runtime.closing.is_set():
+            raise error
+        self.routes.failed(route, error)
+        turn.failed(route, error)
+
+    def _wait_for_effects(self, part: Part, turn: Turn) -> bool:
+        """Whether they are all there. If not, some pads have to be replaced.
+
+        Raises:
+            SymbiosisError: they are not, and nobody else can make them.
+        """
+        shares = part.shares()
+        self._wait_patiently(part, turn)
+        for share_ in shares:
+            if share_.holder in turn.late:
+                return False
+            error = share_.effect.exception()
+            if error is None:
+                continue
+            assert share_.holder is not None or not isinstance(error, ProtocolError)  # nobody lies to itself
+            if share_.holder is not None and isinstance(error, ProtocolError):
+                self.blame.broke_promise(share_.holder, part, error, turn)
+                return False
+            if share_.holder is None or not self.routes.has_spares:
+                raise error
+            turn.effect_error = error
+            return False
+        return True
+
+    def _wait_patiently(self, part: Part, turn: Turn) -> None:
+        """Until all effects are there, or those that are not are late and can be replaced."""
+        waited = self.options.deadline_s  # ordered ahead: behind many that an absent helper owes
+        until = time.monotonic() + waited
+        missing = {share_ for share_ in part.shares() if not share_.effect.done()}
+        while missing:
+            left = until - time.monotonic()
+            if left <= 0:
+                raise DeadlineExceededError(
+                    f"no effects from the helpers within {waited:g} s. Are they running? "
+                    f"{self.options.deadline_option} waits longer."
+                )
+            holders = {share_.holder for share_ in missing if share_.holder is not None}
+            spare = bool(holders) and self.routes.can_replace(part.index, holders)
+            patience = self.routes.patience_s(holders, part.size) if spare else left
+            if not spare:
+                self.runtime.greeter.revive(urgent=self.routes.spares(holders))
+            wait([share_.effect for share_ in missing], min(left, patience if spare else _LOOK_AGAIN_S))
+            missing = {share_ for share_ in missing if not share_.effect.done()}
+            if missing and spare:
+                turn.late |= {share_.holder for share_ in missing if share_.holder is not None}
+                self.routes.late(turn.late)
+                return
+
+    def _drop_spoilt_pads(self, part: Part, turn: Turn) -> None:
+        """Put rows on fresh pads where a helper was lost, late or has lied."""
+
+        def spoilt(pad: Pad) -> bool:
+            holders = pad.holders()
+            return is_lost(pad) or any(h in turn.late or h in self.routes.quarantined for h in holders)
+
+        if part.pads and any(map(spoilt, part.pads)):
+            self.blame.check(part, turn)
+            self._change_pads(part, turn, None, spoilt=spoilt)
+            turn.late.clear()
+
+    def _change_pads(self, part: Part, turn: Turn, executor: Route | None, *, spoilt: Callable[[Pad], bool]) -> None:
+        def draw(rows: int) -> Pad:
+            return self.runtime.draw(part.index, part.direction, rows, executor=executor)
+
+        turn.redraws += 1
+        self.tally.add(pads_redrawn=part.change_pads(spoilt, draw))

@@ -1,0 +1,100 @@
+"""What a running session lets its owner's other programs see: a small file of figures about providers.
+
+Off unless `RemoteConfig(status=...)` names the file. It holds names, states, counts and times: no secret, no seed, no
+row, nothing computed from one. It is replaced as a whole every second, and readable by its owner alone. The thread that
+writes it belongs to the process that opened the session: a forked child writes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import msgspec
+
+from symbiosis_priv.errors import ConfigError, StorageError
+from symbiosis_priv.files import write_atomically
+from tenant.routing.route import ProviderFigures
+from tenant.session.session import Session
+
+log = logging.getLogger(__name__)
+
+INTERVAL_S = 1.0
+_MODE = 0o600
+
+
+class SessionStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A session, at a moment.
+
+    Args:
+        pid: of its process.
+        written: seconds since 1970.
+        model_digest: of the federation.
+    """
+
+    pid: int
+    written: float
+    model_digest: str
+    providers: list[ProviderFigures]
+
+
+def status_of(session: Session) -> SessionStatus:
+    """What a session's routes say now."""
+    return SessionStatus(
+        pid=os.getpid(),
+        written=time.time(),
+        model_digest=session.preparation.manifest.digest,
+        providers=list(session.routes.figures()),
+    )
+
+
+def publish(session: Session, path: Path, *, interval_s: float = INTERVAL_S) -> None:
+    """Keep a session's status in a file, until the session is closed or gone.
+
+    Raises:
+        StorageError: it cannot be written now. What goes wrong later is logged once, and tried again.
+    """
+    write_status(path, status_of(session))
+    arguments = (weakref.ref(session), path, interval_s)
+    threading.Thread(target=_publish, args=arguments, name="status", daemon=True).start()
+
+
+def _publish(session: weakref.ref[Session], path: Path, interval_s: float) -> None:
+    complained = False
+    while (alive := session()) is not None:
+        closed = alive.closed
+        try:
+            write_status(path, status_of(alive))
+        except StorageError as error:
+            if not complained:
+                log.warning("the session's status is not up to date: %s", error)
+            complained = True
+        if closed:
+            return
+        del alive
+        time.sleep(interval_s)
+
+
+def write_status(path: Path, status: SessionStatus) -> None:
+    """Replace the file.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    write_atomically(path, msgspec.json.encode(status), mode=_MODE)
+
+
+def read_status(path: Path) -> SessionStatus:
+    """The file's content; ConfigError if there is none, or another one."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=SessionStatus)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {path}: {error.strerror}. A session writes it, if RemoteConfig(status=...) names it"
+        ) from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path} is not the status of a session of this release: {error}") from error

@@ -1,0 +1,288 @@
+"""What belongs to one process of a session: the secret and its counters, pads, threads, connections (rules 2 and 12).
+
+Nothing of it outlives a fork, and all of it ends when the session is closed, when nobody holds the session any longer,
+or with the program. Threads are told to stop, connections are shut down, which wakes whoever reads from them, and the
+threads are joined while the interpreter is still whole: see `tenant.worker`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import logging
+import threading
+import time
+
+from symbiosis_priv import wire
+from symbiosis_priv.buffers import Buffers
+from symbiosis_priv.errors import QuarantinedError
+from symbiosis_priv.federation import Federation, Peer, check_parties
+from symbiosis_priv.keystream import SessionSecret
+from symbiosis_priv.ring import Direction
+from symbiosis_priv.weights import WeightStore
+from tenant.connections.channel import Channel
+from tenant.connections.executor import Executor, row_limit
+from tenant.connections.helper import Helper
+from tenant.connections.notices import Notices
+from tenant.facts import Preparation
+from tenant.masking.scheme import Materials, SessionScheme
+from tenant.noise import NoisePool, Pad, PoolMemory
+from tenant.routing.discovery import Discovery
+from tenant.routing.greeting import Greeter
+from tenant.routing.route import Route
+from tenant.routing.routes import Routes
+from tenant.session.options import SessionOptions
+from tenant.worker import Worker
+
+log = logging.getLogger(__name__)
+
+_UNUSED_BYTES = 128 << 20  # a few answers of the size that fills a request
+_GREETING_S = 10.0  # of one that is tried in the background
+_JOIN_S = 5.0  # for what a thread is in the middle of: a product, or a name that is being looked up
+
+
+class Runtime:
+    """See the module's text. Thread-safe.
+
+    Attributes:
+        gate: no request leaves while it is held: for as long as it takes to find out who lied.
+        closing: set once it is being closed.
+        greeter: hears from providers what they serve.
+        source: where pads come from; None without masking.
+        buffers: memory for rows and answers.
+        notices: says what is being waited for.
+    """
+
+    def __init__(
+        self,
+        federation: Federation,
+        preparation: Preparation,
+        scheme: SessionScheme,
+        options: SessionOptions,
+        store: WeightStore | None,
+        routes: Routes,
+    ) -> None:
+        check_parties(
+            [*federation.executors, *(route.peer for route in routes.helpers)],  # who has joined was checked then
+            companies=federation.companies,
+            pad_helpers=federation.pad_helpers,
+        )
+        self.gate = threading.Lock()
+        self.buffers = Buffers(limit=_UNUSED_BYTES)
+        self.notices = Notices(option=options.deadline_option)
+        self.closing = threading.Event()
+        self._federation, self._options, self._routes = federation, options, routes
+        self._facts = preparation.facts
+        self._memory = PoolMemory(options.pool_memory)
+        self._pools: dict[tuple[int, Direction], NoisePool] = {}
+        self._executors: dict[Route, Executor] = {}
+        self._greeting: set[Channel] = set()
+        self._making = threading.Lock()
+        self._refill = Worker("refill")
+        secret = SessionSecret()
+        self._helpers = {
+            route: Helper(route, routes, functools.partial(self._channel, route.peer), secret)
+            for route in routes.helpers
+        }
+        materials = Materials(facts=self._facts, secret=secret, holders=self._holders, store=store)
+        self.source = scheme.effects(materials)
+        self._discovery = None if federation.registries is None else Discovery(federation, changed=routes.update)
+        self._discovering = False
+        self._version = routes.version
+        self.greeter = Greeter(
+            routes,
+            preparation.manifest,
+            persist=self._persist,
+            try_once=self._try_once,
+            closing=self.closing,
+            before=self._discover,
+        )
+        _open.add(self)
+
+    @property
+    def executors(self) -> tuple[Executor, ...]:
+        """Those in use so far."""
+        return tuple(self._executors.values())
+
+    @property
+    def helpers(self) -> tuple[Helper, ...]:
+        """All of them."""
+        return tuple(self._helpers.values())
+
+    @property
+    def pools(self) -> tuple[NoisePool, ...]:
+        """Those in use so far."""
+        return tuple(self._pools.values())
+
+    def executor(self, route: Route) -> Executor:
+        """The connections to an executor."""
+        if (executor := self._executors.get(route)) is not None:
+            return executor
+        with self._making:
+            if route not in self._executors:
+                executor = Executor(route, functools.partial(self._channel, route.peer))
+                self._executors[route] = executor
+                if self.closing.is_set():
+                    executor.close()
+            return self._executors[route]
+
+    def sweep(self) -> None:
+        """Let go of executors that have left, and of whom nothing is wanted any more."""
+        if self._version == self._routes.version:
+            return
+        with self._making:
+            here = set(self._routes.executors)
+            left = [executor for route, executor in self._executors.items() if route not in here]
+            gone = [executor for executor in left if not executor.route.in_flight]
+            for executor in gone:
+                del self._executors[executor.route]
+            if len(gone) == len(left):
+                self._version = self._routes.version
+        for executor in gone:
+            executor.close()
+
+    def take(self, index: int, direction: Direction, rows: int) -> list[Pad]:
+        """Fresh pads for `rows` rows; none without masking."""
+        if self.source is None:
+            return []
+        pool = self._pools.get((index, direction))
+        if pool is None:
+            facts = self._facts[index]
+            with self._making:
+                pool = self._pools.setdefault(
+                    (index, direction),
+                    NoisePool(
+                        self.source,
+                        index=index,
+                        direction=direction,
+                        refill=self._refill,
+                        memory=self._memory,
+                        row_bytes=wire.ITEM_BYTES * facts.outputs(direction) * max(1, self._routes.helpers_per_pad),
+                        max_rows=self.row_limit(index),
+                    ),
+                )
+        return pool.take(rows)
+
+    def draw(self, index: int, direction: Direction, rows: int, *, executor: Route | None) -> Pad:
+        """A fresh pad that no pool holds, for rows that an executor is to see."""
+        assert self.source is not None
+        return self.source.draw(index, direction, rows, ahead=False, executor=executor)
+
+    def row_limit(self, index: int) -> int:
+        """Rows of one request: what the limits of an executor and of every helper allow, both ways."""
+        facts = self._facts[index]
+        able = [row_limit(facts, [route.welcome]) for route in self._routes.executors if route.welcome is not None]
+        helpers = [row_limit(facts, [route.welcome]) for route in self._routes.helpers if route.welcome is not None]
+        return min([max(able, default=1), *helpers])  # an executor that takes fewer is asked several times
+
+    def close(self) -> None:
+        """Stop threads and close connections, for good. Waits for the threads, up to `_JOIN_S` in all."""
+        self.closing.set()
+        with self._making:
+            executors = self.executors
+        workers = self._workers()
+        for worker in workers:
+            worker.stop()
+        for executor in executors:
+            executor.close()
+        for helper in self.helpers:
+            helper.close()
+        for channel in tuple(self._greeting):
+            channel.close()
+        if self._discovery is not None:
+            self._discovery.close(_JOIN_S)
+        until = time.monotonic() + _JOIN_S
+        if not all(worker.join(max(0.0, until - time.monotonic())) for worker in workers):
+            log.warning("a session's thread is still busy %g s after it was told to stop", _JOIN_S)
+        _open.discard(self)
+
+    def close_in_background(self) -> None:
+        """The same for a finaliser, which may run on a thread that closing would wait for."""
+        if not self.closing.is_set():
+            with contextlib.suppress(RuntimeError):  # no more threads: the program ends, and `_close_all` is next
+                threading.Thread(target=self.close, name="close").start()
+
+    def abandon(self) -> None:
+        """Let go of connections that a forked child shares with its parent, without a word to the other side."""
+        if self._discovery is not None:
+            self._discovery.abandon()
+        for executor in self._executors.values():
+            executor.lanes.abandon()
+        for helper in self.helpers:
+            for channel in helper.channels:
+                channel.abandon()
+
+    def _discover(self) -> None:
+        """Ask the registries, now and from now on: again whenever somebody is missing."""
+        if self._discovery is not None:
+            self._discovery.refresh()
+            if not self._discovering:
+                self._discovering = True
+                self._discovery.start()
+
+    def _holders(self, index: int, executor: Route | None) -> list[Helper]:
+        """See `scheme.Materials`."""
+        routes = self._routes.holders(index, executor)
+        if len(routes) < max(1, self._routes.helpers_per_pad):
+            raise QuarantinedError(
+                f"a pad is shared by {self._routes.helpers_per_pad} helpers of companies other than the executor's; "
+                f"for {self._facts[index].entry.name} only {len(routes)} are left; nothing is sent. Add helpers."
+            )
+        return [self._helpers[route] for route in routes]
+
+    def _persist(self, route: Route) -> wire.Welcome:
+        if (helper := self._helpers.get(route)) is not None:
+            return helper.channels[False].welcome()
+        return self.executor(route).welcome(until=time.monotonic() + self._options.deadline_s)
+
+    def _try_once(self, route: Route) -> wire.Welcome:
+        channel = self._channel(route.peer)  # of its own: the others may be in the middle of something
+        self._greeting.add(channel)
+        try:
+            if self.closing.is_set():  # since: `close` has not seen this channel
+                channel.close()
+            return channel.greet(deadline=time.monotonic() + min(_GREETING_S, self._options.deadline_s))
+        finally:
+            self._greeting.discard(channel)
+            channel.close()
+
+    def _channel(self, peer: Peer) -> Channel:
+        return Channel(
+            peer,
+            certificate=self._federation.tenant_certificate,
+            key=self._federation.tenant_key,
+            model_digest=self._federation.model_digest,
+            deadline_s=self._options.deadline_s,
+            buffers=self.buffers,
+            notices=self.notices,
+            wiretap=self._options.wiretap,
+            permit=self._permit,
+        )
+
+    def _permit(self, peer: Peer) -> None:
+        """Every request passes here on its way out."""
+        with self.gate:
+            if peer in self._routes.quarantined:
+                raise QuarantinedError(f"{peer.role} {peer.name!r} is quarantined; nothing more is sent")
+
+    def _workers(self) -> list[Worker]:
+        source = self.source.workers if self.source is not None else ()
+        of_executors = (worker for executor in self.executors for worker in executor.workers)
+        of_helpers = (channel.worker for helper in self.helpers for channel in helper.channels)
+        return [self._refill, *source, *self.greeter.workers, *of_executors, *of_helpers]
+
+
+_open: set[Runtime] = set()
+
+
+def forget_all() -> None:
+    """In a forked child: what is open belongs to the parent."""
+    _open.clear()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Whatever a script has left open; afterwards no thread of ours is in the way of the interpreter's end."""
+    for runtime in tuple(_open):
+        runtime.close()

@@ -1,0 +1,170 @@
+"""A masked, verified session with the providers of a federation: `RingProduct` over the wire.
+
+    session.Session      the public face: opens and closes, counts, notices forks
+    product.Products     one product: quantise, mask, send, check, unmask; what follows a lie
+    routes.Routes        who may be asked
+    runtime.Runtime      what belongs to one process: the secret, pads, threads, connections
+
+Several threads may multiply at once; none of them holds a lock while it waits for the network. The secret, the
+counters, the pools and the connections belong to one process: after a fork the child starts with fresh ones (rules 2
+and 12).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+
+from torch import Tensor
+
+from symbiosis_priv.errors import RoleConflictError, SymbiosisError
+from symbiosis_priv.federation import Federation
+from symbiosis_priv.ring import Direction
+from symbiosis_priv.weights import WeightStore
+from tenant.facts import Preparation
+from tenant.masking.registry import session_scheme
+from tenant.routing.discovery import require_hidden_rows
+from tenant.routing.greeting import check_expected
+from tenant.routing.routes import Routes
+from tenant.rows import RingRows, Rows
+from tenant.session.blame import Blame
+from tenant.session.options import SessionOptions
+from tenant.session.product import Products
+from tenant.session.runtime import Runtime, forget_all
+from tenant.session.tally import Ledger, Tally
+
+
+class Session:
+    """See the module's text. Thread-safe.
+
+    Args:
+        federation: whom to talk to.
+        preparation: facts and verification keys of the pinned model; an attribute of the same name.
+        options: masking, deadline, memory.
+        store: the tenant's own copy of the weights, for schemes that need it.
+
+    Attributes:
+        routes: who may be asked.
+
+    Raises:
+        RoleConflictError: the scheme needs a helper, and there is none.
+        UncoveredError: the federation file itself leaves layers of the model out.
+    """
+
+    def __init__(
+        self,
+        federation: Federation,
+        preparation: Preparation,
+        *,
+        options: SessionOptions,
+        store: WeightStore | None = None,
+    ) -> None:
+        self._scheme = session_scheme(options.masking)
+        if "helper" in self._scheme.roles and not federation.helpers:
+            raise RoleConflictError(
+                f"masking = {options.masking!r} needs a [[provider]] with role = 'helper', run by another operator "
+                f"than the executor; masking = 'local' needs none"
+            )
+        require_hidden_rows(self._scheme, federation)
+        check_expected(federation, preparation.manifest)
+        self.preparation = preparation
+        self.routes = Routes(federation, with_helpers="helper" in self._scheme.roles)
+        self._federation, self._options, self._store = federation, options, store
+        self._tally = Tally()
+        self._lock = threading.RLock()  # for opening and closing
+        self._closed = False
+        self._products: Products | None = None
+        self._finalizer: weakref.finalize[..., Session] | None = None
+        _sessions.add(self)
+
+    def multiply(self, index: int, direction: Direction, rows: Rows) -> None:
+        """One exact product, masked and verified."""
+        self._open().multiply(index, direction, rows)
+
+    def product(self, index: int, direction: Direction, rows: Tensor) -> Tensor:
+        """The same for integers whose true product is in the range: int32 `[r, d]` in, int32 `[r, o]` out."""
+        ring_rows = RingRows(rows, outputs=self.preparation.facts[index].outputs(direction))
+        self.multiply(index, direction, ring_rows)
+        return ring_rows.product
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has been closed for good."""
+        return self._closed
+
+    @property
+    def runtime(self) -> Runtime:
+        """What belongs to this process; made if need be."""
+        return self._open().runtime
+
+    def ledger(self) -> Ledger:
+        """Counters so far."""
+        ledger = self._tally.ledger()
+        ledger.providers = self.routes.figures()
+        if (products := self._products) is None:
+            return ledger
+        runtime = products.runtime
+        to_executors = [c.traffic for e in runtime.executors for c in e.channels]
+        to_helpers = [c.traffic for h in runtime.helpers for c in h.channels]
+        ledger.pads_taken = sum(p.taken for p in runtime.pools)
+        ledger.pads_dry = sum(p.dry for p in runtime.pools)
+        ledger.pads_ready = sum(p.ready() for p in runtime.pools)
+        ledger.executor_round_trips = sum(t.round_trips for t in to_executors)
+        ledger.helper_round_trips = sum(t.round_trips for t in to_helpers)
+        ledger.bytes_to_executors = sum(t.bytes_sent for t in to_executors)
+        ledger.bytes_from_executors = sum(t.bytes_received for t in to_executors)
+        ledger.bytes_to_helpers = sum(t.bytes_sent for t in to_helpers)
+        ledger.bytes_from_helpers = sum(t.bytes_received for t in to_helpers)
+        return ledger
+
+    def close(self) -> None:
+        """Close connections and forget the secret. A product that another thread waits for fails."""
+        with self._lock:
+            self._closed = True
+            products, self._products = self._products, None
+            if self._finalizer is not None:
+                self._finalizer.detach()
+                self._finalizer = None
+        if products is not None:
+            products.runtime.close()
+
+    def _open(self) -> Products:
+        if (products := self._products) is not None:  # the common case, without a lock
+            return products
+        with self._lock:
+            if self._closed:
+                raise SymbiosisError("this session is closed; load the model again")
+            if self._products is None:
+                runtime = Runtime(
+                    self._federation, self.preparation, self._scheme, self._options, self._store, self.routes
+                )
+                # for those who do not call `backend_of(model).close()`
+                self._finalizer = weakref.finalize(self, runtime.close_in_background)
+                self._finalizer.atexit = False  # `runtime` closes what is open then, and waits for it
+                blame = Blame(self.preparation, self.routes, runtime.gate, self._tally)
+                self._products = Products(self.preparation, self._options, self.routes, runtime, self._tally, blame)
+            return self._products
+
+    def _begin_again(self) -> None:
+        """In a forked child: nothing of the parent's is used or disturbed, nor a lock that one of its threads held."""
+        self._lock = threading.RLock()
+        self._tally.begin_again()
+        self.routes.begin_again()
+        if self._products is not None:
+            self._products.runtime.abandon()
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        self._products = self._finalizer = None
+
+
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def _begin_all_again() -> None:
+    forget_all()
+    for session in _sessions:
+        session._begin_again()
+
+
+os.register_at_fork(after_in_child=_begin_all_again)

@@ -1,0 +1,114 @@
+"""What has gone wrong so far with some rows, until when to go on, and how long to pause before the next try."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+
+from symbiosis_priv.errors import DeadlineExceededError, UncoveredError
+from symbiosis_priv.federation import Peer
+from tenant.routing.route import Route
+from tenant.session.options import SessionOptions
+from tenant.session.runtime import Runtime
+from tenant.session.tally import Tally
+
+log = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.02, 1.0
+_MANY_REDRAWS = 4  # then all helpers are in trouble, and nothing is won by haste
+_jitter = secrets.SystemRandom().random
+
+
+class Turn:
+    """The asking for one part of a product, from one executor to the next.
+
+    Attributes:
+        began, deadline: by `time.monotonic`.
+        last: who failed last; None once somebody else was asked.
+        lie: what to raise if nobody is left; lies: how many were met.
+        effect_error: why the last effect was lost; redraws: how often rows were put on other pads.
+        late: helpers whose effects have not come in time.
+        refused: executors that answered with an error.
+    """
+
+    def __init__(self, options: SessionOptions, runtime: Runtime) -> None:
+        self._options, self._runtime = options, runtime
+        self.began = time.monotonic()
+        self.deadline = self.began + options.deadline_s
+        self.last: Route | None = None
+        self.lie: Exception | None = None
+        self.late: set[Peer] = set()
+        self.refused: set[Route] = set()
+        self.lies = 0
+        self.effect_error: BaseException | None = None
+        self.redraws = 0
+        self._error: Exception | None = None
+        self._failed: dict[Route, float] = {}
+        self._pause_s = _FIRST_PAUSE_S
+
+    def failed(self, route: Route, error: Exception) -> None:
+        """It was lost, late or busy, or has refused."""
+        self.last, self._error = route, error
+        self._failed.setdefault(route, time.monotonic())
+
+    def lied(self, lie: Exception) -> None:
+        """Somebody was found lying."""
+        self.lie = lie
+        self.lies += 1
+
+    def go_on(self, *, pause: bool) -> None:
+        """Before somebody is asked, after a pause if they are asked again, or if there was nobody.
+
+        Raises:
+            DeadlineExceededError: it is too late, or would be then.
+            UncoveredError: nobody was there to be asked.
+        """
+        pause = pause or self.redraws > _MANY_REDRAWS
+        wait_s = self._pause_s if pause else 0.0
+        if time.monotonic() + wait_s >= self.deadline:
+            raise self._too_late()
+        if not pause:
+            return
+        if self.last is not None:
+            self._runtime.notices.waiting(
+                _name(self.last.peer), since=self.began, until=self.deadline, why=str(self._error)
+            )
+        self._runtime.closing.wait(wait_s * (0.5 + _jitter() / 2))
+        self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
+
+    def over(self, route: Route, tally: Tally) -> None:
+        """Somebody has answered, and rightly."""
+        failed = [(since, other) for other, since in self._failed.items() if other is not route]
+        if failed:
+            since, other = min(failed, key=lambda pair: pair[0])
+            seconds = time.monotonic() - since
+            tally.add(takeovers=1, takeover_s=seconds)
+            log.info("%s took over from %s within %.2f s", route, other, seconds)
+
+    def _too_late(self) -> Exception:
+        waited = f"within {self._options.deadline_s:g} s"
+        if not self._failed and self.effect_error is not None:
+            late = DeadlineExceededError(
+                f"no effects from the helpers {waited} (last: {self.effect_error}). Are they running? "
+                f"{self._options.deadline_option} waits longer."
+            )
+            late.__cause__ = self.effect_error
+            return late
+        if not self._failed:
+            return self.lie or UncoveredError(
+                f"nobody who serves these layers was there {waited}. Are their executors running? "
+                f"{self._options.deadline_option} waits longer."
+            )
+        names = " nor ".join(_name(route.peer) for route in self._failed)
+        running = "Is it running?" if len(self._failed) == 1 else "Are they running?"
+        late = DeadlineExceededError(
+            f"no answer from {names} {waited} (last: {self._error}). {running} "
+            f"{self._options.deadline_option} waits longer."
+        )
+        late.__cause__ = self._error
+        return late
+
+
+def _name(peer: Peer) -> str:
+    return f"{peer.role} {peer.name!r} at {peer.host}:{peer.port}"

@@ -1,0 +1,404 @@
+"""One connection: the same bytes until an answer comes, nothing believed that answers something else."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from symbiosis_priv import wire
+from symbiosis_priv.certificates import Identity
+from symbiosis_priv.errors import (
+    CertificateError,
+    ConnectionLostError,
+    DeadlineExceededError,
+    FrameTooLargeError,
+    ProtocolError,
+    ProviderError,
+)
+from symbiosis_priv.federation import Peer
+from symbiosis_priv.weights import WeightStore
+from tenant.connections.channel import Channel, fresh_nonce
+from tenant.connections.notices import Notices
+
+if TYPE_CHECKING:
+    from tests.tenant.conftest import Heard, Identities, NewProvider, ScriptedProvider, Tape
+
+WIDTH, OUTPUTS = 64, 128
+NewChannel = Callable[..., Channel]
+
+
+@pytest.fixture
+def connect(identities: Identities, store: WeightStore) -> Iterator[NewChannel]:
+    opened = []
+
+    def make(provider: ScriptedProvider | Peer, *, deadline_s: float = 20.0, **options: Any) -> Channel:
+        identity: Identity = options.pop("identity", identities.tenant)
+        channel = Channel(
+            provider if isinstance(provider, Peer) else provider.peer("executor"),
+            certificate=identity.certificate,
+            key=identity.key,
+            model_digest=options.pop("digest", store.manifest().digest),
+            deadline_s=deadline_s,
+            **options,
+        )
+        opened.append(channel)
+        return channel
+
+    yield make
+    for channel in opened:
+        channel.close()
+
+
+def execute(rows: int = 2) -> tuple[wire.Execute, Tensor]:
+    request = wire.Execute(nonce=fresh_nonce(), group=0, direction="forward", arithmetic="ring", rows=rows)
+    return request, torch.randint(-(2**31), 2**31, (rows, WIDTH), dtype=torch.int32)
+
+
+def ask(channel: Channel, rows: int = 2) -> Tensor:
+    return channel.request(*execute(rows), outputs=OUTPUTS)
+
+
+@pytest.mark.parametrize("rows", [1, 63, 64, 65, 300])
+def test_rows_of_every_size_arrive(executor: ScriptedProvider, connect: NewChannel, rows: int) -> None:
+    """Below and above one TLS record."""
+    request, payload = execute(rows)
+    answer = connect(executor).request(request, payload, outputs=OUTPUTS)
+    assert torch.equal(executor.heard[0].rows, payload)
+    assert torch.equal(answer, executor.product(executor.heard[0]))
+
+
+def test_a_broken_connection_gets_identical_bytes_again(
+    executor: ScriptedProvider, connect: NewChannel, frames: Callable[..., bytes]
+) -> None:
+    """Before an answer, within its header, within its matrix: the tenant cannot know what was computed."""
+
+    def leave_early(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
+        whole = frames(reply, answer)
+        cuts = [b"", whole[:5], whole[:40], whole[:-1]]
+        attempt = len(executor.heard) - 1
+        if attempt == len(cuts):
+            return whole
+        executor.say(cuts[attempt])
+        return None
+
+    executor.behaviour = leave_early
+    channel = connect(executor)
+    request, payload = execute()
+    answer = channel.request(request, payload, outputs=OUTPUTS)
+    assert torch.equal(answer, executor.product(executor.heard[-1]))
+    assert len(executor.heard) == 5
+    assert len({heard.header + heard.payload for heard in executor.heard}) == 1
+    assert channel.traffic.reconnects == 4
+    assert channel.traffic.round_trips == 1
+
+
+@pytest.mark.parametrize("code", sorted(wire.RETRYABLE))
+def test_a_busy_provider_gets_identical_bytes_again(
+    executor: ScriptedProvider, connect: NewChannel, frames: Callable[..., bytes], code: wire.ErrorCode
+) -> None:
+    def busy(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
+        if len(executor.heard) < 3:
+            return frames(wire.Failure(code=code, detail="later"))
+        return frames(reply, answer)
+
+    executor.behaviour = busy
+    ask(connect(executor))
+    assert len({heard.header + heard.payload for heard in executor.heard}) == 1
+
+
+@pytest.mark.parametrize("code", sorted(set(wire.ErrorCode) - wire.RETRYABLE))
+def test_a_refusal_is_final(
+    executor: ScriptedProvider, connect: NewChannel, frames: Callable[..., bytes], code: wire.ErrorCode
+) -> None:
+    executor.behaviour = lambda *heard: frames(wire.Failure(code=code, detail="no"))
+    with pytest.raises(ProviderError, match=f"answered {code}: no") as error:
+        ask(connect(executor))
+    assert error.value.code == code
+    assert len(executor.heard) == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("nonce", bytes(16)), ("group", 1), ("direction", "backward"), ("arithmetic", "float"), ("rows", 3)],
+)
+def test_an_answer_to_another_question_is_refused(
+    executor: ScriptedProvider, connect: NewChannel, frames: Callable[..., bytes], field: str, value: Any
+) -> None:
+    def other(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
+        fields = {name: getattr(reply, name) for name in ("nonce", "group", "direction", "arithmetic", "rows")}
+        return frames(wire.Result(**{**fields, field: value}), answer)
+
+    executor.behaviour = other
+    with pytest.raises(ProtocolError, match="answered another request"):
+        ask(connect(executor))
+
+
+def damaged(reply: wire.Result, answer: Tensor) -> dict[str, tuple[bytes, type[Exception]]]:
+    header = wire.encode(reply, payload_bytes=4 * answer.numel())
+    body = bytes(wire.as_bytes(answer))
+    prefix = wire.PREFIX.size
+    return {
+        "magic": (b"HTTP" + header[4:] + body, ProtocolError),
+        "no header": (wire.PREFIX.pack(wire.MAGIC, 0, 0), FrameTooLargeError),
+        "huge header": (wire.PREFIX.pack(wire.MAGIC, 1 << 31, 0), FrameTooLargeError),
+        "huge payload": (wire.PREFIX.pack(wire.MAGIC, 10, (1 << 32) - 1), FrameTooLargeError),
+        "garbage": (wire.PREFIX.pack(wire.MAGIC, 10, 0) + bytes(10), ProtocolError),
+        "a request": (wire.encode(wire.Health()), ProtocolError),
+        "short": (wire.encode(reply, payload_bytes=len(body) - 4) + body[:-4], ProtocolError),
+        "long": (wire.encode(reply, payload_bytes=len(body) + 4) + body + bytes(4), FrameTooLargeError),
+        "payload on a failure": (
+            wire.encode(wire.Failure(code=wire.ErrorCode.INTERNAL, detail=""), payload_bytes=4) + bytes(4),
+            ProtocolError,
+        ),
+        "flipped header": (header[:prefix] + bytes(b ^ 0x55 for b in header[prefix:]) + body, ProtocolError),
+    }
+
+
+DAMAGES = (
+    "magic",
+    "no header",
+    "huge header",
+    "huge payload",
+    "garbage",
+    "a request",
+    "short",
+    "long",
+    "payload on a failure",
+    "flipped header",
+)
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_frame_is_refused_and_the_next_request_works(
+    executor: ScriptedProvider, connect: NewChannel, frames: Callable[..., bytes], how: str
+) -> None:
+    expected: list[type[Exception]] = []
+
+    def once(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
+        if expected:
+            return frames(reply, answer)
+        data, error = damaged(reply, answer)[how]
+        expected.append(error)
+        return data
+
+    executor.behaviour = once
+    channel = connect(executor)
+    with pytest.raises(ProtocolError) as error:
+        ask(channel)
+    assert isinstance(error.value, expected[0])
+    assert ask(channel).shape == (2, OUTPUTS)
+    assert len(executor.hellos) == 2  # nobody knows where the next frame would have begun
+
+
+def test_a_provider_of_another_model_is_refused(executor: ScriptedProvider, connect: NewChannel) -> None:
+    with pytest.raises(ProtocolError, match="does not serve the pinned model"):
+        ask(connect(executor, digest="sha256:" + 64 * "0"))
+    assert executor.heard == []
+
+
+def test_silence_ends_at_the_deadline(executor: ScriptedProvider, connect: NewChannel) -> None:
+    def say_nothing(heard: Heard, reply: wire.Result, answer: Tensor) -> None:
+        executor.closing.wait()
+
+    executor.behaviour = say_nothing
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceededError, match=r"within 0.3 s.*RemoteConfig\(deadline_s=\.\.\.\)"):
+        ask(connect(executor, deadline_s=0.3))
+    assert 0.25 < time.monotonic() - started < 5
+
+
+def test_a_trickle_does_not_extend_the_deadline(
+    executor: ScriptedProvider, connect: NewChannel, frames: Callable[..., bytes]
+) -> None:
+    """A byte now and then keeps a socket alive, but not a request."""
+
+    def trickle(heard: Heard, reply: wire.Result, answer: Tensor) -> None:
+        for byte in frames(reply, answer):
+            executor.say(bytes([byte]))
+            if executor.closing.wait(0.05):
+                return
+
+    executor.behaviour = trickle
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceededError):
+        ask(connect(executor, deadline_s=0.5))
+    assert time.monotonic() - started < 5
+
+
+def test_nobody_there_is_a_deadline_too(executor: ScriptedProvider, connect: NewChannel) -> None:
+    executor.close()
+    with pytest.raises(DeadlineExceededError, match=r"cannot reach executor .* Is it running"):
+        ask(connect(executor, deadline_s=0.2))
+
+
+class Clock:
+    """Time that passes as a test says."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_wait_is_announced_and_announced_again_but_not_too_often(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("tenant.connections.notices.time.monotonic", clock)
+    notices = Notices(option="--deadline-s")
+    said = []
+    for second in range(60):
+        clock.now = 1000.0 + second
+        notices.waiting("helper 'beta'", since=1000.0, until=1120.0, why="it has not answered yet")
+        notices.waiting("executor 'alpha'", since=1000.0, until=1120.0, why="cannot reach it")
+        said.append(len(caplog.messages))
+    assert [second for second in range(1, 60) if said[second] > said[second - 1]] == [2, 12, 22, 32, 42, 52]
+    assert said[-1] == 12
+    for part in ("helper 'beta' since", "(2 s), until", "it has not answered yet. --deadline-s changes how long"):
+        assert part in caplog.messages[0]
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+    notices.answered("helper 'beta'")
+    notices.answered("helper 'beta'")
+    assert caplog.messages[12:] == ["helper 'beta' has answered after 59 s"]
+    for second in range(60, 700):  # it answers again and again, but takes its time
+        clock.now = 1000.0 + second
+        notices.waiting("helper 'beta'", since=clock.now - 3.0, until=clock.now + 117.0, why="it has not answered yet")
+        notices.answered("helper 'beta'")
+    assert len(caplog.messages) == 13 + 2 * 2
+
+
+@pytest.mark.parametrize("fate", ["silent", "gone", "mute"])
+def test_who_does_not_answer_is_named_while_it_is_waited_for(
+    executor: ScriptedProvider,
+    connect: NewChannel,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fate: str,
+) -> None:
+    """Silent after the request, not there at all, or taking connections and saying nothing."""
+    monkeypatch.setattr("tenant.connections.notices.FIRST_S", 0.1)
+    monkeypatch.setattr("symbiosis_priv.dial.SLICE_S", 0.1)
+    asked = threading.Event()
+
+    def say_nothing(heard: Heard, reply: wire.Result, answer: Tensor) -> None:
+        asked.set()
+        executor.closing.wait()
+
+    executor.behaviour = say_nothing
+    peer = executor.peer("executor")
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        if fate == "gone":
+            executor.close()
+        elif fate == "mute":
+            peer = replace(peer, port=mute.getsockname()[1])
+        channel = connect(peer, deadline_s=0.6, notices=Notices(option="--deadline-s"))
+        with pytest.raises(DeadlineExceededError, match="--deadline-s waits longer"):
+            ask(channel)
+    why = {"silent": "it has not answered yet", "gone": "cannot reach", "mute": "it has not finished the TLS handshake"}
+    (message,) = caplog.messages
+    assert f"waiting for executor '{peer.name}' at 127.0.0.1:{peer.port} since " in message
+    assert why[fate] in message
+
+
+def test_an_answer_in_time_says_nothing(
+    executor: ScriptedProvider, connect: NewChannel, caplog: pytest.LogCaptureFixture
+) -> None:
+    ask(connect(executor))
+    assert caplog.messages == []
+
+
+def test_closing_wakes_a_request_of_another_thread(executor: ScriptedProvider, connect: NewChannel) -> None:
+    asked = threading.Event()
+
+    def say_nothing(heard: Heard, reply: wire.Result, answer: Tensor) -> None:
+        asked.set()
+        executor.closing.wait()
+
+    executor.behaviour = say_nothing
+    channel = connect(executor, deadline_s=60.0)
+    errors: list[Exception] = []
+
+    def request() -> None:
+        try:
+            ask(channel)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=request)
+    thread.start()
+    assert asked.wait(20)
+    channel.close()
+    thread.join(20)
+    assert isinstance(errors[0], ConnectionLostError)
+    assert "closed on this side" in str(errors[0])
+    with pytest.raises(ConnectionLostError, match="closed on this side"):
+        ask(channel)
+    assert len(executor.hellos) == 1
+
+
+def test_a_certificate_that_is_not_pinned_is_refused_at_once(new_provider: NewProvider, connect: NewChannel) -> None:
+    """An impostor at the right address. Waiting would not help, so nothing is tried again."""
+    impostor, real = new_provider(), new_provider()
+    peer = impostor.peer("executor")
+    pinned = Peer(peer.name, peer.operator, peer.role, peer.host, peer.port, real.certificate)
+    with pytest.raises(CertificateError, match="refused"):
+        ask(connect(pinned))
+    assert impostor.hellos == []
+
+
+def test_a_tenant_that_is_not_known_is_told_so(
+    executor: ScriptedProvider, connect: NewChannel, identities: Identities, tmp_path: Any
+) -> None:
+    stranger = type(identities)(tmp_path).tenant
+    with pytest.raises(CertificateError, match="for want of a good certificate"):
+        ask(connect(executor, identity=stranger))
+    assert executor.hellos == []
+
+
+def test_a_wiretap_sees_what_is_sent_and_may_change_what_is_received(
+    executor: ScriptedProvider, connect: NewChannel, tape: Tape
+) -> None:
+    request, payload = execute()
+    answer = connect(executor, wiretap=tape).request(request, payload, outputs=OUTPUTS)
+    (_, peer, sent, rows), (_, _, received, reply) = tape.frames
+    assert (peer.role, sent) == ("executor", request)
+    assert isinstance(received, wire.Result)
+    assert rows is not None
+    assert reply is not None
+    assert torch.equal(rows, payload)
+    assert torch.equal(reply, answer)
+
+
+def test_traffic_counts_frames(executor: ScriptedProvider, connect: NewChannel) -> None:
+    channel = connect(executor)
+    answers = [ask(channel, rows) for rows in (1, 5)]
+    heard = executor.heard
+    assert channel.traffic.bytes_sent == len(wire.encode(executor.hellos[0])) + sum(
+        len(h.header + h.payload) for h in heard
+    )
+    assert channel.traffic.bytes_received > 4 * sum(a.numel() for a in answers)
+    assert (channel.traffic.round_trips, channel.traffic.reconnects) == (2, 0)
+
+
+def test_a_nonce_is_never_the_same() -> None:
+    assert len({fresh_nonce() for _ in range(1000)}) == 1000
+
+
+def test_tls_is_13_with_both_sides_authenticated(executor: ScriptedProvider, connect: NewChannel) -> None:
+    channel = connect(executor)
+    ask(channel)
+    assert channel.line is not None
+    connection = channel.line.tls
+    assert connection is not None
+    assert connection.version() == "TLSv1.3"
+    assert connection.context.verify_mode == ssl.CERT_REQUIRED

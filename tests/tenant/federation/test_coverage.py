@@ -1,0 +1,106 @@
+"""What a federation lacks, against the definition: some executor for every layer, enough companies for every pad."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from symbiosis_priv.federation import Company, Federation, Peer
+from symbiosis_priv.limits import Role
+from symbiosis_priv.ring import BACKWARD, DIRECTIONS, FORWARD
+from tenant.federation.coverage import Serving, lacking, layer_text
+
+LAYERS = (0, 0, 1, 1, 2, 2)
+ALL = range(len(LAYERS))
+
+
+def peer(name: str, role: Role, operator: str | None = None) -> Peer:
+    return Peer(name, operator or f"operator of {name}", role, "host", 1, Path("none.pem"))
+
+
+def federation(peers: list[Peer], *, companies: tuple[Company, ...] = (), pad_helpers: int | None = None) -> Federation:
+    return Federation("sha256:0", 10, Path("t.pem"), Path("t.key"), tuple(peers), companies, pad_helpers)
+
+
+def serving(who: Peer, forward: range = ALL, backward: range = ALL) -> Serving:
+    return Serving(who, {FORWARD: forward, BACKWARD: backward})
+
+
+def test_a_gap_is_named_with_its_direction() -> None:
+    one, two = peer("alpha", "executor"), peer("gamma", "executor")
+    there = [serving(one, range(2)), serving(two, range(4, 6), range(2, 6))]
+    found = lacking(federation([one, two]), there, LAYERS)
+    assert found == ["layer 1 forward: nobody; list, start or mend an executor that serves them"]
+    assert [line.partition(":")[0] for line in lacking(federation([one, two]), there[:1], LAYERS)] == [
+        "layers 1-2 forward",
+    ]
+    assert [line.partition(":")[0] for line in lacking(federation([one, two]), [], LAYERS)] == [
+        "layers 0-2 forward",
+        "layers 0-2 backward",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("groups", "text"), [([0], "layer 0"), ([0, 5], "layers 0, 2"), ([1, 2], "layers 0-1"), ([4, 5], "layer 2")]
+)
+def test_layers_as_people_write_them(groups: list[int], text: str) -> None:
+    assert layer_text(groups, LAYERS) == text
+
+
+def test_without_pads_every_helper_is_needed() -> None:
+    peers = [peer("alpha", "executor"), peer("beta", "helper"), peer("delta", "helper")]
+    there = [serving(peers[0]), serving(peers[1])]
+    for line, direction in zip(lacking(federation(peers), there, LAYERS), DIRECTIONS, strict=True):
+        assert line.startswith(f"executor 'alpha', layers 0-2 {direction}: no pads without helper 'delta'")
+        assert "[pads] helpers = 1" in line
+    assert lacking(federation(peers, pad_helpers=1), there, LAYERS) == []
+
+
+def test_too_few_companies_are_named_with_their_executor_and_layers() -> None:
+    peers = [peer("alpha", "executor", "A"), peer("beta", "helper", "B"), peer("delta", "helper", "A")]
+    there = [serving(peers[0]), serving(peers[1], range(4), ALL), serving(peers[2])]
+    found = lacking(federation(peers, pad_helpers=1), there, LAYERS)
+    assert [line.partition(",")[0] for line in found] == ["executor 'alpha'"]
+    assert "layer 2 forward: helpers of 0 companies other than its own, and [pads] helpers = 1: start" in found[0]
+
+
+groups = st.tuples(st.integers(0, len(LAYERS)), st.integers(0, len(LAYERS))).map(lambda pair: range(*sorted(pair)))
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[Federation, list[Serving]]:
+    operators = st.sampled_from("abcde")
+    peers = [peer(f"e{i}", "executor", draw(operators)) for i in range(draw(st.integers(1, 2)))]
+    peers += [peer(f"h{i}", "helper", draw(operators)) for i in range(draw(st.integers(1, 3)))]
+    names = st.lists(st.sampled_from([p.name for p in peers]), min_size=2, max_size=2, unique=True)
+    companies = tuple(Company("x", tuple(draw(names))) for _ in range(draw(st.integers(0, 1))))
+    pad_helpers = draw(st.none() | st.integers(1, 3))
+    there = [serving(p, draw(groups), draw(groups)) for p in peers if draw(st.integers(0, 9))]
+    return federation(peers, companies=companies, pad_helpers=pad_helpers), there
+
+
+@given(worlds())
+def test_nothing_lacks_where_every_layer_has_an_executor_and_every_pad_its_helpers(
+    world: tuple[Federation, list[Serving]],
+) -> None:
+    known, there = world
+
+    def masked(executor: Peer, helpers: list[Peer]) -> bool:
+        if known.pad_helpers is None:
+            return set(helpers) == set(known.helpers)
+        return any(
+            not any(known.one_company(a, b) for a, b in itertools.combinations((executor, *chosen), 2))
+            for chosen in itertools.combinations(helpers, known.pad_helpers)
+        )
+
+    whole = True
+    for direction, group in itertools.product(DIRECTIONS, ALL):
+        present = [s.peer for s in there if group in s.groups[direction]]
+        executors = [p for p in present if p.role == "executor"]
+        helpers = [p for p in present if p.role == "helper"]
+        whole &= bool(executors) and all(masked(executor, helpers) for executor in executors)
+    assert (lacking(known, there, LAYERS) == []) == whole

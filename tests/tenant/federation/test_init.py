@@ -1,0 +1,143 @@
+"""`federation init`: a file from what operators hand out, or an error that names what is missing and no file."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from symbiosis_priv.certificates import Kind, create_authority, create_request, create_self_signed, fingerprint, issue
+from symbiosis_priv.errors import CertificateError, ConfigError, RoleConflictError, SymbiosisError
+from symbiosis_priv.federation import load_federation
+from symbiosis_priv.weights import WeightStore
+from tenant.federation.cli import app
+from tenant.federation.init import Descriptor, parse_company
+
+DIGEST = "sha256:" + "0" * 64
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The tenant's, with two pinned certificates and a key of its own."""
+    for name in ("alpha", "beta"):
+        create_self_signed(tmp_path / "keys", kind=Kind.PROVIDER, name=name)
+    create_request(tmp_path / "keys", name="alice")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def init(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["init", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+ALPHA = ("--executor", "alpha.example:7401,keys/alpha.pem,Alpha, Inc.")
+BETA = ("--helper", '[2001:db8::1]:7402, keys/beta.pem , Beta "Two" \N{ROCKET} Ltd')
+
+
+def test_the_file_says_what_was_given(folder: Path) -> None:
+    shown = init(*ALPHA, *BETA, "--tenant", "alice", "--digest", DIGEST, "--weight-bits", "8")
+    federation = load_federation(folder / "federation.toml")
+    assert (federation.model_digest, federation.weight_bits) == (DIGEST, 8)
+    assert [(p.name, p.operator, p.role, p.host, p.port) for p in federation.peers] == [
+        ("alpha", "Alpha, Inc.", "executor", "alpha.example", 7401),
+        ("beta", 'Beta "Two" \N{ROCKET} Ltd', "helper", "2001:db8::1", 7402),
+    ]
+    assert federation.tenant_key.samefile(folder / "keys/alice.key")
+    for name in ("alpha", "beta"):
+        assert fingerprint(folder / "keys" / f"{name}.pem") in shown
+    assert "put alice.pem" in shown
+    assert "federation check --federation federation.toml" in shown
+
+
+def test_paths_in_the_file_are_relative_to_it(folder: Path) -> None:
+    (folder / "runs").mkdir()
+    init("runs/mine.toml", *ALPHA, *BETA, "--tenant", "alice", "--digest", DIGEST)
+    assert str(folder) not in (folder / "runs/mine.toml").read_text()
+    assert all(Path(str(p.certificate)).is_file() for p in load_federation(folder / "runs/mine.toml").peers)
+
+
+def test_the_digest_comes_from_an_own_checkpoint(folder: Path, save_llama: Callable[..., Path]) -> None:
+    model = save_llama()
+    init(*ALPHA, *BETA, "--tenant", "alice", "--model", str(model))
+    assert load_federation(folder / "federation.toml").model_digest == WeightStore(model).manifest().digest
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ([*ALPHA, *BETA], ConfigError, "name the model: --digest"),
+        ([*ALPHA, *BETA, "--digest", DIGEST, "--model", "m"], ConfigError, "name the model: --digest"),
+        ([*ALPHA, *BETA, "--digest", "sha256:7"], ConfigError, "model.digest"),
+        (["--executor", "a:1,keys/alpha.pem", "--digest", DIGEST], ConfigError, "write ADDRESS,CERTIFICATE,OPERATOR"),
+        (["--executor", "a,keys/alpha.pem,A", "--digest", DIGEST], ConfigError, "not host:port"),
+        (["--executor", "a:1,keys/none.pem,A", "--digest", DIGEST], CertificateError, "none.pem"),
+        ([*ALPHA, "--helper", "b:1,keys/beta.pem,alpha, inc.", "--digest", DIGEST], RoleConflictError, "same operator"),
+        ([*ALPHA, "--executor", "b:1,keys/alpha.pem,B", "--digest", DIGEST], ConfigError, "same name, certificate"),
+        ([*ALPHA, *BETA, "--company", "X,alpha,beta", "--digest", DIGEST], RoleConflictError, "same company"),
+        ([*ALPHA, *BETA, "--pad-helpers", "2", "--digest", DIGEST], ConfigError, "add helpers, or lower it"),
+    ],
+)
+def test_what_is_wrong_is_said_and_leaves_no_file(
+    folder: Path, arguments: list[str], error: type[SymbiosisError], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        init(*arguments, "--tenant", "alice")
+    assert not (folder / "federation.toml").exists()
+
+
+def test_companies_and_pads_are_written(folder: Path) -> None:
+    create_self_signed(folder / "keys", kind=Kind.PROVIDER, name="gamma")
+    gamma = ("--helper", "gamma.example:7403,keys/gamma.pem,Gamma AG")
+    companies = ("--company", "Holding SE, alpha, gamma", "--pad-helpers", "1")
+    init(*ALPHA, *BETA, *gamma, *companies, "--tenant", "alice", "--digest", DIGEST)
+    federation = load_federation(folder / "federation.toml")
+    alpha, beta, third = federation.peers
+    assert federation.pad_helpers == 1
+    assert federation.one_company(alpha, third)
+    assert not federation.one_company(alpha, beta)
+    for text in ("", "Holding SE", "Holding SE,", ",alpha,gamma"):
+        with pytest.raises(ConfigError, match="write NAME,MEMBER,MEMBER"):
+            parse_company(text)
+
+
+def test_a_file_is_not_overwritten_and_a_key_has_to_be_there(folder: Path) -> None:
+    (folder / "federation.toml").write_text("mine")
+    with pytest.raises(ConfigError, match="exists and is not overwritten"):
+        init(*ALPHA, *BETA, "--tenant", "alice", "--digest", DIGEST)
+    assert (folder / "federation.toml").read_text() == "mine"
+    with pytest.raises(ConfigError, match="keys request --name bob"):
+        init("other.toml", *ALPHA, *BETA, "--tenant", "bob", "--digest", DIGEST)
+
+
+def test_a_descriptor_needs_all_three() -> None:
+    for text in ("", "a:1", "a:1,pem", "a:1,,Operator", ",,"):
+        with pytest.raises(ConfigError, match="--helper"):
+            Descriptor.parse(text, role="helper")
+
+
+def test_check_warns_of_exposed_keys_and_of_certificates_that_end_soon(folder: Path) -> None:
+    """On stderr, once each, before anything else goes wrong."""
+    keys = folder / "keys"
+    issue(folder / "new", authority=create_authority(folder / "a"), kind=Kind.TENANT, name="alice", days=3)
+    for file in ("alice.pem", "alice.key"):
+        (folder / "new" / file).replace(keys / file)
+    (keys / "alice.key").chmod(0o640)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    both = ("--executor", f"127.0.0.1:{port},keys/alpha.pem,A", "--helper", f"127.0.0.2:{port},keys/beta.pem,B")
+    init(*both, "--tenant", "alice", "--digest", DIGEST)
+    command = [sys.executable, "-m", "symbiosis_priv.cli", "federation", "check", "--federation", "federation.toml"]
+    done = subprocess.run(
+        [*command, "--timeout", "0.2"], capture_output=True, text=True, timeout=100, check=False, env=dict(os.environ)
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("chmod 600 keys/alice.key") == 1, done.stderr
+    assert done.stderr.count("keys/alice.pem expires in 2 days") == 1

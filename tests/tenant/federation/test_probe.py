@@ -1,0 +1,289 @@
+"""`federation check`: what it finds out about providers that are absent, partial, slow, wrong or lying."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from torch import Tensor
+from typer.testing import CliRunner
+
+from provider.model import ServedModel
+from symbiosis_priv import wire
+from symbiosis_priv.federation import Federation
+from symbiosis_priv.layers import LayerRange
+from symbiosis_priv.ring import BACKWARD, DIRECTIONS, FORWARD
+from symbiosis_priv.weights import WeightStore
+from tenant.facts import Preparation
+from tenant.federation import cli as federation_cli
+from tenant.federation.probe import Finding, probe_all
+from tenant.preparation import prepare
+from tenant.verifier import DEFAULT_COLUMNS
+from tests.registries import LyingRegistry, registry_config
+from tests.tenant.conftest import ScriptedProvider
+from tests.vouching import Vouching
+
+if TYPE_CHECKING:
+    from tests.tenant.conftest import Heard, Identities, NewFederation, NewProvider
+
+TIMEOUT_S = 20.0
+GROUPS = 9
+
+
+@pytest.fixture
+def half(llama: Path, new_provider: NewProvider) -> Callable[[str], ScriptedProvider]:
+    """`half("1")`: a provider of some layers."""
+    return lambda layers: new_provider(store=WeightStore(llama, layers=LayerRange.parse(layers)))
+
+
+def only(federation: Federation, preparation: Preparation | None, *, timeout: float = TIMEOUT_S) -> Finding:
+    (finding,) = probe_all(federation, preparation, timeout=timeout)
+    return finding
+
+
+def test_both_roles_are_measured_and_their_products_compared(
+    new_federation: NewFederation,
+    executor: ScriptedProvider,
+    helper: ScriptedProvider,
+    half: Callable[[str], ScriptedProvider],
+    preparation: Preparation,
+) -> None:
+    second = half("1")
+    federation = new_federation([executor, second], [helper])
+    for finding in probe_all(federation, preparation, timeout=TIMEOUT_S):
+        assert finding.failure is None
+        assert finding.warnings == []
+        served = range(4, GROUPS) if finding.peer.port == second.port else range(GROUPS)
+        assert finding.groups == dict.fromkeys(DIRECTIONS, served)
+        assert finding.verified == 4
+        assert finding.days_left is not None
+        assert 300 < finding.days_left < 900
+        assert finding.clock_ahead_s is not None
+        assert abs(finding.clock_ahead_s) < 5
+        assert finding.round_trip_s is not None
+        assert 0 < finding.round_trip_s < 1
+        assert finding.rows_per_s is not None
+        assert finding.rows_per_s > 0
+    for provider in (executor, second, helper):
+        assert {heard.request.direction for heard in provider.heard if heard.request.rows == 1} == set(DIRECTIONS)
+        assert max(heard.request.rows for heard in provider.heard) == 64
+    sent = [heard for heard in executor.executed if heard.request.rows == 1]
+    assert len({bytes(heard.payload) for heard in sent}) == len(sent)
+    assert len({heard.request.seed for heard in helper.effects}) == len(helper.effects)  # type: ignore[union-attr]
+
+
+def test_without_keys_nothing_is_compared_and_no_row_is_sent(
+    new_federation: NewFederation, executor: ScriptedProvider, helper: ScriptedProvider
+) -> None:
+    for finding in probe_all(new_federation([executor], [helper]), None, timeout=TIMEOUT_S):
+        assert finding.failure is None
+        assert finding.round_trip_s is not None
+        assert (finding.verified, finding.rows_per_s) == (0, None)
+    assert all(heard.request.rows == 0 for heard in (*executor.heard, *helper.heard))
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("role", ["executor", "helper"])
+def test_a_wrong_product_is_found_in_either_role_and_direction(
+    new_federation: NewFederation,
+    executor: ScriptedProvider,
+    helper: ScriptedProvider,
+    preparation: Preparation,
+    frames: Callable[..., bytes],
+    role: str,
+    direction: str,
+) -> None:
+    def lie(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
+        if heard.request.rows and heard.request.direction == direction and heard.request.group == GROUPS - 1:
+            answer = answer.clone()
+            answer[0, -1] += 1
+        return frames(reply, answer)
+
+    (executor if role == "executor" else helper).behaviour = lie
+    forgotten: list[bool] = []
+    watched = dataclasses.replace(preparation, forget_keys=lambda: forgotten.append(True))
+    for finding in probe_all(new_federation([executor], [helper]), watched, timeout=TIMEOUT_S):
+        if finding.peer.role == role:
+            assert finding.failure is not None
+            assert f"something else than the product of the pinned weights (lm_head, {direction})" in finding.failure
+            assert finding.serving is None
+        else:
+            assert finding.failure is None
+    assert forgotten == [True]
+
+
+def test_a_direction_that_is_refused_is_not_served(
+    new_federation: NewFederation, executor: ScriptedProvider, preparation: Preparation, frames: Callable[..., bytes]
+) -> None:
+    def one_way(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
+        if heard.request.direction == BACKWARD:
+            return frames(wire.Failure(code=wire.ErrorCode.NOT_SERVED, detail="no training here"))
+        return frames(reply, answer)
+
+    executor.behaviour = one_way
+    finding = only(new_federation([executor]), preparation)
+    assert finding.groups == {FORWARD: range(GROUPS), BACKWARD: range(0)}
+    assert "backward: " in finding.warnings[0]
+    assert "no training here" in finding.warnings[0]
+
+
+def test_clocks_that_differ_are_a_warning_that_says_why(
+    new_federation: NewFederation, executor: ScriptedProvider, preparation: Preparation
+) -> None:
+    for ahead, word in ((400.0, "ahead of"), (-400.0, "behind")):
+        executor.clock_ahead_s = ahead
+        finding = only(new_federation([executor]), preparation)
+        assert finding.failure is None
+        assert f"{word} yours: each side judges certificates" in finding.warnings[0]
+
+
+def test_fewer_layers_than_the_file_expects(
+    new_federation: NewFederation, half: Callable[[str], ScriptedProvider], preparation: Preparation
+) -> None:
+    peer = half("1").peer("executor")
+    for expected, good in (("1", True), ("0", False), ("0-1", False)):
+        finding = only(new_federation([dataclasses.replace(peer, layers=LayerRange.parse(expected))]), preparation)
+        assert (finding.failure is None) == good
+        if finding.failure:
+            assert f"serves layer 1, and federation.toml expects {expected}: layer 0 cannot be had" in finding.failure
+    finding = only(new_federation([dataclasses.replace(peer, layers=LayerRange(0, 7))]), preparation)
+    assert finding.failure is not None
+    assert "goes beyond this model, whose layers are 0-1" in finding.failure
+
+
+def test_silence_ends_at_the_deadline_and_nobody_waits_for_anybody(
+    new_federation: NewFederation, executor: ScriptedProvider, preparation: Preparation
+) -> None:
+    """Two that accept connections and say nothing: their time passes once, and not twice."""
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
+        silent = [
+            dataclasses.replace(executor.peer("executor", name=f"silent {i}"), port=listener.getsockname()[1])
+            for i, listener in enumerate((one, two))
+        ]
+        began = time.monotonic()
+        *quiet, good = probe_all(new_federation([*silent, executor]), preparation, timeout=1.5)
+        assert time.monotonic() - began < 3.0
+    assert good.failure is None
+    for finding in quiet:
+        assert finding.failure is not None
+        assert "not within 1.5 s" in finding.failure
+        assert "--timeout waits longer" in finding.failure
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 64])
+def test_a_host_that_does_not_exist_is_a_failure(
+    new_federation: NewFederation, executor: ScriptedProvider, preparation: Preparation, host: str
+) -> None:
+    finding = only(new_federation([dataclasses.replace(executor.peer("executor"), host=host)]), preparation)
+    assert finding.failure is not None
+    assert "cannot reach executor" in finding.failure
+    assert finding.serving is None
+
+
+def test_whatever_ends_a_probe_it_is_no_good_finding(
+    new_federation: NewFederation, executor: ScriptedProvider, preparation: Preparation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tenant.federation.probe.tls.client_context", lambda **_: 1 // 0)
+    monkeypatch.setattr("threading.excepthook", lambda _: None)
+    finding = only(new_federation([executor]), preparation)
+    assert finding.failure is not None
+    assert "was not probed to the end" in finding.failure
+
+
+def test_a_name_that_is_looked_up_for_ever_ends_at_the_deadline(
+    new_federation: NewFederation, executor: ScriptedProvider, preparation: Preparation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look_up = socket.getaddrinfo
+    slow = dataclasses.replace(executor.peer("executor", name="slow"), host="slow.example")
+
+    def slowly(host: str, *args: Any, **kwargs: Any) -> Any:
+        if host == "slow.example":
+            time.sleep(4)
+        return look_up(host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slowly)
+    began = time.monotonic()
+    finding = only(new_federation([slow]), preparation, timeout=0.3)
+    assert time.monotonic() - began < 3
+    assert finding.failure is not None
+    assert "did not answer within 0.3 s" in finding.failure
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Iterator[tuple[Vouching, LyingRegistry]]:
+    vouching = Vouching.in_folder(tmp_path / "vouching")
+    with LyingRegistry(registry_config(vouching)) as registry:
+        yield vouching, registry
+
+
+def test_executors_from_a_registry_are_probed_too(
+    new_federation: NewFederation,
+    federation_file: Callable[[Federation], Path],
+    registry: tuple[Vouching, LyingRegistry],
+    identities: Identities,
+    helper: ScriptedProvider,
+    half: Callable[[str], ScriptedProvider],
+    llama: Path,
+    preparation: Preparation,
+) -> None:
+    """A layer that only a registry knows an executor for; one of the helper's operator; and one that is gone."""
+    vouching, lists = registry
+    federation = new_federation([half("0")], [helper])
+    store = WeightStore(llama, layers=LayerRange(1, 1))
+    gamma = ScriptedProvider(ServedModel(store), vouching.identity("gamma"), identities.authority)
+    vouching.identity("own", operator=federation.helpers[0].operator)
+
+    def says(name: str, port: int) -> bytes:
+        return vouching.says(name, layers="1", address=("127.0.0.1", port), model_digest=federation.model_digest)
+
+    lists.show(says("gamma", gamma.port), says("own", 9))
+    path = federation_file(federation)
+    where = {"addresses": [lists.address], "authority": str(vouching.authority.certificate)}
+    path.write_text("\n".join([path.read_text(), "[registry]", *(f"{k} = {json.dumps(v)}" for k, v in where.items())]))
+    prepare(WeightStore(llama), digest=federation.model_digest, columns=DEFAULT_COLUMNS)
+    result = check(path)
+    assert result.exit_code == 0, result.output
+    assert "own, from a registry, is not taken on: " in result.output
+    assert "every layer is served in both directions; 12 products" in result.output
+    shown = CliRunner().invoke(federation_cli.app, ["top", "-f", str(path), "--once"], env={"COLUMNS": "250"})
+    assert shown.exit_code == 0, shown.output
+    assert "gamma AG" in shown.output
+    gamma.close()
+    result = check(path)
+    assert result.exit_code == 1
+    assert "cannot reach executor 'gamma'" in result.output
+    assert "layer 1 forward: nobody" in result.output
+
+
+def check(path: Path) -> Any:
+    return CliRunner().invoke(federation_cli.app, ["check", "-f", str(path), "--timeout", "20"], env={"COLUMNS": "250"})
+
+
+def test_the_command_prints_gaps_and_ends_with_status_1(
+    new_federation: NewFederation,
+    federation_file: Callable[[Federation], Path],
+    helper: ScriptedProvider,
+    half: Callable[[str], ScriptedProvider],
+    llama: Path,
+) -> None:
+    """With --model, by which keys are made; the second time they are there."""
+    first, second = half("0"), half("1")
+    path = federation_file(new_federation([first], [helper]))
+    arguments = ["check", "-f", str(path), "--timeout", "20", "--model", str(llama)]
+    result = CliRunner().invoke(federation_cli.app, arguments, env={"COLUMNS": "250"})
+    assert result.exit_code == 1, result.output
+    for direction in DIRECTIONS:
+        assert f"layer 1 {direction}: nobody; list, start or mend an executor" in result.output
+    result = check(federation_file(new_federation([first, second], [helper])))
+    assert result.exit_code == 0, result.output
+    assert "every layer is served in both directions; 12 products are those of the pinned weights" in result.output
+    absent = dataclasses.replace(helper.peer("helper", name="absent"), port=1, certificate=first.certificate)
+    result = check(federation_file(new_federation([second], [helper, absent])))
+    assert result.exit_code == 1
+    assert "no pads without helper 'absent'" in result.output

@@ -1,0 +1,370 @@
+"""Executors from registries: whatever a registry says, in whatever order, it can deny service and nothing else."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from symbiosis_priv import certificates
+from symbiosis_priv.certificates import Kind, load_certificates
+from symbiosis_priv.descriptor import MAX_LIFETIME_S, newest, verify
+from symbiosis_priv.errors import CertificateError, ConfigError
+from symbiosis_priv.federation import Company, Federation, Peer, Registries
+from symbiosis_priv.revocation import revoke
+from symbiosis_priv.statements import CLOCK_TOLERANCE_S, MS
+from tenant import RemoteConfig
+from tenant.connect import open_backend
+from tenant.masking.registry import registered
+from tenant.routing.discovery import MAX_FOUND, Discovery, admitted, require_hidden_rows
+from tests.registries import LyingRegistry, registry_config
+from tests.vouching import DIGEST, Vouching
+
+NAMES = ("gamma", "delta", "epsilon")
+PORTS = {"gamma": 7001, "delta": 7002, "epsilon": 7003}
+
+
+@pytest.fixture(scope="module")
+def vouching(tmp_path_factory: pytest.TempPathFactory) -> Vouching:
+    return Vouching.in_folder(tmp_path_factory.mktemp("vouching"))
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Vouching:
+    """Another federation's authority, with executors of the same names."""
+    return Vouching.in_folder(tmp_path_factory.mktemp("stranger"))
+
+
+@pytest.fixture(scope="module")
+def federation(vouching: Vouching) -> Federation:
+    """A tenant's file: an executor, a helper of beta AG, and a registry that nobody runs."""
+    folder = vouching.folder / "pinned"
+
+    def pinned(name: str, role: str, port: int) -> Peer:
+        own = certificates.create_self_signed(folder, kind=Kind.PROVIDER, name=name)
+        assert role in ("executor", "helper")
+        return Peer(name, f"{name} AG", role, "localhost", port, own.certificate)  # type: ignore[arg-type]
+
+    return Federation(
+        model_digest=DIGEST,
+        weight_bits=10,
+        tenant_certificate=folder / "alice.pem",
+        tenant_key=folder / "alice.key",
+        peers=(pinned("alpha", "executor", 6001), pinned("beta", "helper", 6002)),
+        companies=(Company("Holding SE", members=("beta",), operators=("zeta AG",)),),
+        registries=Registries(("127.0.0.1:1",), vouching.authority.certificate),
+    )
+
+
+def says(vouching: Vouching, name: str, **changes: Any) -> bytes:
+    return vouching.says(name, **{"address": ("localhost", PORTS[name]), **changes})
+
+
+def discovery(federation: Federation, *, now: float) -> Discovery:
+    return Discovery(federation, clock=lambda: now)
+
+
+# What a registry may say
+
+
+def test_a_registry_can_deny_service_and_nothing_else(
+    federation: Federation, vouching: Vouching, stranger: Vouching
+) -> None:
+    """Forged, stale, repeated, reordered and withheld descriptors, in any rounds: whoever is taken on has said so
+    itself, is still saying so, and is an executor; nothing of the file changes, and nothing goes back in time."""
+    now = vouching.began / MS
+    old, new = ({"after_ms": 0, "layers": "0-1"}, {"after_ms": 1000, "layers": "2-3"})
+    genuine = [says(vouching, name, **change) for name in NAMES for change in (old, new)]
+    leaving = [says(vouching, "gamma", after_ms=2000, draining=True)]
+    useless = [
+        says(vouching, "delta", after_ms=3000, model_digest="sha256:" + "8" * 64),
+        says(vouching, "epsilon", after_ms=-3_600_000),
+        *(says(stranger, name, after_ms=9000) for name in NAMES),
+        genuine[0][:-1] + bytes([genuine[0][-1] ^ 1]),
+        b"",
+    ]
+    before = (federation.peers, federation.helpers, federation.pad_helpers)
+
+    @given(rounds=st.lists(st.lists(st.sampled_from(genuine + leaving + useless), max_size=8), max_size=5))
+    def lie(rounds: list[list[bytes]]) -> None:
+        found = discovery(federation, now=now)
+        heard: list[bytes] = []
+        last: dict[str, int] = {}
+        for listed in rounds:
+            found.hear(listed)
+            heard += [data for data in listed if data in genuine + leaving + useless[:1]]
+            truth = newest(verify(data, vouching.trust, now=None) for data in heard)
+            expected = {
+                (one.name, one.said.layers, one.operator, "executor")
+                for one in truth.values()
+                if not one.said.draining and one.said.model_digest == DIGEST
+            }
+            assert {(p.name, p.layers, p.operator, p.role) for p in found.update()} == expected
+            for one in truth.values():
+                assert last.get(one.key, 0) <= one.said.issued
+                last[one.key] = one.said.issued
+        assert (federation.peers, federation.helpers, federation.pad_helpers) == before
+
+    lie()
+
+
+@given(order=st.permutations(range(6)), repeats=st.lists(st.integers(0, 5), max_size=4))
+def test_order_and_repetition_make_no_difference(
+    federation: Federation, vouching: Vouching, order: list[int], repeats: list[int]
+) -> None:
+    """Also for two that claim one address, of whom the later one is there."""
+    ports = (7001, 7001, 7002, 7002, 7003, 7001)
+    everybody = [
+        vouching.said(f"x{number}", after_ms=number, address=("localhost", port)) for number, port in enumerate(ports)
+    ]
+    shown = newest(everybody[number] for number in [*order, *repeats])
+    found = admitted(federation, shown.values(), now=vouching.began / MS)
+    assert [peer.name for peer in found.executors] == ["x3", "x4", "x5"]
+    assert set(found.refused) == {"x0", "x1", "x2"}
+
+
+def test_an_older_one_does_not_come_back_after_the_newest_has_expired(
+    federation: Federation, vouching: Vouching
+) -> None:
+    """A long life is announced and then a short one: the registry waits until the short one is over."""
+    clock = [vouching.began / MS]
+    found = Discovery(federation, clock=lambda: clock[0])
+    long = says(vouching, "gamma", lifetime_s=float(MAX_LIFETIME_S))
+    assert not found.hear([long])
+    assert not found.hear([says(vouching, "gamma", after_ms=1, lifetime_s=1.0, draining=True)])
+    for hours in (0, 1, 12, 23):
+        clock[0] = vouching.began / MS + 3600 * hours
+        assert found.update() == ()
+        assert found.hear([long]).total() == 1
+    clock[0] += 3 * 3600
+    assert found.update() == ()
+    assert not found._newest  # forgotten, now that nothing older can be alive
+    assert found.hear([long]).total() == 1
+
+
+def test_an_executor_stays_until_its_last_word_expires(federation: Federation, vouching: Vouching) -> None:
+    clock = [vouching.began / MS]
+    changes: list[tuple[Peer, ...]] = []
+    found = Discovery(federation, clock=lambda: clock[0], changed=changes.append)
+    found.hear([says(vouching, "gamma", lifetime_s=600.0)])
+    assert [peer.name for peer in found.update()] == ["gamma"]
+    clock[0] += 600 + CLOCK_TOLERANCE_S - 1
+    assert len(found.update()) == 1
+    clock[0] += 2
+    assert found.update() == ()
+    assert [len(peers) for peers in changes] == [1, 0]  # told when it changes, and only then
+
+
+# Rules 8 and 11
+
+
+def test_nobody_takes_the_place_of_a_provider_of_the_file(federation: Federation, vouching: Vouching) -> None:
+    claims = {
+        "Alpha": {"address": ("localhost", 7001)},
+        "near": {"address": ("localhost", 6001)},
+        "same machine": {"address": ("127.0.0.1", 6002)},
+    }
+    for name, change in claims.items():
+        one = vouching.said(name.replace(" ", "-"), **change)
+        found = admitted(federation, [one], now=vouching.began / MS)
+        assert found.executors == ()
+        assert "a provider of the federation file has the same" in found.refused[one.name]
+
+
+def test_a_provider_of_the_file_that_announces_itself_keeps_its_entry(
+    federation: Federation, vouching: Vouching
+) -> None:
+    """Even its own new address is not taken from a registry: the tenant has pinned it by hand."""
+    said = vouching.said("listed", address=("localhost", 7001))
+    own = Peer("listed", "listed AG", "executor", "localhost", 6003, said.certificate)
+    helper = replace(own, role="helper")
+    for mine in (own, helper):
+        file = replace(federation, peers=(*federation.peers, mine))
+        found = admitted(file, [said], now=vouching.began / MS)
+        assert found.executors == ()
+        assert found.refused == {}
+
+
+def test_whoever_is_one_company_with_a_helper_is_refused(federation: Federation, vouching: Vouching) -> None:
+    for name, operator in (("q1", "beta AG"), ("q2", "BETA  ag"), ("q3", "Zeta AG"), ("q4", "Holding SE")):
+        vouching.identity(name, operator=operator)
+        for file in (federation, replace(federation, pad_helpers=1)):
+            found = admitted(file, [vouching.said(name)], now=vouching.began / MS)
+            assert found.executors == ()
+            assert "one company with a helper" in found.refused[name]
+
+
+@given(subset=st.sets(st.sampled_from(["q1", "q3", "gamma", "delta", "Alpha", "near"])))
+def test_whoever_is_taken_on_is_admissible_with_every_helper(
+    federation: Federation, vouching: Vouching, subset: set[str]
+) -> None:
+    for name, operator in (("q1", "beta AG"), ("q3", "Zeta AG")):
+        vouching.identity(name, operator=operator)
+    found = admitted(federation, [vouching.said(name) for name in subset], now=vouching.began / MS)
+    everybody = (*federation.peers, *found.executors)
+    for executor, helper in itertools.product(found.executors, federation.helpers):
+        assert not federation.one_company(executor, helper)
+    assert len({peer.name.casefold() for peer in everybody}) == len(everybody)
+    assert len({peer.key_fingerprint for peer in everybody}) == len(everybody)
+
+
+def test_there_is_a_bound(federation: Federation, vouching: Vouching) -> None:
+    said = [vouching.said(f"m{number}", address=("localhost", 8000 + number)) for number in range(MAX_FOUND + 3)]
+    found = admitted(federation, said, now=vouching.began / MS)
+    assert len(found.executors) == MAX_FOUND
+    assert len(found.refused) == 3
+
+
+def test_executors_that_nobody_chose_see_no_rows_in_clear(federation: Federation) -> None:
+    alone = replace(federation, registries=None)
+    for scheme in registered():
+        require_hidden_rows(scheme, alone)
+        if not scheme.roles:
+            continue
+        if scheme.name in ("pad", "local"):
+            require_hidden_rows(scheme, federation)
+        else:
+            with pytest.raises(ConfigError, match=r"remove \[registry\]"):
+                require_hidden_rows(scheme, federation)
+
+
+# Over the network
+
+
+@pytest.fixture
+def liars(vouching: Vouching) -> Iterator[list[LyingRegistry]]:
+    with (
+        LyingRegistry(registry_config(vouching)) as one,
+        LyingRegistry(registry_config(vouching, name="second")) as other,
+    ):
+        yield [one, other]
+
+
+def asking(federation: Federation, vouching: Vouching, *addresses: str) -> Federation:
+    return replace(federation, registries=Registries(addresses, vouching.authority.certificate))
+
+
+def now_says(vouching: Vouching, name: str) -> bytes:
+    return says(vouching, name, issued=round(MS * time.time()))
+
+
+def test_what_one_registry_withholds_another_one_shows(
+    federation: Federation, vouching: Vouching, liars: list[LyingRegistry], caplog: pytest.LogCaptureFixture
+) -> None:
+    gone = "127.0.0.1:1"
+    found = Discovery(asking(federation, vouching, liars[0].address, gone, liars[1].address))
+    liars[1].show(gamma := now_says(vouching, "gamma"))
+    with caplog.at_level(logging.INFO, "tenant.routing.discovery"):
+        assert [peer.name for peer in found.refresh()] == ["gamma"]
+        found.refresh()
+        liars[0].show(now_says(vouching, "delta"), gamma, b"rubbish")
+        liars[1].show()
+        assert [peer.name for peer in found.refresh()] == ["delta", "gamma"]
+    assert caplog.text.count(f"registry {gone} is of no use now") == 1
+    assert caplog.text.count("lists 1 of 3 in vain: it is malformed") == 1
+    assert found.executors == found.refresh()
+
+
+def test_it_asks_again_by_itself_until_it_is_closed(
+    federation: Federation, vouching: Vouching, liars: list[LyingRegistry]
+) -> None:
+    changes: list[tuple[Peer, ...]] = []
+    found = Discovery(asking(federation, vouching, liars[0].address), changed=changes.append, interval_s=0.02)
+    found.start()
+    liars[0].show(now_says(vouching, "gamma"))
+    deadline = time.monotonic() + 20
+    while not changes:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert found.close(timeout=20)
+    liars[0].show()
+    assert [len(peers) for peers in changes] == [1]
+
+
+def test_closing_does_not_wait_for_a_registry_that_says_nothing(federation: Federation, vouching: Vouching) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        found = Discovery(asking(federation, vouching, address), interval_s=0.01, deadline_s=60.0)
+        found.start()
+        connection, _ = silent.accept()  # it is being asked now
+        began = time.monotonic()
+        assert found.close(timeout=30)
+        assert time.monotonic() - began < 20
+        connection.close()
+
+
+def test_a_forked_child_lets_go_without_a_word(
+    federation: Federation, vouching: Vouching, liars: list[LyingRegistry]
+) -> None:
+    liars[0].show(now_says(vouching, "gamma"))
+    found = Discovery(asking(federation, vouching, liars[0].address), interval_s=3600.0)
+    found.start()
+    found.refresh()
+    child = os.fork()
+    if not child:
+        found.abandon()
+        own = Discovery(asking(federation, vouching, liars[0].address))
+        os._exit(0 if [peer.name for peer in own.refresh()] == ["gamma"] else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(found.refresh()) == 1
+    assert found.close(timeout=20)
+
+
+def test_a_revoked_executor_is_not_taken_on(federation: Federation, vouching: Vouching, tmp_path: Path) -> None:
+    revoked = tmp_path / "revoked.txt"
+    revoke(revoked, [vouching.identity("gamma").certificate])
+    file = replace(federation, registries=Registries(("r.example:1",), vouching.authority.certificate, revoked))
+    found = discovery(file, now=vouching.began / MS)
+    assert found.hear([says(vouching, "gamma"), says(vouching, "delta")]) == {"its certificate has been revoked": 1}
+    assert [peer.name for peer in found.update()] == ["delta"]
+    (peer,) = found.executors
+    revoke(revoked, [vouching.identity("delta").certificate])  # while it is being used
+    assert found.update() == ()
+    assert found.hear([says(vouching, "delta", after_ms=1)]) == {"its certificate has been revoked": 1}
+    revoked.unlink()  # nobody is forgiven by that
+    assert found.update() == ()
+    assert peer.pins == tuple(load_certificates(vouching.identity("delta").certificate))
+
+
+def test_without_an_authority_nothing_begins(federation: Federation, vouching: Vouching) -> None:
+    for path in (vouching.identity("gamma").certificate, vouching.folder / "missing.pem"):
+        with pytest.raises(CertificateError):
+            Discovery(replace(federation, registries=Registries(("r.example:1",), path)))
+
+
+@pytest.mark.parametrize("masking", ["none", "paper-pool"])
+def test_a_session_that_trusts_executors_does_not_open(
+    federation: Federation, vouching: Vouching, tmp_path: Path, masking: str
+) -> None:
+    """Before the checkpoint is read, and before anybody is asked for anything."""
+    alpha = federation.executors[0]
+    path = tmp_path / "federation.toml"
+    path.write_text(f"""
+[model]
+digest = "{DIGEST}"
+[tenant]
+certificate = "alice.pem"
+key = "alice.key"
+[registry]
+addresses = ["127.0.0.1:1"]
+authority = {json.dumps(str(vouching.authority.certificate))}
+[[provider]]
+name = "alpha"
+operator = "alpha AG"
+role = "executor"
+address = "localhost:6001"
+certificate = {json.dumps(str(alpha.certificate))}
+""")
+    with pytest.raises(ConfigError, match=r"remove \[registry\]"):
+        open_backend(RemoteConfig(federation=path, masking=masking), tmp_path)

@@ -1,0 +1,103 @@
+"""Breakers and costs, decision by decision: no sockets, and time that passes as a test says."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tenant.routing.health import Health, State
+
+
+def steady(jitter: float = 0.5) -> Health:
+    return Health(jitter=lambda: jitter)
+
+
+def test_every_failure_in_a_row_is_followed_by_a_longer_pause() -> None:
+    health, now, pauses = steady(), 0.0, []
+    for _ in range(12):
+        health.failed(now)
+        pauses.append(health.retry_at - now)
+        now = health.retry_at
+    assert pauses[:4] == pytest.approx([0.25, 0.5, 1.0, 2.0])
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == 30.0
+
+
+def test_failures_of_requests_that_were_lost_together_count_once() -> None:
+    health = steady()
+    assert health.failed(100.0)
+    pause = health.retry_at
+    assert not any(health.failed(100.0 + i / 1000) for i in range(8))
+    assert health.retry_at == pause
+
+
+@given(jitter=st.floats(0, 1, exclude_max=True))
+def test_pauses_are_jittered_by_half(jitter: float) -> None:
+    health = steady(jitter)
+    health.failed(0.0)
+    assert 0.125 <= health.retry_at <= 0.375
+
+
+def test_a_breaker_closes_with_the_answer_to_its_trial() -> None:
+    health = steady()
+    health.failed(0.0)
+    assert health.state is State.DOWN
+    health.greeted()
+    assert str(health.state) == "trial"
+    assert not health.failed(5.0)  # it never was up
+    assert health.retry_at == 5.5
+    health.greeted()
+    assert health.answered(6.0, seconds=0.1, size=10)
+    assert str(health.state) == "up"
+    assert health.failed(7.0)
+    assert health.retry_at == 7.25  # from the beginning
+
+
+def test_a_greeting_changes_nothing_for_who_is_up() -> None:
+    health = steady()
+    health.greeted()
+    assert health.state is State.UP
+
+
+@given(latency=st.floats(1e-4, 1.0), rate=st.floats(1e-9, 1e-6))
+def test_cost_is_latency_and_bytes(latency: float, rate: float) -> None:
+    health, large = steady(), 1 << 24
+    for now in range(8):
+        health.answered(float(now), seconds=latency, size=1000)
+        health.answered(float(now), seconds=latency + large * rate, size=large)
+    assert health.seconds_for(100) == pytest.approx(latency + 100 * rate, rel=1e-2)
+    assert health.seconds_for(large // 2) == pytest.approx(latency + large // 2 * rate, rel=1e-2)
+
+
+def test_a_cold_start_is_forgotten() -> None:
+    health = steady()
+    for now, seconds in enumerate((3.0, 0.01, 0.01)):
+        health.answered(float(now), seconds=seconds, size=100)
+    assert health.latency_s == pytest.approx(0.01)
+
+
+def test_patience_follows_what_was_measured_and_grows_with_every_failure() -> None:
+    health = steady()
+    unknown = health.patience_s(100)
+    assert unknown >= 2.0
+    assert health.patience_s(1 << 26) > 60.0  # a slow line may need so long for 64 MiB
+    for now in range(3):
+        health.answered(float(now), seconds=1.0, size=100)
+    known = health.patience_s(100)
+    assert known >= 8.0
+    health.failed(3.0)
+    assert health.patience_s(100) == pytest.approx(2 * known)
+    assert steady().patience_s(0) >= 2.0
+
+
+def test_cost_is_measured_again_after_a_while_and_seldom_where_that_is_dear() -> None:
+    quick, slow = steady(), steady()
+    assert quick.is_stale(0.0)
+    for now in range(3):
+        quick.answered(float(now), seconds=0.001, size=100)
+        slow.answered(float(now), seconds=1.0, size=100)
+    assert not quick.is_stale(11.9)
+    assert quick.is_stale(12.1)
+    assert not slow.is_stale(90.0)
+    assert slow.is_stale(103.0)

@@ -1,0 +1,154 @@
+"""Real sessions whose executors come from a registry that lies: exact results by those who are vouched for, or none."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import Tensor
+
+from symbiosis_priv import wire
+from symbiosis_priv.errors import UncoveredError
+from symbiosis_priv.federation import Registries
+from symbiosis_priv.ring import DIRECTIONS, FORWARD, quantise_rows
+from symbiosis_priv.statements import MS
+from symbiosis_priv.weights import WeightStore
+from tenant.facts import Preparation
+from tenant.session.options import SessionOptions
+from tenant.session.session import Session
+from tests.registries import LyingRegistry, registry_config
+from tests.vouching import Vouching
+
+if TYPE_CHECKING:
+    from tests.tenant.conftest import Heard, NewFederation, NewProvider, ScriptedProvider
+
+Frames = Callable[..., bytes]
+
+
+@pytest.fixture(scope="module")
+def vouching(tmp_path_factory: pytest.TempPathFactory) -> Vouching:
+    return Vouching.in_folder(tmp_path_factory.mktemp("vouching"))
+
+
+@pytest.fixture
+def liar(vouching: Vouching) -> Iterator[LyingRegistry]:
+    with LyingRegistry(registry_config(vouching)) as registry:
+        yield registry
+
+
+Open = Callable[[], Session]
+
+
+@pytest.fixture
+def opened(
+    vouching: Vouching,
+    liar: LyingRegistry,
+    new_federation: NewFederation,
+    helper: ScriptedProvider,
+    preparation: Preparation,
+) -> Iterator[Open]:
+    """`opened()`: a session with one pinned helper, and whatever executors the registry has."""
+    federation = replace(
+        new_federation([], [helper.peer("helper", name="beta", operator="beta AG")]),
+        registries=Registries((liar.address,), vouching.authority.certificate),
+    )
+    with ExitStack() as sessions:
+
+        def opened() -> Session:
+            session = Session(federation, preparation, options=SessionOptions(masking="pad", deadline_s=20.0))
+            sessions.callback(session.close)
+            return session
+
+        yield opened
+
+
+def says(vouching: Vouching, name: str, provider: ScriptedProvider, store: WeightStore, *, after_s: int = 0) -> bytes:
+    return vouching.says(
+        name,
+        address=("127.0.0.1", provider.port),
+        model_digest=store.manifest().digest,
+        layers=f"0-{store.manifest().layers[-1]}",
+        issued=round(MS * (time.time() + after_s)),
+    )
+
+
+def is_exact(session: Session, store: WeightStore) -> bool:
+    """Both directions of some layer groups, against the weights."""
+    for seed, (group, direction) in enumerate(itertools.product((0, 3, 8), DIRECTIONS)):
+        facts = session.preparation.facts[group]
+        rows = torch.randn(5, facts.inputs(direction), generator=torch.Generator().manual_seed(seed))
+        xq = quantise_rows(rows, facts.bounds[direction])[0]
+        weight = store.group(group).weight.to(torch.int64)
+        expected = (xq.to(torch.int64) @ (weight.t() if direction == FORWARD else weight)).to(torch.int32)
+        if not torch.equal(session.product(group, direction, xq), expected):
+            return False
+    return True
+
+
+def test_it_can_deny_service_and_nothing_else(
+    vouching: Vouching,
+    liar: LyingRegistry,
+    opened: Open,
+    new_provider: NewProvider,
+    helper: ScriptedProvider,
+    store: WeightStore,
+    tmp_path: Path,
+) -> None:
+    stranger = Vouching.in_folder(tmp_path)
+    good = new_provider(identity=vouching.identity("gamma"))
+    ally = new_provider(identity=vouching.identity("ally", operator="Beta  AG"))
+    foe = new_provider(identity=stranger.identity("gamma"))
+    impostor = new_provider(identity=vouching.identity("beta", operator="other AG"))
+    lies = [
+        says(stranger, "gamma", foe, store),
+        says(vouching, "ally", ally, store),
+        says(vouching, "beta", impostor, store),
+        says(vouching, "gamma", foe, store, after_s=-3600),  # stale: foe has got an address that was gamma's
+    ]
+    liar.show(*lies)
+    with pytest.raises(UncoveredError, match="nobody serves layers 0-1"):
+        opened().product(0, FORWARD, torch.zeros(1, 64, dtype=torch.int32))
+    assert not good.hellos
+    assert not helper.effects
+
+    honest = says(vouching, "gamma", good, store)
+    for listing in ([*lies, honest], [honest, *lies], [honest]):
+        liar.show(*listing)
+        session = opened()
+        assert is_exact(session, store)
+        liar.show(*lies)  # what is in use stays in use
+        assert is_exact(session, store)
+    assert good.executed
+    assert not any(heard.request for provider in (ally, foe, impostor) for heard in provider.heard)
+    assert not any(provider.hellos for provider in (ally, foe, impostor))
+
+
+def test_who_was_found_is_checked_like_anybody_else(
+    vouching: Vouching,
+    liar: LyingRegistry,
+    opened: Open,
+    new_provider: NewProvider,
+    store: WeightStore,
+    frames: Frames,
+) -> None:
+    """An executor that is vouched for and lies is asked no more after its first lie; another that was found goes on."""
+    one, other = (new_provider(identity=vouching.identity(name)) for name in ("gamma", "delta"))
+
+    def lie(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
+        answer[0, 0] += 1
+        return frames(reply, answer)
+
+    one.behaviour = lie
+    liar.show(says(vouching, "gamma", one, store), says(vouching, "delta", other, store))
+    session = opened()
+    assert is_exact(session, store)
+    assert [figures.name for figures in session.ledger().providers if figures.state == "quarantined"] == ["gamma"]
+    assert len(one.executed) == 1
+    assert other.executed

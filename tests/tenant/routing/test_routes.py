@@ -1,0 +1,289 @@
+"""Whom to ask: by coverage, admissibility, health and measured cost. No sockets; time passes as a test says."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from symbiosis_priv import wire
+from symbiosis_priv.errors import QuarantinedError
+from symbiosis_priv.federation import Company, Federation, Peer
+from tenant.connections.executor import LANES
+from tenant.routing.health import State
+from tenant.routing.route import Route
+from tenant.routing.routes import Routes
+from tenant.session.pieces import Pieces
+
+if TYPE_CHECKING:
+    from tests.tenant.conftest import Identities, NewFederation
+
+SMALL, LARGE = 1000, 1 << 24
+
+
+class Clock:
+    """Time that passes as a test says."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+NewRoutes = Callable[..., Routes]
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def peers(identities: Identities) -> Callable[[wire.Role, Sequence[str]], list[Peer]]:
+    """`peers(role, operators)`: one each."""
+    certificates = [identities.provider().certificate for _ in range(6)]
+    unused = iter(range(6))
+
+    def make(role: wire.Role, operators: Sequence[str]) -> list[Peer]:
+        return [
+            Peer(f"p{number}", operator, role, "127.0.0.1", 7000 + number, certificates[number])
+            for operator, number in zip(operators, unused, strict=False)
+        ]
+
+    return make
+
+
+@pytest.fixture
+def new_routes(
+    new_federation: NewFederation, peers: Callable[[wire.Role, Sequence[str]], list[Peer]], clock: Clock
+) -> NewRoutes:
+    """`new_routes(executors, helpers, pad_helpers=...)`: operators of each; everybody has said that it serves all."""
+
+    def make(executors: str, helpers: str = "", **options: object) -> Routes:
+        federation: Federation = new_federation(peers("executor", executors), peers("helper", helpers), **options)
+        routes = Routes(federation, with_helpers=bool(helpers), clock=clock)
+        for route in (*routes.executors, *routes.helpers):
+            hear(route)
+        return routes
+
+    return make
+
+
+def hear(route: Route, first: int = 0, end: int = 9) -> None:
+    route.welcome = wire.Welcome(
+        version=wire.VERSION, model_digest="", first_group=first, end_group=end, max_rows=100, max_payload=1 << 20
+    )
+
+
+def ask(routes: Routes, clock: Clock, cost: dict[str, float], *, size: int = SMALL, times: int = 1) -> Counter[str]:
+    """Ask so many times; an answer takes as many seconds as `cost` says. Who was asked how often."""
+    asked: Counter[str] = Counter()
+    for _ in range(times):
+        route = routes.choose(0, size, holders=())
+        assert route is not None
+        asked[route.peer.name] += 1
+        clock.now += cost[route.peer.name]
+        routes.answered(route, seconds=cost[route.peer.name], size=size)
+    return asked
+
+
+def test_few_rows_take_the_path_of_least_latency(new_routes: NewRoutes, clock: Clock) -> None:
+    routes = new_routes("ABC")
+    asked = ask(routes, clock, {"p0": 0.1, "p1": 0.001, "p2": 0.1}, times=1000)
+    assert asked["p1"] > 980
+    assert asked["p0"] >= 3
+    assert asked["p2"] >= 3
+
+
+@given(noise=st.lists(st.floats(0.85, 1.15), min_size=60, max_size=60))
+def test_a_little_noise_moves_nothing(noise: list[float]) -> None:
+    """Rows stay where they are unless another executor is clearly better."""
+    clock = Clock()
+    routes = bare_routes(clock, executors=2)
+    for _ in range(6):
+        ask(routes, clock, {"p0": 0.01, "p1": 0.01})
+    asked = Counter[str]()
+    for factor in noise:
+        asked += ask(routes, clock, {"p0": 0.01 * factor, "p1": 0.01 / factor})
+    assert max(asked.values()) == len(noise)
+
+
+def bare_routes(clock: Clock, *, executors: int) -> Routes:
+    """Without certificates: nothing is looked up in them here."""
+    nowhere = Path("nowhere")
+    peers = [Peer(f"p{n}", f"O{n}", "executor", "127.0.0.1", 7000 + n, nowhere) for n in range(executors)]
+    federation = Federation("sha256:0", 10, nowhere, nowhere, tuple(peers))
+    routes = Routes(federation, with_helpers=False, clock=clock)
+    for route in routes.executors:
+        hear(route)
+    return routes
+
+
+def test_who_becomes_slow_is_left_and_who_becomes_quick_is_found(new_routes: NewRoutes, clock: Clock) -> None:
+    routes = new_routes("AB")
+    cost = {"p0": 0.01, "p1": 0.05}
+    assert ask(routes, clock, cost, times=200)["p0"] > 190
+    cost["p0"] = 0.2
+    assert ask(routes, clock, cost, times=200)["p1"] > 180
+    cost["p0"] = 0.001
+    clock.now += 30.0
+    assert ask(routes, clock, cost, times=600)["p0"] > 300
+
+
+def test_one_who_failed_is_left_alone_until_greeted(new_routes: NewRoutes, clock: Clock) -> None:
+    routes = new_routes("AB")
+    ask(routes, clock, {"p0": 0.01, "p1": 0.01}, times=10)
+    first = routes.executors[0]
+    routes.failed(first, "lost")
+    assert ask(routes, clock, {"p1": 0.01}, times=5)["p1"] == 5
+    assert routes.to_greet() == []
+    clock.now += 1.0
+    assert routes.to_greet() == [first]
+    assert first.welcome is not None
+    routes.greeted(first, first.welcome)
+    trial = routes.choose(0, SMALL, holders=())
+    assert trial is first  # one request, and no other until that is answered
+    assert routes.choose(0, SMALL, holders=()) is not first
+    routes.answered(first, seconds=0.01, size=SMALL)
+    assert first.health.state is State.UP
+
+
+def test_a_single_one_is_asked_whatever_its_breaker_says(new_routes: NewRoutes) -> None:
+    routes = new_routes("A")
+    routes.failed(routes.executors[0], "lost")
+    assert routes.choose(0, SMALL, holders=()) is routes.executors[0]
+
+
+def test_only_who_serves_a_group_is_asked_for_it(new_routes: NewRoutes) -> None:
+    routes = new_routes("AB")
+    hear(routes.executors[0], 0, 4)
+    hear(routes.executors[1], 3, 7)
+    assert routes.able(2) == [routes.executors[0]]
+    assert len(routes.able(3)) == 2
+    assert routes.uncovered(9) == [7, 8]
+
+
+@given(
+    companies=st.lists(st.sampled_from("ABCD"), min_size=2, max_size=6),
+    executors=st.integers(1, 3),
+    k=st.integers(1, 3),
+    down=st.sets(st.integers(0, 5)),
+)
+def test_holders_are_of_k_companies_and_none_is_the_executors(
+    companies: list[str], executors: int, k: int, down: set[int]
+) -> None:
+    """Whoever is down; and if there are k, they are found."""
+    nowhere = Path("nowhere")
+    executors = min(executors, len(companies) - 1)
+    everybody = [
+        Peer(f"p{n}", company, "executor" if n < executors else "helper", "127.0.0.1", 7000 + n, nowhere)
+        for n, company in enumerate(companies)
+    ]
+    federation = Federation("sha256:0", 10, nowhere, nowhere, tuple(everybody), pad_helpers=k)
+    routes = Routes(federation, with_helpers=True, clock=Clock())
+    for number, route in enumerate((*routes.executors, *routes.helpers)):
+        hear(route)
+        if number in down:
+            routes.failed(route, "lost")
+    for executor in routes.executors:
+        holders = [route.peer.operator for route in routes.holders(0, executor)]
+        assert len(set(holders)) == len(holders)
+        assert executor.peer.operator not in holders
+        possible = {peer.operator for peer in federation.helpers} - {executor.peer.operator}
+        assert len(holders) == min(routes.helpers_per_pad, len(possible))
+        assert set(routes.able(0, [h.peer for h in routes.holders(0, executor)])) >= {executor}
+
+
+def test_holders_that_leave_more_executors_a_choice_are_preferred(new_routes: NewRoutes) -> None:
+    routes = new_routes("AB", "BC", pad_helpers=1)
+    assert [route.peer.operator for route in routes.holders(0)] == ["C"]
+    assert routes.can_replace(0, [routes.helpers[1].peer])  # by the other one, for the first executor
+    assert not routes.can_replace(0, [route.peer for route in routes.helpers])
+
+
+def test_a_company_is_more_than_an_operator(new_routes: NewRoutes) -> None:
+    routes = new_routes("AB", "CD", pad_helpers=1, companies=[Company("Holding", (), ("A", "C"))])
+    first = routes.executors[0]
+    assert [route.peer.operator for route in routes.holders(0, first)] == ["D"]
+    assert first not in routes.able(0, [routes.helpers[0].peer])
+
+
+def test_what_is_left_after_quarantines_must_make_a_product(new_routes: NewRoutes) -> None:
+    routes = new_routes("A", "BC", pad_helpers=1)
+    routes.check(0)
+    routes.quarantine(routes.helpers[0].peer)
+    routes.check(0)
+    routes.quarantine(routes.helpers[1].peer)
+    with pytest.raises(QuarantinedError, match="too many helpers"):
+        routes.check(0)
+    assert [figures.state for figures in routes.figures()] == ["up", "quarantined", "quarantined"]
+
+
+# Splitting
+
+
+class Piece:
+    size = LARGE
+
+
+def split(costs: Sequence[float], pieces: int) -> tuple[list[int], float]:
+    """Play pieces over executors that take `costs` seconds for each. How many each did, when the last one was done."""
+    routes = [Route(Peer(f"p{n}", "", "executor", "", 1, None)) for n in range(len(costs))]  # type: ignore[arg-type]
+    for route, cost in zip(routes, costs, strict=True):
+        for now in range(4):
+            route.health.answered(float(now), seconds=cost, size=LARGE)
+    seats = [n for n in range(len(costs)) for _ in range(LANES)]
+    queue = Pieces([Piece()] * pieces, [routes[n] for n in seats])  # type: ignore[list-item]
+    free_at = dict.fromkeys(range(len(seats)), 0.0)
+    done, end = [0] * len(costs), 0.0
+    while free_at:
+        seat = min(free_at, key=lambda seat: (free_at[seat], seat))
+        route = routes[seats[seat]]
+        if queue.take(route, picky=seat > 0) is None:
+            del free_at[seat]
+            continue
+        done[seats[seat]] += 1
+        free_at[seat] += costs[seats[seat]]
+        end = max(end, free_at[seat])
+    return done, end
+
+
+def test_pieces_go_by_speed() -> None:
+    done, _ = split([1.0, 3.0], 16)
+    assert sum(done) == 16
+    assert 11 <= done[0] <= 13
+
+
+@given(costs=st.lists(st.floats(0.1, 10.0), min_size=1, max_size=4), pieces=st.integers(1, 24))
+def test_nothing_is_left_and_a_slow_one_holds_up_nobody_for_long(costs: list[float], pieces: int) -> None:
+    """Against the time that the quickest one would take alone."""
+    costs = sorted(costs)
+    done, end = split(costs, pieces)
+    assert sum(done) == pieces
+    alone = -(-pieces // LANES) * costs[0]
+    assert end <= alone + 2 * costs[0] + 1e-9
+
+
+def test_each_piece_is_taken_once_by_many_threads() -> None:
+    route = Route(Peer("p", "", "executor", "", 1, None))  # type: ignore[arg-type]
+    pieces = [Piece() for _ in range(500)]
+    queue = Pieces(pieces, [route] * 8)  # type: ignore[arg-type]
+    taken: list[object] = []
+
+    def work() -> None:
+        while (piece := queue.take(route, picky=True)) is not None:
+            taken.append(piece)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert {id(piece) for piece in taken} == {id(piece) for piece in pieces}
+    assert len(taken) == 500

@@ -1,0 +1,536 @@
+"""Providers that come and go in the middle of products: always the same bits, or an error that says who was missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from symbiosis_priv import wire
+from symbiosis_priv.errors import DeadlineExceededError, ProviderError, UncoveredError, VerificationError
+from symbiosis_priv.federation import Company
+from symbiosis_priv.layers import LayerRange
+from symbiosis_priv.ring import DIRECTIONS, FORWARD, Direction, quantise_rows
+from symbiosis_priv.weights import WeightStore
+from tenant.facts import Preparation
+from tenant.session.session import Session
+
+if TYPE_CHECKING:
+    from tests.tenant.conftest import Behaviour, Heard, NewProvider, NewSession, ScriptedProvider
+
+QKV, OUT, MLP, DOWN = 0, 1, 2, 3
+Frames = Callable[..., bytes]
+
+
+def ring_rows(preparation: Preparation, index: int, direction: Direction, count: int, *, seed: int = 0) -> Tensor:
+    width = preparation.facts[index].inputs(direction)
+    rows = torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
+    return quantise_rows(rows, preparation.facts[index].bounds[direction])[0]
+
+
+def is_right(session: Session, store: WeightStore, index: int, direction: Direction, count: int, seed: int) -> bool:
+    """Whether a product has the bits of an undisturbed one."""
+    rows = ring_rows(session.preparation, index, direction, count, seed=seed)
+    weight = store.group(index).weight.to(torch.int64)
+    expected = (rows.to(torch.int64) @ (weight.t() if direction == FORWARD else weight)).to(torch.int32)
+    return torch.equal(session.product(index, direction, rows), expected)
+
+
+def all_right(session: Session, store: WeightStore, *, count: int = 3) -> bool:
+    """The same for every layer group in both directions."""
+    places = itertools.product(range(9), DIRECTIONS)
+    return all(is_right(session, store, *place, count, seed) for seed, place in enumerate(places))
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Late means after a fifth of a second."""
+    monkeypatch.setattr("tenant.routing.health._LEAST_PATIENCE_S", 0.2)
+    monkeypatch.setattr("tenant.routing.health._UNKNOWN_S", 0.02)
+
+
+# Executors
+
+
+def fails(how: str, provider: ScriptedProvider, frames: Frames) -> Behaviour:
+    """From now on."""
+
+    def behave(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
+        if how == "lost":
+            return None
+        if how == "late":
+            provider.closing.wait(20)
+            return None
+        if how == "lie":
+            answer[-1, 0] += 1
+            return frames(reply, answer)
+        return frames(wire.Failure(code=wire.ErrorCode(how), detail="not now"))
+
+    return behave
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("how", ["lost", "late", "busy", "stopping", "internal", "lie"])
+@pytest.mark.parametrize("masking", ["local", "pad"])
+def test_another_executor_gets_the_same_bytes(
+    new_provider: NewProvider,
+    new_session: NewSession,
+    store: WeightStore,
+    frames: Frames,
+    caplog: pytest.LogCaptureFixture,
+    how: str,
+    masking: str,
+) -> None:
+    first, second = new_provider(), new_provider()
+    session = new_session(masking, [first, second], [new_provider()] if masking == "pad" else [])
+    assert is_right(session, store, OUT, FORWARD, 3, 0)
+    failing, other = (first, second) if first.executed else (second, first)
+    failing.behaviour = fails(how, failing, frames)
+    with caplog.at_level(logging.INFO):
+        while len(failing.executed) < 2:  # products move to the other one only once this one is asked
+            assert is_right(session, store, MLP, FORWARD, 3, 1)
+    refused, replayed = failing.executed[-1], other.executed[-1]
+    assert refused.payload == replayed.payload
+    assert refused.request.nonce != replayed.request.nonce
+    assert all_right(session, store)
+    assert session.ledger().takeovers >= 1
+    assert f"executor '{other.peer('executor').name}' took over from executor 'executor {failing.port}'" in caplog.text
+
+
+@pytest.mark.parametrize("code", ["busy", "stopping"])
+def test_a_single_executor_is_asked_again_with_identical_requests(
+    executor: ScriptedProvider, new_session: NewSession, store: WeightStore, frames: Frames, code: str
+) -> None:
+    def busy(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
+        if len(executor.executed) < 4:
+            return frames(wire.Failure(code=wire.ErrorCode(code), detail="later"))
+        return frames(reply, answer)
+
+    executor.behaviour = busy
+    session = new_session("local", [executor])
+    assert is_right(session, store, OUT, FORWARD, 3, 0)
+    assert len({heard.header + heard.payload for heard in executor.executed}) == 1
+
+
+def test_a_connection_that_was_closed_between_requests_is_no_failure(
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore
+) -> None:
+    """As after a restart, or when a provider closes what has been idle."""
+    providers = [new_provider(), new_provider()]
+    session = new_session("local", providers)
+    for _ in range(3):
+        assert all_right(session, store)
+        for provider in providers:
+            provider.hang_up()
+    assert session.ledger().takeovers == 0
+
+
+def test_all_executors_are_away_and_one_comes_back(
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
+) -> None:
+    providers = [new_provider(), new_provider()]
+    session = new_session("local", providers)
+    assert all_right(session, store)
+    for provider in providers:
+        provider.behaviour = fails("lost", provider, frames)
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(is_right, session, store, OUT, FORWARD, 3, 0)
+        before = [len(provider.hellos) for provider in providers]
+        while any(len(p.hellos) < count + 2 for p, count in zip(providers, before, strict=True)):
+            time.sleep(0.01)  # both have been tried, and greeted again
+        providers[1].behaviour = lambda heard, reply, answer: frames(reply, answer)
+        assert waiting.result(20)
+
+
+@pytest.fixture
+def resentful(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has failed is left alone for longer than anything here takes."""
+    monkeypatch.setattr("tenant.routing.health._FIRST_PAUSE_S", 600.0)
+    monkeypatch.setattr("tenant.routing.health._LAST_PAUSE_S", 600.0)
+
+
+@pytest.mark.usefixtures("resentful")
+def test_who_is_back_is_asked_at_once_if_there_is_nobody_else(
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
+) -> None:
+    providers = [new_provider(), new_provider()]
+    session = new_session("local", providers, deadline_s=20.0)
+    assert all_right(session, store)
+    lost = iter(range(2))
+
+    def lose_two(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
+        return None if next(lost, None) is not None else frames(reply, answer)
+
+    for provider in providers:
+        provider.behaviour = lose_two
+    assert all_right(session, store)
+
+
+@pytest.mark.usefixtures("resentful", "impatient")
+def test_a_spare_helper_that_is_back_is_asked_when_the_other_one_goes(
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
+) -> None:
+    """The one that has failed before is greeted while the other one, away for good, is waited for."""
+    helpers = [new_provider(), new_provider()]
+    session = new_session("pad", [new_provider()], helpers, pad_helpers=1, pool_memory=0, deadline_s=20.0)
+    assert all_right(session, store)
+    first = helpers[len(helpers[1].effects) > len(helpers[0].effects)]
+    second = next(helper for helper in helpers if helper is not first)
+    first.behaviour = fails("lost", first, frames)
+    assert all_right(session, store)
+    first.behaviour = lambda heard, reply, answer: frames(reply, answer)
+    second.behaviour = fails("lost", second, frames)
+    assert all_right(session, store)
+
+
+def test_nobody_comes_back(new_provider: NewProvider, new_session: NewSession, store: WeightStore) -> None:
+    providers = [new_provider(), new_provider()]
+    session = new_session("local", providers, deadline_s=1.0)
+    assert all_right(session, store)
+    for provider in providers:
+        provider.close()
+    with pytest.raises(DeadlineExceededError, match=r"no answer from .* nor .* within 1 s .*Are they running\?"):
+        is_right(session, store, OUT, FORWARD, 3, 0)
+
+
+def test_who_is_refused_by_all_is_told_so(
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
+) -> None:
+    providers = [new_provider(), new_provider()]
+    for provider in providers:
+        provider.behaviour = fails("internal", provider, frames)
+    session = new_session("local", providers)
+    with pytest.raises(ProviderError, match="answered internal: not now"):
+        is_right(session, store, OUT, FORWARD, 3, 0)
+
+
+def test_two_liars_of_three(
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
+) -> None:
+    """Each of them is caught at its first lie."""
+    providers = [new_provider() for _ in range(3)]
+    for provider in providers[:2]:
+        provider.behaviour = fails("lie", provider, frames)
+    session = new_session("pad", providers, [new_provider()])
+    assert all_right(session, store)
+    assert [len(provider.executed) for provider in providers[:2]] == [1, 1]
+    assert session.ledger().answers_rejected == 2
+
+
+@pytest.mark.parametrize("role", ["executor", "helper"])
+def test_who_lies_seldom_is_caught_at_the_first_lie(
+    new_provider: NewProvider,
+    new_session: NewSession,
+    store: WeightStore,
+    frames: Frames,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    role: str,
+) -> None:
+    """One answer in fifty: it is named in the log, hears nothing more, and no bit has changed."""
+    monkeypatch.setattr("tenant.routing.health._STALE_S", 0.0)  # whoever is listed first is measured again and again
+    monkeypatch.setattr("tenant.routing.health._STALE_TIMES", 0.0)
+    liar, other = new_provider(), new_provider()
+
+    def lie_seldom(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
+        if len(liar.heard) == 50:
+            answer[-1, -1] ^= 1
+        return frames(reply, answer)
+
+    liar.behaviour = lie_seldom
+    if role == "executor":
+        session = new_session("pad", [liar, other], [new_provider()])
+    else:
+        session = new_session("pad", [new_provider()], [liar, other], pad_helpers=1, pool_memory=0)
+        session.routes.helpers[1].health.answered(0.0, seconds=9.0, size=1)  # the slower one, so that the liar is asked
+    for seed in range(80):
+        assert is_right(session, store, OUT, FORWARD, 2, seed)
+    assert len(liar.heard) == 50
+    assert f"provider {role} {liar.port} is quarantined" in caplog.text
+    assert session.ledger().answers_rejected == 1
+
+
+def test_an_executor_that_is_away_at_the_start_joins_later(
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
+) -> None:
+    here, later = new_provider(), new_provider()
+    later.refuse_connections = True
+    session = new_session("local", [later, here])
+    assert all_right(session, store)
+    assert not later.hellos
+    later.refuse_connections = False
+    here_first = len(here.executed)
+    while not later.executed:
+        assert is_right(session, store, OUT, FORWARD, 1, 0)
+    assert len(here.executed) > here_first
+
+
+# Layers
+
+
+@pytest.fixture
+def layer_store(store: WeightStore) -> Callable[[str], WeightStore]:
+    """The model, of which only some layers are served."""
+    return lambda layers: WeightStore(store.path, layers=LayerRange.parse(layers))
+
+
+def test_layers_split_over_executors(
+    new_provider: NewProvider,
+    new_session: NewSession,
+    store: WeightStore,
+    layer_store: Callable[[str], WeightStore],
+    frames: Frames,
+) -> None:
+    """Each is asked for its own alone; one that overlaps takes over."""
+    low, high, both = new_provider(store=layer_store("0")), new_provider(store=layer_store("1")), new_provider()
+    session = new_session("pad", [low, high, both], [new_provider()])
+    assert all_right(session, store)
+    assert {h.request.group for h in low.executed} <= set(range(4))
+    assert {h.request.group for h in high.executed} <= set(range(4, 9))
+    low.behaviour = fails("lost", low, frames)
+    assert all_right(session, store)
+
+
+def test_layers_that_nobody_serves_are_an_error_before_anything_is_sent(
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, layer_store: Callable[[str], WeightStore]
+) -> None:
+    low, gone = new_provider(store=layer_store("0")), new_provider(store=layer_store("1"))
+    gone.close()
+    session = new_session("pad", [low, gone], [helper := new_provider()], deadline_s=0.5)
+    with pytest.raises(UncoveredError, match=r"nobody serves layers 1 .*executor .* serves 0; executor .* not heard"):
+        is_right(session, store, QKV, FORWARD, 1, 0)
+    other = new_session("pad", [low], [helper])
+    with pytest.raises(UncoveredError, match="nobody serves layers 1"):
+        is_right(other, store, QKV, FORWARD, 1, 0)
+    assert low.executed == helper.effects == []
+
+
+# Coming and going
+
+
+def test_an_executor_joins_with_the_layers_that_were_missing(
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, layer_store: Callable[[str], WeightStore]
+) -> None:
+    low, high = new_provider(store=layer_store("0")), new_provider(store=layer_store("1"))
+    session = new_session("pad", [low], [new_provider()])
+    with pytest.raises(UncoveredError, match="nobody serves layers 1"):
+        is_right(session, store, QKV, FORWARD, 1, 0)
+    session.routes.update([high.peer("executor")])
+    assert all_right(session, store)
+    assert high.executed
+
+
+def test_the_last_one_of_some_layers_leaves_and_another_one_joins_while_it_is_waited_for(
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, layer_store: Callable[[str], WeightStore]
+) -> None:
+    low, high, next_high = (new_provider(store=layer_store(layers)) for layers in ("0", "1", "1"))
+    session = new_session("pad", [low], [new_provider(), new_provider()], pad_helpers=1, pool_memory=0)
+    session.routes.update([high.peer("executor")])
+    assert all_right(session, store)
+    session.routes.update([])
+    heard = len(high.heard)
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(is_right, session, store, 7, FORWARD, 3, 0)
+        assert not waiting.done()
+        session.routes.update([next_high.peer("executor")])
+        assert waiting.result(20)
+    assert all_right(session, store)
+    assert len(high.heard) == heard
+    assert all(figures.name != f"executor {high.port}" for figures in session.ledger().providers)
+
+
+def test_nobody_joins_who_is_a_party_already_or_a_helpers_company(
+    new_provider: NewProvider, executor: ScriptedProvider, new_session: NewSession, store: WeightStore
+) -> None:
+    helper, stranger = new_provider(), new_provider()
+    session = new_session("pad", [executor], [helper.peer("helper", operator="Beta")])
+    session.routes.update([helper.peer("executor", name="other"), stranger.peer("executor", operator=" beta")])
+    for _ in range(3):
+        assert all_right(session, store)
+    assert helper.executed == stranger.executed == []
+
+
+def test_layers_that_the_file_itself_leaves_out_are_an_error_at_once(
+    executor: ScriptedProvider, new_provider: NewProvider, new_session: NewSession
+) -> None:
+    """Before anybody is asked anything."""
+    low = dataclasses.replace(executor.peer("executor"), layers=LayerRange(0, 0))
+    with pytest.raises(UncoveredError, match=r"nobody serves layers 1 of this model, by the federation file.*serves 0"):
+        new_session("local", [low])
+    new_session("local", [low, new_provider()])  # who knows what that one serves
+    assert executor.hellos == []
+
+
+# Splitting large products
+
+
+def test_pieces_of_one_product_travel_over_all_replicas(
+    new_provider: NewProvider,
+    new_session: NewSession,
+    store: WeightStore,
+    frames: Frames,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No answer comes before four pieces are here, two at each replica."""
+    monkeypatch.setattr("tenant.routing.health.Health.seconds_for", lambda self, size: 1e-3)  # equally fast
+    providers = [new_provider(), new_provider()]
+    all_here = threading.Barrier(4)
+    session = new_session("pad", providers, [new_provider()], piece_bytes=1024)
+    assert all_right(session, store)
+
+    def answer_when_all_are_here(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
+        all_here.wait(20)
+        return frames(reply, answer)
+
+    for provider in providers:
+        provider.heard.clear()
+        provider.behaviour = answer_when_all_are_here
+    assert is_right(session, store, MLP, FORWARD, 80, 7)
+    assert sum(len(provider.executed) for provider in providers) == 8
+
+
+def test_a_replica_that_is_lost_in_the_middle_of_a_large_product(
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
+) -> None:
+    providers = [new_provider(), new_provider()]
+    session = new_session("pad", providers, [new_provider()], piece_bytes=1024)
+    assert all_right(session, store)
+
+    def leave(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
+        providers[0].refuse_connections = True
+        return None
+
+    providers[0].behaviour = leave
+    for seed in range(3):
+        assert is_right(session, store, MLP, FORWARD, 96, seed)
+
+
+# Helpers
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("how", ["lost", "late", "busy", "lie"])
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_pads_of_a_helper_that_fails_are_drawn_anew_elsewhere(
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames, k: int, how: str
+) -> None:
+    """The effect of a pad is the sum over its k helpers, whoever they are."""
+    executors, helpers = [new_provider(), new_provider()], [new_provider() for _ in range(k + 1)]
+    session = new_session("pad", executors, helpers, pad_helpers=k, pool_memory=0)
+    assert all_right(session, store)
+    asked: list[ScriptedProvider] = []  # the first of them fails from then on
+
+    def fail_if_first(helper: ScriptedProvider, *heard: Any) -> bytes | None:
+        asked.append(helper)
+        return fails(how, helper, frames)(*heard) if helper is asked[0] else frames(*heard[1:])
+
+    for helper in helpers:
+        helper.behaviour = functools.partial(fail_if_first, helper)
+    assert all_right(session, store, count=40)
+    assert session.ledger().pads_redrawn > 0
+    failing = asked[0]
+    if how == "lie":
+        assert session.ledger().answers_rejected == 1
+        heard = len(failing.heard)
+        assert all_right(session, store)
+        assert len(failing.heard) == heard
+    seeds = {h.request.seed for helper in helpers for h in helper.effects if isinstance(h.request, wire.Effect)}
+    assert len(seeds) <= k + 1
+    masked = [row.numpy().tobytes() for e in executors for h in e.executed for row in h.rows]
+    assert len(set(masked)) == len(masked)  # identical only where identical bytes were sent again: to nobody here
+
+
+def test_without_spares_a_helper_is_waited_for(
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
+) -> None:
+    """All listed helpers share every pad unless the federation says how many."""
+    helpers = [new_provider(), new_provider()]
+    session = new_session("pad", [new_provider()], helpers, pool_memory=0)
+    assert all_right(session, store)
+    failures = iter(range(3))
+
+    def lose_some(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
+        return None if next(failures, None) is not None else frames(reply, answer)
+
+    helpers[0].behaviour = lose_some
+    assert all_right(session, store)
+    assert session.ledger().pads_redrawn == 0
+    helpers[0].behaviour = fails("lie", helpers[0], frames)
+    with pytest.raises(VerificationError, match="an effect of provider"):
+        is_right(session, store, OUT, FORWARD, 1, 0)
+
+
+def test_a_company_with_both_roles_never_gets_a_row_under_its_own_pad(
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
+) -> None:
+    """Rows go on other pads when the only executor that is left belongs to a helper's company."""
+    first, second = new_provider(), new_provider()
+    one, other = new_provider(), new_provider()
+    executors = [first.peer("executor", name="first"), second.peer("executor", name="second")]
+    helpers = [one.peer("helper", name="one"), other.peer("helper", name="other")]
+    companies = [Company("Holding", ("second", "one"))]
+    session = new_session("pad", executors, helpers, companies=companies, pad_helpers=1, pool_memory=0)
+    assert all_right(session, store)
+    other.behaviour = fails("lost", other, frames)
+    assert all_right(session, store)
+    assert one.effects
+    other.behaviour = lambda heard, reply, answer: frames(reply, answer)
+    first.behaviour = fails("lost", first, frames)
+    assert all_right(session, store)
+    assert second.executed
+    assert not knows_both(second, one)
+
+
+def knows_both(executor: ScriptedProvider, helper: ScriptedProvider) -> bool:
+    """Whether a row that this executor was sent lies under a pad of this helper's seed, and of nobody else's."""
+    masks = {(h.request.group, h.request.direction): set[Any]() for h in helper.effects}
+    for heard in helper.effects:
+        masks[heard.request.group, heard.request.direction] |= {row.numpy().tobytes() for row in heard.rows}
+    for heard in executor.executed:
+        for mask in masks.get((heard.request.group, heard.request.direction), ()):
+            rest = heard.rows - torch.frombuffer(bytearray(mask), dtype=torch.int32)
+            if bool((rest.abs().max(dim=1).values < 1 << 24).any()):  # by chance: below 2^-400
+                return True
+    return False
+
+
+@pytest.mark.usefixtures("impatient")
+def test_many_threads_while_everybody_fails_now_and_then(
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
+) -> None:
+    """Every product is right, and nothing counts as being asked when all is done."""
+    executors, helpers = [new_provider() for _ in range(3)], [new_provider() for _ in range(3)]
+    chances = itertools.cycle([False] * 6 + [True])
+
+    def stumble(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
+        if not next(chances):
+            return frames(reply, answer)
+        if heard.request.rows % 2:
+            return None
+        return frames(wire.Failure(code=wire.ErrorCode.BUSY, detail="not now"))
+
+    for provider in (*executors, *helpers):
+        provider.behaviour = stumble
+    session = new_session("pad", executors, helpers, pad_helpers=2, piece_bytes=4096)
+
+    def work(seed: int) -> bool:
+        return is_right(session, store, seed % 9, DIRECTIONS[seed % 2], 1 + seed % 40, seed)
+
+    with ThreadPoolExecutor(6) as threads:
+        assert all(threads.map(work, range(90)))
+    assert [route.in_flight for route in session.routes.executors] == [0, 0, 0]
+    ledger = session.ledger()
+    assert ledger.products == 90
+    assert ledger.answers_rejected == 0
+    assert ledger.takeovers > 0
+    assert sum(figures.requests for figures in ledger.providers) > 90

@@ -1,0 +1,855 @@
+"""Sessions against providers that lie, vanish and have limits: exact answers, or none."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from symbiosis_priv import testing, wire
+from symbiosis_priv.errors import (
+    DeadlineExceededError,
+    ProtocolError,
+    ProviderError,
+    QuarantinedError,
+    RoleConflictError,
+    SymbiosisError,
+    VerificationError,
+)
+from symbiosis_priv.federation import Peer
+from symbiosis_priv.ring import BACKWARD, DIRECTIONS, FORWARD, Direction, quantise_rows
+from symbiosis_priv.weights import WeightStore
+from tenant.backend import RingBackend
+from tenant.facts import Preparation
+from tenant.preparation import prepare
+from tenant.session.session import Session
+from tenant.verifier import BlameKeys
+
+if TYPE_CHECKING:
+    from tests.tenant.conftest import Behaviour, Heard, NewFederation, NewProvider, NewSession, ScriptedProvider, Tape
+
+QKV, OUT, MLP, DOWN, QKV_2, HEAD = 0, 1, 2, 3, 4, 8
+Lie = Callable[[random.Random, "Heard", wire.Result, Tensor], "tuple[wire.Message, Tensor] | None"]
+
+
+def product_of(store: WeightStore, index: int, direction: Direction, rows: Tensor) -> Tensor:
+    weight = store.group(index).weight.to(torch.int64)
+    return (rows.to(torch.int64) @ (weight.t() if direction == FORWARD else weight)).to(torch.int32)
+
+
+def ring_rows(preparation: Preparation, index: int, direction: Direction, count: int, *, seed: int = 0) -> Tensor:
+    """Quantised rows, as a backend hands them over."""
+    width = preparation.facts[index].inputs(direction)
+    rows = torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
+    return quantise_rows(rows, preparation.facts[index].bounds[direction])[0]
+
+
+def saying(frames: Callable[..., bytes], change: Callable[..., Any]) -> Behaviour:
+    """A provider that answers with `change(heard, reply, answer)`, or honestly where that is None."""
+
+    def behave(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
+        changed = change(heard, reply, answer)
+        return frames(*(changed or (reply, answer)))
+
+    return behave
+
+
+# Exact answers
+
+
+@pytest.mark.parametrize(("masking", "helpers"), [("none", 0), ("local", 0), ("pad", 1), ("pad", 2)])
+def test_every_scheme_is_exact(
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, masking: str, helpers: int
+) -> None:
+    preparation: Preparation
+    session: Session = new_session(masking, [new_provider()], [new_provider() for _ in range(helpers)])
+    preparation = session.preparation
+
+    @given(data=st.data(), index=st.sampled_from(range(9)), direction=testing.directions(), count=st.integers(1, 90))
+    @settings(max_examples=25, suppress_health_check=list(HealthCheck))
+    def exact(data: st.DataObject, index: int, direction: Direction, count: int) -> None:
+        facts = preparation.facts[index]
+        rows = data.draw(testing.float_rows(width=facts.inputs(direction), count=count))
+        xq, _ = quantise_rows(rows, facts.bounds[direction])
+        before = xq.clone()
+        assert torch.equal(session.product(index, direction, xq), product_of(store, index, direction, xq))
+        assert torch.equal(xq, before)
+
+    exact()
+    ledger = session.ledger()
+    assert ledger.answers_rejected == 0
+    assert ledger.answers_verified == ledger.rows > 0
+    assert ledger.pads_taken == (0 if masking == "none" else ledger.rows)
+    assert (ledger.effects_verified > 0) == (masking == "pad")
+
+
+def test_several_threads_may_share_a_session(
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, store: WeightStore
+) -> None:
+    session = new_session("pad", [executor], [helper])
+
+    def ask(seed: int) -> bool:
+        index, direction = seed % 9, DIRECTIONS[seed % 2]
+        rows = ring_rows(session.preparation, index, direction, 1 + seed % 7, seed=seed)
+        return torch.equal(session.product(index, direction, rows), product_of(store, index, direction, rows))
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(ask, range(40)))
+
+
+def test_products_of_several_threads_are_under_way_at_once(
+    executor: ScriptedProvider,
+    helper: ScriptedProvider,
+    new_session: NewSession,
+    store: WeightStore,
+    frames: Callable[..., bytes],
+) -> None:
+    """No answer comes before all four have been heard: whoever held a lock across the network would wait for ever."""
+    all_here = threading.Barrier(4)
+
+    def answer_when_all_are_here(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
+        all_here.wait(20)
+        return frames(reply, answer)
+
+    executor.behaviour = answer_when_all_are_here
+    session = new_session("pad", [executor], [helper])
+
+    def ask(seed: int) -> bool:
+        rows = ring_rows(session.preparation, seed, FORWARD, 2, seed=seed)
+        return torch.equal(session.product(seed, FORWARD, rows), product_of(store, seed, FORWARD, rows))
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(ask, range(4)))
+    assert len(executor.hellos) == 4
+    assert session.ledger().products == 4
+
+
+@pytest.mark.parametrize("limits", [{"max_rows": 8}, {"max_payload": 9 * 4 * 128}])
+@pytest.mark.parametrize("limited", ["executor", "helper"])
+def test_requests_are_split_to_the_smallest_limit(
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, limits: dict[str, int], limited: str
+) -> None:
+    small, large = new_provider(**limits), new_provider()
+    executor, helper = (small, large) if limited == "executor" else (large, small)
+    session = new_session("pad", [executor], [helper])
+    for seed in range(3):  # the later ones find pads that were drawn ahead
+        rows = ring_rows(session.preparation, QKV, FORWARD, 30, seed=seed)
+        assert torch.equal(session.product(QKV, FORWARD, rows), product_of(store, QKV, FORWARD, rows))
+    at_most = limits.get("max_rows", 9)
+    heard = small.executed + large.executed
+    assert sum(h.request.rows for h in heard) == 90
+    assert max(h.request.rows for h in heard) == at_most
+    assert max(h.request.rows for h in small.effects + large.effects) <= at_most
+
+
+def test_a_request_costs_one_round_trip(
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession
+) -> None:
+    session = new_session("pad", [executor], [helper])
+    for seed in range(5):
+        session.product(MLP, BACKWARD, ring_rows(session.preparation, MLP, BACKWARD, 12, seed=seed))
+    ledger = session.ledger()
+    assert ledger.executor_round_trips == ledger.products == len(executor.executed) == 5
+    assert ledger.rows == 60
+    assert ledger.bytes_to_executors == sum(len(h.header + h.payload) for h in executor.executed) + len(
+        wire.encode(executor.hellos[0])
+    )
+
+
+# Tampering
+
+
+def flip_bit(rng: random.Random, heard: Heard, reply: wire.Result, answer: Tensor) -> Any:
+    answer.view(-1)[rng.randrange(answer.numel())] ^= 1 << rng.randrange(31) if rng.random() < 0.97 else -(1 << 31)
+    return reply, answer
+
+
+def replace_row(rng: random.Random, heard: Heard, reply: wire.Result, answer: Tensor) -> Any:
+    row = answer[rng.randrange(len(answer))]
+    row.add_(torch.tensor([1 + rng.randrange(2**31 - 1) for _ in row], dtype=torch.int32))
+    return reply, answer
+
+
+def swap_rows(rng: random.Random, heard: Heard, reply: wire.Result, answer: Tensor) -> Any:
+    i, j = rng.sample(range(len(answer)), 2)
+    answer[[i, j]] = answer[[j, i]]
+    return reply, answer
+
+
+def off_by_little(rng: random.Random, heard: Heard, reply: wire.Result, answer: Tensor) -> Any:
+    answer.view(-1)[rng.randrange(answer.numel())] += rng.choice((-1, 1))
+    return reply, answer
+
+
+def high_valuation(rng: random.Random, heard: Heard, reply: wire.Result, answer: Tensor) -> Any:
+    """Multiples of 2^30, or of 2^31, in some entries: what a check modulo 2^32 sees least of."""
+    step = rng.choice((1 << 30, 1 << 31))
+    error = torch.tensor([step * rng.randrange(4) for _ in range(answer.numel())]).view(answer.shape)
+    error.view(-1)[rng.randrange(answer.numel())] = step
+    return reply, (answer.to(torch.int64) + error).to(torch.int32)
+
+
+def nothing_but_zeros(rng: random.Random, heard: Heard, reply: wire.Result, answer: Tensor) -> Any:
+    return reply, torch.zeros_like(answer)
+
+
+def another_binding(rng: random.Random, heard: Heard, reply: wire.Result, answer: Tensor) -> Any:
+    other: dict[str, Any] = {
+        "nonce": bytes(reversed(reply.nonce)),
+        "group": (reply.group + 4) % 8,
+        "direction": BACKWARD if reply.direction == FORWARD else FORWARD,
+        "arithmetic": "float",
+        "rows": reply.rows + 1,
+    }
+    name = rng.choice(list(other))
+    return msgspec.structs.replace(reply, **{name: other[name]}), answer
+
+
+def another_shape(rng: random.Random, heard: Heard, reply: wire.Result, answer: Tensor) -> Any:
+    shapes = (answer[1:], torch.cat([answer, answer[:1]]), answer[:, 1:], answer[:0], answer.view(-1)[:-1])
+    return reply, rng.choice(shapes)
+
+
+def another_message(rng: random.Random, heard: Heard, reply: wire.Result, answer: Tensor) -> Any:
+    digest = "sha256:" + 64 * "0"
+    messages = (
+        wire.Welcome(version=wire.VERSION, model_digest=digest, first_group=0, end_group=1, max_rows=1, max_payload=4),
+        wire.Hello(version=wire.VERSION, role="executor", model_digest=digest),
+    )
+    return rng.choice(messages), rng.choice((answer, answer[:0]))
+
+
+class Replay:
+    """Yesterday's answer: the whole of it, or its matrix under today's header."""
+
+    def __init__(self) -> None:
+        self.earlier: dict[tuple[Any, ...], tuple[wire.Result, Tensor]] = {}
+
+    def __call__(self, rng: random.Random, heard: Heard, reply: wire.Result, answer: Tensor) -> Any:
+        key = (type(heard.request), reply.group, reply.direction, reply.rows)
+        old = self.earlier.get(key)
+        self.earlier[key] = reply, answer
+        return old and (rng.choice((reply, old[0])), old[1])
+
+
+class WrongLayer:
+    """The right rows times the same layer's weights in the other block."""
+
+    def __init__(self, provider: ScriptedProvider) -> None:
+        self.provider = provider
+
+    def __call__(self, rng: random.Random, heard: Heard, reply: wire.Result, answer: Tensor) -> Any:
+        if reply.group == HEAD:
+            return reply, answer.roll(1, dims=1)
+        return reply, self.provider.product(heard, group=(reply.group + 4) % 8)
+
+
+LIES: tuple[Lie, ...] = (
+    flip_bit,
+    replace_row,
+    swap_rows,
+    off_by_little,
+    high_valuation,
+    nothing_but_zeros,
+    another_binding,
+    another_shape,
+    another_message,
+)
+
+
+class Liar:
+    """Draws one lie per answer and counts those that were told."""
+
+    def __init__(self, provider: ScriptedProvider, frames: Callable[..., bytes], *, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.lies: Sequence[Lie] = (*LIES, Replay(), WrongLayer(provider))
+        self.frames = frames
+        self.told = 0
+
+    def __call__(self, heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
+        truth = self.frames(reply, answer)
+        changed = self.rng.choice(self.lies)(self.rng, heard, reply, answer.clone())
+        lie = truth if changed is None else self.frames(*changed)
+        self.told += lie != truth
+        return lie
+
+
+def tell_lies(session: Session, store: WeightStore, liar: Liar, *, count: int) -> list[SymbiosisError]:
+    """Ask until `count` lies were told; every one of them must be an error, and every other answer right."""
+    rng = liar.rng
+    caught: list[SymbiosisError] = []
+    while liar.told < count:
+        index, direction = rng.randrange(9), rng.choice(DIRECTIONS)
+        rows = ring_rows(session.preparation, index, direction, rng.randrange(2, 5), seed=rng.getrandbits(32))
+        told = liar.told
+        try:
+            answer = session.product(index, direction, rows)
+        except (VerificationError, ProtocolError) as error:
+            caught.append(error)
+            session.routes.quarantined.keys.clear()  # every answer comes from a new liar
+        else:
+            assert liar.told == told, "a lie was believed"
+            assert torch.equal(answer, product_of(store, index, direction, rows))
+    assert len(caught) == liar.told == session.ledger().answers_rejected
+    return caught
+
+
+@pytest.fixture
+def seed() -> int:
+    """Another one in every run; pytest shows it when a test fails."""
+    seed = random.SystemRandom().getrandbits(32)
+    print("seed", seed)
+    return seed
+
+
+@pytest.mark.parametrize("masking", ["none", "pad"])
+def test_all_of_1000_tampered_answers_are_caught(
+    executor: ScriptedProvider,
+    helper: ScriptedProvider,
+    new_session: NewSession,
+    store: WeightStore,
+    frames: Callable[..., bytes],
+    masking: str,
+    seed: int,
+) -> None:
+    """By chance one passes with a probability below 2^-49."""
+    executor.behaviour = liar = Liar(executor, frames, seed=seed)
+    session = new_session(masking, [executor], [helper] if masking == "pad" else [])
+    tell_lies(session, store, liar, count=1000)
+
+
+def test_all_of_1000_tampered_effects_are_caught(
+    executor: ScriptedProvider,
+    helper: ScriptedProvider,
+    new_session: NewSession,
+    store: WeightStore,
+    frames: Callable[..., bytes],
+    seed: int,
+) -> None:
+    """Every pad is drawn on the spot, so that each product meets one lie."""
+    helper.behaviour = liar = Liar(helper, frames, seed=seed)
+    session = new_session("pad", [executor], [helper], pool_memory=0)
+    caught = tell_lies(session, store, liar, count=1000)
+    blamed = [error for error in caught if getattr(error, "provider", None) == f"helper {helper.port}"]
+    # An error of 2^31 convicts nobody once in 2^16 times. It could then be anybody's.
+    assert len(blamed) >= len(caught) - 4
+
+
+def test_a_lie_below_tls_is_caught_as_well(
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession
+) -> None:
+    class Tamper:
+        def sent(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None: ...
+
+        def received(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
+            if peer.role == "executor" and payload is not None:
+                payload[0, 0] ^= 1
+
+    session = new_session("pad", [executor], [helper], wiretap=Tamper())
+    with pytest.raises(VerificationError, match=r"an answer of provider 'executor .* for model.layers.0.*forward"):
+        session.product(QKV, FORWARD, ring_rows(session.preparation, QKV, FORWARD, 2))
+
+
+# What follows a lie
+
+
+def spoil(heard: Heard, reply: wire.Result, answer: Tensor) -> tuple[wire.Result, Tensor]:
+    answer[0, 0] += 1
+    return reply, answer
+
+
+def test_a_liar_is_quarantined_and_hears_no_more(
+    executor: ScriptedProvider,
+    helper: ScriptedProvider,
+    new_session: NewSession,
+    frames: Callable[..., bytes],
+) -> None:
+    executor.behaviour = saying(frames, spoil)
+    session = new_session("pad", [executor], [helper], pool_memory=0)
+    rows = ring_rows(session.preparation, OUT, FORWARD, 3)
+    with pytest.raises(VerificationError) as error:
+        session.product(OUT, FORWARD, rows)
+    assert error.value.provider == f"executor {executor.port}"
+    with pytest.raises(QuarantinedError, match="nothing more is sent"):
+        session.product(OUT, FORWARD, rows)
+    assert len(executor.executed) == len(helper.effects) == 1
+
+
+def half_the_ring(heard: Heard, reply: wire.Result, answer: Tensor) -> tuple[wire.Result, Tensor]:
+    answer[0, 0] ^= -(1 << 31)
+    return reply, answer
+
+
+def trust_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is convicted, as happens once in 2^16 times with an error of 2^31."""
+    monkeypatch.setattr(BlameKeys, "accepts", lambda *args, **kwargs: True)
+
+
+@pytest.mark.parametrize("masking", ["none", "local"])
+def test_without_a_helper_it_was_the_executor(
+    new_provider: NewProvider,
+    new_session: NewSession,
+    store: WeightStore,
+    frames: Callable[..., bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    masking: str,
+) -> None:
+    trust_everybody(monkeypatch)
+    first, second = new_provider(), new_provider()
+    first.behaviour = saying(frames, half_the_ring)
+    session = new_session(masking, [first, second])
+    for seed in range(2):
+        rows = ring_rows(session.preparation, DOWN, BACKWARD, 3, seed=seed)
+        assert torch.equal(session.product(DOWN, BACKWARD, rows), product_of(store, DOWN, BACKWARD, rows))
+    assert [h.payload for h in first.executed] == [second.executed[0].payload]
+    ledger = session.ledger()
+    assert (ledger.answers_rejected, ledger.answers_verified) == (1, 6)
+
+
+@pytest.mark.parametrize("liar", ["executor", "helper"])
+def test_where_nobody_is_convicted_all_are_suspects(
+    executor: ScriptedProvider,
+    helper: ScriptedProvider,
+    new_provider: NewProvider,
+    new_session: NewSession,
+    frames: Callable[..., bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    liar: str,
+) -> None:
+    trust_everybody(monkeypatch)
+    {"executor": executor, "helper": helper}[liar].behaviour = saying(frames, half_the_ring)
+    other = new_provider()
+    session = new_session("pad", [executor, other], [helper])
+    rows = ring_rows(session.preparation, OUT, FORWARD, 3)
+    with pytest.raises(VerificationError) as error:
+        session.product(OUT, FORWARD, rows)
+    assert error.value.provider == f"executor {executor.port} or helper {helper.port}"
+    with pytest.raises(QuarantinedError, match="nothing more is sent"):
+        session.product(OUT, FORWARD, rows)
+    assert [len(executor.executed), len(other.executed)] == [1, 0]
+
+
+@pytest.mark.parametrize("liars", [["executor"], ["second"], ["executor", "first"], ["first", "second"]])
+def test_liars_are_named_and_nobody_else(
+    executor: ScriptedProvider,
+    new_provider: NewProvider,
+    new_session: NewSession,
+    frames: Callable[..., bytes],
+    liars: list[str],
+) -> None:
+    """Of an executor and two helpers. Errors of 2^29, which the columns let pass once in 2^48 times."""
+
+    def little(heard: Heard, reply: wire.Result, answer: Tensor) -> tuple[wire.Result, Tensor]:
+        answer[1, 1] += 1 << 29
+        return reply, answer
+
+    parties = {"executor": executor, "first": new_provider(), "second": new_provider()}
+    for liar in liars:
+        parties[liar].behaviour = saying(frames, little)
+    helpers = [parties["first"], parties["second"]]
+    session = new_session("pad", [executor], helpers, pool_memory=0)
+    if liars == ["executor", "first"]:  # what one adds the other takes away: nothing is wrong, and nobody hurt
+        session.product(OUT, FORWARD, ring_rows(session.preparation, OUT, FORWARD, 3))
+        return
+    with pytest.raises(VerificationError) as error:
+        session.product(OUT, FORWARD, ring_rows(session.preparation, OUT, FORWARD, 3))
+    roles = {"executor": "executor", "first": "helper", "second": "helper"}
+    assert error.value.provider == " and ".join(f"{roles[liar]} {parties[liar].port}" for liar in liars)
+
+
+def test_nobody_is_asked_for_anything_until_it_is_settled_who_lied(
+    executor: ScriptedProvider,
+    helper: ScriptedProvider,
+    new_session: NewSession,
+    frames: Callable[..., bytes],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Orders for pads that are waiting when the lie is found leave only afterwards, and not at all to who lied."""
+    helper.behaviour = saying(frames, spoil)
+    session = new_session("pad", [executor], [helper], pool_memory=0)
+    source = session.runtime.source
+    assert source is not None
+    accepts = BlameKeys.accepts
+    heard: list[int] = []
+
+    def slowly(*args: Any, **kwargs: Any) -> bool:
+        if not heard:
+            source.draw(QKV, FORWARD, 1, ahead=True)
+            source.draw(MLP, FORWARD, 1, ahead=False)
+        heard.append(len(helper.effects))
+        return accepts(*args, **kwargs)
+
+    monkeypatch.setattr(BlameKeys, "accepts", slowly)
+    with pytest.raises(VerificationError, match="an effect of provider"):
+        session.product(OUT, FORWARD, ring_rows(session.preparation, OUT, FORWARD, 3))
+    session.close()  # whatever was ordered has gone out by now, or never will
+    assert heard == [1, 1]
+    assert [h.request.group for h in helper.effects if h.request.group == QKV] == []
+
+
+def test_a_lying_helper_is_quarantined_and_no_row_is_sent_under_its_pads(
+    executor: ScriptedProvider,
+    helper: ScriptedProvider,
+    new_provider: NewProvider,
+    new_session: NewSession,
+    frames: Callable[..., bytes],
+) -> None:
+    helper.behaviour = saying(frames, spoil)
+    session = new_session("pad", [executor], [new_provider(), helper])
+    rows = ring_rows(session.preparation, OUT, FORWARD, 3)
+    with pytest.raises(VerificationError, match="an effect of provider"):
+        session.product(OUT, FORWARD, rows)
+    before = len(executor.executed)
+    with pytest.raises(QuarantinedError, match=f"helper 'helper {helper.port}' is quarantined"):
+        session.product(OUT, FORWARD, rows)
+    assert len(executor.executed) == before
+
+
+def test_a_lying_helper_is_asked_for_nothing_that_was_ordered_ahead(
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, frames: Callable[..., bytes]
+) -> None:
+    """The first order ahead is still being answered when the lie is found; the others never leave."""
+    ahead, caught = threading.Event(), threading.Event()
+
+    def behave(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
+        if heard.request.rows > 1:  # a block for the pool
+            ahead.set()
+            caught.wait(20)
+        return frames(*spoil(heard, reply, answer) if heard.request.group == DOWN else (reply, answer))
+
+    helper.behaviour = behave
+    session = new_session("pad", [executor], [helper])
+    for index in (QKV, OUT, MLP):
+        session.product(index, FORWARD, ring_rows(session.preparation, index, FORWARD, 1))
+    assert ahead.wait(20)
+    with pytest.raises(VerificationError, match="an effect of provider"):
+        session.product(DOWN, FORWARD, ring_rows(session.preparation, DOWN, FORWARD, 1))
+    caught.set()
+    session.close()  # whatever was ordered has gone out by now, or never will
+    assert len([h for h in helper.effects if h.request.rows > 1]) == 1
+
+
+def test_a_quarantine_outlives_a_fork(
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Callable[..., bytes]
+) -> None:
+    """The child's connections are new; it opens none to whom its parent has caught."""
+    first, second = new_provider(), new_provider()
+    first.behaviour = saying(frames, spoil)
+    session = new_session("local", [first, second])
+    rows = ring_rows(session.preparation, OUT, FORWARD, 3)
+    session.product(OUT, FORWARD, rows)
+    session._begin_again()  # as a forked child does
+    assert torch.equal(session.product(OUT, FORWARD, rows), product_of(store, OUT, FORWARD, rows))
+    assert (len(first.hellos), len(second.hellos)) == (1, 2)
+
+
+def test_the_next_executor_may_take_fewer_rows(
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Callable[..., bytes]
+) -> None:
+    first, second = new_provider(), new_provider(max_rows=8)
+    first.behaviour = saying(frames, spoil)
+    session = new_session("local", [first, second])
+    rows = ring_rows(session.preparation, OUT, FORWARD, 20)
+    assert torch.equal(session.product(OUT, FORWARD, rows), product_of(store, OUT, FORWARD, rows))
+    assert first.executed[0].payload == b"".join(h.payload for h in second.executed)
+
+
+def test_the_next_executor_is_asked_for_the_same_bytes(
+    new_provider: NewProvider,
+    helper: ScriptedProvider,
+    new_session: NewSession,
+    store: WeightStore,
+    frames: Callable[..., bytes],
+) -> None:
+    first, second = new_provider(), new_provider()
+    first.behaviour = saying(frames, spoil)
+    session = new_session("pad", [first, second], [helper])
+    for seed in range(2):
+        rows = ring_rows(session.preparation, DOWN, BACKWARD, 3, seed=seed)
+        assert torch.equal(session.product(DOWN, BACKWARD, rows), product_of(store, DOWN, BACKWARD, rows))
+    assert len(first.executed) == 1
+    assert len(second.executed) == 2
+    assert first.executed[0].payload == second.executed[0].payload
+    assert first.executed[0].request.nonce != second.executed[0].request.nonce
+    assert session.ledger().answers_rejected == 1
+
+
+def test_keys_are_forgotten_after_a_lie(
+    executor: ScriptedProvider,
+    new_session: NewSession,
+    store: WeightStore,
+    tmp_path: Path,
+    frames: Callable[..., bytes],
+) -> None:
+    digest = store.manifest().digest
+    executor.behaviour = saying(frames, spoil)
+    prepared = prepare(store, digest=digest, columns=16, cache=tmp_path)
+    session = new_session("none", [executor], prepared=prepared)
+    (folder,) = (tmp_path / "tenant").iterdir()
+    keys = [folder / "keys.safetensors", folder / "blame.safetensors"]
+    before = [path.read_bytes() for path in keys]
+    with pytest.raises(VerificationError):
+        session.product(OUT, FORWARD, ring_rows(prepared, OUT, FORWARD, 1))
+    assert not any(path.exists() for path in keys)
+    prepare(store, digest=digest, columns=16, cache=tmp_path)
+    assert all(path.read_bytes() != old for path, old in zip(keys, before, strict=True))
+
+
+# Pieces
+
+
+@pytest.mark.parametrize(("masking", "helpers"), [("none", 0), ("local", 0), ("pad", 2)])
+def test_pieces_give_the_same_bits(
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, masking: str, helpers: int
+) -> None:
+    """Whatever limits, buckets and pads cut as well."""
+    executor = new_provider(max_rows=40)
+    session: Session = new_session(
+        masking, [executor], [new_provider() for _ in range(helpers)], piece_bytes=2048, row_bucket=5
+    )
+    for seed, count in enumerate((1, 3, 37, 80, 96)):
+        index, direction = seed % 9, DIRECTIONS[seed % 2]
+        rows = ring_rows(session.preparation, index, direction, count, seed=seed)
+        with torch.inference_mode(bool(seed % 2)):
+            got = session.product(index, direction, rows)
+        assert torch.equal(got, product_of(store, index, direction, rows))
+    sizes = [h.request.rows for h in executor.executed]
+    assert len(sizes) > 5
+    assert sum(sizes) == 5 + 5 + 40 + 80 + 100
+    assert max(sizes) <= 40
+    ledger = session.ledger()
+    assert ledger.answers_verified == sum(sizes)
+    assert len(executor.hellos) == 2
+    if masking != "none":
+        assert ledger.pads_taken == sum(sizes)
+        masked = torch.cat([h.rows[:, :8] for h in executor.executed])
+        assert len({row.numpy().tobytes() for row in masked}) == len(masked)  # by chance: below 2^-240
+
+
+def test_how_a_product_is_cut_depends_on_its_size_alone(executor: ScriptedProvider, new_session: NewSession) -> None:
+    session = new_session("none", [executor], piece_bytes=4096)
+    for scale in (0, 1, 1000):
+        session.product(MLP, FORWARD, ring_rows(session.preparation, MLP, FORWARD, 60, seed=scale) * (scale > 0))
+    sizes = [h.request.rows for h in executor.executed]
+    assert sorted(sizes) == [15] * 12
+
+
+def test_one_piece_is_on_its_way_while_another_is_multiplied(
+    executor: ScriptedProvider, new_session: NewSession, store: WeightStore, frames: Callable[..., bytes]
+) -> None:
+    """No answer comes before two pieces have been heard."""
+    both = threading.Barrier(2)
+
+    def answer_when_both_are_here(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
+        both.wait(20)
+        return frames(reply, answer)
+
+    executor.behaviour = answer_when_both_are_here
+    session = new_session("none", [executor], piece_bytes=4096)
+    rows = ring_rows(session.preparation, MLP, FORWARD, 60)
+    assert torch.equal(session.product(MLP, FORWARD, rows), product_of(store, MLP, FORWARD, rows))
+    assert len(executor.executed) == 4
+
+
+@pytest.mark.parametrize("liar", ["executor", "helper"])
+def test_two_wrong_pieces_at_once_accuse_nobody_else(
+    new_provider: NewProvider,
+    helper: ScriptedProvider,
+    new_session: NewSession,
+    store: WeightStore,
+    frames: Callable[..., bytes],
+    liar: str,
+) -> None:
+    """The second one to fail finds the keys gone that tell who lied (`forget_keys` deletes them)."""
+    first, second = new_provider(), new_provider()
+    both = threading.Barrier(2)
+
+    def lie(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
+        both.wait(20)
+        return frames(*spoil(heard, reply, answer))
+
+    if liar == "executor":
+        first.behaviour = lie
+    else:
+        helper.behaviour = saying(frames, spoil)
+    session = new_session("pad", [first, second], [helper], piece_bytes=4096 * 4)
+    rows = ring_rows(session.preparation, MLP, FORWARD, 60)
+    if liar == "executor":
+        assert torch.equal(session.product(MLP, FORWARD, rows), product_of(store, MLP, FORWARD, rows))
+        assert session.ledger().answers_rejected == 2
+        assert len(first.executed) == 2
+        assert {h.payload for h in first.executed} < {h.payload for h in second.executed}
+    else:
+        with pytest.raises(VerificationError, match="an effect of provider"):
+            session.product(MLP, FORWARD, rows)
+    with contextlib.suppress(QuarantinedError):
+        session.product(OUT, FORWARD, ring_rows(session.preparation, OUT, FORWARD, 1))
+    assert (session.routes.helpers[0].peer in session.routes.quarantined) == (liar == "helper")
+    assert (session.routes.executors[0].peer in session.routes.quarantined) == (liar == "executor")
+    assert session.routes.executors[1].peer not in session.routes.quarantined
+
+
+def test_after_a_piece_that_fails_no_other_begins(
+    executor: ScriptedProvider, new_session: NewSession, store: WeightStore, frames: Callable[..., bytes]
+) -> None:
+    failure = wire.Failure(code=wire.ErrorCode.INTERNAL, detail="out of order")
+    executor.behaviour = lambda *heard: frames(failure)
+    session = new_session("none", [executor], piece_bytes=4096)
+    rows = ring_rows(session.preparation, MLP, FORWARD, 60)
+    with pytest.raises(ProviderError, match="out of order"):
+        session.product(MLP, FORWARD, rows)
+    assert len(executor.executed) <= 2
+    executor.behaviour = lambda heard, reply, answer: frames(reply, answer)
+    assert torch.equal(session.product(MLP, FORWARD, rows), product_of(store, MLP, FORWARD, rows))
+
+
+# Away, full, closed
+
+
+def test_a_helper_that_is_away_for_a_moment_costs_nothing_but_time(
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, store: WeightStore
+) -> None:
+    session = new_session("pad", [executor], [helper])
+    for seed in range(4):
+        rows = ring_rows(session.preparation, QKV, FORWARD, 50, seed=seed)
+        assert torch.equal(session.product(QKV, FORWARD, rows), product_of(store, QKV, FORWARD, rows))
+        helper.hang_up()
+        executor.hang_up()
+
+
+@pytest.mark.parametrize("absent", ["executor", "helper"])
+def test_who_never_comes_back_is_given_up_within_the_deadline(
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, absent: str
+) -> None:
+    """Also with many pads on order: they are not waited for one after the other."""
+    deadline_s = 2.0
+    session = new_session("pad", [executor], [helper], deadline_s=deadline_s)
+    for index in range(9):  # leaves a full pool for each
+        session.product(index, FORWARD, ring_rows(session.preparation, index, FORWARD, 60))
+    {"executor": executor, "helper": helper}[absent].close()
+    started = time.monotonic()
+
+    def go_on() -> None:
+        nonlocal started
+        for index in (*range(9), *reversed(range(9))):  # empties the pools, then waits for the last one on order
+            started = time.monotonic()
+            session.product(index, FORWARD, ring_rows(session.preparation, index, FORWARD, 60))
+
+    with pytest.raises(DeadlineExceededError, match=r"within 2 s.*RemoteConfig\(deadline_s=\.\.\.\)"):
+        go_on()
+    assert time.monotonic() - started < 5 * deadline_s
+
+
+def test_closing_does_not_wait_for_who_is_away(
+    executor: ScriptedProvider,
+    helper: ScriptedProvider,
+    new_session: NewSession,
+    frames: Callable[..., bytes],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The helper answers once and then no more; what was ordered ahead is in flight when the session is closed, and
+    nobody is blamed for it."""
+    asked = threading.Event()
+
+    def answer_once(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
+        if len(helper.effects) > 1:
+            asked.set()
+            helper.closing.wait()
+            return None
+        return frames(reply, answer)
+
+    helper.behaviour = answer_once
+    session = new_session("pad", [executor], [helper], deadline_s=60.0)
+    session.product(QKV, FORWARD, ring_rows(session.preparation, QKV, FORWARD, 60))
+    assert asked.wait(20)
+    started = time.monotonic()
+    session.close()
+    assert time.monotonic() - started < 20
+    assert not [record for record in caplog.records if "has failed" in record.getMessage()]
+
+
+def test_a_refusal_is_told_in_the_providers_words(
+    executor: ScriptedProvider, new_session: NewSession, frames: Callable[..., bytes]
+) -> None:
+    failure = wire.Failure(code=wire.ErrorCode.INTERNAL, detail="out of order")
+    executor.behaviour = lambda *heard: frames(failure)
+    session = new_session("none", [executor])
+    with pytest.raises(ProviderError, match="answered internal: out of order"):
+        session.product(OUT, FORWARD, ring_rows(session.preparation, OUT, FORWARD, 1))
+
+
+def test_closing_fails_a_product_that_another_thread_waits_for(
+    executor: ScriptedProvider, new_session: NewSession
+) -> None:
+    asked = threading.Event()
+
+    def say_nothing(heard: Heard, reply: wire.Result, answer: Tensor) -> None:
+        asked.set()
+        executor.closing.wait()
+
+    executor.behaviour = say_nothing
+    session = new_session("local", [executor], deadline_s=60.0)
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(session.product, OUT, FORWARD, ring_rows(session.preparation, OUT, FORWARD, 1))
+        assert asked.wait(20)
+        session.close()
+        assert isinstance(waiting.exception(20), SymbiosisError)
+
+
+def test_a_backend_closes_itself_after_a_with_block(executor: ScriptedProvider, new_session: NewSession) -> None:
+    session = new_session("none", [executor])
+    rows = ring_rows(session.preparation, OUT, FORWARD, 1)
+    with RingBackend(session.preparation.facts, session) as backend:
+        backend.linear(OUT, FORWARD, rows.float())
+    with pytest.raises(SymbiosisError, match="closed; load the model again"):
+        session.product(OUT, FORWARD, rows)
+
+
+def test_a_closed_session_says_so(executor: ScriptedProvider, new_session: NewSession) -> None:
+    session = new_session("none", [executor])
+    rows = ring_rows(session.preparation, OUT, FORWARD, 1)
+    session.product(OUT, FORWARD, rows)
+    session.close()
+    session.close()
+    with pytest.raises(SymbiosisError, match="closed; load the model again"):
+        session.product(OUT, FORWARD, rows)
+
+
+def test_pad_needs_a_helper(executor: ScriptedProvider, new_session: NewSession) -> None:
+    with pytest.raises(RoleConflictError, match="masking = 'pad' needs"):
+        new_session("pad", [executor])
+
+
+def test_a_provider_of_another_model_is_refused(
+    new_provider: NewProvider,
+    gpt2_store: WeightStore,
+    preparation: Preparation,
+    new_session: NewSession,
+    tape: Tape,
+) -> None:
+    session = new_session("none", [new_provider(store=gpt2_store)], wiretap=tape)
+    with pytest.raises(ProtocolError, match="does not serve the pinned model"):
+        session.product(OUT, FORWARD, ring_rows(preparation, OUT, FORWARD, 1))
+    assert tape.frames == []
+
+
+def test_a_federation_of_one_operator_is_refused_before_anything_is_sent(
+    executor: ScriptedProvider, helper: ScriptedProvider, new_federation: NewFederation, new_session: NewSession
+) -> None:
+    peers = [executor.peer("executor", operator="One"), helper.peer("helper", operator=" one ")]
+    session = new_session("pad", peers[:1], peers[1:])
+    with pytest.raises(RoleConflictError, match="same operator"):
+        session.product(OUT, FORWARD, ring_rows(session.preparation, OUT, FORWARD, 1))
+    assert executor.hellos == helper.hellos == []

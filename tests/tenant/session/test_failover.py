@@ -54,7 +54,9 @@ def all_right(session: Session, store: WeightStore, *, count: int = 3) -> bool:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Late means after a fifth of a second."""
+    """Late means after a fifth of a second, and who was not asked for a tenth is measured anew."""
+    monkeypatch.setattr("tenant.routing.health._STALE_S", 0.1)
+    monkeypatch.setattr("tenant.routing.health._STALE_TIMES", 1.0)
     monkeypatch.setattr("tenant.routing.health._LEAST_PATIENCE_S", 0.2)
     monkeypatch.setattr("tenant.routing.health._UNKNOWN_S", 0.02)
 

@@ -9,10 +9,11 @@ and `tenant.connections.notices` may say what is being waited for.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -108,12 +109,12 @@ class Channel:
 
     def welcome(self) -> wire.Welcome:
         """The provider's limits; connects if need be."""
-        with self._lock:
+        with self._in_use():
             return self._persist(self._connect)
 
     def greet(self, *, deadline: float, since: float | None = None) -> wire.Welcome:
         """The same, tried once; see `attempt`."""
-        with self._lock:
+        with self._in_use():
             return self._once(self._connect, deadline, began=since)
 
     def request(self, message: wire.Execute | wire.Effect, payload: Tensor | None, *, outputs: int) -> Tensor:
@@ -132,7 +133,7 @@ class Channel:
             ProviderError: the provider refused.
             ProtocolError: the answer is malformed or answers another request.
         """
-        with self._lock:
+        with self._in_use():
             return self._persist(lambda deadline: self._round_trip(message, payload, outputs, deadline))
 
     def attempt(
@@ -154,7 +155,7 @@ class Channel:
             TransportError: the provider is away, busy or too slow; the same bytes may be sent again, to anybody.
             ProviderError, ProtocolError: as `request` says.
         """
-        with self._lock:
+        with self._in_use():
             return self._once(lambda until: self._round_trip(message, payload, outputs, until), deadline, began=since)
 
     def submit(self, message: wire.Execute | wire.Effect, payload: Tensor | None, *, outputs: int) -> Future[Tensor]:
@@ -168,9 +169,7 @@ class Channel:
         self.worker.stop()
         if (line := self._line) is not None:
             line.shut()
-        if self._lock.acquire(blocking=False):  # else the request in flight drops the connection as it fails
-            self._drop()
-            self._lock.release()
+        self.drop_if_idle()  # else the request in flight does, as it ends
 
     def drop_if_idle(self) -> None:
         """Forget a connection that nobody uses just now: the next request makes a new one."""
@@ -182,6 +181,13 @@ class Channel:
         """In a forked child: let go of the parent's connection without a byte on it. This channel is not used again."""
         self._closed.set()
         self._drop()
+
+    @contextlib.contextmanager
+    def _in_use(self) -> Iterator[None]:
+        with self._lock:
+            yield
+        if self._closed.is_set():  # while the answer was already here: `close` has found the lock taken
+            self.drop_if_idle()
 
     def _once(self, attempt: Callable[[float], T], deadline: float, *, began: float | None = None) -> T:
         self._began = time.monotonic() if began is None else began

@@ -26,7 +26,7 @@ from symbiosis_priv.errors import (
 )
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.weights import WeightStore
-from tenant.connections.channel import Channel, fresh_nonce
+from tenant.connections.channel import Channel, Wiretap, fresh_nonce
 from tenant.connections.notices import Notices
 
 if TYPE_CHECKING:
@@ -344,6 +344,21 @@ def test_closing_wakes_a_request_of_another_thread(executor: ScriptedProvider, c
     with pytest.raises(ConnectionLostError, match="closed on this side"):
         ask(channel)
     assert len(executor.hellos) == 1
+
+
+def test_closing_while_an_answer_is_already_here_leaves_no_connection_open(
+    executor: ScriptedProvider, connect: NewChannel
+) -> None:
+    class Closing(Wiretap):
+        def sent(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None: ...
+
+        def received(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
+            channel.close()
+
+    channel = connect(executor, wiretap=Closing())
+    request, payload = execute()
+    assert channel.request(request, payload, outputs=OUTPUTS).shape == (len(payload), OUTPUTS)
+    assert channel.line is None
 
 
 def test_a_certificate_that_is_not_pinned_is_refused_at_once(new_provider: NewProvider, connect: NewChannel) -> None:

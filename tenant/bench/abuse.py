@@ -72,7 +72,7 @@ class _Abuser:
     def ask(self, channel: Channel) -> None:
         """One large request."""
         request = _request(_ROWS)
-        channel.request(request, torch.ones(_ROWS, self.inputs, dtype=torch.int32), outputs=self.outputs)
+        channel.request(request, torch.ones(_ROWS, self.inputs, dtype=torch.int32, device="cpu"), outputs=self.outputs)
 
     @contextmanager
     def connected(self) -> Iterator[ssl.SSLSocket]:
@@ -194,7 +194,9 @@ class _Bench:
             deadline_s=_DEADLINE_S,
         )
         generator = torch.Generator().manual_seed(0)
-        self._row = torch.randint(-(1 << 31), 1 << 31, (1, self._inputs), generator=generator, dtype=torch.int64).int()
+        self._row = torch.randint(
+            -(1 << 31), 1 << 31, (1, self._inputs), generator=generator, dtype=torch.int64, device="cpu"
+        ).int()
         self._expected = self._ask()
         self._wrong = 0
 

@@ -107,8 +107,14 @@ class _Tenant:
             ).to(torch.int32)
             for width in sorted({width for shape in load.groups for width in shape})
         }
-        self._hidden = {width: torch.randn(asker.rows, width, generator=generator) for width in self._rows}
-        self._adapters = {width: torch.randn(width, asker.rank, generator=generator) for width in self._rows}
+        self._hidden = {
+            width: torch.randn(asker.rows, width, generator=generator, dtype=torch.float32, device="cpu")
+            for width in self._rows
+        }
+        self._adapters = {
+            width: torch.randn(width, asker.rank, generator=generator, dtype=torch.float32, device="cpu")
+            for width in self._rows
+        }
         self._alone: list[Tensor] = []
         self._answers = self._wrong = 0
 

@@ -119,7 +119,10 @@ def save_in_pieces(shape: Shape, folder: Path) -> int:
         layer = next((part for part in name.split(".") if part.isdecimal()), "other")
         files.setdefault(f"model-{layer}.safetensors", {})[name] = size
     for file, sizes in files.items():
-        tensors = {name: torch.randn(size, generator=generator).mul_(0.02).bfloat16() for name, size in sizes.items()}
+        tensors = {
+            name: torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").mul_(0.02).bfloat16()
+            for name, size in sizes.items()
+        }
         save_file(tensors, folder / file, metadata={"format": "pt"})
     index = {"metadata": {}, "weight_map": {name: file for file, sizes in files.items() for name in sizes}}
     (folder / "model.safetensors.index.json").write_bytes(msgspec.json.encode(index))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import selectors
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from symbiosis_priv.errors import DeadlineExceededError, SymbiosisError
 from symbiosis_priv.local import LocalFederation
 from tenant.bench import processes
+from tenant.bench.pipes import read_line
 from tenant.bench.worker import Cost, Setup, Task
 
 WHOLE = "whole"
@@ -159,16 +159,9 @@ class Tenant:
 
     def _answer(self, timeout_s: float) -> list[Cost]:
         assert self._process.stdout is not None
-        until, line = time.monotonic() + timeout_s, b""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._process.stdout, selectors.EVENT_READ)
-            while not line.endswith(b"\n"):
-                if not selector.select(max(0.0, until - time.monotonic())):
-                    raise DeadlineExceededError(f"no answer from {self._name!r} within {timeout_s:g} s")
-                part = os.read(self._process.stdout.fileno(), 1 << 16)
-                if not part:
-                    raise SymbiosisError(f"{self._name!r} has ended: {self._log.read_text(errors='replace')[-_TAIL:]}")
-                line += part
+        line = read_line(self._process.stdout, timeout_s=timeout_s, whose=repr(self._name))
+        if line is None:
+            raise SymbiosisError(f"{self._name!r} has ended: {self._log.read_text(errors='replace')[-_TAIL:]}")
         return msgspec.json.decode(line, type=list[Cost])
 
     def __enter__(self) -> Self:

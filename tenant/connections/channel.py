@@ -14,7 +14,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -157,10 +156,6 @@ class Channel:
         """
         with self._in_use():
             return self._once(lambda until: self._round_trip(message, payload, outputs, until), deadline, began=since)
-
-    def submit(self, message: wire.Execute | wire.Effect, payload: Tensor | None, *, outputs: int) -> Future[Tensor]:
-        """`request` on the channel's own thread, after what was submitted before."""
-        return self.worker.submit(self.request, message, payload, outputs=outputs)
 
     def close(self) -> None:
         """Close for good, without waiting: a request in flight in another thread fails. `worker` is the caller's to

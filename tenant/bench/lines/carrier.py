@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import selectors
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from symbiosis_priv.errors import ConfigError, DeadlineExceededError
+from symbiosis_priv.errors import ConfigError
 from tenant.bench.lines.condition import Condition
+from tenant.bench.pipes import read_line
 
 _ANSWER_S = 20.0
 
@@ -70,16 +68,9 @@ class Carrier:
 
     def _line(self) -> bytes:
         assert self._process.stdout is not None
-        until, line = time.monotonic() + _ANSWER_S, b""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._process.stdout, selectors.EVENT_READ)
-            while not line.endswith(b"\n"):
-                if not selector.select(max(0.0, until - time.monotonic())):
-                    raise DeadlineExceededError(f"no answer from the line's carrier within {_ANSWER_S:g} s")
-                part = os.read(self._process.stdout.fileno(), 1 << 16)
-                if not part:
-                    raise self._ended()
-                line += part
+        line = read_line(self._process.stdout, timeout_s=_ANSWER_S, whose="the line's carrier")
+        if line is None:
+            raise self._ended()
         return line
 
     def _ended(self) -> ConfigError:

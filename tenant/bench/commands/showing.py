@@ -1,0 +1,58 @@
+"""What is around every measurement: what is going on meanwhile, its figures on the screen and in a file."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+if TYPE_CHECKING:  # imports torch: not for --help
+    from tenant.bench.report import Row
+
+
+@contextmanager
+def measuring() -> Iterator[tuple[Path, Callable[[str], None]]]:
+    """A folder that is gone afterwards, and how to say what is going on."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    console = Console(stderr=True)
+    with (
+        tempfile.TemporaryDirectory(prefix="symbiosis-priv-bench-") as folder,
+        console.status("starting providers and tenants") as status,
+    ):
+        yield Path(folder), status.update
+
+
+def finish(benchmark: str, rows: Sequence[Row], json: Path | None) -> None:
+    """Show the figures, and write them."""
+    show(rows)
+    write(json, benchmark, rows)
+
+
+def show(rows: Sequence[Row]) -> None:
+    from rich.table import Table as Screen
+
+    from tenant.bench.markdown import Table
+
+    table = Table.of(rows)
+    lines = [table.headings, *table.rows]
+    if len(table.headings) > len(rows):  # figures below each other fit a terminal better
+        lines = list(map(list, zip(*lines, strict=True)))
+    screen = Screen(title=", ".join(f"{name} {value}" for name, value in table.shared.items()), title_justify="left")
+    for heading in lines[0]:
+        screen.add_column(heading, justify="right")
+    for cells in lines[1:]:
+        screen.add_row(*cells)
+    Console().print(screen)
+
+
+def write(path: Path | None, benchmark: str, rows: Sequence[Row]) -> None:
+    from tenant.bench import report as reports
+
+    if path is not None:
+        reports.write(path, reports.report(benchmark, rows))

@@ -3,7 +3,8 @@
     model = AutoModelForCausalLM.from_pretrained(path, quantization_config=RemoteConfig(federation="federation.toml"))
 
 Read in this order: `remote_linear` (where the model meets this package), `backend` (the arithmetic around a product),
-`session` (masked, verified products), `noise` (pads), `verifier`, `channel` (TLS). `hf` plugs into `from_pretrained`.
+`session` (masked, verified products), `noise` (pads), `verifier`, `connections.channel` (TLS). `hf` plugs into
+`from_pretrained`; `connect` goes from the user's options to a working backend.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from tenant.config import RemoteConfig
-    from tenant.hf import backend_of
+if TYPE_CHECKING:  # both import torch: see `__getattr__`
+    from tenant.hf import RemoteConfig, backend_of
 
 __all__ = ["RemoteConfig", "backend_of"]
 

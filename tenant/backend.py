@@ -1,7 +1,7 @@
 """How an offloaded layer group gets its product. `Backend.multiply` is the one seam that `RemoteLinear` calls.
 
 RingBackend       quantise -> exact integer product -> dequantise. The product comes from
-                    simulate.Simulation   the tenant's own copy, no network: the reference
+                    Simulation            the tenant's own copy, no network: the reference
                     session.Session       providers, masked and verified
 PaperPoolBackend  floats with reused Gaussian noise, as in the paper; weak, kept for comparison (masking.paper_pool)
 """

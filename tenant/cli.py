@@ -21,7 +21,7 @@ from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
 
 if TYPE_CHECKING:  # what imports torch is imported by the commands: not for --help
-    from tenant.config import RemoteConfig
+    from tenant.hf import RemoteConfig
     from tenant.quality import Likeness, Quality
     from tenant.training import Progress as OnProgress
 
@@ -208,8 +208,8 @@ def prepare(
     from symbiosis_priv.federation import load_federation
     from symbiosis_priv.weights import WeightStore
     from tenant import ledger as ledgers
-    from tenant.connect import progress_bar
     from tenant.preparation import prepare as prepare_model
+    from tenant.progress import progress_bar
     from tenant.slim import write_slim
     from tenant.verifier import DEFAULT_COLUMNS
 
@@ -251,11 +251,10 @@ def check(
     from symbiosis_priv.checkpoint import resolve
     from symbiosis_priv.discovery import architecture, load_config
     from tenant import quality
-    from tenant.config import RemoteConfig
-    from tenant.connect import progress_bar
     from tenant.corpus import load_examples
-    from tenant.hf import backend_of
+    from tenant.hf import RemoteConfig, backend_of
     from tenant.loading import is_language_model, load_model, load_tokenizer
+    from tenant.progress import progress_bar
 
     _quiet()
     kind = architecture(load_config(resolve(model)))
@@ -300,7 +299,7 @@ def _quiet() -> None:
 def _remote(
     federation: Path, masking: str, *, deadline_s: float, checkpoint: Path | None, status: Path | None
 ) -> RemoteConfig:
-    from tenant.config import RemoteConfig
+    from tenant.hf import RemoteConfig
 
     return RemoteConfig(
         federation=federation,

@@ -24,9 +24,8 @@ from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.federation import load_federation
 from symbiosis_priv.files import default_cache
 from symbiosis_priv.interrupts import Interrupts
-from tenant.config import RemoteConfig
 from tenant.corpus import NOT_LEARNED, Example, hold_out, load_examples
-from tenant.hf import backend_of
+from tenant.hf import RemoteConfig, backend_of
 from tenant.loading import load_language_model, load_tokenizer
 from tenant.output import RunRecord, check_output, last_checkpoint, read_record
 from tenant.session.tally import Ledger

@@ -15,7 +15,7 @@ from transformers import (
 
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.trust import vet_adapter
-from tenant.config import RemoteConfig
+from tenant.hf import RemoteConfig
 from tenant.loading import load_adapter, load_language_model, load_tokenizer
 
 

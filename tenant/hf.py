@@ -1,5 +1,7 @@
 """`from_pretrained` for a split model: only the tenant's tensors are loaded, frozen linears become `RemoteLayer`s.
 
+`RemoteConfig` is the one argument that turns a Hugging Face model into a split one; it finds its quantizer by name.
+
 transformers builds the model on the meta device and hands it to this quantizer before any weight is read. Their keys in
 the checkpoint are declared as expected leftovers, so that a full checkpoint and one without them load alike.
 """
@@ -8,27 +10,77 @@ from __future__ import annotations
 
 import logging
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
-from transformers.quantizers.auto import register_quantizer
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from symbiosis_priv.checkpoint import Checkpoint
 from symbiosis_priv.discovery import is_linear, widths
-from symbiosis_priv.errors import CheckpointError, SymbiosisError
+from symbiosis_priv.errors import CheckpointError, ConfigError, SymbiosisError
 from symbiosis_priv.trust import QUANT_METHOD, vet
 from tenant.backend import Backend
-from tenant.config import RemoteConfig
 from tenant.connect import open_backend
+from tenant.masking.registry import registered, scheme_named
+from tenant.masking.scheme import SessionScheme
 from tenant.offloaded import OffloadedParameter
+from tenant.options import Options
 from tenant.remote_linear import LayerGroup, RemoteConv1D, RemoteLayer, RemoteLinear
 
 log = logging.getLogger(__name__)
+
+
+@register_quantization_config(QUANT_METHOD)
+@dataclass(kw_only=True)
+class RemoteConfig(Options, QuantizationConfigMixin):
+    """How to split a model. Pass it as `quantization_config` to `from_pretrained`.
+
+    Its arguments are those of `Options`, keyword-only: `federation` (a path) and `masking` are those that matter.
+
+    Raises:
+        ConfigError: arguments that contradict each other, or are out of range.
+    """
+
+    quant_method: str = QUANT_METHOD  # type: ignore[assignment]  # by which transformers finds the quantizer
+
+    def __post_init__(self) -> None:
+        remote = bool(scheme_named(self.masking).roles)
+        alone = " or ".join(repr(scheme.name) for scheme in registered() if not scheme.roles)
+        if remote and self.federation is None:
+            raise ConfigError(
+                f"masking = {self.masking!r} needs federation = 'federation.toml' (masking = {alone} does not)"
+            )
+        if remote and self.weight_bits is not None:
+            raise ConfigError(f"weight_bits is for masking = {alone}; the federation file says it otherwise")
+        if self.status is not None and not isinstance(scheme_named(self.masking), SessionScheme):
+            raise ConfigError(f"status is for sessions with verified providers; masking = {self.masking!r} has none")
+        lowest = {"deadline_s": 0.1, "pool_memory_mib": 0, "row_bucket": 1, "verify_columns": 8, "paper_pool_size": 1}
+        for name, low in lowest.items():
+            if not getattr(self, name) >= low:
+                raise ConfigError(f"{name} = {getattr(self, name)} is below {low}")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteConfig:
+        """transformers copies its configurations; what is used must be the very object that the user passed."""
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """What may be written into a folder: a name. Paths, and who masks how, are the tenant's own business."""
+        return {"quant_method": self.quant_method}
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> NoReturn:
+        """Refused: transformers calls this with what a checkpoint's config.json says (rule 10)."""
+        raise CheckpointError(
+            f"a quantization_config of {QUANT_METHOD} comes from a folder, and a checkpoint does not decide how it is "
+            f"masked and verified; delete that entry from its config.json, and pass RemoteConfig(...) yourself"
+        )
 
 
 @register_quantizer(QUANT_METHOD)

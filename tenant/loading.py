@@ -21,7 +21,7 @@ from symbiosis_priv.checkpoint import resolve
 from symbiosis_priv.discovery import architecture, load_config
 from symbiosis_priv.errors import CheckpointError, SymbiosisError, UnsupportedModelError
 from symbiosis_priv.trust import on_this_machine, vet_adapter
-from tenant.config import RemoteConfig
+from tenant.hf import RemoteConfig
 
 _LISTED = 3  # names of missing tensors that an error quotes
 _NEXT_TOKEN = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from graphlib import TopologicalSorter
 from importlib.metadata import version
 from pathlib import Path
 
@@ -43,6 +44,29 @@ def imported(package: str) -> set[str]:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_imports_only_what_it_may(package: str) -> None:
     assert imported(package) & set(PACKAGES) - {package} <= MAY_IMPORT[package]
+
+
+def modules_it_imports(path: Path, modules: dict[str, Path]) -> set[str]:
+    """Modules of ours that one names, at its top, in a function or for types alone."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            within = {f"{node.module}.{alias.name}" for alias in node.names}
+            names.update(within & modules.keys() or {str(node.module)})
+    return names & modules.keys()
+
+
+def test_modules_do_not_import_each_other_in_a_circle() -> None:
+    """Neither with an import that waits for a call: then each can be read, and tested, after what it is made of."""
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+    }
+    order = TopologicalSorter({name: modules_it_imports(path, modules) for name, path in modules.items()})
+    assert len(tuple(order.static_order())) == len(modules)  # CycleError names a circle
 
 
 def test_every_import_is_a_declared_dependency() -> None:

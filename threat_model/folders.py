@@ -21,8 +21,7 @@ from transformers import AutoModelForCausalLM
 from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.trust import QUANT_METHOD
 from symbiosis_priv.weights import WeightStore
-from tenant.config import RemoteConfig
-from tenant.hf import backend_of
+from tenant.hf import RemoteConfig, backend_of
 from tenant.preparation import prepare
 from threat_model.lab import Lab
 

@@ -138,8 +138,8 @@ def _single(
 def _oracle(model: str | None, *, weight_bits: int, digest: str | None, seed: int) -> Oracle:
     from symbiosis_priv.checkpoint import resolve
     from symbiosis_priv.weights import WeightStore
-    from tenant.connect import progress_bar
     from tenant.preparation import prepare
+    from tenant.progress import progress_bar
     from tenant.verifier import DEFAULT_COLUMNS
     from threat_model.conformance import CheckpointOracle, PreparedOracle
 

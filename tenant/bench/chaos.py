@@ -31,8 +31,7 @@ from torch import Tensor
 from symbiosis_priv.local import LocalFederation
 from tenant.bench.contest import START_S, Shape
 from tenant.bench.report import Row
-from tenant.config import RemoteConfig
-from tenant.hf import backend_of
+from tenant.hf import RemoteConfig, backend_of
 from tenant.ledger import ledger_of
 from tenant.loading import load_model
 from tenant.session.tally import Ledger

@@ -15,8 +15,8 @@ from symbiosis_priv import wire
 from symbiosis_priv.manifest import GroupEntry
 from symbiosis_priv.ring import BACKWARD, FORWARD, Direction
 from tenant.connections.executor import LANES
+from tenant.parts import piece_rows
 from tenant.session.options import SessionOptions
-from tenant.session.parts import piece_rows
 
 
 @dataclass(frozen=True, kw_only=True)

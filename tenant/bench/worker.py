@@ -17,8 +17,7 @@ import msgspec
 import torch
 from peft import LoraConfig, get_peft_model
 
-from tenant.config import RemoteConfig
-from tenant.hf import backend_of
+from tenant.hf import RemoteConfig, backend_of
 from tenant.ledger import ledger_of, since
 from tenant.loading import load_model
 from tenant.session.tally import Ledger

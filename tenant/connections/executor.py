@@ -14,8 +14,8 @@ from tenant.connections.channel import Channel, fresh_nonce
 from tenant.connections.lanes import Lanes
 from tenant.facts import GroupFacts
 from tenant.noise import joined
+from tenant.parts import Part
 from tenant.routing.route import Route
-from tenant.session.parts import Part
 from tenant.worker import Worker
 
 LANES: Final = 2

@@ -19,7 +19,6 @@ from symbiosis_priv.checkpoint import resolve
 from symbiosis_priv.discovery import load_config
 from symbiosis_priv.federation import load_federation
 from symbiosis_priv.local import LocalFederation
-from tenant.config import RemoteConfig
 from tenant.corpus import hold_out, read_documents, to_blocks
 from tenant.demo.base_model import cached_base_model
 from tenant.demo.claims import Figures
@@ -27,7 +26,7 @@ from tenant.demo.tamper import rejected
 from tenant.demo.text import PRIVATE_PROMPT, private_text
 from tenant.finetune import FineTuned, FineTuning, finetune
 from tenant.generate import open_model
-from tenant.hf import backend_of
+from tenant.hf import RemoteConfig, backend_of
 from tenant.ledger import ledger_of, since
 from tenant.loading import load_adapter, load_model, load_tokenizer
 from tenant.preparation import prepare

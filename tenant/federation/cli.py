@@ -89,7 +89,7 @@ def _digest(model: str, weight_bits: int) -> str:
 
     from symbiosis_priv.checkpoint import resolve
     from symbiosis_priv.weights import WeightStore
-    from tenant.connect import progress_bar
+    from tenant.progress import progress_bar
 
     store = WeightStore(resolve(model), weight_bits=weight_bits)
     with progress_bar("quantising") as progress:
@@ -159,8 +159,8 @@ def _preparation(federation: Federation, model: str | None) -> Preparation | Non
     from symbiosis_priv.checkpoint import resolve
     from symbiosis_priv.errors import CheckpointError
     from symbiosis_priv.weights import WeightStore
-    from tenant.connect import progress_bar
     from tenant.preparation import prepare
+    from tenant.progress import progress_bar
     from tenant.verifier import DEFAULT_COLUMNS
 
     store = None if model is None else WeightStore(resolve(model), weight_bits=federation.weight_bits)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,11 +24,9 @@ from tenant.backend import Backend
 from tenant.connections.channel import Channel, Wiretap, fresh_nonce
 from tenant.connections.notices import Notices
 from tenant.facts import Preparation
-from tenant.masking.scheme import Scheme
+from tenant.masking.scheme import BackendScheme
 from tenant.noise import padded
-
-if TYPE_CHECKING:
-    from tenant.connect import Opening
+from tenant.opening import Opening
 
 WARNING = (
     "masking = 'paper-pool' reuses a few float noises that the executor knows: it can read every row "
@@ -37,7 +34,7 @@ WARNING = (
 )
 
 
-class PaperPool(Scheme):
+class PaperPool(BackendScheme):
     """Hides rows from no executor that looks (broken). Results are within a floating-point bound, and not verified."""
 
     name = "paper-pool"
@@ -49,16 +46,16 @@ class PaperPool(Scheme):
     verified = False
 
     def open(self, opening: Opening) -> Backend:
-        config = opening.config
+        options = opening.options
         return PaperPoolBackend(
             opening.federation,
             opening.preparation,
-            pool_size=config.paper_pool_size,
-            noise_scale=config.paper_noise_scale,
-            deadline_s=config.deadline_s,
-            row_bucket=config.row_bucket,
-            notices=Notices(option=config.option("deadline_s")),
-            wiretap=config.wiretap,
+            pool_size=options.paper_pool_size,
+            noise_scale=options.paper_noise_scale,
+            deadline_s=options.deadline_s,
+            row_bucket=options.row_bucket,
+            notices=Notices(option=options.option("deadline_s")),
+            wiretap=options.wiretap,
         )
 
 

@@ -7,15 +7,15 @@ from tenant.masking.local import Local
 from tenant.masking.none import NoMasking
 from tenant.masking.pad import OneTimePads
 from tenant.masking.paper_pool import PaperPool
-from tenant.masking.scheme import Scheme, SessionScheme
+from tenant.masking.scheme import BackendScheme, SessionScheme
 from tenant.masking.simulate import Simulate
 
-DEFAULT_MASKING = OneTimePads.name
+AnyScheme = SessionScheme | BackendScheme
 
-_schemes: dict[str, Scheme] = {}
+_schemes: dict[str, AnyScheme] = {}
 
 
-def register(scheme: Scheme) -> None:
+def register(scheme: AnyScheme) -> None:
     """Make a scheme known to `RemoteConfig`, to the threat model and to the README's table.
 
     Raises:
@@ -31,12 +31,12 @@ def unregister(name: str) -> None:
     del _schemes[name]
 
 
-def registered() -> tuple[Scheme, ...]:
+def registered() -> tuple[AnyScheme, ...]:
     """All of them, in the order in which they were registered."""
     return tuple(_schemes.values())
 
 
-def scheme_named(name: str) -> Scheme:
+def scheme_named(name: str) -> AnyScheme:
     """Look one up.
 
     Raises:

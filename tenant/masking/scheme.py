@@ -1,4 +1,4 @@
-"""What a masking scheme says about itself, and how it opens. `RemoteConfig`, the session, the threat model and the
+"""What a masking scheme says about itself, and what it does. `RemoteConfig`, the session, the threat model and the
 README's table ask here, so that no scheme's name is known anywhere but in its own module."""
 
 from __future__ import annotations
@@ -6,8 +6,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
+from symbiosis_priv.errors import ConfigError, RoleConflictError
+from symbiosis_priv.federation import Federation
 from symbiosis_priv.keystream import SessionSecret
 from symbiosis_priv.weights import WeightStore
 from symbiosis_priv.wire import Role
@@ -15,10 +17,8 @@ from tenant.backend import Backend
 from tenant.connections.helper import Helper
 from tenant.facts import GroupFacts
 from tenant.noise import EffectSource
+from tenant.opening import Opening
 from tenant.routing.route import Route
-
-if TYPE_CHECKING:
-    from tenant.connect import Opening
 
 Observer = Literal["executor", "helper", "all but a helper", "executor+helper"]
 """Who could read rows: one party, or several that pool what they have seen. Outsiders never can: TLS."""
@@ -53,6 +53,28 @@ class Scheme(ABC):
     def exact(self) -> bool:
         """Whether results are the reference's, bit for bit."""
         return self.error is None
+
+    def check(self, federation: Federation) -> None:
+        """Whether it keeps what it promises with these providers.
+
+        Raises:
+            RoleConflictError: it needs a helper, and there is none.
+            ConfigError: a registry may bring executors that it would show rows to, or whose answers it would believe.
+        """
+        if "helper" in self.roles and not federation.helpers:
+            raise RoleConflictError(
+                f"masking = {self.name!r} needs a [[provider]] with role = 'helper', run by another operator "
+                f"than the executor; masking = 'local' needs none"
+            )
+        if federation.registries is not None and not ("executor" in self.hides_from and self.verified):
+            raise ConfigError(
+                f"masking = {self.name!r} trusts every executor, and [registry] in the federation file finds some that "
+                f"you have not chosen: remove [registry], or choose masking = 'pad' or 'local'"
+            )
+
+
+class BackendScheme(Scheme):
+    """A scheme that goes a way of its own."""
 
     @abstractmethod
     def open(self, opening: Opening) -> Backend:
@@ -90,6 +112,3 @@ class SessionScheme(Scheme):
     @abstractmethod
     def effects(self, materials: Materials) -> EffectSource | None:
         """Where pads come from; None if rows go out as they are."""
-
-    def open(self, opening: Opening) -> Backend:
-        return opening.session(self)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from tenant.backend import Backend, RingBackend, Simulation
-from tenant.masking.scheme import Scheme
-
-if TYPE_CHECKING:
-    from tenant.connect import Opening
+from tenant.masking.scheme import BackendScheme
+from tenant.opening import Opening
 
 
-class Simulate(Scheme):
+class Simulate(BackendScheme):
     """Nothing leaves the machine, so there is nobody to hide from and no answer to verify."""
 
     name = "simulate"

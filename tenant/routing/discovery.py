@@ -5,7 +5,7 @@ descriptor counts if the federation's authority vouches for its executor and for
 it makes one more executor, and nothing else: masking, helpers, and the pins, addresses and roles of the providers in
 the file are the tenant's own (rules 10 and 11). Whatever executor is found this way answers under the same check of
 every product as any other one, and sees what the masking lets an executor see: nothing, or it is not asked at all
-(`require_hidden_rows`). So a registry that lies, withholds or repeats can deny service, and nothing else.
+(`Scheme.check`). So a registry that lies, withholds or repeats can deny service, and nothing else.
 
 Refused is what has anything in common with a provider of the file (rule 11: its own entry stands), and whoever is one
 company with a helper (rule 8), with any of them: an executor that could be asked under some pads only would be another
@@ -28,13 +28,12 @@ from typing import Final
 
 from symbiosis_priv.certificates import fingerprint
 from symbiosis_priv.descriptor import MAX_LIFETIME_S, Announced, verify
-from symbiosis_priv.errors import CertificateError, ConfigError, DescriptorError, SymbiosisError, one_line
+from symbiosis_priv.errors import CertificateError, DescriptorError, SymbiosisError, one_line
 from symbiosis_priv.federation import Federation, Peer, Traits, in_common, traits
 from symbiosis_priv.registry.client import RegistryClient
 from symbiosis_priv.revocation import load_revoked
 from symbiosis_priv.statements import CLOCK_TOLERANCE_S, MS, Trust
 from symbiosis_priv.tls import registry_client_context
-from tenant.masking.scheme import Scheme
 
 log = logging.getLogger(__name__)
 
@@ -44,16 +43,6 @@ INTERVAL_S: Final = 30.0
 DEADLINE_S: Final = 10.0
 
 _JITTER: Final = 0.2  # of a pause, so that tenants that started together do not stay together
-
-
-def require_hidden_rows(scheme: Scheme, federation: Federation) -> None:
-    """Raises `ConfigError` if executors may come from a registry that a masking scheme would show rows to, or whose
-    answers it would believe."""
-    if federation.registries is not None and not ("executor" in scheme.hides_from and scheme.verified):
-        raise ConfigError(
-            f"masking = {scheme.name!r} trusts every executor, and [registry] in the federation file finds some that "
-            f"you have not chosen: remove [registry], or choose masking = 'pad' or 'local'"
-        )
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from symbiosis_priv.errors import QuarantinedError, VerificationError
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.keystream import expand
 from tenant.facts import Preparation
+from tenant.parts import Part
 from tenant.routing.route import Route
 from tenant.routing.routes import Routes
-from tenant.session.parts import Part
 from tenant.session.tally import Tally
 from tenant.session.turn import Turn
 

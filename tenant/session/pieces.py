@@ -15,8 +15,8 @@ from concurrent.futures import wait
 import torch
 
 from tenant.connections.executor import LANES, Executor
+from tenant.parts import Part
 from tenant.routing.route import Route
-from tenant.session.parts import Part
 
 
 class Pieces:

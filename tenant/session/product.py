@@ -39,12 +39,12 @@ from symbiosis_priv.errors import (
 from symbiosis_priv.ring import Direction
 from tenant.facts import Preparation
 from tenant.noise import Pad, cut, is_lost
+from tenant.parts import Part, piece_rows
 from tenant.routing.route import Route
 from tenant.routing.routes import Routes
 from tenant.rows import Rows
 from tenant.session.blame import Blame
 from tenant.session.options import SessionOptions
-from tenant.session.parts import Part, piece_rows
 from tenant.session.pieces import share
 from tenant.session.runtime import Runtime
 from tenant.session.tally import Tally

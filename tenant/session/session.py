@@ -18,13 +18,12 @@ import weakref
 
 from torch import Tensor
 
-from symbiosis_priv.errors import RoleConflictError, SymbiosisError
+from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.federation import Federation
 from symbiosis_priv.ring import Direction
 from symbiosis_priv.weights import WeightStore
 from tenant.facts import Preparation
 from tenant.masking.registry import session_scheme
-from tenant.routing.discovery import require_hidden_rows
 from tenant.routing.greeting import check_expected
 from tenant.routing.routes import Routes
 from tenant.rows import RingRows, Rows
@@ -48,7 +47,7 @@ class Session:
         routes: who may be asked.
 
     Raises:
-        RoleConflictError: the scheme needs a helper, and there is none.
+        RoleConflictError, ConfigError: the scheme does not go with these providers (`Scheme.check`).
         UncoveredError: the federation file itself leaves layers of the model out.
     """
 
@@ -61,12 +60,7 @@ class Session:
         store: WeightStore | None = None,
     ) -> None:
         self._scheme = session_scheme(options.masking)
-        if "helper" in self._scheme.roles and not federation.helpers:
-            raise RoleConflictError(
-                f"masking = {options.masking!r} needs a [[provider]] with role = 'helper', run by another operator "
-                f"than the executor; masking = 'local' needs none"
-            )
-        require_hidden_rows(self._scheme, federation)
+        self._scheme.check(federation)
         check_expected(federation, preparation.manifest)
         self.preparation = preparation
         self.routes = Routes(federation, with_helpers="helper" in self._scheme.roles)

@@ -22,13 +22,13 @@ from typer.testing import CliRunner
 from symbiosis_priv.certificates import Identity, Kind, issue
 from symbiosis_priv.errors import CheckpointError, ConfigError, DeadlineExceededError
 from symbiosis_priv.local import LocalFederation
-from tenant import cli, connect
-from tenant.config import RemoteConfig
+from tenant import cli, progress
 from tenant.demo.base_model import Pretraining, make_base_model
 from tenant.demo.text import private_text
 from tenant.federation import cli as federation_cli
 from tenant.finetune import FineTuning, finetune
 from tenant.generate import Decoding, generate, open_model
+from tenant.hf import RemoteConfig
 from tenant.loading import load_tokenizer
 from tenant.output import last_checkpoint
 from tenant.session.published import read_status
@@ -220,7 +220,7 @@ def test_check_shows_how_far_it_is(model: Path, text: Path, monkeypatch: pytest.
     def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: seen.append((label, done, total))
 
-    monkeypatch.setattr(connect, "progress_bar", progress_bar)
+    monkeypatch.setattr(progress, "progress_bar", progress_bar)
     tenant("check", "--model", str(model), "--text", str(text), "--sequence-length", "32", "--blocks", "2")
     for label in ("ring, 10 bits", "bf16"):
         assert [(done, total) for name, done, total in seen if name == label] == [(1, 2), (2, 2)]

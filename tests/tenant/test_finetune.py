@@ -20,10 +20,10 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from symbiosis_priv.errors import CheckpointError, ConfigError, StorageError
-from tenant.config import RemoteConfig
 from tenant.demo.base_model import Pretraining, make_base_model
 from tenant.demo.text import private_text
 from tenant.finetune import FineTuned, FineTuning, finetune
+from tenant.hf import RemoteConfig
 from tenant.loading import load_adapter, load_model
 from tenant.output import last_checkpoint
 

@@ -17,7 +17,7 @@ from symbiosis_priv.errors import ConfigError, RoleConflictError
 from symbiosis_priv.ring import DIRECTIONS, FORWARD, RANGE, Bound, quantise_rows
 from symbiosis_priv.weights import WeightStore
 from tenant import RemoteConfig, cli
-from tenant.connect import Opening
+from tenant.connect import open_backend
 from tenant.facts import Preparation
 from tenant.masking.local import LocalSource
 from tenant.masking.registry import register, registered, scheme_named, session_scheme, unregister
@@ -66,10 +66,9 @@ def test_a_registered_scheme_works_everywhere_by_its_name(
     assert callable(federation_file)
     path = federation_file(new_federation([executor]))
     config = RemoteConfig(federation=path, masking="borrowed", cache=tmp_path / "cache", deadline_s=20)
-    opening = Opening(config, store.path)
     rows = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
-    with_room = borrowed.open(opening)
-    plain = scheme_named("simulate").open(Opening(RemoteConfig(masking="simulate"), store.path))
+    with_room = open_backend(config, store.path)
+    plain = open_backend(RemoteConfig(masking="simulate"), store.path)
     try:
         got, exact = with_room.linear(0, FORWARD, rows), plain.linear(0, FORWARD, rows)
     finally:

@@ -27,7 +27,7 @@ from symbiosis_priv.statements import CLOCK_TOLERANCE_S, MS
 from tenant import RemoteConfig
 from tenant.connect import open_backend
 from tenant.masking.registry import registered
-from tenant.routing.discovery import MAX_FOUND, Discovery, admitted, require_hidden_rows
+from tenant.routing.discovery import MAX_FOUND, Discovery, admitted
 from tests.registries import LyingRegistry, registry_config
 from tests.vouching import DIGEST, Vouching
 
@@ -229,14 +229,14 @@ def test_there_is_a_bound(federation: Federation, vouching: Vouching) -> None:
 def test_executors_that_nobody_chose_see_no_rows_in_clear(federation: Federation) -> None:
     alone = replace(federation, registries=None)
     for scheme in registered():
-        require_hidden_rows(scheme, alone)
+        scheme.check(alone)
         if not scheme.roles:
             continue
         if scheme.name in ("pad", "local"):
-            require_hidden_rows(scheme, federation)
+            scheme.check(federation)
         else:
             with pytest.raises(ConfigError, match=r"remove \[registry\]"):
-                require_hidden_rows(scheme, federation)
+                scheme.check(federation)
 
 
 # Over the network

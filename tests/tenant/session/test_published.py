@@ -17,7 +17,7 @@ from torch import Tensor
 from symbiosis_priv import wire
 from symbiosis_priv.errors import ConfigError, StorageError
 from symbiosis_priv.ring import FORWARD
-from tenant.config import RemoteConfig
+from tenant.hf import RemoteConfig
 from tenant.routing.route import ProviderFigures
 from tenant.session.published import SessionStatus, publish, read_status, status_of, write_status
 

@@ -3,7 +3,7 @@
 A large matrix made anew costs a page fault and a cleared page for every 4 KiB of it; a step of fine-tuning makes
 hundreds of megabytes of them. A buffer comes back by itself when nothing refers to it any more, be it through a slice
 or a view, so nothing can be overwritten that somebody still reads. What it holds is whatever was there before: one
-`Buffers` serves one session or one connection, never two tenants.
+`Buffers` serves one session or one connection, never two tenants. Pages are the process's own, also after a fork.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import mmap
 import threading
 import weakref
-from collections import defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -29,13 +29,14 @@ class Buffers:
     """Uninitialised memory, kept for the next who asks for as much. Safe under threads and in finalisers.
 
     Args:
-        limit: bytes that may lie unused.
+        limit: bytes that may lie unused; beyond it goes what has lain longest.
     """
 
     def __init__(self, *, limit: int) -> None:
         self._limit = limit
         self._unused = 0
-        self._free: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
+        self._free: defaultdict[int, deque[mmap.mmap]] = defaultdict(deque)  # by length, what lies longest first
+        self._ages: OrderedDict[int, mmap.mmap] = OrderedDict()  # by identity, of any length, the same way
         self._lock = threading.RLock()  # a finaliser may run in the middle of `take`
 
     @property
@@ -48,10 +49,7 @@ class Buffers:
         if size < _SMALL:
             return np.empty(size, dtype=np.uint8)
         length = _rounded(size)
-        with self._lock:
-            block = self._free[length].pop() if self._free[length] else None
-            self._unused -= length if block is not None else 0
-        block = _fresh(length) if block is None else block
+        block = self._take_unused(length) or _fresh(length)
         array: NDArray[np.uint8] = np.frombuffer(block, dtype=np.uint8, count=size)
         weakref.finalize(array, self._give_back, block).atexit = False
         return array
@@ -62,11 +60,26 @@ class Buffers:
             return torch.empty((rows, columns), dtype=dtype, device="cpu")
         return torch.from_numpy(self.take(rows * columns * dtype.itemsize)).view(dtype).view(rows, columns)
 
-    def _give_back(self, block: mmap.mmap) -> None:
+    def _take_unused(self, length: int) -> mmap.mmap | None:
         with self._lock:
-            if self._unused + len(block) <= self._limit:
-                self._unused += len(block)
-                self._free[len(block)].append(block)
+            if not self._free[length]:
+                return None
+            block = self._free[length].pop()
+            del self._ages[id(block)]
+            self._unused -= length
+            return block
+
+    def _give_back(self, block: mmap.mmap) -> None:
+        if len(block) > self._limit:
+            return
+        with self._lock:
+            self._free[len(block)].append(block)
+            self._ages[id(block)] = block
+            self._unused += len(block)
+            while self._unused > self._limit:
+                _, oldest = self._ages.popitem(last=False)
+                self._free[len(oldest)].popleft()
+                self._unused -= len(oldest)
 
 
 def large_tensor(shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
@@ -90,7 +103,8 @@ def _rounded(size: int) -> int:
 
 
 def _fresh(length: int) -> mmap.mmap:
-    block = mmap.mmap(-1, length)
+    # private: shared pages would be written by both sides of a fork, and are never large ones
+    block = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError, AttributeError):  # where the system has large pages
         block.madvise(mmap.MADV_HUGEPAGE)
     return block

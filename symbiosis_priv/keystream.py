@@ -32,7 +32,7 @@ SEED_BYTES = 32
 MAX_ROW = 1 << 63
 MAX_BYTES = 1 << 32  # of one expansion; a frame holds no more either
 _BLOCK = 16
-_PIECE = 1 << 18  # bytes that stay in the cache
+_PIECE = 1 << 19  # bytes at a time: enough to hide what a call costs, and they stay in the cache
 _ZEROS = memoryview(bytes(_PIECE))  # what is encrypted
 
 
@@ -59,8 +59,7 @@ def expand(key: bytes, *, first_row: int, rows: int, width: int) -> Tensor:
     """
     padded = _padded(width)
     encryptor = _encryptor(key, first_row=first_row, rows=rows, width=width)
-    stream = torch.empty((rows, padded), dtype=torch.int32, device="cpu")
-    _encrypt(encryptor, stream)
+    stream = _next_words(encryptor, _room(rows * padded), rows * padded).view(rows, padded)
     return stream if padded == width else stream[:, :width].contiguous()
 
 
@@ -79,11 +78,10 @@ def add_keystream(key: bytes, *, first_row: int, to: Tensor) -> None:
     padded = _padded(width)
     encryptor = _encryptor(key, first_row=first_row, rows=rows, width=width)
     step = max(1, _PIECE // (4 * padded))
-    stream = torch.empty((min(step, rows), padded), dtype=torch.int32, device="cpu")
-    for start in range(0, rows, step):
-        piece = stream[: min(step, rows - start)]
-        _encrypt(encryptor, piece)
-        to[start : start + step].add_(piece[:, :width])
+    room = _room(min(step, rows) * padded)
+    for piece in to.split(step):
+        words = _next_words(encryptor, room, len(piece) * padded)
+        piece.add_(words.view(-1, padded)[:, :width])
 
 
 def _padded(width: int) -> int:
@@ -101,16 +99,20 @@ def _encryptor(key: bytes, *, first_row: int, rows: int, width: int) -> CipherCo
     return Cipher(algorithms.AES256(key), modes.CTR(counter)).encryptor()
 
 
-def _encrypt(encryptor: CipherContext, stream: Tensor) -> None:
-    """Fill an int32 matrix with the next words of a keystream, little-endian."""
-    data = stream.view(-1).view(torch.uint8).numpy().data
-    size, start = len(data), 0
-    while size - start > _PIECE:  # `update_into` wants a block of slack, which what follows provides
-        encryptor.update_into(_ZEROS, data[start:])
-        start += _PIECE
-    data[start:] = encryptor.update(_ZEROS[: size - start])
+def _room(words: int) -> Tensor:
+    """Memory for so many words of a keystream: `update_into` asks for most of a block more than it writes."""
+    return torch.empty(4 * words + _BLOCK, dtype=torch.uint8, device="cpu")
+
+
+def _next_words(encryptor: CipherContext, room: Tensor, words: int) -> Tensor:
+    """The next words of a keystream, little-endian: int32 `[words]`, at the beginning of `room`."""
+    data, size = room.numpy().data, 4 * words
+    for start in range(0, size, _PIECE):
+        encryptor.update_into(_ZEROS[: size - start], data[start:])
+    stream = room[:size].view(torch.int32)
     if sys.byteorder == "big":
         stream.numpy().byteswap(inplace=True)
+    return stream
 
 
 class SessionSecret:

@@ -53,15 +53,22 @@ class RecordStream:
         self._flush()
 
     def recv_into(self, buffer: memoryview) -> int:
-        """Read some bytes, at least one; 0 at the end.
+        """Read some bytes, at least one, and whatever else of them is here; 0 at the end.
 
         Raises:
             OSError: as `ssl.SSLSocket.recv_into`; nothing is lost by a TimeoutError.
         """
+        read, size, done = self.tls.read, len(buffer), 0
         while True:
             try:
-                return self.tls.read(len(buffer), buffer)  # type: ignore[return-value]
+                while done < size:
+                    if not (count := read(size - done, buffer[done:])):
+                        return done
+                    done += count  # type: ignore[operator]  # with a buffer it is a number
+                return done
             except ssl.SSLWantReadError:
+                if done:
+                    return done
                 if not self._take_in():
                     return 0
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -66,6 +68,42 @@ def test_no_more_lies_unused_than_allowed() -> None:
     assert buffers.unused == 0
     del held
     assert buffers.unused == 4 * MIB
+
+
+def test_what_has_lain_longest_makes_room() -> None:
+    """Sizes that come once, as those of a first step, do not keep the places of those that come again and again."""
+    buffers = Buffers(limit=8 * MIB)
+    once = [buffers.matrix(256, 1024) for _ in range(8)]
+    del once
+    often = buffers.matrix(512, 1024)
+    place = address(often)
+    del often
+    assert buffers.unused == 8 * MIB
+    again = buffers.matrix(512, 1024)
+    assert address(again) == place
+    assert buffers.unused == 6 * MIB
+
+
+def test_a_buffer_larger_than_the_limit_takes_no_ones_place() -> None:
+    buffers = Buffers(limit=MIB)
+    small, large = buffers.matrix(256, 512), buffers.matrix(1024, 1024)
+    del small
+    del large
+    assert buffers.unused == MIB // 2
+
+
+def test_a_forked_child_writes_into_pages_of_its_own() -> None:
+    script = """if True:
+        import os, sys
+        from symbiosis_priv.buffers import Buffers
+        matrix = Buffers(limit=1 << 24).matrix(1024, 1024).zero_()
+        if not (child := os.fork()):
+            matrix.numpy().fill(7)
+            os._exit(0)
+        os.waitpid(child, 0)
+        sys.exit(int((matrix.numpy() != 0).any()))
+    """
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
 def test_threads_may_take_and_return_at_once() -> None:

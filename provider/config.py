@@ -135,7 +135,8 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ranks: processes that hold the model together, each its shard, and multiply together (`shards`).
         sharding: `columns` sends rows to the weights, `gathered` weights to the rows; `auto` measures, in idle moments,
             which of them is faster for how many rows. Results are the same.
-        group_timeout_s: how long ranks wait for one that does not answer.
+        group_timeout_s: how long ranks wait for one that is alive and does not take part; one that has died or stopped
+            is noticed within seconds.
         hang_timeout_s: how long an executor may say nothing; then its process is killed and started again. Ranks have
             the group's timeout on top, to find out who it is.
         float_path: `float` in the file: also serve float products, which only masking = "paper-pool" needs.

@@ -270,6 +270,7 @@ class Connection:
             largest = max(inputs, outputs)
             raise Refusal(wire.ErrorCode.TOO_LARGE, f"a matrix of {largest} bytes; at most {self._max_payload}")
         self._expect_payload(0 if isinstance(request, wire.Effect) else inputs)
+        self._executor.require_present()
         return inputs + outputs
 
     def _answer_hello(self, hello: wire.Hello) -> None:
@@ -281,6 +282,7 @@ class Connection:
             raise Refusal(wire.ErrorCode.ROLE_REFUSED, f"this provider does not serve as {hello.role}")
         if hello.model_digest != self._service.digest:
             raise Refusal(wire.ErrorCode.WRONG_MODEL, f"this provider serves {self._service.digest}")
+        self._executor.require_present()  # who is greeted counts on answers
         self._service.register.take_role(self._tenant, hello.role)
         self._role = hello.role
         welcome = wire.Welcome(

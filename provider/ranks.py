@@ -13,7 +13,9 @@ on a private network (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME).
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -31,11 +33,15 @@ from provider.model import open_store
 from provider.shards import ShardedOperands
 from symbiosis_priv.errors import SymbiosisError
 
+_PR_SET_PDEATHSIG = 1
+_INIT = 1
+
 
 def main() -> None:
     """One rank. Status 1 if the group cannot come together or has lost somebody."""
     parser = argparse.ArgumentParser(prog="torchrun ... -m provider.ranks")
     parser.add_argument("--config", type=Path, help="provider.toml")
+    _end_with_torchrun()
     path: Path | None = parser.parse_args().config
     if (path is None) == (RANKS_VARIABLE not in os.environ):
         parser.error("name the provider's configuration: --config provider.toml")
@@ -49,6 +55,14 @@ def main() -> None:
             _run(config, lead=lambda: _serve_executor(config, model_digest=digest))
     except SymbiosisError as error:
         sys.exit(f"error: rank {os.environ.get('RANK')}: {error}")
+
+
+def _end_with_torchrun() -> None:
+    """However it ends: a rank that hangs would not notice, and keep its memory and its address."""
+    if sys.platform == "linux":  # elsewhere, those that do not hang end with the group's store
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == _INIT:  # it was quicker
+            sys.exit("error: torchrun has ended")
 
 
 def _run(config: ProviderConfig, *, lead: Callable[[], None]) -> None:

@@ -13,9 +13,10 @@ what comes next would otherwise gather each other's layers. There are two ways t
 Few rows travel for less than weights do, many do not: `warm_up` times both, and rank 0 chooses. Weights travel as
 bytes, for gloo knows no int16.
 
-A rank that does not answer makes a collective fail or time out. Rank 0 then names whoever's heart has stopped
-(`roll_call`) and ends; so do the others, and the supervisor starts the whole group again. The ranks trust each other,
-and torch.distributed authenticates nobody: they belong on one machine or one private network.
+A rank that dies makes a collective fail, and one that has stopped is noticed by its heart (`roll_call`), long before
+the group's timeout, which is there for one that is alive and does not take part. Whoever notices says who is missing
+and ends; so do the others, and the supervisor starts the whole group again. The ranks trust each other, and
+torch.distributed authenticates nobody: they belong on one machine or one private network.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import IntEnum
-from typing import Self
+from typing import NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -38,12 +39,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from provider import logs
 from provider.operands import Operands
 from provider.roll_call import RollCall
 from symbiosis_priv.errors import CheckpointError, ConfigError, RankLostError
 from symbiosis_priv.kernels import Choice, Packed, kernel_of, probe_rows
 from symbiosis_priv.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.weights import WeightStore
+
+log = logs.EventLog(__name__)
 
 _IDLE = timedelta(days=365)  # between two plans
 _TIMED_ROWS = (1, 8, 64, 512)
@@ -164,7 +168,8 @@ class ShardedOperands(Operands):
         self._sequence = 0
         self._crossover: dict[tuple[int, int, Direction], int] = {}
         self._plans = dist.new_group(backend="gloo", timeout=_IDLE)
-        self._roll_call = RollCall(rank=self._rank, world=self._world)
+        self._doing = "the start"
+        self._roll_call = RollCall(rank=self._rank, world=self._world, lost=self._end)
         self._require_one_model(
             f"{store.manifest().digest}, layer groups {store.served.start} to {store.served.stop - 1}"
         )
@@ -371,14 +376,29 @@ class ShardedOperands(Operands):
     @contextmanager
     def _answering(self, what: str) -> Iterator[None]:
         """Whatever breaks in here leaves the ranks out of step: this group has ended."""
+        self._doing = what
         try:
             yield
         except Exception as error:
-            absent = ", ".join(f"rank {rank}" for rank in self._roll_call.absent()) or "nobody, so far"
-            raise RankLostError(f"{what} failed on rank {self._rank}; not answering: {absent} ({error})") from error
+            absent = self._roll_call.absent()
+            self._roll_call.end(absent)
+            raise RankLostError(
+                f"{what} failed on rank {self._rank}; not answering: {_names(absent)} ({error})"
+            ) from error
+
+    def _end(self, absent: list[int]) -> NoReturn:
+        """A heart has stopped. Nothing but its end gets this process out of a collective that waits for it."""
+        reason = f"not answering: {_names(absent)}" if absent else "the store of the group has gone"
+        log.warning("rank_lost", reason=f"{self._doing} is not going on at rank {self._rank}; {reason}")
+        self._roll_call.end(absent)
+        os._exit(1)
 
     def _name_of(self, plan: _Plan) -> str:
         return f"product {plan.sequence} ({self._entries[plan.group].name}, {plan.direction})"
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return ", ".join(f"rank {rank}" for rank in ranks) or "nobody, so far"
 
 
 def _wait(works: Sequence[dist.Work | None]) -> None:

@@ -1,8 +1,9 @@
 """Keeps an executor running, as a thread or as a child process, and lets the gateway's threads ask it.
 
 Either kind counts its executor's ends in `generation`: a thread that waits for an answer notices that the
-executor it asked is gone, and tells its tenant to ask again (`BUSY`) instead of waiting for nothing. A guard asks it
-how it is: a process that gives no answer for too long is killed, and started again like one that died.
+executor it asked is gone, and tells its tenant to ask again (`BUSY`) instead of waiting for nothing, as it tells
+everybody while the next one starts: a tenant may know another provider. A guard asks the executor how it is: a process
+that gives no answer for too long is killed, and started again like one that died.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -42,6 +42,7 @@ _WATCH_S = 0.1  # how often a waiting thread looks whether its executor still li
 _GUARD_S = 1.0  # how often it is asked how it is
 _FIRST_BACKOFF_S = 0.5  # so that a start that fails is not tried again before it is reported
 _MAX_BACKOFF_S = 5.0
+_LONG_LIFE_S = 10 * _MAX_BACKOFF_S
 _STARTUP_S = 300.0
 _GRACE_S = 1.0  # for the executor's own word that it is late, which comes after the slice that it is at
 _LOOPBACK = "lo"
@@ -62,8 +63,14 @@ class ExecutorHandle(ABC):
         self.model_digest = model_digest
         self.generation = 0
         self.hangs = 0
+        self._answered = -1  # the last generation that has
         self.stopping = threading.Event()
         self._guard = threading.Thread(target=self._run_guard, name="executor-guard", daemon=True)
+
+    @property
+    def present(self) -> bool:
+        """Whether the executor has answered since it was started last, and has not ended."""
+        return self._answered == self.generation
 
     @abstractmethod
     def start(self) -> None:
@@ -85,14 +92,13 @@ class ExecutorHandle(ABC):
         """It does not answer any more."""
 
     def _run_guard(self) -> None:
-        answered = self.generation  # the last one that did: one that starts may take its time
         while not self.stopping.wait(_GUARD_S):
             generation, settings = self.generation, self.config.executor
             patience = settings.hang_timeout_s + (settings.group_timeout_s if settings.ranks > 1 else 0.0)
-            if generation != answered:
+            if not self.present:  # one that starts may take its time
                 patience = max(patience, _STARTUP_S)
             if self._answers(within=patience):
-                answered = generation
+                self._answered = generation
             elif generation == self.generation and not self.stopping.is_set():
                 self.hangs += 1
                 log.warning("executor_hangs", seconds=round(patience, 1))
@@ -118,6 +124,7 @@ class ThreadExecutor(ExecutorHandle):
         """See `ExecutorHandle.start`."""
         self._inbox = LocalInbox()
         self._executor = build(self.config, model_digest=self.model_digest, inbox=self._inbox)
+        self._answered = self.generation
         self._thread = threading.Thread(target=self._run, name="executor", daemon=True)
         self._thread.start()
         self._guard.start()
@@ -186,6 +193,7 @@ class ProcessExecutor(ExecutorHandle):
                 client.report(deadline=time.monotonic() + _STARTUP_S)
             except Refusal as error:
                 raise ConfigError("the executor's process ended at once; its reason is in the log above") from error
+            self._answered = client.generation
         self._guard.start()
 
     def stop(self, timeout: float) -> None:
@@ -226,14 +234,15 @@ class ProcessExecutor(ExecutorHandle):
         while True:
             born = time.monotonic()
             status = self._process.wait()
+            was_present = self.present
             self.generation += 1
             _close_pipe(self._process)
-            if time.monotonic() - born > 10 * _MAX_BACKOFF_S:
-                backoff = _FIRST_BACKOFF_S
+            if was_present and time.monotonic() - born > _LONG_LIFE_S:
+                backoff = 0.0  # it can be started, and everybody waits
             log.info("executor_ended", status=status)
             if self.stopping.wait(backoff):
                 return
-            backoff = min(2 * backoff, _MAX_BACKOFF_S)
+            backoff = min(max(_FIRST_BACKOFF_S, 2 * backoff), _MAX_BACKOFF_S)
             self._process = self._spawn()
             if self.stopping.is_set():  # `stop` may have closed the pipe of the one before
                 _close_pipe(self._process)
@@ -271,9 +280,6 @@ class GroupExecutor(ProcessExecutor):
         # stdin reaches rank 0, which ends with it; signals of a terminal are the gateway's to handle
         return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
 
-    def _kill(self) -> None:
-        os.killpg(self._process.pid, signal.SIGKILL)
-
 
 def make(config: ProviderConfig, *, model_digest: str) -> ExecutorHandle:
     """The kind of executor that the configuration asks for."""
@@ -296,11 +302,21 @@ class ExecutorClient:
         self._generation = handle.generation
         self._owed = False  # an answer
 
+    @property
+    def generation(self) -> int:
+        """Of the executor that was asked last."""
+        return self._generation
+
     def __enter__(self) -> ExecutorClient:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._line.close()
+
+    def require_present(self) -> None:
+        """Raises `Refusal` BUSY while the executor is being started again."""
+        if not self._handle.present:
+            self._give_up("the executor is being started again; ask again later")
 
     def send(self, message: Envelope, payload: memoryview = _NOTHING) -> None:
         """Send a request; `receive` its answer."""

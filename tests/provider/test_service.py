@@ -130,6 +130,9 @@ def test_executor_in_its_own_process_comes_back(
         reply, _ = client.receive()
         assert isinstance(reply, wire.Failure)
         assert reply.code in wire.RETRYABLE
+        turned_away = connect("bob", to=provider, role=None).hello(provider.model_digest)
+        assert isinstance(turned_away, wire.Failure)  # who is greeted counts on answers
+        assert turned_away.code == wire.ErrorCode.BUSY
         after, _ = client.until_served(execute(0, 4), x, within=60)
         assert torch.equal(before, after)
         assert provider.executor.pid != first

@@ -8,6 +8,9 @@ rows, which a thread of their own makes a slice ahead; it joins the ring batch o
 on what else is in the batch; float results may, within rounding. With nothing to do it loads what nobody has asked for
 yet, one small step at a time, so that no tenant waits for the whole of it.
 
+Rows are bytes all the way, and a matrix for the product only: every operation of torch's lets go of the interpreter's
+lock, and getting it back from the gateway's threads took a third of this thread's time when sixteen tenants asked.
+
 Requests come from the gateway's threads, in this process or another one (`lines`), and have been checked by then;
 `envelope` says what they look like. A request that its tenant has left, or that is late, is answered at once and not
 multiplied. No request leaves anything behind, and an answer that shares a large product with others is cut loose from
@@ -23,11 +26,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -48,6 +52,8 @@ log = logs.EventLog(__name__)
 _KEYSTREAM_SLICE = 4 << 20  # bytes
 _SHARED_BYTES = 1 << 20  # of a product whose parts may all be kept by whoever is last to read one
 _SHARED_PARTS = 4  # or of one with so few equal parts
+_NOTHING = memoryview(b"")
+_BRIEF_BYTES = 1 << 18  # to copy them takes less time than to get the interpreter's lock back
 
 
 @dataclass(kw_only=True, eq=False)
@@ -58,17 +64,17 @@ class _Job(Job):
         sender: whom the inbox answers.
         request: what it asks.
         payload: its rows, or empty.
-        made: an effect's keystream rows that are not multiplied yet, `[ready - taken, inputs]`.
+        made: an effect's keystream rows that are not multiplied yet, `ready - taken` of them.
         asked: how many of its keystream rows have been ordered.
-        result: `[rows, outputs]`, of a request that is taken piece by piece.
+        result: all rows of the product, of a request that is taken piece by piece.
     """
 
     sender: Hashable
     request: wire.Execute | wire.Effect
     payload: memoryview | None
-    made: Tensor | None = None
+    made: memoryview = _NOTHING
     asked: int = 0
-    result: Tensor | None = None
+    result: memoryview | None = None
 
 
 class Executor:
@@ -211,7 +217,7 @@ class Executor:
             if isinstance(rows, Exception):
                 self._break([job], rows)
                 continue
-            job.made = rows if job.made is None or not len(job.made) else torch.cat([job.made, rows])
+            job.made = _joined([job.made, wire.as_bytes(rows)])
             self._scheduler.make_ready(job, len(rows))
             self._order_keystream(job)
 
@@ -233,10 +239,12 @@ class Executor:
     def _run_batch(self, pieces: list[Piece[_Job]]) -> None:
         try:
             group, direction, arithmetic = pieces[0].job.key
-            rows = [self._rows(piece) for piece in pieces]
-            flat = rows[0] if len(rows) == 1 else torch.cat(rows)
+            inputs, _ = self._model.manifest.groups[group].columns(direction)
+            flat = _joined([self._rows(piece) for piece in pieces])
+            rows = wire.as_matrix(flat, rows=sum(piece.rows for piece in pieces), arithmetic=arithmetic)
+            rows = rows if len(rows) else rows.reshape(0, inputs)
             begun = time.monotonic()
-            product = self._model.product(flat, group=group, direction=direction, arithmetic=arithmetic)
+            product = self._model.product(rows, group=group, direction=direction, arithmetic=arithmetic)
         except RankLostError:  # what computes has ended, and so must this process
             raise
         except Exception as error:  # one batch's trouble (memory, a device) is not the next one's
@@ -246,11 +254,18 @@ class Executor:
         now = time.monotonic()
         self._scheduler.done(pieces, now=now, seconds=now - begun)
         self._note(pieces, begun, now)
-        parts = product.split([piece.rows for piece in pieces]) if len(pieces) > 1 else (product,)
-        for piece, part in zip(pieces, parts, strict=True):
-            shared = product.nbytes > max(_SHARED_BYTES, _SHARED_PARTS * part.nbytes)
+        self._hand_out(pieces, product)
+
+    def _hand_out(self, pieces: list[Piece[_Job]], product: Tensor) -> None:
+        """Every piece its rows of the product."""
+        row_bytes = product.shape[1] * wire.ITEM_BYTES
+        body, start = wire.as_bytes(product), 0
+        for piece in pieces:
+            part = body[start : start + piece.rows * row_bytes]
+            start += len(part)
+            shared = len(body) > max(_SHARED_BYTES, _SHARED_PARTS * len(part))
             whole = piece.rows == piece.job.rows  # else it is copied anyway
-            self._finish(piece, part.clone() if shared and whole else part)
+            self._finish(piece, _copy_of(part) if shared and whole else part)
 
     def _note(self, pieces: list[Piece[_Job]], begun: float, now: float) -> None:
         report, rows = self._report, sum(piece.rows for piece in pieces)
@@ -262,25 +277,25 @@ class Executor:
             if not piece.start:
                 report.waits[piece.job.stage].observe(begun - piece.job.arrival)
 
-    def _rows(self, piece: Piece[_Job]) -> Tensor:
-        """A piece's rows, over the memory they arrived in."""
-        job, request = piece.job, piece.job.request
-        inputs, _ = self._model.manifest.groups[request.group].columns(request.direction)
-        if job.payload is not None and isinstance(request, wire.Execute):
-            matrix = wire.as_matrix(job.payload, rows=request.rows, arithmetic=request.arithmetic)
-            return matrix.reshape(request.rows, inputs)[piece.start : piece.stop]
-        if job.made is None:
-            return torch.empty(0, inputs, dtype=torch.int32, device="cpu")
-        rows, job.made = job.made[: piece.rows], job.made[piece.rows :]
+    def _rows(self, piece: Piece[_Job]) -> memoryview:
+        """A piece's rows, in the memory they arrived in."""
+        job = piece.job
+        if isinstance(job.request, wire.Execute):
+            assert job.payload is not None  # it is not answered yet
+            row_bytes = len(job.payload) // max(1, job.rows)
+            return job.payload[piece.start * row_bytes : piece.stop * row_bytes]
+        size = piece.rows * (len(job.made) // max(1, job.ready - piece.start))
+        rows, job.made = job.made[:size], job.made[size:]
         return rows
 
-    def _finish(self, piece: Piece[_Job], product: Tensor) -> None:
+    def _finish(self, piece: Piece[_Job], product: memoryview) -> None:
         """Answer a job whose last rows these are; keep them if more will come."""
         job = piece.job
         if piece.rows < job.rows:
+            row_bytes = len(product) // max(1, piece.rows)
             if job.result is None:
-                job.result = product.new_empty(job.rows, product.shape[1])
-            job.result[piece.start : piece.stop] = product
+                job.result = _empty(job.rows * row_bytes)
+            _copy(job.result[piece.start * row_bytes : piece.stop * row_bytes], product)
             if not piece.last:
                 self._order_keystream(job)
                 return
@@ -300,15 +315,44 @@ class Executor:
         self._maker.forget(job, job.tenant)
         self._answer(job, wire.Failure(code=code, detail=detail))
 
-    def _send_result(self, job: _Job, product: Tensor) -> None:
-        self._answer(job, wire.Result.answering(job.request), wire.as_bytes(product))
+    def _send_result(self, job: _Job, product: memoryview) -> None:
+        self._answer(job, wire.Result.answering(job.request), product)
 
-    def _answer(self, job: _Job, reply: wire.Message, payload: memoryview | None = None) -> None:
+    def _answer(self, job: _Job, reply: wire.Message, body: memoryview = _NOTHING) -> None:
         """The one answer that a job gets. What it held is free before its asker hears of it."""
         del self._jobs[job.sender]
-        job.payload = job.made = job.result = None
-        body = memoryview(b"") if payload is None else payload
+        job.payload = job.result = None
+        job.made = _NOTHING
         self._inbox.answer(job.sender, Answer(wire.encode(reply, payload_bytes=len(body)), body, job.taken))
+
+
+def _joined(parts: Sequence[memoryview]) -> memoryview:
+    """All of them in one piece of memory: their own if only one has anything in it."""
+    parts = [part for part in parts if part]
+    if len(parts) == 1:
+        return parts[0]
+    whole, start = _empty(sum(map(len, parts))), 0
+    for part in parts:
+        _copy(whole[start : start + len(part)], part)
+        start += len(part)
+    return whole
+
+
+def _copy_of(part: memoryview) -> memoryview:
+    copy = _empty(len(part))
+    _copy(copy, part)
+    return copy
+
+
+def _copy(target: memoryview, source: memoryview) -> None:
+    if len(source) <= _BRIEF_BYTES:
+        target[:] = source
+    else:  # numpy lets others go on meanwhile
+        np.frombuffer(target, dtype=np.uint8)[:] = np.frombuffer(source, dtype=np.uint8)
+
+
+def _empty(size: int) -> memoryview:
+    return np.empty(size, dtype=np.uint8).data
 
 
 def resident_bytes() -> int:

@@ -233,8 +233,12 @@ def payload_dtype(arithmetic: Arithmetic) -> torch.dtype:
 
 
 def as_bytes(matrix: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU matrix, without a copy on little-endian machines."""
-    array = matrix.detach().numpy()
+    """The bytes of a contiguous CPU matrix, without a copy on little-endian machines.
+
+    This and `as_matrix` use no operation of torch's where they can do without: each lets go of the interpreter's lock,
+    which costs more than all the rest where other threads wait for it.
+    """
+    array = (matrix.detach() if matrix.requires_grad else matrix).numpy()
     if not array.size:  # a memoryview with a zero in its shape cannot be cast
         return memoryview(b"")
     return np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")).data.cast("B")
@@ -245,4 +249,4 @@ def as_matrix(buffer: bytearray | memoryview | np.ndarray, *, rows: int, arithme
     kind = "<i4" if arithmetic == "ring" else "<f4"
     array = np.frombuffer(buffer, dtype=kind)
     array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
-    return torch.from_numpy(array).view(rows, -1 if rows else 0)
+    return torch.from_numpy(array.reshape(rows, -1 if rows else 0))

@@ -19,6 +19,7 @@ from symbiosis_priv.ring import BACKWARD, Direction
 _PANEL = 64  # PANEL in product.h
 _SLICE_BYTES = 1 << 20  # of weights at up to _SLICE_ROWS rows: worth handing to another thread
 _SLICE_ROWS = 8
+_BRIEF_ENTRIES = 1 << 15  # are split in 16 µs
 _scratch = threading.local()
 
 
@@ -65,7 +66,8 @@ class CompiledKernel(Kernel):
         assert lib is not None
         count, width = rows.shape
         limbs = _limbs(count * _padded(width))
-        lib.ring_split(rows.data_ptr(), count, width, limbs.data_ptr())
+        splitting = native.brief_library() if rows.numel() <= _BRIEF_ENTRIES else lib
+        splitting.ring_split(rows.data_ptr(), count, width, limbs.data_ptr())
         data, weight_bytes = packed.data.data_ptr(), packed.data.element_size()
         arguments = (self.isa, direction == BACKWARD, data, weight_bytes, packed.outputs, packed.inputs)
         operands = (limbs.data_ptr(), count, out.data_ptr())

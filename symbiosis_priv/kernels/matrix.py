@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -72,11 +73,16 @@ class RingMatrix:
             raise RangeError(f"expected int32 rows of width {width}, got {rows.dtype} {list(rows.shape)}")
         count = rows.shape[0]
         if out is None:
-            out = torch.empty((count, columns), dtype=torch.int32, device=self.device)
+            out = _fresh(count, columns, device=self.device)
         elif out.shape != (count, columns) or out.dtype != torch.int32 or not out.is_contiguous():
             raise RangeError(f"expected a contiguous int32 {[count, columns]} to write to, got {list(out.shape)}")
-        rows = rows.to(self.device).contiguous()
+        if rows.device != self.device:
+            rows = rows.to(self.device)
+        rows = rows.contiguous()
         step = _CPU_ROWS if self.device.type == "cpu" else max(count, 1)
+        if 0 < count <= step:
+            self.chosen(count, direction).product(self._packed, rows, direction, out)
+            return out
         for start in range(0, count, step):
             block = slice(start, start + step)
             self.chosen(count, direction).product(self._packed, rows[block], direction, out[block])
@@ -85,3 +91,9 @@ class RingMatrix:
     def chosen(self, count: int, direction: Direction = FORWARD) -> Kernel:
         """The kernel that products of `count` rows use."""
         return self._choice.kernel(direction, count)
+
+
+def _fresh(rows: int, columns: int, *, device: torch.device) -> Tensor:
+    if device.type == "cpu":  # numpy's, which keeps the interpreter's lock: for one row that counts
+        return torch.from_numpy(np.empty((rows, columns), dtype=np.int32))
+    return torch.empty((rows, columns), dtype=torch.int32, device=device)

@@ -42,6 +42,13 @@ def library() -> ctypes.CDLL | None:
     return None if os.environ.get("SYMBIOSIS_PRIV_NATIVE") == "0" else _load()
 
 
+def brief_library() -> ctypes.PyDLL:
+    """The same functions, called without letting go of the GIL: for work that takes less time than to get it back.
+    Only where `library` is not None.
+    """
+    return _load_holding()
+
+
 def isas() -> tuple[Isa, ...]:
     """The instruction sets usable here, best last; empty without a library.
 
@@ -85,6 +92,13 @@ def _load() -> ctypes.CDLL | None:
     if stale:
         log.warning("compiled kernels left out: %s is older than its sources; install symbiosis-priv again", _LIBRARY)
         return None
+    _declare(lib)
+    return lib
+
+
+@functools.cache
+def _load_holding() -> ctypes.PyDLL:
+    lib = ctypes.PyDLL(str(_LIBRARY))
     _declare(lib)
     return lib
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 
 from provider import envelope
 from provider.config import ExecutorConfig, SchedulerConfig
@@ -288,6 +290,55 @@ def test_no_tensor_is_kept_between_requests(
             assert time.monotonic() < deadline, f"{sum(not s.expired() for s in kept)} of {len(kept)} are still there"
             time.sleep(0.01)
         assert len(kept) > 60
+
+
+class _Operations(TorchFunctionMode):
+    """Those of torch's that this thread takes, while `watching`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watching = True
+        self.names: set[str] = set()
+
+    def __torch_function__(
+        self, func: Callable[..., object], types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        if self.watching:
+            self.names.add(func.__name__)
+        return func(*args, **kwargs or {})
+
+
+def test_rows_are_batched_and_answered_without_operations_of_torch(store: WeightStore, requests: Requests) -> None:
+    """Each would let go of the interpreter's lock, which sixteen threads of the gateway wait for."""
+    execute, _ = requests
+    width = store.manifest().groups[0].inputs
+    operations = _Operations()
+    counts: list[int] = []
+
+    class Unwatched(ServedModel):
+        def product(self, rows: Tensor, **what: Any) -> Tensor:
+            operations.watching = False
+            counts.append(len(rows))
+            result = super().product(rows, **what)
+            operations.watching = True
+            return result
+
+    inbox = LocalInbox()
+    executor = Executor(Unwatched(store), inbox=inbox, scheduling=SchedulerConfig(slice_ms=10_000))
+    lines = [inbox.line() for _ in range(5)]
+    rows = [ring_rows(count, width, seed=count) for count in (1, 2, 3, 1, 4)]
+    for tenant, (line, part) in enumerate(zip(lines, rows, strict=True)):
+        line.send(work(execute(0, len(part)), tenant=str(tenant)), wire.as_bytes(part))
+    executor.stop()
+    with operations:
+        executor.run()
+    assert counts == [11]
+    assert operations.names <= {"__get__", "__len__", "numpy", "_set_grad_enabled"}  # which keep the lock
+    for line, part in zip(lines, rows, strict=True):
+        answer = line.receive(0.0)
+        assert answer is not None
+        got = wire.as_matrix(bytearray(answer.payload), rows=len(part), arithmetic="ring")
+        assert torch.equal(got, oracle(store, 0, "forward", part))
 
 
 def test_a_small_answer_does_not_keep_a_large_product(store: WeightStore, requests: Requests) -> None:

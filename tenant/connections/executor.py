@@ -15,12 +15,14 @@ from tenant.connections.lanes import Lanes
 from tenant.facts import GroupFacts
 from tenant.noise import joined
 from tenant.parts import Part
+from tenant.routing.health import State
 from tenant.routing.route import Route
 from tenant.worker import Worker
 
 LANES: Final = 2
 """Connections for one product: on one something travels while the other's rows are multiplied."""
-_MOST_LANES = 8  # for products of several threads; a provider allows one tenant 64 by default
+MOST_LANES: Final = 8
+"""For products of several threads; a provider allows one tenant 64 by default."""
 
 
 class Executor:
@@ -33,7 +35,7 @@ class Executor:
 
     def __init__(self, route: Route, new_channel: Callable[[], Channel]) -> None:
         self.route = route
-        self.lanes = Lanes(new_channel, most=_MOST_LANES)
+        self.lanes = Lanes(new_channel, most=MOST_LANES)
         self.workers = [Worker(f"lane-{route.peer.name}") for _ in range(LANES)]
 
     @property
@@ -52,24 +54,31 @@ class Executor:
         with self.lanes.take(until=until) as channel:
             return channel.welcome()
 
-    def ask(self, part: Part, facts: GroupFacts, *, until: float, since: float) -> tuple[Tensor, float]:
+    def ask(
+        self, part: Part, facts: GroupFacts, *, patience_s: float, deadline: float, since: float
+    ) -> tuple[Tensor, float]:
         """Send masked rows once, in as many requests as its limits make of them.
 
         Args:
             part: the rows; they do not change meanwhile.
             facts: of their layer group.
-            until: the deadline, and since: when it was first asked, by `time.monotonic`.
+            patience_s: how long it may take, once there is a connection that nobody else here uses.
+            deadline: of all, and since: when it was first asked, by `time.monotonic`.
 
         Returns:
             The answer, unverified; how many seconds it took once there was a connection.
 
         Raises:
+            LanesInUseError: there was no such connection until the deadline; it has been asked for nothing.
             TransportError: it is away, busy, too slow, or serves the group no more.
             ProviderError: it has refused.
             ProtocolError: it breaks the protocol.
         """
-        answers = []
-        with self.lanes.take(until=until) as channel:
+        answers, before = [], self.route.health.state
+        with self.lanes.take(until=deadline) as channel:
+            if self.route.health.state is State.DOWN and before is not State.DOWN:
+                raise ConnectionLostError(f"{self.route} was lost while its connections were in use")
+            until = min(deadline, time.monotonic() + patience_s)
             welcome = self.route.welcome = channel.greet(deadline=until, since=since)
             if part.index not in welcome.groups:
                 raise ConnectionLostError(f"{self.route} does not serve {facts.entry.name} any more")

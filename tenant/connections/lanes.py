@@ -16,6 +16,10 @@ from symbiosis_priv.errors import DeadlineExceededError
 from tenant.connections.channel import Channel
 
 
+class LanesInUseError(DeadlineExceededError):
+    """Every connection that this side opens to a provider was in use until the deadline: not the provider's doing."""
+
+
 class Lanes:
     """See the module's text. Thread-safe.
 
@@ -44,7 +48,7 @@ class Lanes:
             until: how long to wait for one, on the clock of `time.monotonic`.
 
         Raises:
-            DeadlineExceededError: all of them were in use for so long.
+            LanesInUseError: all of them were in use for so long.
         """
         channel = self._taken(until)
         try:
@@ -75,7 +79,7 @@ class Lanes:
         with self._changed:
             while not self._free and len(self._channels) >= self._most:
                 if not self._changed.wait(until - time.monotonic()):
-                    raise DeadlineExceededError("every connection was in use until the deadline")
+                    raise LanesInUseError(f"all {self._most} connections to it were in use")
             if self._free:
                 return self._free.pop()
             channel = self._new()

@@ -37,6 +37,7 @@ from symbiosis_priv.errors import (
     TransportError,
 )
 from symbiosis_priv.ring import Direction
+from tenant.connections.lanes import LanesInUseError
 from tenant.facts import Preparation
 from tenant.noise import Pad, cut, is_lost
 from tenant.parts import Part, piece_rows
@@ -180,13 +181,18 @@ class Products:
             return None
         others = self.routes.has_alternative(route, part.index)
         patience = route.health.patience_s(part.size) if others else self.options.deadline_s
-        until = min(turn.deadline, time.monotonic() + patience)
         executor, facts = self.runtime.executor(route), self.preparation.facts[part.index]
         try:
-            answer, seconds = executor.ask(part, facts, until=until, since=turn.began)
+            answer, seconds = executor.ask(part, facts, patience_s=patience, deadline=turn.deadline, since=turn.began)
         except QuarantinedError:
             self.routes.given_up(route)
             return None
+        except LanesInUseError as error:
+            self.routes.given_up(route)
+            raise DeadlineExceededError(
+                f"{route} was not asked within {self.options.deadline_s:g} s: {error} by other threads of this "
+                f"program. Use fewer threads at once; {self.options.deadline_option} waits longer."
+            ) from error
         except TransportError as error:
             self._failed(route, error, turn)
             executor.lanes.drop_idle()

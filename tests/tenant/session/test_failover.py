@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from symbiosis_priv.federation import Company
 from symbiosis_priv.layers import LayerRange
 from symbiosis_priv.ring import DIRECTIONS, FORWARD, Direction, quantise_rows
 from symbiosis_priv.weights import WeightStore
+from tenant.connections.executor import MOST_LANES
 from tenant.facts import Preparation
 from tenant.session.session import Session
 
@@ -135,6 +137,45 @@ def test_a_connection_that_was_closed_between_requests_is_no_failure(
         for provider in providers:
             provider.hang_up()
     assert session.ledger().takeovers == 0
+
+
+@contextlib.contextmanager
+def every_lane_taken(session: Session) -> Iterator[None]:
+    """By other threads of the program, as it were."""
+    with contextlib.ExitStack() as stack:
+        for route in session.routes.executors:
+            lanes = session.runtime.executor(route).lanes
+            for _ in range(MOST_LANES):
+                stack.enter_context(lanes.take(until=time.monotonic() + 20))
+        yield
+
+
+@pytest.mark.usefixtures("impatient")
+def test_being_busy_on_this_side_is_no_failure_of_an_executor(
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore
+) -> None:
+    """However long that takes: patience begins with the connection."""
+    session = new_session("local", [new_provider(), new_provider()])
+    assert all_right(session, store)
+    with ThreadPoolExecutor(1) as thread:
+        with every_lane_taken(session):
+            asked = thread.submit(is_right, session, store, OUT, FORWARD, 3, 0)
+            with pytest.raises(TimeoutError):
+                asked.result(1.0)
+        assert asked.result(20)
+    assert [route.health.failures for route in session.routes.executors] == [0, 0]
+
+
+def test_a_deadline_that_passes_on_this_side_says_so(
+    executor: ScriptedProvider, new_session: NewSession, store: WeightStore
+) -> None:
+    session = new_session("local", [executor], deadline_s=1.0)
+    assert is_right(session, store, OUT, FORWARD, 3, 0)
+    with every_lane_taken(session), pytest.raises(DeadlineExceededError, match=r"by other threads.*fewer threads"):
+        is_right(session, store, OUT, FORWARD, 3, 0)
+    (route,) = session.routes.executors
+    assert (route.health.failures, route.in_flight) == (0, 0)
+    assert is_right(session, store, OUT, FORWARD, 3, 0)
 
 
 def test_all_executors_are_away_and_one_comes_back(

@@ -11,10 +11,10 @@ from typing import Final
 
 from provider import logs
 from provider.config import AnnounceConfig, ProviderConfig
+from symbiosis_priv.addresses import parse_address
 from symbiosis_priv.certificates import Identity
 from symbiosis_priv.descriptor import describe, verify
 from symbiosis_priv.errors import ConfigError, DescriptorError, SymbiosisError
-from symbiosis_priv.federation import parse_address
 from symbiosis_priv.layers import LayerRange, whole_layers
 from symbiosis_priv.manifest import Manifest
 from symbiosis_priv.registry.client import RegistryClient

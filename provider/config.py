@@ -11,14 +11,15 @@ from typing import Annotated, Literal
 import msgspec
 
 from provider.scheduler import Policy, PolicyName
+from symbiosis_priv.addresses import parse_address
 from symbiosis_priv.certificates import check_name
 from symbiosis_priv.descriptor import MAX_LIFETIME_S
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.federation import load_toml, parse_address
 from symbiosis_priv.kernels import KERNELS
 from symbiosis_priv.layers import LayerRange
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
 from symbiosis_priv.tls import TenantIdentity
+from symbiosis_priv.toml import load_toml
 from symbiosis_priv.wire import MAX_PAYLOAD, MAX_ROWS, Role
 
 MIB = 1 << 20

@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 
 from symbiosis_priv import wire
+from symbiosis_priv.addresses import parse_address
 from symbiosis_priv.dial import Line
 from symbiosis_priv.errors import DeadlineExceededError, ProtocolError, TransportError
-from symbiosis_priv.federation import parse_address
 from symbiosis_priv.tls import client_context
 
 DEFAULT_TIMEOUT_S = 10.0

@@ -12,8 +12,8 @@ import socket
 import ssl
 import time
 
+from symbiosis_priv.addresses import parse_address
 from symbiosis_priv.errors import ConfigError, ConnectionLostError, DeadlineExceededError
-from symbiosis_priv.federation import parse_address
 
 _RECORD = 16_384  # the most plaintext that a TLS record carries
 _SCRAP = 65_536

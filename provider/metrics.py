@@ -20,8 +20,8 @@ from prometheus_client.metrics_core import Metric
 from provider.envelope import ExecutorReport, Histogram
 from provider.status import Status, StatusSource
 from provider.usage import COUNTED
+from symbiosis_priv.addresses import parse_address
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.federation import parse_address
 
 _PREFIX = "symbiosis_provider_"
 _CLIENT_S = 5.0  # for a request of the operator's

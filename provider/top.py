@@ -14,8 +14,8 @@ from rich.text import Text
 
 from provider.envelope import Histogram
 from provider.status import Status
+from symbiosis_priv.addresses import parse_address
 from symbiosis_priv.errors import ConnectionLostError, ProtocolError
-from symbiosis_priv.federation import parse_address
 
 _TIMEOUT_S = 5.0
 _BUSIEST = 10  # layer groups

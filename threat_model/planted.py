@@ -17,7 +17,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from symbiosis_priv import federation, wire
+from symbiosis_priv import wire
+from symbiosis_priv.federation.parties import Parties
 from symbiosis_priv.keystream import SEED_BYTES, SessionSecret, expand
 from symbiosis_priv.ring import DIRECTIONS, FORWARD
 from tenant.masking.paper_pool import gaussian
@@ -119,7 +120,7 @@ def twin_helper_fault(recording: Recording, public: Public) -> Fault:
 @contextmanager
 def blind_to_companies() -> Iterator[None]:
     """While this lasts, a tenant takes a helper that belongs to its executor's company (rule 8)."""
-    with mock.patch.object(federation._Parties, "same", return_value=False):
+    with mock.patch.object(Parties, "same", return_value=False):
         yield
 
 

@@ -116,7 +116,8 @@ def _single(
     seed: int,
     deadline: float,
 ) -> list[Subject]:
-    from symbiosis_priv.federation import Peer, parse_address
+    from symbiosis_priv.addresses import parse_address
+    from symbiosis_priv.federation import Peer
     from threat_model.conformance import Dialler, Subject
 
     if address is None:

@@ -12,9 +12,9 @@ from types import TracebackType
 from typing import Self
 
 from symbiosis_priv import wire
+from symbiosis_priv.addresses import parse_address
 from symbiosis_priv.dial import Line
 from symbiosis_priv.errors import ProtocolError, ProviderError
-from symbiosis_priv.federation import parse_address
 from symbiosis_priv.registry import protocol
 from symbiosis_priv.registry.history import Span, VouchedHead, check_span, verify_head
 from symbiosis_priv.registry.protocol import MAX_REPLY

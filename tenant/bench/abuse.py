@@ -28,9 +28,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from symbiosis_priv import wire
+from symbiosis_priv.addresses import parse_address
 from symbiosis_priv.certificates import Identity, Kind, issue
 from symbiosis_priv.errors import DeadlineExceededError, SymbiosisError
-from symbiosis_priv.federation import Federation, Peer, load_federation, parse_address
+from symbiosis_priv.federation import Federation, Peer, load_federation
 from symbiosis_priv.local import LocalFederation
 from symbiosis_priv.revocation import revoke
 from symbiosis_priv.ring import FORWARD

@@ -25,9 +25,9 @@ import numpy as np
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from symbiosis_priv import certificates
+from symbiosis_priv.addresses import parse_address
 from symbiosis_priv.certificates import Identity
 from symbiosis_priv.errors import ConnectionLostError, ProtocolError
-from symbiosis_priv.federation import parse_address
 from symbiosis_priv.local import LocalFederation
 from symbiosis_priv.weights import WeightStore
 from tenant.bench.load import Asker, Kind, Load, Report

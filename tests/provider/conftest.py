@@ -23,8 +23,8 @@ from torch import Tensor
 from provider.config import ExecutorConfig, Limits, ModelConfig, ProviderConfig, TlsConfig, to_json
 from provider.server import Provider
 from symbiosis_priv import certificates, wire
+from symbiosis_priv.addresses import parse_address
 from symbiosis_priv.certificates import Identity, Kind
-from symbiosis_priv.federation import parse_address
 from symbiosis_priv.ring import Direction
 from symbiosis_priv.tls import client_context
 from symbiosis_priv.weights import WeightStore

@@ -26,7 +26,7 @@ import torch
 from provider.config import UsageConfig
 from provider.usage import COUNTED, read
 from symbiosis_priv import wire
-from symbiosis_priv.federation import parse_address
+from symbiosis_priv.addresses import parse_address
 
 if TYPE_CHECKING:
     from tests.provider.conftest import Client, Configure, Connect, Keys, Launch, Requests, Service

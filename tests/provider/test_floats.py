@@ -15,8 +15,9 @@ from provider.floats import FloatGroups
 from provider.model import ServedModel
 from provider.server import Provider
 from symbiosis_priv import wire
+from symbiosis_priv.addresses import parse_address
 from symbiosis_priv.errors import ConfigError, ProviderError
-from symbiosis_priv.federation import Federation, Peer, parse_address
+from symbiosis_priv.federation import Federation, Peer
 from symbiosis_priv.weights import WeightStore
 from tenant.masking.paper_pool import PaperPoolBackend
 from tenant.preparation import prepare

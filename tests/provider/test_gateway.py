@@ -20,8 +20,8 @@ from provider.config import MIB, Limits
 from provider.model import ServedModel
 from provider.server import Provider
 from symbiosis_priv import wire
+from symbiosis_priv.addresses import parse_address
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.federation import parse_address
 from symbiosis_priv.tls import TenantIdentity
 
 if TYPE_CHECKING:

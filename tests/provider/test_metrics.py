@@ -17,8 +17,8 @@ from provider.cli import app
 from provider.config import MetricsConfig
 from provider.server import Provider
 from provider.status import Status
+from symbiosis_priv.addresses import parse_address
 from symbiosis_priv.errors import ConfigError, ConnectionLostError
-from symbiosis_priv.federation import parse_address
 
 if TYPE_CHECKING:
     from tests.provider.conftest import Configure, Connect, Requests

@@ -19,9 +19,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from symbiosis_priv.addresses import parse_address
 from symbiosis_priv.cli import app
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.federation import parse_address
 from tenant.demo.base_model import Pretraining, make_base_model
 from tenant.demo.claims import Figures, claims
 from tenant.demo.screen import show

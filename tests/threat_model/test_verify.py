@@ -29,9 +29,10 @@ from provider.floats import FloatGroup, FloatGroups
 from provider.model import ServedModel
 from provider.server import Provider
 from symbiosis_priv import certificates, testing, wire
+from symbiosis_priv.addresses import parse_address
 from symbiosis_priv.certificates import Identity, Kind
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.federation import Peer, parse_address
+from symbiosis_priv.federation import Peer
 from symbiosis_priv.kernels import RingMatrix
 from symbiosis_priv.layers import LayerRange
 from symbiosis_priv.local import LocalFederation

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from provider.registry.rates import Rates
 from provider.registry.server import RegistryConfig, RegistryServer
 from symbiosis_priv import certificates, wire
+from symbiosis_priv.addresses import parse_address
 from symbiosis_priv.certificates import Kind
 from symbiosis_priv.errors import CertificateError, ConfigError, ProviderError, TransportError
-from symbiosis_priv.federation import parse_address
 from symbiosis_priv.registry import protocol
 from symbiosis_priv.registry.client import RegistryClient
 from symbiosis_priv.statements import MAX_BYTES

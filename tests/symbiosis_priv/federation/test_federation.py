@@ -1,0 +1,125 @@
+"""Rule 8 in a federation: who may be asked under whose pads, and whether there is a choice at all."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from symbiosis_priv.errors import RoleConflictError
+from symbiosis_priv.federation import Company, Federation, Peer, load_federation
+from symbiosis_priv.limits import Role
+
+if TYPE_CHECKING:
+    from tests.symbiosis_priv.federation.conftest import Write
+
+
+DIGEST = "sha256:" + "0" * 64
+NAMES = [f"p{i}" for i in range(6)]
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> Federation:
+    """Peers with few operators, companies among them, names spelled as people do."""
+
+    def spelled(text: str) -> str:
+        return draw(st.sampled_from([text, text.upper(), f" {text}", f"{text}\u200b"]))
+
+    def peer(name: str) -> Peer:
+        role: Role = draw(st.sampled_from(["executor", "helper"]))
+        return Peer(name, spelled(draw(st.sampled_from("abcd"))), role, "host", 1, Path("none.pem"))
+
+    members = st.lists(st.sampled_from(NAMES), min_size=2, max_size=3, unique=True)
+    companies = [
+        Company(spelled(draw(st.sampled_from(["a", "x", "y"]))), tuple(map(spelled, draw(members))))
+        for _ in range(draw(st.integers(0, 3)))
+    ]
+    return Federation(DIGEST, 10, Path("t.pem"), Path("t.key"), tuple(map(peer, NAMES)), tuple(companies))
+
+
+@given(worlds())
+def test_one_company_is_the_closure_of_operators_and_companies(world: Federation) -> None:
+    """Against the definition: repeat until nothing changes."""
+
+    def plain(text: str) -> str:
+        return text.strip().strip("\u200b").casefold()
+
+    together = [{p.name for p in world.peers if plain(p.operator) == operator} for operator in "abcd"]
+    for company in world.companies:
+        same_name = [c for c in world.companies if plain(c.name) == plain(company.name)]
+        operated = {p.name for p in world.peers if plain(p.operator) == plain(company.name)}
+        together.append(operated.union(*({plain(m) for m in c.members} for c in same_name)))
+    for _ in NAMES:
+        together = [set().union(*(other for other in together if not own.isdisjoint(other))) or own for own in together]
+    for one, other in itertools.product(world.peers, repeat=2):
+        expected = any({one.name, other.name} <= party for party in together)
+        assert world.one_company(one, other) == expected
+        assert world.admissible(one, [other]) != expected
+    assert world.companies_of(world.peers) == len({frozenset(party) for party in together if party})
+
+
+def test_a_peer_that_is_not_in_the_file_belongs_to_its_operators_company() -> None:
+    def peer(name: str, operator: str, role: Role = "executor") -> Peer:
+        return Peer(name, operator, role, "host", 1, Path("none.pem"))
+
+    helper = peer("beta", "B", "helper")
+    company = Company("Holding SE", ("beta",), ("Delta AG",))
+    federation = Federation(DIGEST, 10, Path("t.pem"), Path("t.key"), (helper,), (company,))
+    for stranger in (peer("x", " b"), peer("x", "delta ag"), peer("x", "HOLDING SE"), peer("Beta\u200b", "E")):
+        assert federation.one_company(stranger, helper)
+        assert federation.one_company(helper, stranger)
+        assert not federation.admissible(stranger, [helper])
+        assert federation.companies_of([stranger, helper]) == 1
+    assert federation.admissible(peer("x", "E"), [helper])
+    assert federation.companies_of([peer("x", "E"), helper]) == 2
+
+
+@pytest.mark.parametrize("operator", ["A", " a\u200b"])
+def test_with_pads_a_company_may_have_both_roles_beside_enough_others(write: Write, operator: str) -> None:
+    beta = {"operator": operator}
+    with pytest.raises(RoleConflictError, match="executor 'alpha' and helper 'beta' have the same operator"):
+        load_federation(write(beta=beta, gamma={}))
+    federation = load_federation(write(beta=beta, gamma={}, pads={"helpers": 1}))
+    alpha, helper, other = federation.peers
+    assert federation.one_company(alpha, helper)
+    assert not federation.admissible(alpha, [other, helper])
+    assert federation.admissible(alpha, [other])
+    with pytest.raises(
+        RoleConflictError, match=r"helpers of 1 companies .* helpers = 2 takes 2 of different companies"
+    ):
+        load_federation(write(beta=beta, gamma={}, pads={"helpers": 2}))
+    with pytest.raises(RoleConflictError, match="helpers of 1 companies"):  # two helpers, and one company behind them
+        load_federation(write(beta={"operator": "C"}, gamma={}, pads={"helpers": 2}))
+
+
+@pytest.mark.parametrize(
+    ("alpha", "beta", "gamma", "helpers", "short_at"),
+    [
+        ("0-7", "0-7", "0-7", 2, None),
+        ("0-7", "0-3", "4-7", 1, None),
+        ("0-7", "0-3", "5-7", 1, 4),
+        ("0-7", "0-7", "4-7", 2, 0),
+        ("4-7", "0-7", "4-9", 2, None),
+        ("0-7", "8-9", "8-9", 1, 0),
+        ("0-7", "8-9", None, 1, None),
+        (None, "0-3", "4-7", 1, None),
+        (None, "0-3", "4-7", 2, 0),
+        (None, "0-3", "2-7", 2, None),
+    ],
+)
+def test_enough_helpers_for_every_layer_that_an_executor_must_serve(
+    write: Write, alpha: str | None, beta: str | None, gamma: str | None, helpers: int, short_at: int | None
+) -> None:
+    def layers(text: str | None) -> dict[str, str]:
+        return {} if text is None else {"layers": text}
+
+    path = write(alpha=layers(alpha), beta=layers(beta), gamma=layers(gamma), pads={"helpers": helpers})
+    if short_at is None:
+        load_federation(path)
+    else:
+        with pytest.raises(RoleConflictError, match=f"executor 'alpha' .* at layer {short_at},"):
+            load_federation(path)

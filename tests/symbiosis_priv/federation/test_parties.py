@@ -1,0 +1,131 @@
+"""Nobody is listed twice, or in two roles (rules 8 and 11), however it is written."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from symbiosis_priv.errors import ConfigError, RoleConflictError
+from symbiosis_priv.federation import check_parties, load_federation
+
+if TYPE_CHECKING:
+    from tests.symbiosis_priv.federation.conftest import Write
+
+
+@pytest.mark.parametrize(
+    ("same", "shared"),
+    [
+        ({"name": "ALPHA"}, "name"),
+        ({"name": "\uff41lpha\u200b"}, "name"),  # a full-width letter, and one that nobody sees
+        ({"certificate": "keys/alpha.pem"}, "certificate, public key"),
+        ({"next_certificate": "keys/alpha.pem"}, "certificate, public key"),
+        ({"certificate": "keys/alpha-next.pem"}, "public key"),
+        ({"next_certificate": "keys/alpha-next.pem"}, "public key"),
+        ({"address": "A:1"}, "address"),
+        ({"address": "a.:01"}, "address"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("one", "other", "error"),
+    [
+        ("executor", "helper", RoleConflictError),
+        ("executor", "executor", ConfigError),
+        ("helper", "helper", ConfigError),
+    ],
+)
+def test_rule_11_no_party_is_listed_twice(
+    write: Write, one: str, other: str, error: type[ConfigError], same: dict[str, str], shared: str
+) -> None:
+    path = write(alpha={"role": one}, beta={"role": other, **same}, gamma={"role": "executor"})
+    name = same.get("name", "beta")
+    with pytest.raises(ConfigError, match=f"{one} 'alpha' and {other} .* have the same {shared}[:,]") as caught:
+        load_federation(path)
+    assert caught.type is (ConfigError if shared == "name" else error)
+    assert str(path) in str(caught.value)
+    assert repr(name) in str(caught.value)
+
+
+def test_rule_8_an_operator_may_run_two_executors_and_no_helper_beside(write: Write) -> None:
+    executors = load_federation(write(beta={"role": "executor", "operator": "a"}, gamma={}))
+    assert len(executors.executors) == 2
+    for operator in ("b", " A ", "\uff21", "A\ufe0f", "\u3164a", "A\x00", "\u034fA", "\U000e0041A\U000e0100", "\x0bA"):
+        with pytest.raises(RoleConflictError, match="executor 'alpha' and helper 'beta' have the same operator"):
+            load_federation(write(alpha={"operator": "A" if operator != "b" else "B"}, beta={"operator": operator}))
+
+
+@pytest.mark.parametrize(
+    "spellings",
+    [
+        (
+            "127.0.0.1",
+            "localhost",
+            "LOCALHOST.",
+            "a.localhost",
+            "[::1]",
+            "127.1",
+            "[::ffff:127.0.0.1]",
+            "0.0.0.0",
+            "[::]",
+        ),
+        ("[2001:db8::1]", "[2001:DB8:0:0::1]", "2001:0db8::0001"),
+        ("b\u00fccher.example", "xn--bcher-kva.example", "B\u00dcCHER.example."),
+    ],
+    ids=lambda spellings: str(spellings[0]),
+)
+def test_rule_11_one_address_in_many_spellings(write: Write, spellings: tuple[str, ...]) -> None:
+    for one, other in itertools.combinations(spellings, 2):
+        with pytest.raises(ConfigError, match="have the same address"):
+            load_federation(write(alpha={"address": f"{one}:7401"}, beta={"address": f"{other}:7401"}))
+    load_federation(write(alpha={"address": f"{spellings[0]}:7401"}, beta={"address": f"{spellings[1]}:7402"}))
+
+
+def test_a_rotation_pins_both_and_keeps_the_party(write: Write, keys: Path) -> None:
+    before = load_federation(write())
+    during = load_federation(write(beta={"next_certificate": "keys/gamma.pem"}))
+    after = load_federation(write(beta={"certificate": "keys/gamma.pem"}))
+    assert during.helpers[0].pins == (keys / "beta.pem", keys / "gamma.pem")
+    fingerprints = [federation.helpers[0].key_fingerprint for federation in (before, during, after)]
+    assert fingerprints[0] == fingerprints[1] != fingerprints[2]
+
+
+JOINED = [
+    pytest.param([{"name": "Holding SE", "members": ["alpha", "beta"]}], {}, id="listed together"),
+    pytest.param([{"name": "Holding SE", "members": ["\uff21lpha\u200b", " BETA "]}], {}, id="spelled otherwise"),
+    pytest.param([{"name": " b", "members": ["alpha", "gamma"]}], {}, id="the company is the other's operator"),
+    pytest.param([{"name": "H", "members": ["alpha"], "operators": ["b\u200b"]}], {}, id="an operator of the company"),
+    pytest.param(
+        [{"name": "H", "members": ["alpha", "gamma"]}, {"name": "I", "members": ["gamma", "beta"]}], {}, id="two steps"
+    ),
+    pytest.param([{"name": "H", "members": ["alpha", "gamma"]}], {"operator": "\uff22"}, id="company and operator"),
+]
+
+
+@pytest.mark.parametrize(("companies", "gamma"), JOINED)
+def test_rule_8_a_company_is_one_party(write: Write, companies: list[Any], gamma: dict[str, str]) -> None:
+    """Refused where all helpers share every pad, and where the helper is needed; not where another one is there."""
+    parties = {"gamma": {"role": "executor", **gamma}, "companies": companies}
+    with pytest.raises(RoleConflictError, match="'alpha' and helper 'beta' have the same company: together they would"):
+        load_federation(write(**parties))
+    with pytest.raises(RoleConflictError, match="executor 'alpha' has helpers of 0 companies other than its own"):
+        load_federation(write(**parties, pads={"helpers": 1}))
+
+
+@pytest.mark.parametrize("same", [{"certificate": "keys/alpha.pem"}, {"address": "A.:1"}], ids=str)
+@pytest.mark.parametrize("name", ["certificate", "next_certificate"])
+def test_rule_11_holds_with_pads_too(write: Write, same: dict[str, str], name: str) -> None:
+    if "certificate" in same:
+        same = {name: same["certificate"]}
+    with pytest.raises(RoleConflictError, match="executor 'alpha' and helper 'beta' have the same"):
+        load_federation(write(beta=same, gamma={}, pads={"helpers": 1}))
+
+
+def test_check_parties_without_the_files_further_keys_is_as_strict_as_ever(write: Write) -> None:
+    """Whoever forgets to pass them gets a refusal, never a pass."""
+    federation = load_federation(write(beta={"operator": "A"}, gamma={}, pads={"helpers": 1}))
+    check_parties(federation.peers, pad_helpers=federation.pad_helpers)
+    with pytest.raises(RoleConflictError, match="have the same operator"):
+        check_parties(federation.peers)

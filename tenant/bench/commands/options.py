@@ -35,18 +35,21 @@ def scheme(name: str) -> str:
 
 
 def llama(width: int, layers: int, inner: int) -> Shape:
+    """The Llama that is measured; ConfigError for another width than a multiple of 64."""
     from tenant.bench.contest import Shape
 
     return Shape(width=multiple_of_64(width, "--width"), layers=layers, inner=inner)
 
 
 def multiple_of_64(number: int, option: str) -> int:
+    """The number, if it is one; ConfigError otherwise."""
     if number % 64:
         raise ConfigError(f"{option} {number}: write multiples of 64, the dimensions of an attention head")
     return number
 
 
 def numbers(text: str, option: str) -> list[int]:
+    """Positive whole numbers between commas; ConfigError for anything else."""
     try:
         found = [int(part) for part in text.split(",")]
     except ValueError:

@@ -35,6 +35,7 @@ def finish(benchmark: str, rows: Sequence[Row], json: Path | None) -> None:
 
 
 def show(rows: Sequence[Row]) -> None:
+    """Figures as a table on the screen."""
     from rich.table import Table as Screen
 
     from tenant.bench.markdown import Table
@@ -52,6 +53,7 @@ def show(rows: Sequence[Row]) -> None:
 
 
 def write(path: Path | None, benchmark: str, rows: Sequence[Row]) -> None:
+    """Write figures to where --json says, if it does."""
     from tenant.bench import report as reports
 
     if path is not None:

@@ -16,7 +16,8 @@ from symbiosis_priv import testing
 from symbiosis_priv.errors import ConfigError, RoleConflictError
 from symbiosis_priv.ring import DIRECTIONS, FORWARD, RANGE, Bound, quantise_rows
 from symbiosis_priv.weights import WeightStore
-from tenant import RemoteConfig, cli
+from tenant import RemoteConfig
+from tenant.commands.finetune import finetune
 from tenant.connect import open_backend
 from tenant.facts import Preparation
 from tenant.masking.local import LocalSource
@@ -116,7 +117,7 @@ def test_the_attacks_cover_every_scheme_that_shows_anything_to_a_provider() -> N
 
 
 def test_the_command_line_names_them_all() -> None:
-    option = get_type_hints(cli.finetune, include_extras=True)["masking"].__metadata__[0]
+    option = get_type_hints(finetune, include_extras=True)["masking"].__metadata__[0]
     assert option.help.partition(":")[0].split(", ") == [scheme.name for scheme in registered()]
 
 

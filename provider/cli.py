@@ -45,7 +45,7 @@ def serve(
 ) -> None:
     """Serve until SIGTERM or Ctrl-C. One line of JSON on stdout says that it is ready; logs go to stderr."""
     from provider import server
-    from provider.config import load
+    from provider.config_file import load
 
     settings = load(config)
     with _quantising() as progress:
@@ -60,7 +60,7 @@ def manifest(
     weight_bits: WeightBits = DEFAULT_WEIGHT_BITS,
 ) -> None:
     """Print the digest to pin in federation.toml; the layer groups behind it go to stderr."""
-    from provider.config import load
+    from provider.config_file import load
     from provider.model import open_store
     from provider.placement import unplaced
     from symbiosis_priv.checkpoint import resolve
@@ -92,7 +92,7 @@ def health(
     timeout: Annotated[float, typer.Option(help="Seconds to wait.")] = 10.0,
 ) -> None:
     """Print a running provider's report as JSON; status 1 if there is none."""
-    from provider.config import load
+    from provider.config_file import load
     from provider.health import ask_health
 
     if config is not None:
@@ -127,7 +127,7 @@ def usage(
     ] = None,
 ) -> None:
     """Print what each tenant has used, per day and role; the provider may be running."""
-    from provider.config import load
+    from provider.config_file import load
     from provider.usage import COLUMNS, read
 
     database = load(config).usage.database
@@ -150,7 +150,7 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print one look, and end.")] = False,
 ) -> None:
     """Show a running provider, live: tenants, queue, batches, rows per second, busiest layers. Ctrl-C ends it."""
-    from provider.config import load
+    from provider.config_file import load
     from provider.top import watch
 
     address = address or (None if config is None else load(config).metrics.listen)
@@ -166,14 +166,17 @@ def init(
     name: Annotated[str, typer.Option("--name", "-n", help="What it calls itself, and its key's file.")] = "alpha",
     role: Annotated[Role, typer.Option(help="An executor sees masked rows, a helper a seed.")] = "executor",
     checkpoint: Annotated[str, typer.Option(help="Checkpoint folder or hub name.")] = "model",
+    layers: Annotated[
+        str | None, typer.Option(help="The first and the last layer that it serves, as in 0-15; all if left out.")
+    ] = None,
     listen: Annotated[str, typer.Option(help="host:port; port 0 takes a free one.")] = "127.0.0.1:7401",
 ) -> None:
     """Write a commented provider.toml, and say what is still missing."""
-    from provider.config import template
+    from provider.config_file import template
 
     if Path(checkpoint).is_dir() and not Path(checkpoint).is_absolute():
         checkpoint = os.path.relpath(checkpoint, path.parent)
-    text = template(name=name, roles=[role], checkpoint=checkpoint, listen=listen)
+    text = template(name=name, roles=[role], checkpoint=checkpoint, layers=layers, listen=listen)
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)

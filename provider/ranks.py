@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 
 from provider import logs, server
-from provider.config import RANKS_VARIABLE, ProviderConfig, from_json, load
+from provider.config import RANKS_VARIABLE, ProviderConfig, from_json
+from provider.config_file import load
 from provider.executor import build, wait_for_eof
 from provider.lines import SocketInbox
 from provider.model import open_store

@@ -15,7 +15,8 @@ import msgspec
 
 from provider import logs, supervisor
 from provider.announcer import Announcer
-from provider.config import AUTO, ProviderConfig, load
+from provider.config import AUTO, ProviderConfig
+from provider.config_file import load
 from provider.credentials import Credentials
 from provider.executor import wait_for_eof
 from provider.gateway import Gateway

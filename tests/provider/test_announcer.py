@@ -11,7 +11,8 @@ import msgspec
 import pytest
 import torch
 
-from provider.config import AnnounceConfig, ModelConfig, ProviderConfig, TlsConfig, load, template
+from provider.config import AnnounceConfig, ModelConfig, ProviderConfig, TlsConfig
+from provider.config_file import load, template
 from provider.model import open_store
 from provider.placement import placed, unplaced
 from provider.registry.server import RegistryServer

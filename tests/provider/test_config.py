@@ -1,4 +1,4 @@
-"""provider.toml: the template loads, every mistake names its key."""
+"""provider.toml: every mistake names its key, and what is read survives the way to another process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from provider.config import Limits, ProviderConfig, from_json, load, template, to_json
+from provider.config import ProviderConfig, from_json, to_json
+from provider.config_file import load
 from symbiosis_priv.errors import ConfigError
 
 MINIMAL = """
@@ -20,32 +21,10 @@ tenant_authority = "authority.pem"
 """
 
 
-NO_DEFAULT = (
-    *("cache", "layers", "threads", "revoked", "requests_per_s", "rows_per_s", "giga_", "max_rows_in_flight"),
-    *("weight =", "database", 'listen = "127.0.0.1:9464'),
-    *("announce =", "authority =", "address =", "capacity_layers"),
-)
-
-
 def written(folder: Path, text: str) -> Path:
     path = folder / "provider.toml"
     path.write_text(text, encoding="utf-8")
     return path
-
-
-def test_template_shows_the_defaults(tmp_path: Path) -> None:
-    """Uncommenting every default of the template changes nothing but what has no default."""
-    (tmp_path / "model").mkdir()
-    plain = load(written(tmp_path, template()))
-    lines = []
-    for line in template().splitlines():
-        shown = line.removeprefix("# ")
-        optional = line.startswith("# ") and " = " in line and not shown.startswith(NO_DEFAULT)
-        lines.append(shown if optional else line)
-    assert load(written(tmp_path, "\n".join(lines))) == plain
-    assert plain.limits == Limits()
-    assert plain.model.checkpoint == str((tmp_path / "model").resolve())
-    assert plain.tls.certificate == tmp_path / "keys/alpha.pem"
 
 
 def test_everything_else_is_optional(tmp_path: Path) -> None:
@@ -79,11 +58,6 @@ def test_everything_else_is_optional(tmp_path: Path) -> None:
 def test_mistakes_are_named(tmp_path: Path, change: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         load(written(tmp_path, change))
-
-
-def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="does not exist"):
-        load(tmp_path / "none.toml")
 
 
 def test_child_configuration_is_checked() -> None:

@@ -275,6 +275,8 @@ def test_commands(keys: Keys, configure: Configure, provider: Provider, tmp_path
     path = tmp_path / "provider.toml"
     assert run.invoke(app, ["init", str(path)]).exit_code == 0
     assert isinstance(run.invoke(app, ["init", str(path)]).exception, ConfigError)
+    assert run.invoke(app, ["init", str(tmp_path / "part.toml"), "--layers", "0-15"]).exit_code == 0
+    assert '\nlayers = "0-15"' in (tmp_path / "part.toml").read_text(encoding="utf-8")
     text = path.read_text(encoding="utf-8")
     text = text.replace('"model"', json.dumps(configure().model.checkpoint))
     text = text.replace('# cache = "cache"', f"cache = {json.dumps(str(configure().model.cache))}")

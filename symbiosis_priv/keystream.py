@@ -19,10 +19,12 @@ import threading
 from collections import defaultdict
 from typing import NoReturn
 
+import numpy as np
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from numpy.typing import NDArray
 from torch import Tensor
 
 from symbiosis_priv.errors import BurntRowError, RangeError
@@ -32,7 +34,8 @@ SEED_BYTES = 32
 MAX_ROW = 1 << 63
 MAX_BYTES = 1 << 32  # of one expansion; a frame holds no more either
 _BLOCK = 16
-_PIECE = 1 << 19  # bytes at a time: enough to hide what a call costs, and they stay in the cache
+_SLACK = _BLOCK // 4  # words
+_PIECE = 1 << 18  # bytes at a time: enough to hide what a call costs, and they stay in the cache
 _ZEROS = memoryview(bytes(_PIECE))  # what is encrypted
 
 
@@ -57,62 +60,80 @@ def expand(key: bytes, *, first_row: int, rows: int, width: int) -> Tensor:
     Raises:
         RangeError: out of range, or more than `MAX_BYTES`; nothing was allocated.
     """
-    padded = _padded(width)
-    encryptor = _encryptor(key, first_row=first_row, rows=rows, width=width)
-    stream = _next_words(encryptor, _room(rows * padded), rows * padded).view(rows, padded)
-    return stream if padded == width else stream[:, :width].contiguous()
+    return Keystream(key, width=width).expand(first_row, rows)
 
 
-def add_keystream(key: bytes, *, first_row: int, to: Tensor) -> None:
-    """Add rows of a keystream to a matrix modulo 2^32, piece by piece: no mask as large as the matrix is made.
+class Keystream:
+    """One keystream, for whoever comes back to it: what a cipher needs at the start of every key is made once.
+
+    Safe under threads.
 
     Args:
-        key: as for `expand`.
-        first_row: as for `expand`.
-        to: int32 `[rows, d]` on the CPU; changed in place.
+        key, width: as for `expand`.
 
     Raises:
-        RangeError: as for `expand`; nothing was changed.
+        RangeError: not a key, or no width.
     """
-    rows, width = to.shape
-    padded = _padded(width)
-    encryptor = _encryptor(key, first_row=first_row, rows=rows, width=width)
-    step = max(1, _PIECE // (4 * padded))
-    room = _room(min(step, rows) * padded)
-    for piece in to.split(step):
-        words = _next_words(encryptor, room, len(piece) * padded)
-        piece.add_(words.view(-1, padded)[:, :width])
+
+    def __init__(self, key: bytes, *, width: int) -> None:
+        if len(key) != SEED_BYTES or width < 1:
+            raise RangeError(f"no keystream: key {len(key)} bytes, width {width}")
+        self._algorithm, self._width = algorithms.AES256(key), width
+        self._padded = -(-4 * width // _BLOCK) * _BLOCK // 4  # columns that a row takes of it: whole blocks
+        self._idle: list[CipherContext] = []  # popped and appended: one step each
+
+    def expand(self, first_row: int, rows: int) -> Tensor:
+        """Rows from one on; see the function of this name."""
+        cipher = self._cipher(first_row, rows)
+        space = torch.empty(rows * self._padded + _SLACK, dtype=torch.int32, device="cpu")
+        _encrypt(cipher, space.numpy())
+        self._idle.append(cipher)
+        stream = space[:-_SLACK].view(rows, self._padded)
+        return stream if self._padded == self._width else stream[:, : self._width].contiguous()
+
+    def add_to(self, matrix: Tensor, *, first_row: int) -> None:
+        """Add rows to a matrix modulo 2^32, piece by piece: no mask as large as the matrix is made.
+
+        Args:
+            matrix: int32 `[rows, d]` on the CPU; changed in place.
+
+        Raises:
+            RangeError: as for `expand`; nothing was changed.
+        """
+        entries = matrix.numpy()  # whose additions begin at once, and in this thread
+        rows, step = len(entries), max(1, _PIECE // (4 * self._padded))
+        cipher = self._cipher(first_row, rows)
+        space = np.empty(min(step, rows) * self._padded + _SLACK, dtype=np.int32)
+        for start in range(0, rows, step):
+            piece = entries[start : start + step]
+            words = len(piece) * self._padded
+            _encrypt(cipher, space[: words + _SLACK])
+            np.add(piece, space[:words].reshape(len(piece), self._padded)[:, : self._width], out=piece)
+        self._idle.append(cipher)
+
+    def _cipher(self, first_row: int, rows: int) -> CipherContext:
+        """One that gives the keystream from a row on, and that nobody else uses until it is put back."""
+        if not (first_row >= 0 and rows >= 0 and first_row + rows <= MAX_ROW and 4 * rows * self._padded <= MAX_BYTES):
+            raise RangeError(f"no keystream: rows {first_row}..{first_row + rows}, width {self._width}")
+        counter = (first_row * 4 * self._padded // _BLOCK).to_bytes(_BLOCK, "big")
+        try:
+            cipher = self._idle.pop()
+        except IndexError:
+            return Cipher(self._algorithm, modes.CTR(counter)).encryptor()
+        cipher.reset_nonce(counter)
+        return cipher
 
 
-def _padded(width: int) -> int:
-    """Columns that a row takes of the keystream: whole blocks."""
-    return -(-4 * width // _BLOCK) * _BLOCK // 4
-
-
-def _encryptor(key: bytes, *, first_row: int, rows: int, width: int) -> CipherContext:
-    """The keystream from a row on. Raises `RangeError` for what `expand` refuses."""
-    padded = _padded(width)
-    possible = first_row >= 0 and rows >= 0 and width >= 1 and first_row + rows <= MAX_ROW
-    if not possible or 4 * rows * padded > MAX_BYTES or len(key) != SEED_BYTES:
-        raise RangeError(f"no keystream: key {len(key)} bytes, rows {first_row}..{first_row + rows}, width {width}")
-    counter = (first_row * 4 * padded // _BLOCK).to_bytes(_BLOCK, "big")
-    return Cipher(algorithms.AES256(key), modes.CTR(counter)).encryptor()
-
-
-def _room(words: int) -> Tensor:
-    """Memory for so many words of a keystream: `update_into` asks for most of a block more than it writes."""
-    return torch.empty(4 * words + _BLOCK, dtype=torch.uint8, device="cpu")
-
-
-def _next_words(encryptor: CipherContext, room: Tensor, words: int) -> Tensor:
-    """The next words of a keystream, little-endian: int32 `[words]`, at the beginning of `room`."""
-    data, size = room.numpy().data, 4 * words
+def _encrypt(cipher: CipherContext, space: NDArray[np.int32]) -> None:
+    """Fill contiguous words with the next ones of a keystream, little-endian; the last `_SLACK` of them are room that
+    the cipher asks for."""
+    data = space.view(np.uint8).data
+    size = len(data) - _BLOCK
     for start in range(0, size, _PIECE):
-        encryptor.update_into(_ZEROS[: size - start], data[start:])
-    stream = room[:size].view(torch.int32)
+        stop = min(start + _PIECE, size)
+        cipher.update_into(_ZEROS[: stop - start], data[start : stop + _BLOCK])
     if sys.byteorder == "big":
-        stream.numpy().byteswap(inplace=True)
-    return stream
+        space.byteswap(inplace=True)
 
 
 class SessionSecret:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from symbiosis_priv.errors import QuarantinedError, SymbiosisError, TransportError
 from symbiosis_priv.federation import Peer
-from symbiosis_priv.keystream import SessionSecret, add_keystream
+from symbiosis_priv.keystream import Keystream, SessionSecret, mask_key
 from symbiosis_priv.ring import Direction
 from tenant.facts import GroupFacts
 from tenant.routing.route import Route
@@ -43,14 +43,14 @@ class Share:
 
     Args:
         holder: who else knows the seed and computes the effect; None if it is the tenant itself.
-        key: of the keystream.
+        keystream: of this seed, layer group and direction.
         first_row: of the keystream.
         effect: int32 `[offset + r or more, o]`, unverified.
         offset: where these rows begin in it.
     """
 
     holder: Peer | None
-    key: bytes = field(repr=False)
+    keystream: Keystream
     first_row: int
     effect: Future[Tensor]
     offset: int = 0
@@ -77,7 +77,7 @@ class Pad:
     def put_on(self, rows: Tensor) -> None:
         """Add the mask to int32 rows `[r, d]`, in place."""
         for share in self.shares:
-            add_keystream(share.key, first_row=share.first_row, to=rows)
+            share.keystream.add_to(rows, first_row=share.first_row)
 
     def take_off(self, rows: Tensor) -> None:
         """Subtract it again, in place."""
@@ -110,6 +110,7 @@ class EffectSource(ABC):
     def __init__(self, facts: Sequence[GroupFacts], secret: SessionSecret) -> None:
         self._facts = facts
         self._secret = secret
+        self._keystreams: dict[tuple[bytes, int, Direction], Keystream] = {}
 
     @abstractmethod
     def draw(self, index: int, direction: Direction, rows: int, *, ahead: bool, executor: Route | None = None) -> Pad:
@@ -120,9 +121,18 @@ class EffectSource(ABC):
             executor: who is to see rows under it; by default whoever serves the group.
         """
 
-    def _burn(self, index: int, direction: Direction, rows: int) -> tuple[str, int]:
-        group = self._facts[index].entry.name
-        return group, self._secret.burn(group_name=group, direction=direction, rows=rows)
+    def _burn(self, index: int, direction: Direction, rows: int) -> int:
+        """Take rows, and return the first."""
+        return self._secret.burn(group_name=self._facts[index].entry.name, direction=direction, rows=rows)
+
+    def _keystream(self, seed: bytes, index: int, direction: Direction) -> Keystream:
+        """What a seed expands to for one layer group and direction."""
+        if (keystream := self._keystreams.get((seed, index, direction))) is None:
+            facts = self._facts[index]
+            key = mask_key(seed, group_name=facts.entry.name, direction=direction)
+            keystream = Keystream(key, width=facts.inputs(direction))
+            self._keystreams[seed, index, direction] = keystream
+        return keystream
 
 
 @dataclass

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from symbiosis_priv.keystream import SessionSecret, expand, mask_key
+from symbiosis_priv.keystream import Keystream, SessionSecret
 from symbiosis_priv.ring import Direction
 from symbiosis_priv.weights import WeightStore
 from tenant.backend import Simulation
@@ -42,11 +42,10 @@ class LocalSource(EffectSource):
         self.workers = [Worker("local-effects")]
 
     def draw(self, index: int, direction: Direction, rows: int, *, ahead: bool, executor: Route | None = None) -> Pad:
-        group, first = self._burn(index, direction, rows)
-        key = mask_key(self._seed, group_name=group, direction=direction)
-        effect = self.workers[0].submit(self._effect, index, direction, key, first, rows)
-        return Pad(rows, (Share(None, key, first, effect),))
+        first = self._burn(index, direction, rows)
+        keystream = self._keystream(self._seed, index, direction)
+        effect = self.workers[0].submit(self._effect, index, direction, keystream, first, rows)
+        return Pad(rows, (Share(None, keystream, first, effect),))
 
-    def _effect(self, index: int, direction: Direction, key: bytes, first: int, rows: int) -> Tensor:
-        mask = expand(key, first_row=first, rows=rows, width=self._facts[index].inputs(direction))
-        return self._products.product(index, direction, mask)
+    def _effect(self, index: int, direction: Direction, keystream: Keystream, first: int, rows: int) -> Tensor:
+        return self._products.product(index, direction, keystream.expand(first, rows))

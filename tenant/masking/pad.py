@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from symbiosis_priv.keystream import SessionSecret, mask_key
+from symbiosis_priv.keystream import SessionSecret
 from symbiosis_priv.ring import Direction
 from tenant.facts import GroupFacts
 from tenant.masking.scheme import Holders, Materials, SessionScheme
@@ -43,10 +43,9 @@ class PadSource(EffectSource):
 
     def draw(self, index: int, direction: Direction, rows: int, *, ahead: bool, executor: Route | None = None) -> Pad:
         helpers = self._holders(index, executor)
-        group, first = self._burn(index, direction, rows)
+        first = self._burn(index, direction, rows)
         shares = []
         for helper in helpers:
             effect = helper.submit(index, direction, self._facts[index], first_row=first, rows=rows, ahead=ahead)
-            key = mask_key(helper.seed, group_name=group, direction=direction)
-            shares.append(Share(helper.peer, key, first, effect))
+            shares.append(Share(helper.peer, self._keystream(helper.seed, index, direction), first, effect))
         return Pad(rows, tuple(shares))

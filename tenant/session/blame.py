@@ -13,7 +13,6 @@ from torch import Tensor
 
 from symbiosis_priv.errors import QuarantinedError, VerificationError
 from symbiosis_priv.federation import Peer
-from symbiosis_priv.keystream import expand
 from tenant.facts import Preparation
 from tenant.parts import Part
 from tenant.routing.route import Route
@@ -117,14 +116,13 @@ def liars(preparation: Preparation, executor: Peer, part: Part, answer: Tensor) 
     if not others:
         return [executor]
     accepts = functools.partial(preparation.blame.accepts, part.index, part.direction)
-    width = part.sent.shape[1]
     found: list[Peer] = []
     try:
         if not accepts(rows=part.sent, answer=answer):
             found.append(executor)
         for pad, share in others:
             assert share.holder is not None
-            mask = expand(share.key, first_row=share.first_row, rows=pad.rows, width=width)
+            mask = share.keystream.expand(share.first_row, pad.rows)
             if not accepts(rows=mask, answer=share.rows_of_effect(pad.rows)):
                 found.append(share.holder)
     except (OSError, SafetensorError) as error:

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from symbiosis_priv import testing
 from symbiosis_priv.errors import BurntRowError, RangeError
-from symbiosis_priv.keystream import MAX_ROW, SessionSecret, add_keystream, derive, expand, mask_key
+from symbiosis_priv.keystream import MAX_ROW, Keystream, SessionSecret, derive, expand, mask_key
 from symbiosis_priv.ring import DIRECTIONS
 
 KEY = bytes(range(32))
@@ -86,8 +86,35 @@ def test_a_keystream_is_added_as_it_is_expanded(
 ) -> None:
     before = data.draw(testing.ring_rows(width=width, count=rows))
     after = before.clone()
-    add_keystream(key, first_row=first_row, to=after)
+    Keystream(key, width=width).add_to(after, first_row=first_row)
     assert torch.equal(after, before + expand(key, first_row=first_row, rows=rows, width=width))
+
+
+@given(width=testing.widths(), places=st.lists(st.tuples(first_rows, st.integers(0, 4), st.booleans()), max_size=9))
+def test_a_keystream_that_is_used_again_starts_where_it_is_told(
+    width: int, places: list[tuple[int, int, bool]]
+) -> None:
+    keystream = Keystream(KEY, width=width)
+    for first_row, rows, added in places:
+        got = torch.zeros(rows, width, dtype=torch.int32)
+        if added:
+            keystream.add_to(got, first_row=first_row)
+        else:
+            got = keystream.expand(first_row, rows)
+        assert got.tolist() == [by_hand(KEY, row=first_row + i, width=width) for i in range(rows)]
+
+
+def test_threads_share_a_keystream() -> None:
+    keystream, width = Keystream(KEY, width=5000), 5000
+    want = expand(KEY, first_row=0, rows=64, width=width)
+
+    def masked(first_row: int) -> bool:
+        rows = torch.zeros(16, width, dtype=torch.int32)
+        keystream.add_to(rows, first_row=first_row)
+        return torch.equal(rows, want[first_row : first_row + 16])
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(masked, [16 * (i % 4) for i in range(400)]))
 
 
 @pytest.mark.parametrize("width", [4096, 4097, 1 << 17, (1 << 17) + 3])
@@ -98,7 +125,7 @@ def test_pieces_are_one_stream(width: int) -> None:
     assert got[0].tolist() == by_hand(KEY, row=5, width=width)
     assert got[-1].tolist() == by_hand(KEY, row=5 + rows - 1, width=width)
     added = torch.ones(rows, width, dtype=torch.int32)
-    add_keystream(KEY, first_row=5, to=added)
+    Keystream(KEY, width=width).add_to(added, first_row=5)
     assert torch.equal(added, got + 1)
 
 

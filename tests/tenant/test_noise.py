@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from symbiosis_priv.errors import BurntRowError, DeadlineExceededError, VerificationError
-from symbiosis_priv.keystream import SessionSecret
+from symbiosis_priv.keystream import Keystream, SessionSecret
 from symbiosis_priv.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.weights import WeightStore
 from tenant.facts import Preparation
@@ -191,7 +191,7 @@ class Flaky(EffectSource):
         self.drawn: list[tuple[int, bool]] = []
 
     def draw(self, index: int, direction: Direction, rows: int, *, ahead: bool, executor: Route | None = None) -> Pad:
-        _, first = self._burn(index, direction, rows)
+        first = self._burn(index, direction, rows)
         self.drawn.append((rows, ahead))
         effect: Future[Tensor] = Future()
         if ahead and self.away:
@@ -200,7 +200,7 @@ class Flaky(EffectSource):
             effect.set_exception(self.error)
         else:
             effect.set_result(torch.zeros(rows, 1, dtype=torch.int32))
-        return Pad(rows, (Share(None, bytes(32), first, effect),))
+        return Pad(rows, (Share(None, Keystream(bytes(32), width=64), first, effect),))
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -240,7 +240,7 @@ def test_a_split_pad_keeps_its_promise_whenever_it_is_fulfilled(preparation: Pre
             self, index: int, direction: Direction, rows: int, *, ahead: bool, executor: Route | None = None
         ) -> Pad:
             self.promised: Future[Tensor] = Future()
-            return Pad(rows, (Share(None, bytes(32), 100 if ahead else 0, self.promised),))
+            return Pad(rows, (Share(None, Keystream(bytes(32), width=64), 100 if ahead else 0, self.promised),))
 
     for outcome in ("result", "error", "cancel"):
         source = Slow(preparation, ValueError())

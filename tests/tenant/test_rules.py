@@ -30,6 +30,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -149,9 +150,9 @@ def test_rule_1_a_training_seed_says_nothing_about_masks(new_session: NewSession
     assert not masks_repeat_with_the_seed(new_session, executor)
 
 
-def planted_generator(encryptor: Any, stream: Tensor) -> None:
+def planted_generator(cipher: Any, words: NDArray[np.int32]) -> None:
     generator = torch.Generator().manual_seed(torch.initial_seed())
-    stream.random_(-(2**31), 2**31, generator=generator)
+    torch.from_numpy(words).random_(-(2**31), 2**31, generator=generator)
 
 
 def test_rule_1_breach_torchs_generator(
@@ -167,9 +168,9 @@ def test_rule_1_frames_are_uniform(new_session: NewSession, executor: ScriptedPr
     session.product(QKV, FORWARD, torch.zeros(60, 64, dtype=torch.int32))
     assert is_uniform(executor.executed[-1].rows)
 
-    def gaussian(encryptor: Any, stream: Tensor) -> None:
-        normal = torch.randn(stream.shape, generator=torch.Generator().manual_seed(0))
-        stream.copy_(normal * 2.0**28)
+    def gaussian(cipher: Any, words: NDArray[np.int32]) -> None:
+        normal = torch.randn(words.shape, generator=torch.Generator().manual_seed(0))
+        torch.from_numpy(words).copy_(normal * 2.0**28)
 
     monkeypatch.setattr(keystream, "_encrypt", gaussian)
     new_session("local", [executor]).product(QKV, FORWARD, torch.zeros(60, 64, dtype=torch.int32))

@@ -33,7 +33,7 @@ from symbiosis_priv.records import RecordStream
 T = TypeVar("T")
 SLICE_S: Final = 2.0
 """How long one system call waits, before the deadline and `shut` are looked at."""
-_RECORD: Final = 16 * 1024  # the most that a TLS record carries: the head travels with what fits beside it
+_RECORD: Final = 16 * 1024  # the most that a TLS record carries: a head travels, and is read, with what fits beside it
 _GONE: Final = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)  # the last one where there is one
 
 Waiting = Callable[[float, str], None]
@@ -80,6 +80,8 @@ class Line:
         self._records: RecordStream | None = None
         self._timeout = 0.0  # the socket's: setting it is a system call, and there are thousands of records
         self._shut = threading.Event()
+        self._end: select.poll | None = None  # while there is a connection
+        self._record, self._ahead = bytearray(_RECORD), memoryview(b"")  # what came with what was asked for
         self._heard = False  # a refused certificate shows up at the first read, see tls
 
     @property
@@ -99,6 +101,8 @@ class Line:
         except (OSError, UnicodeError) as error:  # a host like a..b is no name at all
             raise ConnectionLostError(f"cannot reach {self._name}: {error}") from error
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._end = select.poll()
+        self._end.register(raw, _GONE)
         try:
             records = self._records = RecordStream(raw, self._context, host=self._host)
             self._within(deadline, records.handshake, "it has not finished the TLS handshake")
@@ -119,7 +123,8 @@ class Line:
         head = wire.encode(message, payload_bytes=len(body))
         beside = _RECORD - len(head)
         self._write(head + body[:beside], deadline)
-        self._write(body[beside:], deadline)
+        if len(body) > beside:
+            self._write(body[beside:], deadline)
         self._traffic.bytes_sent += len(head) + len(body)
 
     def receive(self, *, max_payload: int, deadline: float) -> tuple[wire.Reply, int]:
@@ -155,24 +160,20 @@ class Line:
         Raises:
             TransportError: the connection is gone, or they did not come in time.
         """
-        assert self._records is not None
         view = memoryview(buffer)
         while view:
-            try:
-                count = self._within(deadline, partial(self._records.recv_into, view), "it has not answered yet")
-            except OSError as error:
-                raise self._lost(error) from error
-            if not count:
-                raise ConnectionLostError(f"{self._name} closed the connection")
+            if not self._ahead and len(view) < _RECORD:
+                self._ahead = memoryview(self._record)[: self._read(memoryview(self._record), deadline)]
+            if self._ahead:
+                count = min(len(view), len(self._ahead))
+                view[:count], self._ahead = self._ahead[:count], self._ahead[count:]
+            else:
+                count = self._read(view, deadline)
             view = view[count:]
 
     def peer_left(self) -> bool:
         """Whether the provider has closed the connection since, or the network has. Without waiting."""
-        if self._socket is None:
-            return True
-        poll = select.poll()
-        poll.register(self._socket, _GONE)
-        return bool(poll.poll(0))
+        return self._end is None or bool(self._end.poll(0))
 
     def shut(self) -> None:
         """From any thread: whoever waits on this line fails now, and nobody can use it again. Frees nothing."""
@@ -186,7 +187,7 @@ class Line:
         if self._socket is not None:
             with contextlib.suppress(OSError):
                 self._socket.close()
-            self._socket = self._records = None
+            self._socket = self._records = self._end = None
 
     def _dial(self, deadline: float) -> socket.socket:
         """Like `socket.create_connection`, but `shut` can reach a socket that is still connecting."""
@@ -206,6 +207,17 @@ class Line:
                 candidate.close()
         assert refusal is not None  # getaddrinfo raises if it finds no address
         raise refusal
+
+    def _read(self, buffer: memoryview, deadline: float) -> int:
+        """Some bytes, at least one, and how many."""
+        assert self._records is not None
+        try:
+            count = self._within(deadline, partial(self._records.recv_into, buffer), "it has not answered yet")
+        except OSError as error:
+            raise self._lost(error) from error
+        if not count:
+            raise ConnectionLostError(f"{self._name} closed the connection")
+        return count
 
     def _write(self, data: bytes | memoryview, deadline: float) -> None:
         assert self._records is not None

@@ -71,7 +71,7 @@ def dot(rows: Tensor, column: Column) -> Tensor:
     if library is None:
         return _dot(rows.to(torch.float64), column)
     products = torch.empty(count, dtype=torch.int64, device="cpu")
-    library.ring_dot(native.isas()[-1], pointer(rows), count, width, pointer(column.limbs), pointer(products))
+    library.ring_dot(native.best(library), pointer(rows), count, width, pointer(column.limbs), pointer(products))
     return products
 
 
@@ -103,7 +103,7 @@ def weigh(weight: Tensor, forward: Column, backward: Column) -> tuple[Tensor, Te
         to_inputs = torch.empty(inputs, dtype=torch.int64, device="cpu")
         to_outputs = torch.empty(outputs, dtype=torch.int64, device="cpu")
         library.ring_weigh(
-            native.isas()[-1],
+            native.best(library),
             pointer(weight),
             outputs,
             inputs,

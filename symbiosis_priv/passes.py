@@ -54,11 +54,7 @@ def encode(
         RangeError: wrong shape or dtype.
     """
     rows, width = out.shape
-    if (
-        sum(part.shape[-1] for part in inputs) != bound.inputs
-        or width != bound.inputs
-        or not all(part.dim() == 2 and len(part) == rows and part.is_floating_point() for part in inputs)
-    ):
+    if width != bound.inputs or not _are_float_rows(inputs, rows, width):
         shapes = [list(part.shape) for part in inputs]
         raise RangeError(f"expected float rows of shape [{rows}, {bound.inputs}], got {inputs[0].dtype} {shapes}")
     scale = torch.empty(rows, dtype=torch.float64, device="cpu")
@@ -78,7 +74,7 @@ def encode(
     def work(start: int, stop: int) -> bool:
         scratch = torch.empty(width, dtype=torch.float64, device="cpu")
         done: int = library.ring_encode(
-            native.isas()[-1],
+            native.best(library),
             *parts.arguments(start),
             stop - start,
             width,
@@ -150,7 +146,7 @@ def decode(
     def work(start: int, stop: int) -> bool:
         scratch = torch.empty(width, dtype=torch.int32, device="cpu")
         done: int = library.ring_decode(
-            native.isas()[-1],
+            native.best(library),
             pointer(answer, start),
             (ctypes.c_void_p * len(effects))(*(pointer(effect, start) for effect in effects)),
             len(effects),
@@ -184,6 +180,15 @@ def unmask(
 
 def _passes(rows: Tensor, column: Column | None, expected: Tensor | None) -> bool:
     return column is None or expected is None or torch.equal(dot(rows, column), expected)
+
+
+def _are_float_rows(parts: Sequence[Tensor], rows: int, width: int) -> bool:
+    """Whether they are float matrices of so many rows, and as wide together."""
+    for part in parts:
+        if part.dim() != 2 or part.shape[0] != rows or not part.is_floating_point():
+            return False
+        width -= part.shape[1]
+    return width == 0
 
 
 def _blocks(rows: int, width: int) -> list[tuple[int, int]]:

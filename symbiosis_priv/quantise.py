@@ -127,7 +127,7 @@ def _quantise(weight: Tensor, *, levels: int, out: Tensor, scale: Tensor) -> boo
         scratch = torch.empty(width, dtype=torch.float64, device="cpu")
         count = stop - start
         arguments = count, width, levels, pointer(out, start), pointer(scale, start), pointer(scratch)
-        return bool(library.ring_quantise(native.isas()[-1], *parts.arguments(start), *arguments) == count)
+        return bool(library.ring_quantise(native.best(library), *parts.arguments(start), *arguments) == count)
 
     return all_rows(work, rows, width)
 
@@ -147,7 +147,7 @@ def _norms(weight: Tensor) -> tuple[int, int, int]:
     weight = weight.contiguous()
     columns = torch.zeros(inputs, dtype=torch.int64, device="cpu")
     largest = torch.empty(3, dtype=torch.int64, device="cpu")
-    library.ring_norms(native.isas()[-1], pointer(weight), outputs, inputs, pointer(columns), pointer(largest))
+    library.ring_norms(native.best(library), pointer(weight), outputs, inputs, pointer(columns), pointer(largest))
     absmax, row, column = largest.tolist()
     return absmax, row, column
 

@@ -4,9 +4,9 @@ Theory of operation. For a row xq the tenant needs a pad (n, e) with n uniform o
 `xq + n`, receives `(xq + n) @ W.T`, and subtracts e. Schemes differ only in where e comes from: `EffectSource`
 (`tenant/masking/`).
 
-A `NoisePool` per (layer group, direction) draws pads ahead in the background while memory lasts. A dry
-pool draws on the spot: the mask is made at once, and the effect is fetched while the executor is
-already working. Either way a row index is burnt first, and a pad is handed out once.
+A `NoisePool` per (layer group, direction) draws pads ahead in the background while memory lasts: for the next product
+while the answer to this one is under way. A dry pool draws on the spot: the mask is made at once, and the effect is
+fetched while the executor is already working. Either way a row index is burnt first, and a pad is handed out once.
 
 Effects are used as they come. A wrong one makes a wrong product, which the check of the product finds (`verifier`).
 """
@@ -57,7 +57,7 @@ class Share:
 
     def rows_of_effect(self, rows: int) -> Tensor:
         """So many rows of the effect, int32 `[rows, o]`. Raises what became of a broken promise."""
-        return self.effect.result()[self.offset : self.offset + rows]
+        return some_rows(self.effect.result(), self.offset, rows)
 
     def shifted(self, rows: int) -> Share:
         """From a later row on."""
@@ -182,6 +182,7 @@ class NoisePool:
         self._source = source
         self._index, self._direction = index, direction
         self._refill, self._memory, self._row_bytes = refill, memory, row_bytes
+        self._max_rows = max_rows
         self._min_block = min(_MIN_BLOCK_ROWS, _MIN_BLOCK_BYTES // row_bytes, max_rows)
         self._ready: deque[Pad] = deque()
         self._ahead = 0
@@ -189,7 +190,7 @@ class NoisePool:
         self.taken = self.dry = 0
 
     def take(self, rows: int) -> list[Pad]:
-        """Pads for `rows` rows together, each handed out once; starts making as many again."""
+        """Pads for `rows` rows together, each handed out once."""
         pads, missing = [], rows
         with self._lock:
             while missing and self._ready:
@@ -207,21 +208,22 @@ class NoisePool:
             self.dry += missing
         if missing:
             pads.append(self._source.draw(self._index, self._direction, missing, ahead=False))
-        self._order(rows)
         return pads
 
-    def ready(self) -> int:
-        """Rows of pads that nobody has to wait for."""
-        with self._lock:
-            return sum(pad.rows for pad in self._ready if all(share.effect.done() for share in pad.shares))
-
-    def _order(self, rows: int) -> None:
+    def order(self, rows: int) -> None:
+        """Start making pads, unless those for so many rows are there or under way."""
+        rows = min(rows, self._max_rows)
         block = max(rows, self._min_block)
         with self._lock:
             if self._ahead >= rows or not self._memory.take(block * self._row_bytes):
                 return
             self._ahead += block
         self._refill.submit(self._draw_ahead, block)
+
+    def ready(self) -> int:
+        """Rows of pads that nobody has to wait for."""
+        with self._lock:
+            return sum(pad.rows for pad in self._ready if all(share.effect.done() for share in pad.shares))
 
     def _draw_ahead(self, rows: int) -> None:
         try:
@@ -263,6 +265,11 @@ def padded(rows: Tensor, *, bucket: int) -> Tensor:
     """`rows` and as many rows of zeros as bring their number to a multiple of `bucket`; no copy if none are needed."""
     missing = -len(rows) % bucket
     return torch.cat([rows, rows.new_zeros(missing, rows.shape[1])]) if missing else rows
+
+
+def some_rows(matrix: Tensor, first: int, count: int) -> Tensor:
+    """`count` rows from `first` on; the matrix itself if it has no others."""
+    return matrix if count == matrix.shape[0] else matrix[first : first + count]
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

@@ -13,7 +13,7 @@ from symbiosis_priv.manifest import GroupEntry
 from symbiosis_priv.modular import Column
 from symbiosis_priv.passes import unmask
 from symbiosis_priv.ring import Direction
-from tenant.noise import Pad, Share
+from tenant.noise import Pad, Share, some_rows
 from tenant.rows import Rows
 
 _MOST_PIECES = 4  # of a product, per executor: many small ones cost more than they hide
@@ -51,12 +51,13 @@ class Part:
     def put_on_pads(self) -> None:
         """Mask the rows. They are what is sent from now on, and they do not change again (rule 3)."""
         for pad, first in _placed(self.pads):
-            pad.put_on(self.sent[first : first + pad.rows])
+            pad.put_on(some_rows(self.sent, first, pad.rows))
 
     @property
     def size(self) -> int:
         """Bytes, rows and answer together."""
-        return wire.ITEM_BYTES * len(self.sent) * (self.sent.shape[1] + self.outputs)
+        rows, width = self.sent.shape
+        return wire.ITEM_BYTES * rows * (width + self.outputs)
 
     def change_pads(self, spoilt: Callable[[Pad], bool], draw: Callable[[int], Pad]) -> int:
         """Take rows off pads and put them on fresh ones: another content from now on, for which nothing of the old
@@ -73,7 +74,7 @@ class Part:
         for number, (pad, first) in enumerate(_placed(self.pads)):
             if spoilt(pad):
                 fresh = draw(pad.rows)
-                rows = self.sent[first : first + pad.rows]
+                rows = some_rows(self.sent, first, pad.rows)
                 pad.take_off(rows)
                 fresh.put_on(rows)
                 pads[number] = fresh
@@ -107,21 +108,24 @@ class Part:
             )
             if zeros is None or not real:
                 return zeros is not None
-        own = slice(first, first + real)
         return self.rows.decode(
             self.start + first,
-            answer[own],
-            effects=[effect[:real] for effect in effects],
+            some_rows(answer, first, real),
+            effects=[some_rows(effect, 0, real) for effect in effects],
             column=self.column,
-            expected=self.expected[own],
+            expected=some_rows(self.expected, first, real),
         )
 
 
 def piece_rows(count: int, group: GroupEntry, *, piece_bytes: int, executors: int = 1) -> int:
     """Rows of each piece that a product of `count` rows is cut into, by its size alone (rule 5), and by how many
     executors share it."""
-    size = wire.ITEM_BYTES * count * (group.inputs + group.stacked_outputs)
-    return -(-count // max(1, min(_MOST_PIECES * executors, size // piece_bytes)))
+    return -(-count // max(1, min(_MOST_PIECES * executors, product_bytes(count, group) // piece_bytes)))
+
+
+def product_bytes(count: int, group: GroupEntry) -> int:
+    """Bytes of a product of so many rows, both ways."""
+    return wire.ITEM_BYTES * count * (group.inputs + group.stacked_outputs)
 
 
 def _placed(pads: Sequence[Pad]) -> Iterator[tuple[Pad, int]]:

@@ -16,6 +16,7 @@ from symbiosis_priv import passes
 from symbiosis_priv.modular import Column, dot
 from symbiosis_priv.ring import FORWARD, Direction
 from tenant.facts import GroupFacts
+from tenant.noise import some_rows
 
 
 class Rows(ABC):
@@ -73,10 +74,9 @@ class FloatRows(Rows):
     def __init__(
         self, facts: GroupFacts, direction: Direction, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> None:
-        self.count = len(inputs[0])
+        self.count = inputs[0].shape[0]
         self._facts, self._direction = facts, direction
         self._inputs, self._outputs = inputs, outputs
-        self._scale = torch.empty(0, dtype=torch.float64, device="cpu")
 
     def encode(self, out: Tensor, *, column: Column | None = None, expected: Tensor | None = None) -> None:
         forward = self._direction == FORWARD
@@ -100,11 +100,11 @@ class FloatRows(Rows):
         expected: Tensor | None = None,
     ) -> bool:
         forward = self._direction == FORWARD
-        part = slice(start, start + len(answer))
+        count = answer.shape[0]
         return passes.decode(
             answer,
-            [out[part] for out in self._outputs],
-            scale=self._scale[part],
+            [some_rows(out, start, count) for out in self._outputs],
+            scale=some_rows(self._scale, start, count),
             effects=effects,
             channel_scale=self._facts.channel_scale if forward else None,
             bias=self._facts.bias if forward else None,

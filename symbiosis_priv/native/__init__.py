@@ -59,6 +59,11 @@ def isas() -> tuple[Isa, ...]:
     return () if lib is None else _usable(lib, os.environ.get("SYMBIOSIS_PRIV_ISA"))
 
 
+def best(lib: ctypes.CDLL) -> Isa:
+    """The best of them."""
+    return _usable(lib, os.environ.get("SYMBIOSIS_PRIV_ISA"))[-1]
+
+
 @functools.cache
 def _usable(lib: ctypes.CDLL, most: str | None) -> tuple[Isa, ...]:
     if most and most.upper() not in Isa.__members__:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -20,19 +21,23 @@ class Parts:
 
     def __init__(self, matrices: Sequence[Tensor]) -> None:
         self._matrices = matrices
-        numbers = ctypes.c_int64 * len(matrices)
-        strides, widths = numbers(*(m.stride(0) for m in matrices)), numbers(*(m.shape[1] for m in matrices))
+        numbers, self._addresses = _arrays(len(matrices))
+        strides, widths = numbers(*[m.stride(0) for m in matrices]), numbers(*[m.shape[1] for m in matrices])
         self._layout = strides, widths, len(matrices), FORMATS[matrices[0].dtype]
 
     @classmethod
     def to_read(cls, matrices: Sequence[Tensor]) -> Parts:
         """Any float matrices; copied if they must be. float16 is exact in float32."""
-        return cls([_readable(m.detach()) for m in matrices])
+        return cls([_readable(m) for m in matrices])
 
     def arguments(self, row: int) -> tuple[object, ...]:
         """The C arguments for the rows from this one on: addresses, strides, widths, count, format."""
-        addresses = ctypes.c_void_p * len(self._matrices)
-        return (addresses(*(pointer(m, row) for m in self._matrices)), *self._layout)
+        return (self._addresses(*[pointer(m, row) for m in self._matrices]), *self._layout)
+
+
+@functools.cache
+def _arrays(count: int) -> tuple[type[ctypes.Array[ctypes.c_int64]], type[ctypes.Array[ctypes.c_void_p]]]:
+    return ctypes.c_int64 * count, ctypes.c_void_p * count
 
 
 def has_rows_in_one_piece(matrix: Tensor) -> bool:
@@ -41,17 +46,21 @@ def has_rows_in_one_piece(matrix: Tensor) -> bool:
 
 
 def _readable(matrix: Tensor) -> Tensor:
+    matrix = matrix.detach()
     matrix = matrix if matrix.dtype in FORMATS else matrix.to(torch.float32)
     return matrix if has_rows_in_one_piece(matrix) else matrix.contiguous()
 
 
 def all_rows(work: Callable[[int, int], bool], rows: int, width: int) -> bool:
     """Whether `work(start, stop)` holds for all rows; on as many threads as torch may use if there is enough to do."""
+    least = max(1, _SHARE // max(1, width))
+    if rows <= least:
+        return work(0, rows)
     failed: list[int] = []
 
     def checked(start: int, stop: int) -> None:
         if not work(start, stop):
             failed.append(start)
 
-    for_each_slice(checked, total=rows, least=max(1, _SHARE // max(1, width)))
+    for_each_slice(checked, total=rows, least=least)
     return not failed

@@ -92,6 +92,7 @@ class Channel:
         self._permit = permit
         self._lock = threading.Lock()
         self._closed = threading.Event()
+        self._name = f"{peer.role} {peer.name!r} at {peer.host}:{peer.port}"
         self._line: Line | None = None
         self._began = 0.0
         self._welcome: wire.Welcome | None = None
@@ -143,19 +144,23 @@ class Channel:
         outputs: int,
         deadline: float,
         since: float | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> Tensor:
         """The same, tried once.
 
         Args:
             deadline: on the clock of `time.monotonic`.
             since: on the same clock, when the first attempt began, for what is said about a long wait.
+            meanwhile: called once the request has left, while the answer is under way.
 
         Raises:
             TransportError: the provider is away, busy or too slow; the same bytes may be sent again, to anybody.
             ProviderError, ProtocolError: as `request` says.
         """
         with self._in_use():
-            return self._once(lambda until: self._round_trip(message, payload, outputs, until), deadline, began=since)
+            return self._once(
+                lambda until: self._round_trip(message, payload, outputs, until, meanwhile), deadline, began=since
+            )
 
     def close(self) -> None:
         """Close for good, without waiting: a request in flight in another thread fails. `worker` is the caller's to
@@ -217,7 +222,12 @@ class Channel:
                 pause = min(2 * pause, _LAST_PAUSE_S)
 
     def _round_trip(
-        self, message: wire.Execute | wire.Effect, payload: Tensor | None, outputs: int, deadline: float
+        self,
+        message: wire.Execute | wire.Effect,
+        payload: Tensor | None,
+        outputs: int,
+        deadline: float,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> Tensor:
         if self._permit:
             self._permit(self.peer)
@@ -226,6 +236,7 @@ class Channel:
         if self._wiretap:
             self._wiretap.sent(self.peer, message, payload)
         self._line.send(message, payload, deadline=deadline)
+        meanwhile()
         reply, answer = self._receive(self._line, message, outputs, deadline)
         if self._wiretap:
             self._wiretap.received(self.peer, reply, answer)
@@ -287,10 +298,6 @@ class Channel:
 
     def _closed_here(self) -> ConnectionLostError:
         return ConnectionLostError(f"the connection to {self._name} was closed on this side")
-
-    @property
-    def _name(self) -> str:
-        return f"{self.peer.role} {self.peer.name!r} at {self.peer.host}:{self.peer.port}"
 
     def _drop(self) -> None:
         self._welcome = None

@@ -55,7 +55,14 @@ class Executor:
             return channel.welcome()
 
     def ask(
-        self, part: Part, facts: GroupFacts, *, patience_s: float, deadline: float, since: float
+        self,
+        part: Part,
+        facts: GroupFacts,
+        *,
+        patience_s: float,
+        deadline: float,
+        since: float,
+        meanwhile: Callable[[], None],
     ) -> tuple[Tensor, float]:
         """Send masked rows once, in as many requests as its limits make of them.
 
@@ -64,6 +71,7 @@ class Executor:
             facts: of their layer group.
             patience_s: how long it may take, once there is a connection that nobody else here uses.
             deadline: of all, and since: when it was first asked, by `time.monotonic`.
+            meanwhile: called while an answer is under way.
 
         Returns:
             The answer, unverified; how many seconds it took once there was a connection.
@@ -83,9 +91,14 @@ class Executor:
             if part.index not in welcome.groups:
                 raise ConnectionLostError(f"{self.route} does not serve {facts.entry.name} any more")
             started = time.monotonic()
-            pieces = part.sent.split(limit := row_limit(facts, [welcome]))
+            limit = row_limit(facts, [welcome])
+            pieces = part.sent.split(limit) if part.sent.shape[0] > limit else [part.sent]
             for request, rows in zip(self._requests(part, pieces, limit), pieces, strict=True):
-                answers.append(channel.attempt(request, rows, outputs=part.outputs, deadline=until, since=since))
+                answers.append(
+                    channel.attempt(
+                        request, rows, outputs=part.outputs, deadline=until, since=since, meanwhile=meanwhile
+                    )
+                )
             return joined(answers), time.monotonic() - started
 
     def _requests(self, part: Part, pieces: Sequence[Tensor], limit: int) -> list[wire.Execute]:

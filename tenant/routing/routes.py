@@ -116,10 +116,15 @@ class Routes:
             None if nobody able is open.
         """
         with self._lock:
-            able, only = self.able(group, holders or ()), len(self.able(group)) == 1
-            if holders is None:
+            able = serving = self.able(group)
+            if holders:
+                able = self.able(group, holders)
+            elif holders is None:
                 able = [route for route in able if len(self._holders(group, route)) == self.helpers_per_pad]
-            route = able[0] if only and able else self._best([r for r in able if r.is_open], group, size, prefer)
+            if able and len(serving) == 1:
+                route: Route | None = able[0]
+            else:
+                route = self._best([r for r in able if r.is_open], group, size, prefer)
             if route is not None:
                 route.in_flight += 1
             return route

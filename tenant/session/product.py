@@ -4,6 +4,7 @@
     take a pad (n, e)          burnt before anything leaves        noise.NoisePool
     choose an executor         that may see rows under this pad    routes.Routes
     send xq + n                one round trip, deadline            executor.Executor
+    order pads for the next    while the answer is under way       noise.NoisePool
     subtract e, check          before anything is used             verifier.VerificationKeys
 
 An executor that is lost, late, busy or refuses is followed by another one that may see rows under these pads, and gets
@@ -24,11 +25,11 @@ import time
 from collections.abc import Callable
 from concurrent.futures import wait
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from symbiosis_priv import wire
 from symbiosis_priv.errors import (
     DeadlineExceededError,
     ProtocolError,
@@ -37,10 +38,11 @@ from symbiosis_priv.errors import (
     TransportError,
 )
 from symbiosis_priv.ring import Direction
+from tenant.connections.executor import Executor
 from tenant.connections.lanes import LanesInUseError
 from tenant.facts import Preparation
-from tenant.noise import Pad, cut, is_lost
-from tenant.parts import Part, piece_rows
+from tenant.noise import Pad, cut, is_lost, some_rows
+from tenant.parts import Part, piece_rows, product_bytes
 from tenant.routing.route import Route
 from tenant.routing.routes import Routes
 from tenant.rows import Rows
@@ -81,30 +83,52 @@ class Products:
         xq, expected = self._encoded(index, direction, rows)
         self.runtime.greeter.meet()
         self.runtime.sweep()
-        executors = self.routes.open_for(index, self._size(index, len(xq)))
-        parts = self._parts(index, direction, rows, xq, expected, executors=max(1, len(executors)))
-        share(parts, [self.runtime.executor(route) for route in executors], self._masked)
+        limit = self.runtime.row_limit(index)
+        executors = self._sharers(index, xq, limit)
+        parts = self._parts(index, direction, rows, xq, expected, limit=limit, executors=max(1, len(executors)))
+        share(parts, executors, self._masked)
         self.tally.add(products=1, rows=rows.count)
 
     def _encoded(self, index: int, direction: Direction, rows: Rows) -> tuple[Tensor, Tensor]:
         """All rows in the ring, filled up with zeros to the bucket, and what R makes of their true product."""
         _, products = self.preparation.keys.columns(index, direction)
-        count = rows.count + -rows.count % self.options.row_bucket
+        count = self._bucketed(rows)
         xq = self.runtime.buffers.matrix(count, self.preparation.facts[index].inputs(direction))
-        expected = torch.zeros(count, dtype=torch.int64, device="cpu")
+        expected = torch.empty(count, dtype=torch.int64, device="cpu")
         with span("quantise"):
-            rows.encode(xq[: rows.count], column=products, expected=expected[: rows.count])
-        xq[rows.count :] = 0
+            rows.encode(some_rows(xq, 0, rows.count), column=products, expected=some_rows(expected, 0, rows.count))
+        if rows.count < count:
+            xq[rows.count :] = 0
+            expected[rows.count :] = 0
         return xq, expected
 
+    def _bucketed(self, rows: Rows) -> int:
+        """How many rows are sent for these."""
+        return rows.count + -rows.count % self.options.row_bucket
+
+    def _sharers(self, index: int, xq: Tensor, limit: int) -> list[Executor]:
+        """Those who may share a product; nobody if it goes out as one request."""
+        count, entry = xq.shape[0], self.preparation.facts[index].entry
+        if count <= limit and piece_rows(count, entry, piece_bytes=self.options.piece_bytes) == count:
+            return []
+        open_ones = self.routes.open_for(index, product_bytes(count, entry))
+        return [self.runtime.executor(route) for route in open_ones]
+
     def _parts(
-        self, index: int, direction: Direction, rows: Rows, xq: Tensor, expected: Tensor, *, executors: int
+        self,
+        index: int,
+        direction: Direction,
+        rows: Rows,
+        xq: Tensor,
+        expected: Tensor,
+        *,
+        limit: int,
+        executors: int,
     ) -> list[Part]:
         """Under pads that were burnt for them, in requests of a size that everybody takes."""
         facts = self.preparation.facts[index]
         column, _ = self.preparation.keys.columns(index, direction)
-        count, outputs = len(xq), facts.outputs(direction)
-        limit = self.runtime.row_limit(index)
+        count, outputs = xq.shape[0], facts.outputs(direction)
         piece = piece_rows(count, facts.entry, piece_bytes=self.options.piece_bytes, executors=executors)
         parts = []
         for first in range(0, count, limit):
@@ -112,15 +136,11 @@ class Products:
             with span("take pads"):
                 pads = self.runtime.take(index, direction, end - first)
             for start in range(first, end, piece):
-                some = slice(start, min(start + piece, end))
-                mine, pads = cut(pads, some.stop - some.start)
-                parts.append(Part(index, direction, rows, start, xq[some], column, expected[some], mine, outputs))
+                size = min(piece, end - start)
+                mine, pads = cut(pads, size)
+                sent, check = some_rows(xq, start, size), some_rows(expected, start, size)
+                parts.append(Part(index, direction, rows, start, sent, column, check, mine, outputs))
         return parts
-
-    def _size(self, index: int, rows: int) -> int:
-        """Bytes of a product, both ways."""
-        entry = self.preparation.facts[index].entry
-        return wire.ITEM_BYTES * rows * (entry.inputs + entry.stacked_outputs)
 
     def _masked(self, part: Part, seat: Route | None) -> None:
         """The product of some rows, by whoever can be had; `seat` is asked first."""
@@ -142,7 +162,7 @@ class Products:
                 passed = part.decode(answer)
             if passed:
                 effects = sum(pad.rows for pad in part.pads if pad.holders())
-                self.tally.add(answers_verified=len(part.sent), effects_verified=effects)
+                self.tally.add(answers_verified=part.sent.shape[0], effects_verified=effects)
                 self.routes.credit(route, part.holders())
                 turn.over(route, self.tally)
                 return
@@ -183,7 +203,14 @@ class Products:
         patience = route.health.patience_s(part.size) if others else self.options.deadline_s
         executor, facts = self.runtime.executor(route), self.preparation.facts[part.index]
         try:
-            answer, seconds = executor.ask(part, facts, patience_s=patience, deadline=turn.deadline, since=turn.began)
+            answer, seconds = executor.ask(
+                part,
+                facts,
+                patience_s=patience,
+                deadline=turn.deadline,
+                since=turn.began,
+                meanwhile=partial(self._order_pads, part),
+            )
         except QuarantinedError:
             self.routes.given_up(route)
             return None
@@ -212,6 +239,10 @@ class Products:
             raise
         self.routes.answered(route, seconds=seconds, size=part.size)
         return answer
+
+    def _order_pads(self, part: Part) -> None:
+        """As many as this product took, for the next one."""
+        self.runtime.order(part.index, part.direction, self._bucketed(part.rows))
 
     def _failed(self, route: Route, error: Exception, turn: Turn) -> None:
         if self.runtime.closing.is_set():

@@ -27,7 +27,7 @@ from tenant.connections.helper import Helper
 from tenant.connections.notices import Notices
 from tenant.facts import Preparation
 from tenant.masking.scheme import Materials, SessionScheme
-from tenant.noise import NoisePool, Pad, PoolMemory
+from tenant.noise import EffectSource, NoisePool, Pad, PoolMemory
 from tenant.routing.discovery import Discovery
 from tenant.routing.greeting import Greeter
 from tenant.routing.route import Route
@@ -144,25 +144,12 @@ class Runtime:
 
     def take(self, index: int, direction: Direction, rows: int) -> list[Pad]:
         """Fresh pads for `rows` rows; none without masking."""
-        if self.source is None:
-            return []
-        pool = self._pools.get((index, direction))
-        if pool is None:
-            facts = self._facts[index]
-            with self._making:
-                pool = self._pools.setdefault(
-                    (index, direction),
-                    NoisePool(
-                        self.source,
-                        index=index,
-                        direction=direction,
-                        refill=self._refill,
-                        memory=self._memory,
-                        row_bytes=wire.ITEM_BYTES * facts.outputs(direction) * max(1, self._routes.helpers_per_pad),
-                        max_rows=self.row_limit(index),
-                    ),
-                )
-        return pool.take(rows)
+        return [] if self.source is None else self._pool(index, direction, self.source).take(rows)
+
+    def order(self, index: int, direction: Direction, rows: int) -> None:
+        """Have pads for so many rows made ahead; see `NoisePool.order`."""
+        if self.source is not None:
+            self._pool(index, direction, self.source).order(rows)
 
     def draw(self, index: int, direction: Direction, rows: int, *, executor: Route | None) -> Pad:
         """A fresh pad that no pool holds, for rows that an executor is to see."""
@@ -212,6 +199,24 @@ class Runtime:
         for helper in self.helpers:
             for channel in helper.channels:
                 channel.abandon()
+
+    def _pool(self, index: int, direction: Direction, source: EffectSource) -> NoisePool:
+        if (pool := self._pools.get((index, direction))) is not None:
+            return pool
+        facts = self._facts[index]
+        with self._making:
+            return self._pools.setdefault(
+                (index, direction),
+                NoisePool(
+                    source,
+                    index=index,
+                    direction=direction,
+                    refill=self._refill,
+                    memory=self._memory,
+                    row_bytes=wire.ITEM_BYTES * facts.outputs(direction) * max(1, self._routes.helpers_per_pad),
+                    max_rows=self.row_limit(index),
+                ),
+            )
 
     def _discover(self) -> None:
         """Ask the registries, now and from now on: again whenever somebody is missing."""

@@ -87,6 +87,13 @@ class Pools:
             ),
         )
 
+    def take(self, index: int, direction: Direction, rows: int) -> list[Pad]:
+        """As a product does: pads for it, and as many again for the next one."""
+        pool = self.pool(index, direction)
+        pads = pool.take(rows)
+        pool.order(rows)
+        return pads
+
     def settle(self) -> None:
         """Wait for every refill that was ordered, and for what the source's own threads promised."""
         for worker in (self._refill, *self.source.workers):
@@ -117,7 +124,7 @@ def test_no_pad_row_is_handed_out_twice_and_every_effect_is_its_masks_product(
     pools = Pools(LocalSource(preparation.facts, SessionSecret(), store), preparation, memory=memory)
     masks: list[bytes] = []
     for index, direction, rows, settled in pattern:
-        pads = pools.pool(index, direction).take(rows)
+        pads = pools.take(index, direction, rows)
         mask = mask_of(pads, preparation.facts[index].inputs(direction))
         effect = joined([effect_of(pad) for pad in pads])
         assert len(mask) == rows
@@ -139,7 +146,7 @@ def test_no_pad_row_is_handed_out_twice_under_threads(local: Pools) -> None:
     def tenant(number: int) -> None:
         for rows in (1, 3, 40, 7, 64, 65, 2):
             with lock:
-                pads = local.pool(0, DIRECTIONS[number % 2]).take(rows)
+                pads = local.take(0, DIRECTIONS[number % 2], rows)
             for pad in pads:
                 assert len(effect_of(pad)) == pad.rows
             masks.extend(rows_of(mask_of(pads, (64, 128)[number % 2])))
@@ -156,16 +163,30 @@ def test_no_pad_row_is_handed_out_twice_under_threads(local: Pools) -> None:
 
 def test_a_full_pool_is_not_dry(local: Pools) -> None:
     pool = local.pool(0, FORWARD)
+    local.take(0, FORWARD, 8)
+    local.settle()
+    local.take(0, FORWARD, 8)
+    assert (pool.taken, pool.dry) == (16, 8)
+
+
+def test_no_more_is_drawn_ahead_than_was_ordered(local: Pools) -> None:
+    pool = local.pool(0, FORWARD)
     pool.take(8)
     local.settle()
-    pool.take(8)
-    assert (pool.taken, pool.dry) == (16, 8)
+    assert pool.ready() == 0  # nobody has ordered
+    for rows in (70, 70, 64, 1):
+        pool.order(rows)
+    local.settle()
+    assert pool.ready() == 70
+    pool.order(1 << 20)
+    local.settle()
+    assert pool.ready() == 70 + 4096  # one draw has no more
 
 
 def test_memory_comes_back(local: Pools) -> None:
     pool = local.pool(0, FORWARD)
     for _ in range(10):
-        pool.take(10)
+        local.take(0, FORWARD, 10)
         local.settle()
     held = sum(pad.rows for pad in pool._ready)
     assert pool.ready() == held
@@ -176,7 +197,7 @@ def test_without_memory_every_pad_is_drawn_on_the_spot(preparation: Preparation,
     pools = Pools(LocalSource(preparation.facts, SessionSecret(), store), preparation, memory=0)
     pool = pools.pool(0, BACKWARD)
     for _ in range(3):
-        pool.take(5)
+        pools.take(0, BACKWARD, 5)
         pools.settle()
     assert pool.dry == pool.taken == 15
     pools.close()
@@ -211,7 +232,7 @@ def test_a_pool_recovers_from_a_helper_that_was_away(preparation: Preparation, a
     seen: list[int] = []
     for away in (True, True, False, False, False):
         source.away = away
-        pads = pool.take(4)
+        pads = pools.take(0, FORWARD, 4)
         assert all(share.effect.exception(TIMEOUT_S) is None for pad in pads for share in pad.shares)
         seen += [pad.shares[0].first_row + i for pad in pads for i in range(pad.rows)]
         pools.settle()
@@ -224,10 +245,9 @@ def test_a_pool_recovers_from_a_helper_that_was_away(preparation: Preparation, a
 def test_a_lie_in_the_pool_is_not_swept_away(preparation: Preparation) -> None:
     lie = VerificationError(provider="helper", group_name="g", direction=FORWARD, what="an effect")
     pools = Pools(Flaky(preparation, lie), preparation, memory=1 << 20)
-    pool = pools.pool(0, FORWARD)
-    pool.take(4)
+    pools.take(0, FORWARD, 4)
     pools.settle()
-    (pad,) = pool.take(4)
+    (pad,) = pools.take(0, FORWARD, 4)
     assert pad.shares[0].effect.exception(TIMEOUT_S) is lie
     pools.close()
 
@@ -245,11 +265,10 @@ def test_a_split_pad_keeps_its_promise_whenever_it_is_fulfilled(preparation: Pre
     for outcome in ("result", "error", "cancel"):
         source = Slow(preparation, ValueError())
         pools = Pools(source, preparation, memory=1 << 20)
-        pool = pools.pool(0, FORWARD)
-        pool.take(4)
+        pools.take(0, FORWARD, 4)
         pools.settle()
         promised = source.promised
-        first, second = pool.take(3)[0], pool.take(2)[0]
+        first, second = pools.take(0, FORWARD, 3)[0], pools.take(0, FORWARD, 2)[0]
         assert [first.shares[0].first_row, second.shares[0].first_row] == [100, 103]
         if outcome == "result":
             promised.set_result(torch.arange(64, dtype=torch.int32)[:, None])

@@ -541,6 +541,33 @@ def test_a_lying_helper_is_asked_for_nothing_that_was_ordered_ahead(
     assert len([h for h in helper.effects if h.request.rows > 1]) == 1
 
 
+def test_pads_for_the_next_product_are_ordered_while_the_answer_is_under_way(
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, frames: Callable[..., bytes]
+) -> None:
+    """Not before the rows have left, which would only hold them up, and not after the answer, which would be late."""
+    ordered = threading.Event()
+    too_early, in_time = list[bool](), list[bool]()
+
+    class Tap:
+        def sent(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
+            if peer.role == "executor":
+                too_early.append(ordered.wait(0.2))
+            elif isinstance(message, wire.Effect) and message.rows > 1:  # a block for the pool
+                ordered.set()
+
+        def received(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
+            pass
+
+    def behave(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
+        in_time.append(ordered.wait(20))
+        return frames(reply, answer)
+
+    executor.behaviour = behave
+    session = new_session("pad", [executor], [helper], wiretap=Tap())
+    session.product(OUT, FORWARD, ring_rows(session.preparation, OUT, FORWARD, 1))
+    assert (too_early, in_time) == ([False], [True])
+
+
 def test_a_quarantine_outlives_a_fork(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Callable[..., bytes]
 ) -> None:

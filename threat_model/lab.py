@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import copy
 import secrets
-import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -23,33 +22,26 @@ from typing import Any, Self
 
 import torch
 from peft import LoraConfig, get_peft_model
-from tokenizers import Tokenizer
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
-from tokenizers.trainers import BpeTrainer
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from provider.config import ExecutorConfig, ModelConfig, ProviderConfig, TlsConfig
-from provider.health import ask_health
 from provider.server import Provider
 from symbiosis_priv import wire
 from symbiosis_priv.certificates import Kind, create_authority, create_self_signed, issue
-from symbiosis_priv.federation import Peer, load_federation
+from symbiosis_priv.federation import load_federation
 from symbiosis_priv.keystream import SEED_BYTES, expand
-from symbiosis_priv.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
+from symbiosis_priv.ring import BACKWARD, DIRECTIONS, Direction
 from symbiosis_priv.weights import WeightStore
 from tenant import RemoteConfig, backend_of
-from tenant.connections.channel import Channel, fresh_nonce
 from tenant.demo.text import private_text, public_text
 from threat_model.attacks.collusion import matching, pad_rows
+from threat_model.base_model import make_base_model
+from threat_model.neighbour import Neighbour
 from threat_model.public import Public, alone
 from threat_model.schemes import Scheme
 from threat_model.truth import NO_LABEL, Truth, Witness, adapter_updates
 from threat_model.views import Game, HelperView, NeighbourView, Recorder, Views
-
-_PAD = "<pad>"
-_HEALTH_EVERY_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +98,7 @@ class Lab:
 
     def __enter__(self) -> Self:
         with torch.random.fork_rng(devices=[]):
-            model, tokenizer = _base_model(self._tied)
+            model, tokenizer = make_base_model(tied=self._tied)
         checkpoint = self.folder / "model"
         model.save_pretrained(checkpoint)
         tokenizer.save(str(checkpoint / "tokenizer.json"))
@@ -136,8 +128,8 @@ class Lab:
     def _start_providers(self, checkpoint: Path) -> None:
         keys = self.folder / "keys"
         authority = create_authority(keys)
-        for name in ("alice", "mallory"):
-            issue(keys, authority=authority, kind=Kind.TENANT, name=name)
+        issue(keys, authority=authority, kind=Kind.TENANT, name="alice")
+        self._mallory = issue(keys, authority=authority, kind=Kind.TENANT, name="mallory")
         text = (
             f'[model]\ndigest = "{self.store.manifest().digest}"\n\n'
             '[tenant]\ncertificate = "keys/alice.pem"\nkey = "keys/alice.key"\n'
@@ -200,11 +192,12 @@ class Lab:
         backend = backend_of(model)
         try:
             witness = Witness.install(model, recorder, self.public, truth)
-            with torch.random.fork_rng(devices=[]), self._neighbour() as neighbour, warnings.catch_warnings():
+            neighbour = Neighbour(self.federation.executors[0], self._mallory, self.public)
+            with torch.random.fork_rng(devices=[]), neighbour.watching(), warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # between peft and transformers
                 torch.manual_seed(workload.seed)
                 self._work(model, truth, workload)
-            views = recorder.views(neighbour[0])
+            views = recorder.views(neighbour.view())
             games = {d: self._game(witness.inner, recorder, truth, d, workload) for d in DIRECTIONS}
             views = replace(views, executor=replace(views.executor, games=games))
         finally:
@@ -283,64 +276,6 @@ class Lab:
             shares[helper.effects[0].helper] = rows[order[torch.searchsorted(own[order], under)]]
         return shares
 
-    @contextmanager
-    def _neighbour(self) -> Iterator[list[NeighbourView]]:
-        """A second tenant that uses the executor, and watches, all the while. The view is in the list afterwards."""
-        stop, ready = threading.Event(), threading.Event()
-        seen: list[tuple[float, int]] = []
-        own: list[Tensor] = []
-        peer = self.federation.executors[0]
-        result: list[NeighbourView] = []
-        thread = threading.Thread(target=self._watch, args=(peer, stop, ready, seen, own), name="neighbour")
-        thread.start()
-        ready.wait(timeout=120)
-        try:
-            yield result
-        finally:
-            stop.set()
-            thread.join(timeout=120)
-            result.append(NeighbourView(tuple(seen), torch.cat(own) if own else torch.zeros((0, 1))))
-
-    def _watch(
-        self,
-        peer: Peer,
-        stop: threading.Event,
-        ready: threading.Event,
-        seen: list[tuple[float, int]],
-        own: list[Tensor],
-    ) -> None:
-        keys = self.folder / "keys"
-        channel = Channel(
-            peer,
-            certificate=keys / "mallory.pem",
-            key=keys / "mallory.key",
-            model_digest=self.federation.model_digest,
-            deadline_s=60,
-        )
-        group, rows = 0, 4
-        entry = self.public.manifest.groups[group]
-        weight = self.public.quantised(group).weight.to(torch.int32)
-        started, asked = time.monotonic(), 0
-        while True:
-            last = stop.is_set()
-            mine = expand(secrets.token_bytes(SEED_BYTES), first_row=0, rows=rows, width=entry.inputs)
-            request = wire.Execute(nonce=fresh_nonce(), group=group, direction=FORWARD, arithmetic="ring", rows=rows)
-            answer = channel.request(request, mine, outputs=entry.stacked_outputs)
-            own.append((answer - mine @ weight.t()).double())
-            report = ask_health(
-                f"{peer.host}:{peer.port}",
-                provider_certificate=keys / f"{peer.name}.pem",
-                tenant_certificate=keys / "mallory.pem",
-                tenant_key=keys / "mallory.key",
-            )
-            asked += 1
-            seen.append((time.monotonic() - started, report.requests - asked))
-            ready.set()
-            if last:
-                break
-            stop.wait(_HEALTH_EVERY_S)
-        channel.close()
-
 
 _NOBODY = NeighbourView((), torch.zeros((0, 1)))
 
@@ -351,48 +286,3 @@ def _loss(base: Any, ids: Tensor, updates: Mapping[str, Tensor]) -> float:
         for name, update in updates.items():
             model.get_submodule(name).weight.add_(update)
         return float(model(input_ids=ids, labels=ids).loss)
-
-
-def _base_model(tied: bool) -> tuple[LlamaForCausalLM, Tokenizer]:
-    """A Llama with grouped queries, its own byte-level BPE, and a few seconds of pretraining on public text."""
-    text = public_text(seed=0, sentences=1500)
-    tokenizer = Tokenizer(BPE())
-    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    tokenizer.train_from_iterator(
-        text.split("\n\n"),
-        BpeTrainer(
-            vocab_size=320,
-            special_tokens=[_PAD],
-            initial_alphabet=ByteLevel.alphabet(),
-            show_progress=False,
-        ),
-    )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=tokenizer.get_vocab_size(),
-            hidden_size=64,
-            intermediate_size=160,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=256,
-            tie_word_embeddings=tied,
-            initializer_range=0.05,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=tokenizer.token_to_id(_PAD),
-        )
-    )
-    tokens = torch.tensor(tokenizer.encode(text).ids)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(60):
-        starts = torch.randint(len(tokens) - 48, (8,))
-        ids = torch.stack([tokens[s : s + 48] for s in starts.tolist()])
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.eval()
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    return model, tokenizer

@@ -1,0 +1,91 @@
+"""A second tenant of the same executor, that watches what the first one causes."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from provider.health import ask_health
+from symbiosis_priv import wire
+from symbiosis_priv.certificates import Identity
+from symbiosis_priv.federation import Peer
+from symbiosis_priv.keystream import SEED_BYTES, expand
+from symbiosis_priv.ring import FORWARD
+from tenant.connections.channel import Channel, fresh_nonce
+from threat_model.public import Public
+from threat_model.views import NeighbourView
+
+_HEALTH_EVERY_S = 0.05
+_START_S = 120.0
+_GROUP, _ROWS = 0, 4  # of each of its requests
+
+
+class Neighbour:
+    """See the module's text.
+
+    Args:
+        executor: whom it asks, and whose health.
+        identity: its own.
+        public: of the model.
+    """
+
+    def __init__(self, executor: Peer, identity: Identity, public: Public) -> None:
+        self._executor, self._identity, self._public = executor, identity, public
+        self._seen: list[tuple[float, int]] = []
+        self._own: list[Tensor] = []
+        self._stop, self._ready = threading.Event(), threading.Event()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """While this lasts it asks, and looks at the provider's figures."""
+        thread = threading.Thread(target=self._watch, name="neighbour")
+        thread.start()
+        self._ready.wait(_START_S)
+        try:
+            yield
+        finally:
+            self._stop.set()
+            thread.join(_START_S)
+
+    def view(self) -> NeighbourView:
+        """What it has seen."""
+        return NeighbourView(tuple(self._seen), torch.cat(self._own) if self._own else torch.zeros((0, 1)))
+
+    def _watch(self) -> None:
+        channel = Channel(
+            self._executor,
+            certificate=self._identity.certificate,
+            key=self._identity.key,
+            model_digest=self._public.manifest.digest,
+            deadline_s=60,
+        )
+        entry = self._public.manifest.groups[_GROUP]
+        weight = self._public.quantised(_GROUP).weight.to(torch.int32)
+        started, asked = time.monotonic(), 0
+        while True:
+            last = self._stop.is_set()
+            mine = expand(secrets.token_bytes(SEED_BYTES), first_row=0, rows=_ROWS, width=entry.inputs)
+            request = wire.Execute(nonce=fresh_nonce(), group=_GROUP, direction=FORWARD, arithmetic="ring", rows=_ROWS)
+            answer = channel.request(request, mine, outputs=entry.stacked_outputs)
+            self._own.append((answer - mine @ weight.t()).double())
+            assert isinstance(self._executor.certificate, Path)
+            report = ask_health(
+                f"{self._executor.host}:{self._executor.port}",
+                provider_certificate=self._executor.certificate,
+                tenant_certificate=self._identity.certificate,
+                tenant_key=self._identity.key,
+            )
+            asked += 1
+            self._seen.append((time.monotonic() - started, report.requests - asked))
+            self._ready.set()
+            if last:
+                break
+            self._stop.wait(_HEALTH_EVERY_S)
+        channel.close()

@@ -39,6 +39,10 @@ T = TypeVar("T")
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.02, 1.0
 
 
+def _always() -> bool:
+    return True
+
+
 class Wiretap(Protocol):
     """Sees every frame exactly as it is on the wire, below encryption: for reviewers, attacks and tests.
 
@@ -95,6 +99,7 @@ class Channel:
         self._name = f"{peer.role} {peer.name!r} at {peer.host}:{peer.port}"
         self._line: Line | None = None
         self._began = 0.0
+        self._wanted: Callable[[], bool] = _always
         self._welcome: wire.Welcome | None = None
 
     @property
@@ -107,14 +112,20 @@ class Channel:
         """Whether this side has closed it: then nobody else is to blame for what fails."""
         return self._closed.is_set()
 
-    def welcome(self) -> wire.Welcome:
-        """The provider's limits; connects if need be."""
-        with self._in_use():
+    def welcome(self, *, wanted: Callable[[], bool] = _always) -> wire.Welcome:
+        """The provider's limits; connects if need be.
+
+        Args:
+            wanted: whether anybody waits for it. If not, nothing is said about it, and it is not tried again.
+        """
+        with self._in_use(wanted):
             return self._persist(self._connect)
 
-    def greet(self, *, deadline: float, since: float | None = None) -> wire.Welcome:
+    def greet(
+        self, *, deadline: float, since: float | None = None, wanted: Callable[[], bool] = _always
+    ) -> wire.Welcome:
         """The same, tried once; see `attempt`."""
-        with self._in_use():
+        with self._in_use(wanted):
             return self._once(self._connect, deadline, began=since)
 
     def request(self, message: wire.Execute | wire.Effect, payload: Tensor | None, *, outputs: int) -> Tensor:
@@ -183,8 +194,9 @@ class Channel:
         self._drop()
 
     @contextlib.contextmanager
-    def _in_use(self) -> Iterator[None]:
+    def _in_use(self, wanted: Callable[[], bool] = _always) -> Iterator[None]:
         with self._lock:
+            self._wanted = wanted
             yield
         if self._closed.is_set():  # while the answer was already here: `close` has found the lock taken
             self.drop_if_idle()
@@ -209,7 +221,7 @@ class Channel:
             try:
                 return self._once(attempt, deadline, began=began)
             except TransportError as error:
-                if self._closed.is_set():
+                if self._closed.is_set() or not self._wanted():
                     raise
                 if time.monotonic() + pause >= deadline:
                     raise DeadlineExceededError(
@@ -289,7 +301,8 @@ class Channel:
         return reply, answer
 
     def _say(self, deadline: float, why: str) -> None:
-        self._notices.waiting(self._name, since=self._began, until=deadline, why=why)
+        if self._wanted():
+            self._notices.waiting(self._name, since=self._began, until=deadline, why=why)
 
     def _failure(self, reply: wire.Failure) -> Exception:
         if reply.code in wire.RETRYABLE:

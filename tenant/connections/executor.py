@@ -49,10 +49,11 @@ class Executor:
             worker.stop()
         self.lanes.close()
 
-    def welcome(self, *, until: float) -> wire.Welcome:
-        """What it serves, and its limits; connects if need be, and persists until its channel's deadline."""
+    def welcome(self, *, until: float, wanted: Callable[[], bool]) -> wire.Welcome:
+        """What it serves, and its limits; connects if need be, and persists until its channel's deadline, or for as
+        long as it is wanted."""
         with self.lanes.take(until=until) as channel:
-            return channel.welcome()
+            return channel.welcome(wanted=wanted)
 
     def ask(
         self,

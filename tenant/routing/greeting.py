@@ -31,7 +31,8 @@ class Greeter:
     Args:
         routes: who there is; is told what they say.
         manifest: the layer groups that must be covered.
-        persist: greets a provider until the session's deadline.
+        persist: greets a provider until the session's deadline, or for as long as what it is told says that it is
+            wanted: nobody is waited for who can be done without.
         try_once: greets it once.
         closing: set once the session is being closed: then it is nobody's failure that a greeting fails.
         before: finds out who there is.
@@ -42,7 +43,7 @@ class Greeter:
         routes: Routes,
         manifest: Manifest,
         *,
-        persist: Greeting,
+        persist: Callable[[Route, Callable[[], bool]], wire.Welcome],
         try_once: Greeting,
         closing: threading.Event,
         before: Callable[[], None] = lambda: None,
@@ -92,7 +93,7 @@ class Greeter:
         waiting = {
             greeting
             for route in (*self._routes.executors, *self._routes.helpers)
-            if route.peer not in self._routes.quarantined and (greeting := self._greet(route, self._persist))
+            if route.peer not in self._routes.quarantined and (greeting := self._greet(route, self._until_enough))
         }
         grace_over: float | None = None
         while waiting:
@@ -105,6 +106,9 @@ class Greeter:
             _, waiting = wait(waiting, left, FIRST_COMPLETED)  # without a grace: each of them has its deadline
         if not self._enough():
             raise self._missing()
+
+    def _until_enough(self, route: Route) -> wire.Welcome:
+        return self._persist(route, lambda: not self._enough())
 
     def _enough(self) -> bool:
         heard = sum(route.welcome is not None for route in self._routes.helpers)

@@ -13,6 +13,7 @@ import functools
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 from symbiosis_priv import wire
 from symbiosis_priv.buffers import Buffers
@@ -236,10 +237,10 @@ class Runtime:
             )
         return [self._helpers[route] for route in routes]
 
-    def _persist(self, route: Route) -> wire.Welcome:
+    def _persist(self, route: Route, wanted: Callable[[], bool]) -> wire.Welcome:
         if (helper := self._helpers.get(route)) is not None:
-            return helper.channels[False].welcome()
-        return self.executor(route).welcome(until=time.monotonic() + self._options.deadline_s)
+            return helper.channels[False].welcome(wanted=wanted)
+        return self.executor(route).welcome(until=time.monotonic() + self._options.deadline_s, wanted=wanted)
 
     def _try_once(self, route: Route) -> wire.Welcome:
         channel = self._channel(route.peer)  # of its own: the others may be in the middle of something
@@ -247,7 +248,8 @@ class Runtime:
         try:
             if self.closing.is_set():  # since: `close` has not seen this channel
                 channel.close()
-            return channel.greet(deadline=time.monotonic() + min(_GREETING_S, self._options.deadline_s))
+            until = time.monotonic() + min(_GREETING_S, self._options.deadline_s)
+            return channel.greet(deadline=until, wanted=lambda: False)
         finally:
             self._greeting.discard(channel)
             channel.close()

@@ -25,6 +25,7 @@ from symbiosis_priv.ring import DIRECTIONS, FORWARD, Direction, quantise_rows
 from symbiosis_priv.weights import WeightStore
 from tenant.connections.executor import MOST_LANES
 from tenant.facts import Preparation
+from tenant.routing.health import State
 from tenant.session.session import Session
 
 if TYPE_CHECKING:
@@ -325,6 +326,21 @@ def test_an_executor_that_is_away_at_the_start_joins_later(
 def layer_store(store: WeightStore) -> Callable[[str], WeightStore]:
     """The model, of which only some layers are served."""
     return lambda layers: WeightStore(store.path, layers=LayerRange.parse(layers))
+
+
+def test_nobody_waits_for_an_executor_that_can_be_done_without(
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its greeting ends with the attempt that is under way when the others are heard: long before the deadline."""
+    there, away = new_provider(), new_provider()
+    away.refuse_connections = True
+    session = new_session("none", [there, away])
+    assert is_right(session, store, QKV, FORWARD, 3, seed=1)
+    until = time.monotonic() + 5
+    while not any(route.health.state is State.DOWN for route in session.routes.executors):
+        assert time.monotonic() < until
+        session.runtime.closing.wait(0.01)
+    assert "waiting for" not in caplog.text
 
 
 def test_layers_split_over_executors(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from provider.registry.server import RegistryConfig, RegistryServer
@@ -28,7 +29,7 @@ class _Script(Log):
         super().__init__(None, name=name)
         self.listing: list[bytes] = []
 
-    def listed(self, model: str, *, now: float) -> list[bytes]:
+    def listed(self, model: str, *, now: float, vouched: Callable[[bytes], bool] = bool) -> list[bytes]:
         return list(self.listing)
 
 

@@ -1,21 +1,23 @@
 """Follows another registry's log: a replica has every entry, the same hashes, and the registry's own signed heads.
 
 It reads on when the registry is gone, and it is a witness: it follows only what continues the log that it has. A
-registry that has told it something else before is reported, and not followed any further.
+registry that has told it something else before is reported, and not followed any further. Nor is one that says it has
+forgotten what no registry forgets yet: a replica that began anew for it would have nothing left to witness.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 from provider import logs
 from provider.registry.storage import Log
-from symbiosis_priv.descriptor import verify
+from symbiosis_priv.descriptor import MAX_LIFETIME_S, verify
 from symbiosis_priv.errors import DescriptorError, SymbiosisError
 from symbiosis_priv.registry.client import RegistryClient
 from symbiosis_priv.registry.history import Span, VouchedHead
-from symbiosis_priv.statements import Trust
+from symbiosis_priv.statements import CLOCK_TOLERANCE_S, Trust
 from symbiosis_priv.tls import registry_client_context
 
 log = logs.EventLog(__name__)
@@ -31,13 +33,23 @@ class Follower:
         source: address of the registry, or of another replica of it.
         trust: who vouches for executors and registries.
         interval_s: between two looks.
+        clock: seconds since 1970.
     """
 
-    def __init__(self, own: Log, *, source: str, trust: Callable[[], Trust], interval_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        own: Log,
+        *,
+        source: str,
+        trust: Callable[[], Trust],
+        interval_s: float = 5.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self._own = own
         self._source = source
         self._trust = trust
         self._interval_s = interval_s
+        self._clock = clock
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="replica", daemon=True)
 
@@ -72,6 +84,13 @@ class Follower:
             raise DescriptorError(f"{self._source} has the log of {head.name!r}, not of {self._own.name!r}")
         number, own_hash = self._own.position
         if span.after > number:
+            # A registry forgets from the beginning on, and nothing before it has expired for as long as any can live.
+            if self._own.expires + MAX_LIFETIME_S - CLOCK_TOLERANCE_S > self._clock():
+                raise DescriptorError(
+                    f"EQUIVOCATION: {self._source} says that it has forgotten entries of {head.name!r} up to "
+                    f"{span.after}, and none may be forgotten yet of what it has shown up to entry {number}; keep this "
+                    f"database, and compare with `symbiosis-priv registry audit`"
+                )
             log.warning("entries_missed", after=number, until=span.after)
             self._own.begin_at(span.after, span.before)
         elif span.after < number or span.before != own_hash:

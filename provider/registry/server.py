@@ -15,6 +15,7 @@ import socket
 import ssl
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -103,6 +104,7 @@ class _Credentials:
     name: str
     certificate: bytes
     key: PrivateKeyTypes
+    vouches: Callable[[bytes], bool]
 
     @classmethod
     def load(cls, config: RegistryConfig) -> Self:
@@ -122,7 +124,17 @@ class _Credentials:
             name=provider_name(certificate) or "",
             certificate=certificate.public_bytes(Encoding.DER),
             key=Identity(config.certificate, config.key).private_key(),
+            vouches=functools.lru_cache(2 * protocol.MAX_LISTED)(functools.partial(_is_vouched, trust)),
         )
+
+
+def _is_vouched(trust: Trust, data: bytes) -> bool:
+    """Whether a descriptor of the log's would still be taken: its executor may have been revoked since."""
+    try:
+        verify(data, trust, now=None)
+    except DescriptorError:
+        return False
+    return True
 
 
 class RegistryServer:
@@ -318,9 +330,9 @@ class RegistryServer:
             case protocol.Announce():
                 return self._take(payload), b""
             case protocol.List():
-                return protocol.Listed(), protocol.encode_listing(
-                    self.log.listed(request.model_digest, now=time.time())
-                )
+                vouches = self._credentials.vouches
+                listed = self.log.listed(request.model_digest, now=time.time(), vouched=vouches)
+                return protocol.Listed(), protocol.encode_listing(listed)
             case protocol.History():
                 return self._recorded(request)
 

@@ -107,20 +107,27 @@ class Log:
             return self._position()
 
     @property
+    def expires(self) -> float:
+        """When the last of its entries does, in seconds since 1970; 0 if it is empty."""
+        with self._lock:
+            return float(self._one("SELECT coalesce(max(expires), 0) FROM log")[0] / MS)
+
+    @property
     def head(self) -> bytes:
         """The newest signed head that a replica has been given; empty if there is none."""
         with self._lock:
             data: bytes = self._one("SELECT head FROM state")[0]
             return data
 
-    def listed(self, model: str, *, now: float) -> list[bytes]:
-        """The newest descriptor of every key, if it is of this model and has not expired."""
+    def listed(self, model: str, *, now: float, vouched: Callable[[bytes], bool] = lambda data: True) -> list[bytes]:
+        """The newest descriptor of every key, if it is of this model, has not expired, and somebody vouches for it."""
         with self._lock:
             rows = self._connection.execute(
                 "SELECT data FROM newest JOIN log USING (number) WHERE model = ? AND expires > ? ORDER BY number",
                 (model, round(MS * now)),
             )
-            return [data for (data,) in rows]
+            found = [data for (data,) in rows]
+        return [data for data in found if vouched(data)]
 
     def span(self, after: int) -> Span:
         """Up to a page of entries after a number, or from the first one that is known."""

@@ -13,6 +13,7 @@ from provider.registry.audit import contradictions, differences, view
 from provider.registry.cli import app
 from provider.registry.replica import Follower
 from provider.registry.server import RegistryServer
+from symbiosis_priv.descriptor import MAX_LIFETIME_S
 from symbiosis_priv.errors import DescriptorError, ProviderError, TransportError
 from symbiosis_priv.statements import MS
 from tests.vouching import DIGEST, Vouching
@@ -27,8 +28,13 @@ def announce(vouching: Vouching, server: RegistryServer, *descriptors: bytes) ->
             registry.announce(data)
 
 
-def follow(vouching: Vouching, replica: RegistryServer, source: RegistryServer) -> int:
-    return Follower(replica.log, source=source.address, trust=lambda: vouching.trust).look()
+def follow(vouching: Vouching, replica: RegistryServer, source: RegistryServer, *, later_s: float = 0.0) -> int:
+    return Follower(
+        replica.log,
+        source=source.address,
+        trust=lambda: vouching.trust,
+        clock=lambda: time.time() + later_s,
+    ).look()
 
 
 def run(vouching: Vouching, *words: str) -> tuple[int, str]:
@@ -66,7 +72,7 @@ def test_a_replica_that_was_away_for_too_long_begins_later(serve: Serve, vouchin
     follow(vouching, replica, server)
     announce(vouching, server, vouching.says("gamma", after_ms=1, lifetime_s=1.0), vouching.says("delta"))
     server.log.forget(expired_before=now + 100)
-    assert follow(vouching, replica, server) == 1
+    assert follow(vouching, replica, server, later_s=MAX_LIFETIME_S) == 1
     assert replica.log.position == server.log.position
     assert contradictions([view(one.address, vouching.trust) for one in (server, replica)]) == []
 
@@ -105,6 +111,22 @@ def test_a_replica_does_not_follow_a_registry_that_contradicts_itself(
     stranger = serve(name="stranger")
     with pytest.raises(DescriptorError, match="the log of 'stranger'"):
         follow(vouching, replica, stranger)
+
+
+def test_a_registry_cannot_have_a_replica_forget_what_it_has_shown(
+    serve: Serve, vouching: Vouching, tmp_path: Path
+) -> None:
+    one, other = serve(), serve(database=tmp_path / "other face.sqlite")
+    replica = serve(name="replica", replica_of="registry")
+    announce(vouching, one, vouching.says("gamma"))
+    follow(vouching, replica, one)
+    position = replica.log.position
+    forgotten = [vouching.says("delta", after_ms=step, lifetime_s=1.0) for step in range(2)]
+    announce(vouching, other, *forgotten, vouching.says("epsilon"))
+    other.log.forget(expired_before=vouching.began / MS + 100)
+    with pytest.raises(DescriptorError, match=r"EQUIVOCATION: .* none may be forgotten yet"):
+        follow(vouching, replica, other)
+    assert replica.log.position == position
 
 
 def test_what_is_held_back_is_a_difference(serve: Serve, vouching: Vouching) -> None:

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from provider.registry.rates import Rates
+from provider.registry.replica import Follower
 from provider.registry.server import RegistryConfig, RegistryServer
 from symbiosis_priv import certificates, wire
 from symbiosis_priv.addresses import parse_address
@@ -25,10 +26,11 @@ from symbiosis_priv.certificates import Kind
 from symbiosis_priv.errors import CertificateError, ConfigError, ProviderError, TransportError
 from symbiosis_priv.registry import protocol
 from symbiosis_priv.registry.client import RegistryClient
+from symbiosis_priv.revocation import revoke
 from symbiosis_priv.statements import MAX_BYTES
 from symbiosis_priv.tls import registry_client_context
 from tests.registries import registry_config
-from tests.vouching import DIGEST, Vouching
+from tests.vouching import DEADLINE_S, DIGEST, Vouching
 
 if TYPE_CHECKING:
     from tests.provider.registry.conftest import Serve
@@ -73,6 +75,27 @@ def test_nothing_else_is_taken(serve: Serve, vouching: Vouching, tmp_path: Path)
             assert caught.value.code == wire.ErrorCode.REFUSED
         assert registry.list(DIGEST) == [good]
         assert server.log.position[0] == 1
+
+
+def test_who_is_revoked_is_listed_no_more(serve: Serve, vouching: Vouching, tmp_path: Path) -> None:
+    """By the registry and by its replicas, from the moment on when they have read of it. The log keeps the entry."""
+    revoked = tmp_path / "revoked.txt"
+    revoked.touch()
+    server, replica = serve(revoked=revoked), serve(name="replica", replica_of="registry", revoked=revoked)
+    with vouching.client(server.address) as registry:
+        registry.announce(gamma := vouching.says("gamma"))
+        registry.announce(delta := vouching.says("delta"))
+        assert registry.list(DIGEST) == [gamma, delta]
+        revoke(revoked, [vouching.identity("gamma").certificate])
+        until = time.monotonic() + DEADLINE_S
+        while registry.list(DIGEST) != [delta]:
+            assert time.monotonic() < until
+        assert list(registry.history(after=0, trust=vouching.trust)[0].entries) == [gamma, delta]
+    Follower(replica.log, source=server.address, trust=lambda: vouching.trust).look()
+    with vouching.client(replica.address) as registry:
+        until = time.monotonic() + DEADLINE_S
+        while registry.list(DIGEST) != [delta]:
+            assert time.monotonic() < until
 
 
 def test_one_executor_cannot_fill_the_log(serve: Serve, vouching: Vouching) -> None:

@@ -1,0 +1,37 @@
+"""The container file: not root, nothing of the builder's folder in it but the packages, and a health check."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+LINES = (ROOT / "examples/deploy/Containerfile").read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
+STEPS = [line.split(maxsplit=1) for line in LINES if re.match(r"[A-Z]+ ", line)]
+
+
+def arguments(step: str) -> list[str]:
+    return [words for name, words in STEPS if name == step]
+
+
+def test_what_runs_is_not_root_and_holds_nothing_but_what_was_installed() -> None:
+    last = max(i for i, (name, _) in enumerate(STEPS) if name == "FROM")
+    assert [words for name, words in STEPS[last:] if name == "COPY"] == [
+        "--from=build /opt/symbiosis-priv /opt/symbiosis-priv"
+    ]
+    (user,) = arguments("USER")
+    assert user == "symbiosis"
+    assert "pip" not in " ".join(words for _, words in STEPS[last:])
+
+
+def test_what_is_copied_for_the_build_is_there_and_named() -> None:
+    sources = [word for words in arguments("COPY") if "--from" not in words for word in words.split()[:-1]]
+    assert "." not in sources
+    assert all((ROOT / source).exists() for source in sources)
+
+
+def test_packages_are_pinned_and_health_is_asked_for() -> None:
+    assert any("--constraint /src/constraints.txt" in words for words in arguments("RUN"))
+    (check,) = arguments("HEALTHCHECK")
+    path = re.findall(r"http://127\.0\.0\.1:9464(/\w+)", check)[0]
+    assert f'"{path}"' in (ROOT / "provider/metrics.py").read_text(encoding="utf-8")

@@ -9,6 +9,7 @@ the checkpoint are declared as expected leftovers, so that a full checkpoint and
 from __future__ import annotations
 
 import logging
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,9 @@ class RemoteConfig(Options, QuantizationConfigMixin):
         for name, low in lowest.items():
             if not getattr(self, name) >= low:
                 raise ConfigError(f"{name} = {getattr(self, name)} is below {low}")
+        for name in ("deadline_s", "paper_noise_scale"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} = {getattr(self, name)}: write a number above 0")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteConfig:
         """transformers copies its configurations; what is used must be the very object that the user passed."""

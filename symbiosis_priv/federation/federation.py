@@ -79,6 +79,11 @@ def check_choice(federation: Federation) -> None:
         raise ConfigError(
             f"[pads] helpers = {k}, and {len(helpers)} [[provider]] have role = 'helper': add helpers, or lower it"
         )
+    if not federation.executors and (companies := federation.companies_of(helpers)) < k:  # a registry finds them
+        raise RoleConflictError(
+            f"[pads] helpers = {k} takes {k} of different companies for each pad, and those of this file are of "
+            f"{companies}: add helpers that others run, or lower it"
+        )
     for executor in federation.executors:
         others = [helper for helper in helpers if federation.admissible(executor, [helper])]
         layers = _turning_points(executor.layers, helpers)

@@ -139,9 +139,11 @@ def load_federation(path: str | Path) -> Federation:
 def _registries(section: _Registry, path: Path) -> Registries:
     for address in section.addresses:
         try:
-            parse_address(address)
+            _, port = parse_address(address)
         except ConfigError as error:
             raise ConfigError(f"{path}, [registry]: {error}") from error
+        if not port:
+            raise ConfigError(f"{path}, [registry]: nobody listens at port 0; ask {address!r}'s operator for it")
     return Registries(tuple(section.addresses), section.authority, section.revoked)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv import wire
-from symbiosis_priv.errors import NonFiniteError
+from symbiosis_priv.errors import ConfigError, NonFiniteError
 from symbiosis_priv.federation import Federation
 from symbiosis_priv.keystream import SessionSecret, expand, mask_key
 from symbiosis_priv.ring import FORWARD, Direction
@@ -60,12 +60,16 @@ class PaperPool(BackendScheme):
 
 
 class PaperPoolBackend(Backend):
-    """Float path with a reused noise pool.
+    """Float path with a reused noise pool, at one executor: the first of the file that is not listed with a part of the
+    layers. There is no other one to take over: who is asked knows the noises.
 
     Args:
         pool_size: noises per (layer group, direction).
         noise_scale: standard deviation of the noise, as a multiple of the first rows' root mean square.
         row_bucket: row counts are rounded up to a multiple of this before anything is sent.
+
+    Raises:
+        ConfigError: every executor is listed with a part of the layers.
     """
 
     def __init__(
@@ -80,6 +84,12 @@ class PaperPoolBackend(Backend):
         notices: Notices | None = None,
         wiretap: Wiretap | None = None,
     ) -> None:
+        executor = next((peer for peer in federation.executors if peer.layers is None), None)
+        if executor is None:
+            raise ConfigError(
+                "masking = 'paper-pool' asks one executor for all layers, and each of this federation's is listed with "
+                "a part of them: add one without `layers`, or choose masking = 'pad', which goes from one to the next"
+            )
         warnings.warn(WARNING, UserWarning, stacklevel=2)
         self.facts = preparation.facts
         self._pool_size, self._noise_scale, self._row_bucket = pool_size, noise_scale, row_bucket
@@ -87,7 +97,7 @@ class PaperPoolBackend(Backend):
         self._seed = self._secret.seed_for("paper-pool")
         self._pools: dict[tuple[int, Direction], tuple[Tensor, Tensor]] = {}
         self._channel = Channel(
-            federation.executors[0],
+            executor,
             certificate=federation.tenant_certificate,
             key=federation.tenant_key,
             model_digest=federation.model_digest,

@@ -42,6 +42,9 @@ def test_every_scheme_but_simulate_needs_a_federation(masking: str) -> None:
         ({"weight_bits": 8}, "weight_bits is for masking = 'simulate'"),
         ({"deadline_s": 0}, "deadline_s = 0 is below"),
         ({"deadline_s": float("nan")}, "deadline_s = nan is below"),
+        ({"deadline_s": float("inf")}, "deadline_s = inf: write a number above 0"),
+        ({"paper_noise_scale": 0.0}, "paper_noise_scale = 0.0: write a number above 0"),  # rows would go out in clear
+        ({"paper_noise_scale": float("nan")}, "paper_noise_scale = nan: write a number above 0"),
         ({"pool_memory_mib": -1}, "pool_memory_mib = -1 is below 0"),
         ({"verify_columns": 7}, "verify_columns = 7 is below 8"),
         ({"paper_pool_size": 0}, "paper_pool_size = 0 is below 1"),

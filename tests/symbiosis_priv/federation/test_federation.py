@@ -96,6 +96,17 @@ def test_with_pads_a_company_may_have_both_roles_beside_enough_others(write: Wri
         load_federation(write(beta={"operator": "C"}, gamma={}, pads={"helpers": 2}))
 
 
+def test_helpers_are_of_enough_companies_also_where_a_registry_finds_the_executors(write: Write) -> None:
+    for operator, refused in (("B", True), ("C", False)):
+        path = write(alpha={"role": "helper", "operator": operator}, pads={"helpers": 2})
+        path.write_text(path.read_text() + '\n[registry]\naddresses = ["r.example:1"]\nauthority = "keys/ca.pem"\n')
+        if refused:
+            with pytest.raises(RoleConflictError, match=r"2 of different companies .* are of 1: add helpers"):
+                load_federation(path)
+        else:
+            assert load_federation(path).executors == ()
+
+
 @pytest.mark.parametrize(
     ("alpha", "beta", "gamma", "helpers", "short_at"),
     [

@@ -63,6 +63,14 @@ def test_a_wrong_file_is_named_with_its_key(write: Write, changes: dict[str, Any
     assert str(path) in str(caught.value)
 
 
+def test_a_registry_is_somewhere(write: Write) -> None:
+    for address, words in (("r.example:0", "nobody listens at port 0"), ("r.example", "is not host:port")):
+        path = write()
+        path.write_text(f'{path.read_text()}\n[registry]\naddresses = ["{address}"]\nauthority = "keys/ca.pem"\n')
+        with pytest.raises(ConfigError, match=rf"\[registry\]: .*{words}"):
+            load_federation(path)
+
+
 def test_a_pinned_file_holds_one_provider(write: Write, keys: Path) -> None:
     both = keys / "both.pem"
     both.write_text((keys / "beta.pem").read_text() + (keys / "alpha.pem").read_text())

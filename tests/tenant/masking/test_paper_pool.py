@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from symbiosis_priv import testing, wire
-from symbiosis_priv.errors import NonFiniteError
+from symbiosis_priv.errors import ConfigError, NonFiniteError
+from symbiosis_priv.layers import LayerRange
 from symbiosis_priv.ring import FORWARD, Direction
 from symbiosis_priv.weights import WeightStore
+from tenant.facts import Preparation
 from tenant.masking.paper_pool import PaperPoolBackend, gaussian
 from tenant.preparation import prepare
 
@@ -72,6 +75,24 @@ def open_backend(
     yield make
     for backend in opened:
         backend.close()
+
+
+def test_one_executor_is_asked_and_it_has_all_layers(
+    new_provider: NewProvider, new_federation: NewFederation, store: WeightStore, preparation: Preparation
+) -> None:
+    part, whole, other = new_provider(), new_provider(), new_provider()
+    federation = new_federation([part, whole, other])
+    first, *others = federation.executors
+    split = replace(first, layers=LayerRange(0, 0))
+    options: dict[str, Any] = {"pool_size": 1, "noise_scale": 16.0, "deadline_s": 20.0}
+    with (
+        pytest.warns(UserWarning, match="it can read every row"),
+        PaperPoolBackend(replace(federation, peers=(split, *others)), preparation, **options) as backend,
+    ):
+        backend.linear(0, FORWARD, torch.ones(1, 64))
+    assert [bool(provider.executed) for provider in (part, whole, other)] == [False, True, False]
+    with pytest.raises(ConfigError, match="listed with a part"):
+        PaperPoolBackend(replace(federation, peers=(split,)), preparation, **options)
 
 
 @pytest.mark.parametrize("name", ["store", "gpt2_store"])

@@ -123,6 +123,7 @@ class Register:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._connections: Counter[TenantIdentity] = Counter()
+        self._visits: Counter[TenantIdentity] = Counter()
         self._requests: Counter[TenantIdentity] = Counter()
         self._roles: dict[TenantIdentity, Counter[Role]] = {}
         self._lock = threading.Lock()
@@ -137,6 +138,11 @@ class Register:
         with self._lock:
             return self._requests[tenant], self._connections[tenant]
 
+    def visits(self) -> dict[TenantIdentity, int]:
+        """Connections that each tenant has opened, those included that were refused."""
+        with self._lock:
+            return dict(self._visits)
+
     @property
     def requests(self) -> int:
         """Products of all tenants: for the operator's log."""
@@ -147,6 +153,7 @@ class Register:
     def connected(self, tenant: TenantIdentity) -> Iterator[None]:
         """Count a connection. Refusal BUSY if there are too many."""
         with self._lock:
+            self._visits[tenant] += 1
             if self._connections.total() >= self._limits.max_connections:
                 raise Refusal(ErrorCode.BUSY, "the provider has too many connections")
             if self._connections[tenant] >= self._limits.max_connections_per_tenant:

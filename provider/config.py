@@ -83,6 +83,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         max_connections: authenticated connections.
         max_connections_per_tenant: one tenant's share of them.
         max_handshakes: connections that have not authenticated; one more closes the oldest of the busiest network.
+        handshake_share: of one core's time, what handshakes may take; a second's worth may be saved up. Then they wait,
+            each network behind its own. Read again when the file changes.
         min_transfer_mib_per_s: how slowly a matrix of more than a small request's bytes may come or go, on average,
             after the first seconds; bytes that somebody else could have are not held for whoever sends nothing.
         handshake_timeout_s: time for the whole TLS handshake.
@@ -99,6 +101,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_connections: _Count = 256
     max_connections_per_tenant: _Count = 64
     max_handshakes: _Count = 1024
+    handshake_share: Annotated[float, msgspec.Meta(ge=0.01, le=1)] = 0.25
     min_transfer_mib_per_s: Annotated[float, msgspec.Meta(gt=0, le=1 << 20)] = 1.0
     handshake_timeout_s: _Seconds = 10.0
     frame_timeout_s: _Seconds = 60.0

@@ -18,6 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 
 from provider.envelope import ExecutorReport, Histogram
+from provider.reception import Handshakes
 from provider.status import Status, StatusSource
 from provider.usage import COUNTED
 from symbiosis_priv.addresses import parse_address
@@ -36,7 +37,7 @@ class _Collector:
         yield _gauge("ready", "1 if requests are taken and the executor answers", status.ready)
         yield _gauge("uptime_seconds", "since the start", status.uptime_s)
         yield _gauge("connections", "of tenants", status.connections)
-        yield _gauge("strangers", "connections that have not authenticated", status.strangers)
+        yield from _handshake_metrics(status.handshakes)
         yield _gauge("held_bytes", "payloads of large requests in flight", status.bytes_held)
         yield _gauge("waiting_for_bytes", "large requests that wait for others to be done", status.waiting_for_bytes)
         yield CounterMetricFamily(_PREFIX + "executor_restarts", "ends of the executor", value=status.restarts)
@@ -46,12 +47,27 @@ class _Collector:
             for tenant in status.tenants:
                 family.add_metric([tenant.tenant, tenant.role], getattr(tenant.counts, name))
             yield family
+        visits = CounterMetricFamily(_PREFIX + "tenant_connections", "that were opened", labels=["tenant"])
+        for named, count in status.visits.items():
+            visits.add_metric([named], count)
+        yield visits
         taken = GaugeMetricFamily(_PREFIX + "announced", "1 if a registry lists it as it is", labels=["registry"])
         for registry, listed in status.registries.items():
             taken.add_metric([registry], listed)
         yield taken
         if status.executor is not None:
             yield from _executor_metrics(status.executor)
+
+
+def _handshake_metrics(handshakes: Handshakes) -> Iterator[Metric]:
+    yield _gauge("strangers", "connections that have not authenticated", handshakes.present)
+    yield _gauge("handshakes_waiting", "of them, those who wait for their turn", handshakes.waiting)
+    ended = CounterMetricFamily(_PREFIX + "handshakes", "what has become of those who connected", labels=["outcome"])
+    for outcome in ("accepted", "refused", "late", "crowded_out"):
+        ended.add_metric([outcome], getattr(handshakes, outcome))
+    yield ended
+    yield CounterMetricFamily(_PREFIX + "handshake_seconds", "processor time", value=handshakes.seconds)
+    yield CounterMetricFamily(_PREFIX + "handshake_wait_seconds", "for their turns", value=handshakes.waited_s)
 
 
 def _executor_metrics(report: ExecutorReport) -> Iterator[Metric]:

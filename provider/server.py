@@ -167,8 +167,10 @@ class Provider:
         if self._announcer is not None:
             self._announcer.now()
         chosen = msgspec.structs.replace(config.model, layers=self.config.model.layers)  # if they were left to us
+        renewed = msgspec.structs.replace(config.limits, handshake_share=self.config.limits.handshake_share)
         fixed = msgspec.structs.replace(
             config,
+            limits=renewed,
             quota=self.config.quota,
             tenants=self.config.tenants,
             model=chosen if config.model.layers == AUTO else config.model,

@@ -10,6 +10,7 @@ from provider.admission import Refusal
 from provider.announcer import Announcer
 from provider.envelope import ExecutorReport
 from provider.gateway import Gateway
+from provider.reception import Handshakes
 from provider.supervisor import ExecutorClient, ExecutorHandle
 from provider.usage import Counts
 from symbiosis_priv.wire import Role
@@ -31,7 +32,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         ready: it takes requests and its executor answers.
         connections: of tenants.
-        strangers: connections that have not authenticated.
+        handshakes: of those who connect.
+        visits: connections that each tenant has opened since the start.
         bytes_held: by large requests.
         waiting_for_bytes: large requests.
         restarts: of the executor.
@@ -45,7 +47,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     uptime_s: float
     ready: bool
     connections: int
-    strangers: int
+    handshakes: Handshakes
+    visits: dict[str, int]
     bytes_held: int
     waiting_for_bytes: int
     restarts: int
@@ -81,7 +84,8 @@ class StatusSource:
             uptime_s=time.monotonic() - service.started,
             ready=report is not None and not service.stopping.is_set(),
             connections=self._gateway.connections,
-            strangers=self._gateway.strangers,
+            handshakes=self._gateway.handshakes,
+            visits={str(tenant): count for tenant, count in service.register.visits().items()},
             bytes_held=service.budget.used,
             waiting_for_bytes=service.budget.waiting,
             restarts=self._executor.generation,

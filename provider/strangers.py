@@ -31,7 +31,7 @@ class Stranger:
 
 
 class Strangers:
-    """All of them, in order of arrival. Thread-safe.
+    """All of them, in order of arrival, which is that of their deadlines. Thread-safe.
 
     Args:
         limit: places.
@@ -70,16 +70,15 @@ class Strangers:
             return list(self._present)
 
     def late(self, now: float) -> list[Stranger]:
-        """The silent ones whose time is over; the others' threads know theirs."""
+        """Those whose time is over."""
         with self._lock:
-            silent = (s for s in self._present if s.silent)
-            return list(itertools.takewhile(lambda s: s.deadline <= now, silent))
+            return list(itertools.takewhile(lambda s: s.deadline <= now, self._present))
 
     @property
     def next_deadline(self) -> float | None:
-        """Of the silent ones; None if there are none."""
+        """The first; None if nobody is there."""
         with self._lock:
-            return next((s.deadline for s in self._present if s.silent), None)
+            return next((s.deadline for s in self._present), None)
 
 
 def network_of(host: str) -> str:

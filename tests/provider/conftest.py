@@ -35,9 +35,9 @@ TIMEOUT_S = 20.0
 class Client:
     """A connection of one tenant, as raw as needed. Fails the test rather than wait for ever."""
 
-    def __init__(self, address: str, context: ssl.SSLContext) -> None:
+    def __init__(self, address: str, context: ssl.SSLContext, *, source: str = "") -> None:
         host, port = parse_address(address)
-        raw = socket.create_connection((host, port), timeout=TIMEOUT_S)
+        raw = socket.create_connection((host, port), timeout=TIMEOUT_S, source_address=(source, 0))
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = context.wrap_socket(raw, server_hostname=host)
 
@@ -230,7 +230,9 @@ Connect = Callable[..., Client]
 
 @pytest.fixture
 def connect(provider: Provider, keys: Keys) -> Iterator[Connect]:
-    """`connect()`: an authenticated connection, greeted in a role unless `role=None`; `to=` another provider."""
+    """`connect()`: an authenticated connection, greeted in a role unless `role=None`; `to=` another provider, from
+    `source=` another address.
+    """
     with contextlib.ExitStack() as clients:
 
         def connect(
@@ -239,10 +241,11 @@ def connect(provider: Provider, keys: Keys) -> Iterator[Connect]:
             role: wire.Role | None = "executor",
             to: Provider | Service = provider,
             context: ssl.SSLContext | None = None,
+            source: str = "",
         ) -> Client:
             # Not the same tenant for both roles: one connection may not be gone yet when the next one comes.
             own = context or keys.context(tenant or ("carol" if role == "helper" else "alice"))
-            client = Client(to.address, own)
+            client = Client(to.address, own, source=source)
             clients.callback(client.close)
             if role is not None:
                 reply = client.hello(to.model_digest, role)

@@ -91,8 +91,21 @@ Blame = Callable[[str], Culprit]
 
 
 @pytest.fixture
-def blame(bills: Path, victim: Service) -> Blame:
-    return lambda tenant: Culprit(bills, tenant)
+def blame(bills: Path, victim: Service, connect: Connect) -> Blame:
+    """Whose counters have come to rest after the tests before."""
+
+    def blame(tenant: str) -> Culprit:
+        deadline = time.monotonic() + 20
+        with contextlib.closing(connect(tenant, role=None, to=victim)) as only:
+            while True:
+                report = only.ask(wire.Health())
+                assert isinstance(report, wire.HealthReport)
+                if report.connections == 1:
+                    return Culprit(bills, tenant)
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+
+    return blame
 
 
 @pytest.fixture

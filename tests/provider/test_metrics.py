@@ -65,7 +65,7 @@ def test_the_operators_address(configure: Configure, connect: Connect, requests:
         assert samples["symbiosis_provider_batch_rows_bucket", "+Inf"] == 5
         assert samples["symbiosis_provider_ready",] == 1
         names = {label for family in text_string_to_metric_families(text) for s in family.samples for label in s.labels}
-        assert names == {"tenant", "role", "stage", "reason", "group", "le"}  # who and where, never what
+        assert names == {"tenant", "role", "stage", "reason", "outcome", "group", "le"}  # who and where, never what
         assert "SECR" not in text
         assert str(0x53454352) not in text
 

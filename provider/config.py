@@ -61,8 +61,8 @@ class TlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The provider's own certificate and key, and the authority that signs tenants' certificates (PEM files).
 
     Args:
-        revoked: fingerprints of tenants' certificates that are not good any more, as `symbiosis-priv keys revoke`
-            writes them. All four are read again when they change.
+        revoked: tenants' certificates that are not good any more, as `symbiosis-priv keys revoke` lists
+            them. All four are read again when they change.
     """
 
     certificate: Path
@@ -249,7 +249,7 @@ class AnnounceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     Args:
         announce: addresses of registries. None: nobody is told anything.
         authority: of the federation. It has issued this provider's certificate, with its operator's name.
-        revoked: fingerprints of certificates that it does not vouch for any more.
+        revoked: list of certificates that it does not vouch for any more.
         address: where tenants reach this provider, `host:port`; `listen` if None. The certificate names the host.
         capacity: what it can do, relative to others.
         capacity_layers: how many layers it has room for, with `layers = "auto"` under [model].

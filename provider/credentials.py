@@ -6,19 +6,21 @@ import ssl
 from dataclasses import dataclass
 from typing import Self
 
+from cryptography import x509
+
 from provider.config import TlsConfig
-from symbiosis_priv.certificates import fingerprint, key_fingerprint, load_certificates
+from symbiosis_priv.certificates import key_fingerprint, load_certificates
 from symbiosis_priv.errors import CertificateError
-from symbiosis_priv.revocation import load_revoked
+from symbiosis_priv.revocation import load_revoked, mark_of
 from symbiosis_priv.tls import TenantIdentity, server_context, tenant_identity
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A tenant's connection: who it is, and the certificate it has shown."""
+    """A tenant's connection: who it is, and by which mark a list would revoke the certificate that it has shown."""
 
     tenant: TenantIdentity
-    fingerprint: str
+    mark: str
 
     @classmethod
     def of(cls, connection: ssl.SSLSocket) -> Self:
@@ -27,7 +29,7 @@ class Peer:
         shown = connection.getpeercert(binary_form=True)
         if shown is None:
             raise CertificateError("the client showed no certificate: sign its request with `symbiosis-priv keys sign`")
-        return cls(tenant, fingerprint(shown))
+        return cls(tenant, mark_of(x509.load_der_x509_certificate(shown)))
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Credentials:
     Args:
         context: TLS for new connections.
         authorities: `key_fingerprint` of those whose tenants are let in.
-        revoked: fingerprints of certificates that are not.
+        revoked: marks of certificates that are not.
     """
 
     context: ssl.SSLContext
@@ -58,4 +60,4 @@ class Credentials:
 
     def accepts(self, peer: Peer) -> bool:
         """Whether somebody who has authenticated, perhaps long ago, would still be let in."""
-        return peer.fingerprint not in self.revoked and peer.tenant.authority in self.authorities
+        return peer.mark not in self.revoked and peer.tenant.authority in self.authorities

@@ -1,32 +1,41 @@
-"""Certificates that are not good any more: a text file of SHA-256 fingerprints, one a line, `#` begins a comment.
+"""Certificates that are not good any more: a text file with a mark of each, one a line, `#` begins a comment.
 
 A provider reads it at its start and again when it changes, and hangs up on whoever shows a certificate in it;
-registries and their clients read one of providers that an authority does not vouch for any more. A list of fingerprints
+registries and their clients read one of providers that an authority does not vouch for any more. A list of marks
 needs no authority's signature, does not expire, and covers self-signed tenants too; it lies beside the
 reader's own key, and whoever may write there needs no forged list.
+
+A mark is the hash of what the issuer has signed, not the fingerprint of the whole certificate: the signature is part of
+that, and whoever has an ECDSA signature (r, s) can write (r, n - s), which is as good, in its place.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from datetime import UTC, datetime
 from pathlib import Path
 
-from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography import x509
 
-from symbiosis_priv.certificates import fingerprint, load_certificates, provider_name, tenant_name
+from symbiosis_priv.certificates import load_certificates, provider_name, tenant_name
 from symbiosis_priv.errors import CertificateError
 from symbiosis_priv.files import write_atomically
 
-__all__ = ["load_revoked", "revoke"]
+__all__ = ["load_revoked", "mark_of", "revoke"]
 
-_LINE = re.compile(r"\s*(sha256:[0-9a-f]{64})?\s*(#.*)?")
+_LINE = re.compile(r"\s*(tbs-sha256:[0-9a-f]{64})?\s*(#.*)?")
+
+
+def mark_of(certificate: x509.Certificate) -> str:
+    """How a list names a certificate: `tbs-sha256:<hex>` of what its issuer has signed (X.509's TBSCertificate)."""
+    return f"tbs-sha256:{hashlib.sha256(certificate.tbs_certificate_bytes).hexdigest()}"
 
 
 def load_revoked(path: Path) -> frozenset[str]:
-    """The fingerprints in a file.
+    """The marks in a file.
 
-    Raises `CertificateError` if it cannot be read or a line is neither a fingerprint nor a comment: a list that is not
+    Raises `CertificateError` if it cannot be read or a line is neither a mark nor a comment: a list that is not
     understood must not be taken for an empty one.
     """
     try:
@@ -39,7 +48,9 @@ def load_revoked(path: Path) -> frozenset[str]:
     for number, line in enumerate(lines, start=1):
         match = _LINE.fullmatch(line)
         if match is None:
-            raise CertificateError(f"{path}, line {number}: expected sha256: and 64 digits, as `keys show` prints it")
+            raise CertificateError(
+                f"{path}, line {number}: expected tbs-sha256: and 64 digits, as `symbiosis-priv keys revoke` writes it"
+            )
         if match[1]:
             found.add(match[1])
     return frozenset(found)
@@ -48,7 +59,7 @@ def load_revoked(path: Path) -> frozenset[str]:
 def revoke(path: Path, certificates: list[Path]) -> list[str]:
     """Add every certificate in some files to a list, which is made if there is none.
 
-    Returns the fingerprints that were added.
+    Returns the marks that were added.
 
     Raises `CertificateError` for a certificate that is neither a tenant's nor a provider's, and for a file that cannot
     be read or written.
@@ -61,11 +72,11 @@ def revoke(path: Path, certificates: list[Path]) -> list[str]:
         name = tenant_name(certificate) or provider_name(certificate)
         if name is None:
             raise CertificateError(f"{file} is neither a tenant's nor a provider's certificate: only those are revoked")
-        shown = fingerprint(certificate.public_bytes(Encoding.DER))
-        if shown not in known and shown not in added:
+        mark = mark_of(certificate)
+        if mark not in known and mark not in added:
             text = text if not text or text.endswith("\n") else text + "\n"
-            text += f"{shown}  # {name}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC\n"
-            added.append(shown)
+            text += f"{mark}  # {name}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC\n"
+            added.append(mark)
     try:
         write_atomically(path, text.encode())
     except OSError as error:

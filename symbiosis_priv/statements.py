@@ -29,7 +29,6 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes, PublicKeyTypes
 
 from symbiosis_priv.certificates import (
-    fingerprint,
     is_authority,
     is_issued_by,
     key_fingerprint,
@@ -38,7 +37,7 @@ from symbiosis_priv.certificates import (
     provider_name,
 )
 from symbiosis_priv.errors import CertificateError, ConfigError, DescriptorError
-from symbiosis_priv.revocation import load_revoked
+from symbiosis_priv.revocation import load_revoked, mark_of
 
 MAX_BYTES: Final = 4096
 """Of a signed statement."""
@@ -81,7 +80,7 @@ class Trust:
 
     Args:
         authorities: several while one replaces another.
-        revoked: fingerprints of certificates.
+        revoked: marks of certificates, see `revocation`.
     """
 
     authorities: tuple[x509.Certificate, ...]
@@ -116,7 +115,7 @@ class Trust:
             raise DescriptorError("its certificate is no provider's")
         if not any(_is_valid(c, at) for c in issuers) or not _is_valid(certificate, at):
             raise DescriptorError("its certificate, or the authority's, is not valid then")
-        if fingerprint(certificate) in self.revoked:
+        if mark_of(certificate) in self.revoked:
             raise DescriptorError("its certificate has been revoked")
 
 

@@ -1,7 +1,7 @@
 """An adversary who runs a registry: it may say what it likes about executors, and hold back what it likes.
 
 What it wants is an executor of its own choice before a tenant's rows: one that nobody vouches for, one of a helper's
-company, one in the place of a provider that the tenant has pinned, or one that has left.
+company, one in the place of a provider that the tenant has pinned, one that has left, or one that was revoked.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from symbiosis_priv.descriptor import describe
 from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.federation import Federation, Registries
 from symbiosis_priv.layers import LayerRange
+from symbiosis_priv.revocation import revoke
 from symbiosis_priv.statements import MS
 from tenant.routing.discovery import Discovery
+from threat_model.twins import twin_of
 
 _NOW = 2_000_000_000.0  # seconds since 1970; certificates are valid for longer than that
 _DAYS = 9000
@@ -33,6 +35,7 @@ class _Scene:
     folder: Path
     authority: Identity
     executor: Identity
+    revoked: Identity
 
     def identity(self, name: str, *, operator: str, authority: Identity | None = None) -> Identity:
         return issue(
@@ -78,11 +81,15 @@ def attack_registry(federation: Federation) -> dict[str, bool]:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         authority = create_authority(folder, name="federation", days=_DAYS)
-        asking = replace(federation, registries=Registries(("registry.example:7500",), authority.certificate))
-        executor = issue(
-            folder, authority=authority, kind=Kind.PROVIDER, name="newcomer", operator="Newcomer AG", days=_DAYS
+        executor, revoked = (
+            issue(folder, authority=authority, kind=Kind.PROVIDER, name=name, operator=f"{name} AG", days=_DAYS)
+            for name in ("newcomer", "leaver")
         )
-        scene = _Scene(asking, folder, authority, executor)
+        listed = folder / "revoked.txt"
+        revoke(listed, [revoked.certificate])
+        registries = Registries(("registry.example:7500",), authority.certificate, listed)
+        asking = replace(federation, registries=registries)
+        scene = _Scene(asking, folder, authority, executor, revoked)
         if _takes(asking, [scene.says(executor)]) != {"newcomer"}:
             raise SymbiosisError("an honest registry's executor was not taken on")
         return {name: not _takes(asking, listing(scene)) for name, listing in _LISTINGS.items()}
@@ -129,6 +136,10 @@ _LISTINGS: dict[str, Callable[[_Scene], list[bytes]]] = {
     "an executor of a helper's company": _of_a_helpers_company,
     "an executor by the name of a pinned one": _pinned_name,
     "an executor at the address of a pinned helper": _pinned_address,
+    "an executor that was revoked": lambda scene: [scene.says(scene.revoked)],
+    "an executor that was revoked, its certificate's signature written another way": lambda scene: [
+        scene.says(twin_of(scene.revoked, scene.folder / "twin"))
+    ],
     "a host that the executor's certificate does not name": lambda scene: [
         scene.says(scene.executor, address=("elsewhere.example", _PORT))
     ],

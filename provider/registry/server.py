@@ -66,7 +66,7 @@ class RegistryConfig:
             registry's.
         key: its private key.
         authority: of the federation, whose executors are listed. All of these files are read again when they change.
-        revoked: fingerprints of certificates that it does not vouch for any more.
+        revoked: list of certificates that it does not vouch for any more.
         database: of the log; in memory if None.
         max_connections: at a time; one more closes the oldest of the busiest network.
         frame_timeout_s: for the handshake, for a frame, and for the next one to begin.

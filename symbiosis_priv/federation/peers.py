@@ -61,7 +61,7 @@ class Registries:
     Args:
         addresses: `host:port` of registries; all of them are asked.
         authority: file with the authority's certificate, or several while one replaces another.
-        revoked: file of fingerprints of certificates that it does not vouch for any more.
+        revoked: list of certificates that it does not vouch for any more.
     """
 
     addresses: tuple[str, ...]

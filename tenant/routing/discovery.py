@@ -26,12 +26,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from symbiosis_priv.certificates import fingerprint
 from symbiosis_priv.descriptor import MAX_LIFETIME_S, Announced, verify
 from symbiosis_priv.errors import CertificateError, DescriptorError, SymbiosisError, one_line
 from symbiosis_priv.federation import Federation, Peer, Traits, in_common, traits
 from symbiosis_priv.registry.client import RegistryClient
-from symbiosis_priv.revocation import load_revoked
+from symbiosis_priv.revocation import load_revoked, mark_of
 from symbiosis_priv.statements import CLOCK_TOLERANCE_S, MS, Trust
 from symbiosis_priv.tls import registry_client_context
 
@@ -184,7 +183,7 @@ class Discovery:
         with self._lock:
             past = round(MS * (now - MAX_LIFETIME_S - 2 * CLOCK_TOLERANCE_S))
             self._newest = {key: one for key, one in self._newest.items() if one.said.issued > past}
-            good = [one for one in self._newest.values() if fingerprint(one.certificate) not in self._trust.revoked]
+            good = [one for one in self._newest.values() if mark_of(one.certificate) not in self._trust.revoked]
             before, found = self._found, admitted(self._federation, good, now=now)
             self._found = found
         for name in found.refused.keys() - before.refused.keys():

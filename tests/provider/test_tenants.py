@@ -32,8 +32,9 @@ from provider.usage import Counts, Usage, read
 from symbiosis_priv import certificates, keys_cli, wire
 from symbiosis_priv.certificates import Identity, Kind
 from symbiosis_priv.errors import CertificateError, ConfigError
-from symbiosis_priv.revocation import load_revoked, revoke
+from symbiosis_priv.revocation import load_revoked, mark_of, revoke
 from symbiosis_priv.tls import TenantIdentity, client_context
+from threat_model.twins import twin_of
 
 if TYPE_CHECKING:
     from tests.provider.conftest import Client, Configure, Connect, Keys, Launch, Requests
@@ -343,6 +344,25 @@ def test_a_revoked_tenant_is_hung_up_on_in_the_middle_of_a_request(
         assert again.at_end()
 
 
+def test_a_revoked_tenant_does_not_come_back_with_its_certificate_signed_another_way(
+    configure: Configure, connect: Connect, keys: Keys, tmp_path: Path, dora: Identity
+) -> None:
+    """(r, n - s) is as good a signature as (r, s), and whoever has one can write the other."""
+    listed = tmp_path / "revoked.txt"
+    listed.touch()
+    config = configure()
+    config = msgspec.structs.replace(config, tls=msgspec.structs.replace(config.tls, revoked=listed))
+    twin = twin_of(dora, tmp_path / "twin")
+    context = client_context(certificate=twin.certificate, key=twin.key, pins=(keys.provider.certificate,))
+    with Provider(config) as provider:
+        assert connect(context=context, to=provider)  # or this test shows nothing
+        revoke(listed, [dora.certificate])
+        provider.reload()
+        reply, _ = connect(context=context, role=None, to=provider).receive()
+        assert isinstance(reply, wire.Failure)
+        assert reply.code == wire.ErrorCode.REVOKED
+
+
 def test_a_list_that_is_not_understood_changes_nothing_and_starts_nothing(
     configure: Configure, connect: Connect, keys: Keys, requests: Requests, tmp_path: Path, dora: Identity
 ) -> None:
@@ -367,7 +387,7 @@ def test_the_list(keys: Keys, tmp_path: Path, dora: Identity) -> None:
     listed = tmp_path / "list.txt"
     listed.write_text("# who left\n")
     first = revoke(listed, [dora.certificate, dora.certificate])
-    assert first == [certificates.fingerprint(dora.certificate)]
+    assert first == [mark_of(certificates.load_certificates(dora.certificate)[0])]
     assert revoke(listed, [dora.certificate]) == []
     assert load_revoked(listed) == frozenset(first)
     assert listed.read_text().startswith("# who left\n")

@@ -22,6 +22,7 @@ from symbiosis_priv.certificates import Identity, Kind
 from symbiosis_priv.descriptor import MAX_LIFETIME_S, Descriptor, newest, sign, verify
 from symbiosis_priv.errors import CertificateError, ConfigError, DescriptorError
 from symbiosis_priv.layers import LayerRange
+from symbiosis_priv.revocation import mark_of
 from symbiosis_priv.statements import CLOCK_TOLERANCE_S, MAX_BYTES, MAX_CERTIFICATE, MS, Trust
 
 DIGEST = "sha256:" + "0" * 64
@@ -161,7 +162,7 @@ def test_a_signature_of_another_domain_is_none(world: World) -> None:
 
 
 def test_a_revoked_certificate_speaks_no_more(world: World) -> None:
-    revoked = frozenset({certificates.fingerprint(world.gamma.certificate)})
+    revoked = frozenset({mark_of(certificates.load_certificates(world.gamma.certificate)[0])})
     with pytest.raises(DescriptorError, match="revoked"):
         verify(world.good, Trust(world.trust.authorities, revoked), now=world.began)
 

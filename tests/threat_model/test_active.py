@@ -7,8 +7,10 @@ import warnings
 
 import pytest
 import torch
+from cryptography.hazmat.primitives.serialization import Encoding
 from transformers.quantizers.base import HfQuantizer
 
+from symbiosis_priv.certificates import fingerprint
 from symbiosis_priv.federation import Federation
 from symbiosis_priv.statements import Trust
 from tenant import RemoteConfig
@@ -49,7 +51,8 @@ def test_hostile_folders_are_refused_by_what_is_there_to_refuse_them(lab: Lab, m
 def test_lying_registries_are_refused_by_what_is_there_to_refuse_them(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The planted faults: one believes whoever signs, one looks at neither companies nor its file."""
+    """The planted faults: one believes whoever signs, one knows who was revoked by all bytes of a certificate, one
+    looks at neither companies nor its file."""
     assert all(attack_registry(lab.federation).values())
     with monkeypatch.context() as patch:
         patch.setattr(Trust, "check", lambda self, certificate, *, at: None)
@@ -59,6 +62,11 @@ def test_lying_registries_are_refused_by_what_is_there_to_refuse_them(
         "an executor that another authority vouches for",
         "an executor with another port than it has signed",
     }
+    with monkeypatch.context() as patch:
+        for module in ("symbiosis_priv.revocation", "symbiosis_priv.statements", "tenant.routing.discovery"):
+            patch.setattr(f"{module}.mark_of", lambda c: f"tbs-{fingerprint(c.public_bytes(Encoding.DER))}")
+        fallen = {name for name, refused in attack_registry(lab.federation).items() if not refused}
+    assert fallen == {"an executor that was revoked, its certificate's signature written another way"}
     monkeypatch.setattr("tenant.routing.discovery.in_common", lambda one, other: [])
     monkeypatch.setattr(Federation, "admissible", lambda self, executor, holders: True)
     fallen = {name for name, refused in attack_registry(lab.federation).items() if not refused}

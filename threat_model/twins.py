@@ -1,0 +1,51 @@
+"""Another certificate for a key, without its issuer: an ECDSA signature (r, s) is as good as (r, n - s).
+
+Whoever holds a certificate that an elliptic-curve authority has signed can write its signature the other way. Every
+verifier accepts the result, and its fingerprint is a new one: what knows certificates by their fingerprint takes it for
+a stranger's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature, encode_dss_signature
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from symbiosis_priv.certificates import Identity, load_certificates
+
+_SEQUENCE, _BIT_STRING = 0x30, 0x03
+_LONG = 0x80  # a length that takes bytes of its own begins here
+
+
+def twin(certificate: x509.Certificate, *, curve: ec.EllipticCurve) -> x509.Certificate:
+    """The same certificate with the other signature.
+
+    Args:
+        curve: of its issuer's key.
+    """
+    whole, signed = certificate.public_bytes(Encoding.DER), certificate.tbs_certificate_bytes
+    signature = certificate.signature
+    algorithm = whole[whole.index(signed) + len(signed) : -len(_tlv(_BIT_STRING, b"\0" + signature))]
+    r, s = decode_dss_signature(signature)
+    other = _tlv(_BIT_STRING, b"\0" + encode_dss_signature(r, curve.group_order - s))
+    return x509.load_der_x509_certificate(_tlv(_SEQUENCE, signed + algorithm + other))
+
+
+def twin_of(identity: Identity, folder: Path) -> Identity:
+    """A pair whose certificate is the twin of another one's, with the same key. Its issuer's is a P-256 key."""
+    certificate = twin(load_certificates(identity.certificate)[0], curve=ec.SECP256R1())
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / identity.certificate.name
+    path.write_bytes(certificate.public_bytes(Encoding.PEM))
+    return Identity(path, identity.key)
+
+
+def _tlv(tag: int, content: bytes) -> bytes:
+    size = len(content)
+    if size < _LONG:
+        return bytes([tag, size]) + content
+    length = size.to_bytes((size.bit_length() + 7) // 8)
+    return bytes([tag, _LONG | len(length)]) + length + content

@@ -27,7 +27,10 @@ def load_toml(path: Path, kind: type[T]) -> T:
 
     def relative(kind: type, value: object) -> Path:
         if kind is Path and isinstance(value, str):
-            return path.parent / Path(value).expanduser()
+            try:
+                return path.parent / Path(value).expanduser()
+            except RuntimeError as error:
+                raise ValueError(f"{value!r}: there is no such home folder") from error
         raise ValueError("expected a path in quotes")
 
     try:

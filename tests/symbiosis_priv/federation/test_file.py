@@ -33,6 +33,8 @@ def test_paths_are_relative_to_the_file_and_home_is_expanded(write: Write, keys:
         ({"alpha": {"role": "boss"}}, r"provider\[0\].role"),
         ({"alpha": {"role": "helper"}}, "role = 'executor'"),
         ({"alpha": {"address": "a"}}, "provider 'alpha': address 'a' is not host:port"),
+        ({"alpha": {"address": "a\0:1"}}, "is not host:port"),
+        ({"alpha": {"certificate": "~nobody-of-that-name/alpha.pem"}}, "there is no such home folder"),
         ({"beta": {"address": "b:0"}}, "provider 'beta': nobody listens at port 0"),
         ({"beta": {"name": "alpha"}}, "'alpha' and helper 'alpha' have the same name"),
         ({"beta": {"certificate": 7}}, r"provider\[1\].certificate"),

@@ -5,16 +5,13 @@
         model = AutoModelForCausalLM.from_pretrained("model", quantization_config=config)
 
 For demonstrations, benchmarks and tests; with `kill` and `restart` also for what happens when a provider goes away.
-Providers are started through the command line, as an operator starts them; nothing of theirs is imported.
+Providers are started through the command line, as an operator starts them (`service`); nothing of theirs is imported.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +26,7 @@ from symbiosis_priv.errors import ConfigError, DeadlineExceededError
 from symbiosis_priv.files import write_atomically
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
 from symbiosis_priv.registry.client import RegistryClient
+from symbiosis_priv.service import Service
 from symbiosis_priv.statements import Trust
 from symbiosis_priv.tls import registry_client_context
 from symbiosis_priv.weights import Progress, WeightStore
@@ -36,7 +34,6 @@ from symbiosis_priv.wire import Role
 
 _POLL_S = 0.02
 _REGISTRY = "registry"
-_TAIL = 2000  # characters of a log that an error quotes
 
 ProviderOptions = Mapping[str, Mapping[str, object]]
 """Tables of provider.toml, for every provider: `{"executor": {"threads": 1}, "limits": {"max_rows": 64}}`."""
@@ -47,10 +44,10 @@ class _Provider:
     name: str
     role: Role
     identity: Identity
+    service: Service
     address: str  # the port that it got stays its own when it is started again
     layers: str | None = None
     listed: bool = True
-    process: subprocess.Popen[bytes] | None = None
 
 
 class LocalFederation:
@@ -106,9 +103,8 @@ class LocalFederation:
         self._layers = layers or {}
         self._companies = companies or {}
         self._pad_helpers = pad_helpers
-        self._with_registry = registry
         self._registry: str | None = None
-        self._registry_process: subprocess.Popen[bytes] | None = None
+        self._registry_service = Service("the registry", self.directory, _REGISTRY) if registry else None
         self._host = host
         self._options = provider_options or {}
         self._deadline_s = deadline_s
@@ -137,30 +133,24 @@ class LocalFederation:
 
     def pid(self, name: str) -> int | None:
         """Process id of a provider, None while it is killed."""
-        process = self._provider(name).process
-        return process.pid if process else None
+        return self._provider(name).service.pid
 
     def logs(self, name: str) -> str:
         """What a provider, or the registry, has printed, over all its lives."""
-        known = name if name == _REGISTRY and self._with_registry else self._provider(name).name
-        return self._log_path(known).read_text(encoding="utf-8", errors="replace")
+        if name == _REGISTRY and self._registry_service is not None:
+            return self._registry_service.logs()
+        return self._provider(name).service.logs()
 
     def kill(self, name: str) -> None:
         """End a provider at once (SIGKILL), as a crash would."""
-        provider = self._provider(name)
-        if provider.process is not None:
-            provider.process.kill()
-            provider.process.wait(self._deadline_s)
-            assert provider.process.stdin is not None
-            provider.process.stdin.close()
-            provider.process = None
+        self._provider(name).service.kill()
 
     def restart(self, name: str) -> None:
         """Kill a provider if it runs, and start it again at the same address; returns when it is ready."""
         self.kill(name)
         provider = self._provider(name)
         self._launch(provider)
-        self._wait_ready(provider, time.monotonic() + self._deadline_s)
+        provider.address = provider.service.wait_ready(time.monotonic() + self._deadline_s)
 
     def start(self) -> Self:
         """Issue certificates, start every provider, write `federation.toml`.
@@ -182,12 +172,12 @@ class LocalFederation:
             self._provider(name)
         deadline = time.monotonic() + self._deadline_s
         try:
-            if self._with_registry:
-                self._run_registry(deadline)
+            if self._registry_service is not None:
+                self._registry = self._run_registry(self._registry_service, deadline)
             for provider in self._providers.values():
                 self._launch(provider)
             for provider in self._providers.values():
-                self._wait_ready(provider, deadline)
+                provider.address = provider.service.wait_ready(deadline)
                 self._wait_until_found(provider, deadline)
             self._write_federation()
         except BaseException:
@@ -213,7 +203,7 @@ class LocalFederation:
         deadline = time.monotonic() + self._deadline_s
         try:
             self._launch(provider)
-            self._wait_ready(provider, deadline)
+            provider.address = provider.service.wait_ready(deadline)
             self._wait_until_found(provider, deadline)
         except BaseException:
             self.kill(name)
@@ -225,21 +215,12 @@ class LocalFederation:
 
     def stop(self) -> None:
         """Ask every provider to stop, and kill those that do not."""
-        running = [p for p in self._providers.values() if p.process is not None]
-        for provider in running:
-            assert provider.process is not None
-            provider.process.terminate()
-        for provider in running:
-            assert provider.process is not None
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                provider.process.wait(10.0)
-            self.kill(provider.name)
-        if (registry := self._registry_process) is not None:
-            registry.kill()
-            registry.wait(10.0)
-            assert registry.stdin is not None
-            registry.stdin.close()
-            self._registry_process = None
+        for provider in self._providers.values():
+            provider.service.terminate()
+        for provider in self._providers.values():
+            provider.service.stop()
+        if self._registry_service is not None:
+            self._registry_service.kill()
 
     def __enter__(self) -> Self:
         return self.start()
@@ -262,7 +243,9 @@ class LocalFederation:
 
     def _make(self, name: str, role: Role, layers: str | None, *, listed: bool = True) -> _Provider:
         identity = self._issue(name)
-        provider = self._providers[name] = _Provider(name, role, identity, f"{self._host}:0", layers, listed)
+        service = Service(f"provider {name!r}", self.directory, name)
+        provider = _Provider(name, role, identity, service, f"{self._host}:0", layers, listed)
+        self._providers[name] = provider
         return provider
 
     def _issue(self, name: str) -> Identity:
@@ -272,20 +255,17 @@ class LocalFederation:
             self._keys, authority=self._authority, kind=Kind.PROVIDER, name=name, hosts=hosts, operator=operator
         )
 
-    def _run_registry(self, deadline: float) -> None:
-        identity, ready = self._issue(_REGISTRY), self.directory / f"{_REGISTRY}.ready"
+    def _run_registry(self, service: Service, deadline: float) -> str:
+        identity = self._issue(_REGISTRY)
         options = {
             "--listen": f"{self._host}:0",
             "--certificate": identity.certificate,
             "--key": identity.key,
             "--authority": self._authority.certificate,
             "--database": self.directory / f"{_REGISTRY}.sqlite",
-            "--ready-file": ready,
         }
-        words = [str(word) for pair in options.items() for word in pair]
-        self._registry_process = self._spawn(_REGISTRY, ["registry", "serve", *words])
-        self._await("the registry", self._registry_process, ready, deadline)
-        self._registry = ready.read_text(encoding="utf-8").strip()
+        service.launch(["registry", "serve", *(str(word) for pair in options.items() for word in pair)])
+        return service.wait_ready(deadline)
 
     def _write_federation(self) -> None:
         sections = [
@@ -304,53 +284,10 @@ class LocalFederation:
             sections.append(_table("[[provider]]", name=p.name, operator=_operator(p.name), role=p.role, **entries))
         write_atomically(self.federation, "\n".join(sections).encode())
 
-    def _log_path(self, name: str) -> Path:
-        return self.directory / f"{name}.log"
-
-    def _ready_path(self, provider: _Provider) -> Path:
-        return self.directory / f"{provider.name}.ready"
-
     def _launch(self, provider: _Provider) -> None:
         config = self.directory / f"{provider.name}.toml"
         config.write_text(self._provider_toml(provider), encoding="utf-8")
-        ready = self._ready_path(provider)
-        ready.unlink(missing_ok=True)
-        provider.process = self._spawn(
-            provider.name, ["provider", "serve", "--config", str(config), "--ready-file", str(ready)]
-        )
-
-    def _spawn(self, name: str, words: Sequence[str]) -> subprocess.Popen[bytes]:
-        with self._log_path(name).open("ab") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", "symbiosis_priv.cli", *words, "--lifeline"],
-                stdin=subprocess.PIPE,  # held open, never written to: when this process ends, so do its providers
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "HF_HUB_OFFLINE": "1"},
-                start_new_session=True,  # Ctrl-C is ours to handle: the tenant finishes before its providers go
-            )
-
-    def _wait_ready(self, provider: _Provider, deadline: float) -> None:
-        assert provider.process is not None
-        ready = self._ready_path(provider)
-        try:
-            self._await(f"provider {provider.name!r}", provider.process, ready, deadline)
-        except ConfigError:
-            self.kill(provider.name)
-            raise
-        provider.address = ready.read_text(encoding="utf-8").strip()
-
-    def _await(self, what: str, process: subprocess.Popen[bytes], ready: Path, deadline: float) -> None:
-        while not ready.exists():
-            said = self._log_path(ready.stem).read_text(encoding="utf-8", errors="replace")[-_TAIL:]
-            if (status := process.poll()) is not None:
-                raise ConfigError(f"{what} ended with status {status}: {said}")
-            if time.monotonic() > deadline:
-                raise DeadlineExceededError(
-                    f"{what} was not ready within {self._deadline_s:g} s; LocalFederation(deadline_s=...) waits "
-                    f"longer: {said}"
-                )
-            time.sleep(_POLL_S)
+        provider.service.launch(["provider", "serve", "--config", str(config)])
 
     def _wait_until_found(self, provider: _Provider, deadline: float) -> None:
         """Until the registry lists an executor, if there is one."""

@@ -1,0 +1,102 @@
+"""A command of this project that serves, as a process of its own: its log, when it is ready, and its end.
+
+It is started through the command line, as an operator starts it. It ends with the process that started it: its standard
+input is held open and never written to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from symbiosis_priv.errors import ConfigError, DeadlineExceededError
+
+_POLL_S = 0.02
+_STOP_S = 10.0  # until it is killed
+_TAIL = 2000  # characters of a log that an error quotes
+
+
+class Service:
+    """See the module's text.
+
+    Args:
+        what: it is, for messages.
+        folder: where `NAME.log` is, of all its lives, and `NAME.ready` while it is ready.
+        name: of these files.
+    """
+
+    def __init__(self, what: str, folder: Path, name: str) -> None:
+        self._what = what
+        self._log, self._ready = folder / f"{name}.log", folder / f"{name}.ready"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of its process; None while there is none."""
+        return self._process.pid if self._process else None
+
+    def logs(self) -> str:
+        """What it has printed."""
+        return self._log.read_text(encoding="utf-8", errors="replace") if self._log.exists() else ""
+
+    def launch(self, words: Sequence[str]) -> None:
+        """Start `symbiosis-priv WORDS`."""
+        self._ready.unlink(missing_ok=True)
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "symbiosis_priv.cli", *words, "--ready-file", str(self._ready), "--lifeline"],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "HF_HUB_OFFLINE": "1"},
+                start_new_session=True,  # Ctrl-C is for whoever started it: the tenant finishes before its providers go
+            )
+
+    def wait_ready(self, until: float) -> str:
+        """Its address, once it is ready.
+
+        Args:
+            until: on the clock of `time.monotonic`.
+
+        Raises:
+            ConfigError: it has ended; the message quotes its log.
+            DeadlineExceededError: it is not ready in time; likewise.
+        """
+        assert self._process is not None
+        while not self._ready.exists():
+            if (status := self._process.poll()) is not None:
+                self.kill()
+                raise ConfigError(f"{self._what} ended with status {status}: {self.logs()[-_TAIL:]}")
+            if time.monotonic() > until:
+                raise DeadlineExceededError(
+                    f"{self._what} was not ready in time; LocalFederation(deadline_s=...) waits longer: "
+                    f"{self.logs()[-_TAIL:]}"
+                )
+            time.sleep(_POLL_S)
+        return self._ready.read_text(encoding="utf-8").strip()
+
+    def terminate(self) -> None:
+        """Ask it to stop."""
+        if self._process is not None:
+            self._process.terminate()
+
+    def stop(self) -> None:
+        """Wait some seconds for its end, and kill it then."""
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_STOP_S)
+            self.kill()
+
+    def kill(self) -> None:
+        """End it at once (SIGKILL), as a crash would."""
+        if (process := self._process) is not None:
+            process.kill()
+            process.wait(_STOP_S)
+            assert process.stdin is not None
+            process.stdin.close()
+            self._process = None

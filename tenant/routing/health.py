@@ -11,18 +11,41 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
 FEW_BYTES: Final = 1 << 16
 """Up to here it is the round trip that an exchange costs, and the bytes hardly count."""
-_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.25, 30.0
 _WEIGHT = 0.2  # of a new measurement
 _ENOUGH = 3  # measurements to know a provider by
-_PATIENCE, _LEAST_PATIENCE_S = 8.0, 2.0
-_UNKNOWN_S, _UNKNOWN_S_PER_BYTE = 1.0, 1e-6
-_STALE_S, _STALE_TIMES = 10.0, 100.0  # what measuring again may cost: one request in so long, or one part in so many
+_PATIENCE = 8.0  # times what an answer should take
+_UNKNOWN_S_PER_BYTE = 1e-6
 _random = secrets.SystemRandom().random
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tolerance:
+    """What a session puts up with, all but one in seconds.
+
+    Args:
+        first_pause_s: how long a provider that fails is left alone at first.
+        last_pause_s: and at most.
+        least_patience_s: how long an answer may take, however quick they used to be, while there is somebody else.
+        unknown_s: what an exchange is taken to cost where none was measured.
+        stale_s: how long a measurement is believed: measuring again may cost one request in so long.
+        stale_times: or for so many times what it measured.
+    """
+
+    first_pause_s: float = 0.25
+    last_pause_s: float = 30.0
+    least_patience_s: float = 2.0
+    unknown_s: float = 1.0
+    stale_s: float = 10.0
+    stale_times: float = 100.0
+
+
+USUAL: Final = Tolerance()
 
 
 class State(StrEnum):
@@ -37,16 +60,17 @@ class Health:
     """See the module's text. Not thread-safe.
 
     Args:
+        tolerance: of the session.
         jitter: a number in [0, 1), another one each time.
     """
 
-    def __init__(self, *, jitter: Callable[[], float] = _random) -> None:
+    def __init__(self, tolerance: Tolerance = USUAL, *, jitter: Callable[[], float] = _random) -> None:
         self.state = State.UP
         self.retry_at = 0.0
         self.down_since = 0.0
         self.failures = 0
         self._latency, self._per_byte = _Average(), _Average()
-        self._jitter = jitter
+        self._tolerance, self._jitter = tolerance, jitter
         self._failures_in_a_row = 0
         self._measured_at: float | None = None
 
@@ -58,7 +82,7 @@ class Health:
         opened = self.state is State.UP
         if opened:
             self.down_since = now
-        pause = min(_FIRST_PAUSE_S * 2**self._failures_in_a_row, _LAST_PAUSE_S)
+        pause = min(self._tolerance.first_pause_s * 2**self._failures_in_a_row, self._tolerance.last_pause_s)
         self.state, self.retry_at = State.DOWN, now + pause * (0.5 + self._jitter())
         self._failures_in_a_row = min(self._failures_in_a_row + 1, 32)
         return opened
@@ -101,8 +125,8 @@ class Health:
         all are slow, one of them gets the time that it needs."""
         expected = self.seconds_for(size)
         if expected is None or self.s_per_byte is None:
-            expected = (expected or _UNKNOWN_S) + size * _UNKNOWN_S_PER_BYTE
-        return float(max(_LEAST_PATIENCE_S, _PATIENCE * expected) * 2**self._failures_in_a_row)
+            expected = (expected or self._tolerance.unknown_s) + size * _UNKNOWN_S_PER_BYTE
+        return float(max(self._tolerance.least_patience_s, _PATIENCE * expected) * 2**self._failures_in_a_row)
 
     def is_stale(self, now: float) -> bool:
         """Whether its cost should be measured again."""
@@ -112,7 +136,8 @@ class Health:
 
     def _is_long_ago(self, now: float) -> bool:
         assert self._measured_at is not None
-        return now - self._measured_at > max(_STALE_S, _STALE_TIMES * (self.latency_s or 0.0))
+        believed_s = max(self._tolerance.stale_s, self._tolerance.stale_times * (self.latency_s or 0.0))
+        return now - self._measured_at > believed_s
 
 
 class _Average:

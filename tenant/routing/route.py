@@ -7,7 +7,7 @@ import msgspec
 from symbiosis_priv import wire
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.limits import Role
-from tenant.routing.health import Health, State
+from tenant.routing.health import USUAL, Health, State, Tolerance
 
 
 class ProviderFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,9 +40,9 @@ class Route:
         requests, verified, rejected: as in `ProviderFigures`.
     """
 
-    def __init__(self, peer: Peer) -> None:
+    def __init__(self, peer: Peer, tolerance: Tolerance = USUAL) -> None:
         self.peer = peer
-        self.health = Health()
+        self.health = Health(tolerance)
         self.welcome: wire.Welcome | None = None
         self.in_flight = 0
         self.requests = self.verified = self.rejected = 0

@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Sequence
 from symbiosis_priv import wire
 from symbiosis_priv.errors import QuarantinedError
 from symbiosis_priv.federation import Federation, Peer, in_common, traits
-from tenant.routing.health import FEW_BYTES, State
+from tenant.routing.health import FEW_BYTES, USUAL, State, Tolerance
 from tenant.routing.holders import choose_holders
 from tenant.routing.quarantine import Quarantine
 from tenant.routing.route import ProviderFigures, Route
@@ -38,6 +38,7 @@ class Routes:
     Args:
         federation: who there is, and who counts as one company.
         with_helpers: whether pads come from helpers.
+        tolerance: how long who fails is left alone, and more of that kind.
         clock: seconds, as `time.monotonic` counts them.
 
     Attributes:
@@ -47,10 +48,16 @@ class Routes:
     """
 
     def __init__(
-        self, federation: Federation, *, with_helpers: bool, clock: Callable[[], float] = time.monotonic
+        self,
+        federation: Federation,
+        *,
+        with_helpers: bool,
+        tolerance: Tolerance = USUAL,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.executors = tuple(map(Route, federation.executors))
-        self.helpers = tuple(map(Route, federation.helpers if with_helpers else ()))
+        self._route = functools.partial(Route, tolerance=tolerance)
+        self.executors = tuple(map(self._route, federation.executors))
+        self.helpers = tuple(map(self._route, federation.helpers if with_helpers else ()))
         self.quarantined = Quarantine()
         self.version = 0
         self._federation, self._clock = federation, clock
@@ -88,7 +95,7 @@ class Routes:
                     continue
                 parties.append(own)
                 taken.append(peer)
-            self.executors = tuple(known.get(peer) or Route(peer) for peer in taken)
+            self.executors = tuple(known.get(peer) or self._route(peer) for peer in taken)
             self._present = {place: route for place, route in self._present.items() if route in self.executors}
             self.version += 1
 

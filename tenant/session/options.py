@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tenant.connections.channel import DEADLINE_OPTION, Wiretap
+from tenant.routing.health import USUAL, Tolerance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,7 @@ class SessionOptions:
         row_bucket: row counts are rounded up to a multiple of this before anything is sent.
         piece_bytes: products of more than twice this, rows and answers together, go out in pieces of about so many
             bytes, over several connections.
+        tolerance: when a provider is late, and how long one that fails is left alone.
         wiretap: an observer of every frame (tests, reviewers), or None.
     """
 
@@ -28,4 +30,5 @@ class SessionOptions:
     pool_memory: int = 256 << 20
     row_bucket: int = 1
     piece_bytes: int = 4 << 20
+    tolerance: Tolerance = USUAL
     wiretap: Wiretap | None = None

@@ -63,7 +63,7 @@ class Session:
         self._scheme.check(federation)
         check_expected(federation, preparation.manifest)
         self.preparation = preparation
-        self.routes = Routes(federation, with_helpers="helper" in self._scheme.roles)
+        self.routes = Routes(federation, with_helpers="helper" in self._scheme.roles, tolerance=options.tolerance)
         self._federation, self._options, self._store = federation, options, store
         self._tally = Tally()
         self._lock = threading.RLock()  # for opening and closing

@@ -25,7 +25,7 @@ from symbiosis_priv.ring import DIRECTIONS, FORWARD, Direction, quantise_rows
 from symbiosis_priv.weights import WeightStore
 from tenant.connections.executor import MOST_LANES
 from tenant.facts import Preparation
-from tenant.routing.health import State
+from tenant.routing.health import State, Tolerance
 from tenant.session.session import Session
 
 if TYPE_CHECKING:
@@ -55,13 +55,10 @@ def all_right(session: Session, store: WeightStore, *, count: int = 3) -> bool:
     return all(is_right(session, store, *place, count, seed) for seed, place in enumerate(places))
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Late means after a fifth of a second, and who was not asked for a tenth is measured anew."""
-    monkeypatch.setattr("tenant.routing.health._STALE_S", 0.1)
-    monkeypatch.setattr("tenant.routing.health._STALE_TIMES", 1.0)
-    monkeypatch.setattr("tenant.routing.health._LEAST_PATIENCE_S", 0.2)
-    monkeypatch.setattr("tenant.routing.health._UNKNOWN_S", 0.02)
+IMPATIENT = Tolerance(stale_s=0.1, stale_times=1.0, least_patience_s=0.2, unknown_s=0.02)
+"""Late means after a fifth of a second, and who was not asked for a tenth is measured anew."""
+RESENTFUL = Tolerance(first_pause_s=600.0, last_pause_s=600.0)
+"""Who has failed is left alone for longer than anything here takes."""
 
 
 # Executors
@@ -84,7 +81,6 @@ def fails(how: str, provider: ScriptedProvider, frames: Frames) -> Behaviour:
     return behave
 
 
-@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("how", ["lost", "late", "busy", "stopping", "internal", "lie"])
 @pytest.mark.parametrize("masking", ["local", "pad"])
 def test_another_executor_gets_the_same_bytes(
@@ -97,7 +93,7 @@ def test_another_executor_gets_the_same_bytes(
     masking: str,
 ) -> None:
     first, second = new_provider(), new_provider()
-    session = new_session(masking, [first, second], [new_provider()] if masking == "pad" else [])
+    session = new_session(masking, [first, second], [new_provider()] if masking == "pad" else [], tolerance=IMPATIENT)
     assert is_right(session, store, OUT, FORWARD, 3, 0)
     failing, other = (first, second) if first.executed else (second, first)
     failing.behaviour = fails(how, failing, frames)
@@ -151,12 +147,11 @@ def every_lane_taken(session: Session) -> Iterator[None]:
         yield
 
 
-@pytest.mark.usefixtures("impatient")
 def test_being_busy_on_this_side_is_no_failure_of_an_executor(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore
 ) -> None:
     """However long that takes: patience begins with the connection."""
-    session = new_session("local", [new_provider(), new_provider()])
+    session = new_session("local", [new_provider(), new_provider()], tolerance=IMPATIENT)
     assert all_right(session, store)
     with ThreadPoolExecutor(1) as thread:
         with every_lane_taken(session):
@@ -196,19 +191,11 @@ def test_all_executors_are_away_and_one_comes_back(
         assert waiting.result(20)
 
 
-@pytest.fixture
-def resentful(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who has failed is left alone for longer than anything here takes."""
-    monkeypatch.setattr("tenant.routing.health._FIRST_PAUSE_S", 600.0)
-    monkeypatch.setattr("tenant.routing.health._LAST_PAUSE_S", 600.0)
-
-
-@pytest.mark.usefixtures("resentful")
 def test_who_is_back_is_asked_at_once_if_there_is_nobody_else(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
 ) -> None:
     providers = [new_provider(), new_provider()]
-    session = new_session("local", providers, deadline_s=20.0)
+    session = new_session("local", providers, deadline_s=20.0, tolerance=RESENTFUL)
     assert all_right(session, store)
     lost = iter(range(2))
 
@@ -220,13 +207,20 @@ def test_who_is_back_is_asked_at_once_if_there_is_nobody_else(
     assert all_right(session, store)
 
 
-@pytest.mark.usefixtures("resentful", "impatient")
 def test_a_spare_helper_that_is_back_is_asked_when_the_other_one_goes(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
 ) -> None:
     """The one that has failed before is greeted while the other one, away for good, is waited for."""
     helpers = [new_provider(), new_provider()]
-    session = new_session("pad", [new_provider()], helpers, pad_helpers=1, pool_memory=0, deadline_s=20.0)
+    session = new_session(
+        "pad",
+        [new_provider()],
+        helpers,
+        pad_helpers=1,
+        pool_memory=0,
+        deadline_s=20.0,
+        tolerance=dataclasses.replace(IMPATIENT, first_pause_s=600.0, last_pause_s=600.0),
+    )
     assert all_right(session, store)
     first = helpers[len(helpers[1].effects) > len(helpers[0].effects)]
     second = next(helper for helper in helpers if helper is not first)
@@ -277,13 +271,11 @@ def test_who_lies_seldom_is_caught_at_the_first_lie(
     new_session: NewSession,
     store: WeightStore,
     frames: Frames,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     role: str,
 ) -> None:
     """One answer in fifty: it is named in the log, hears nothing more, and no bit has changed."""
-    monkeypatch.setattr("tenant.routing.health._STALE_S", 0.0)  # whoever is listed first is measured again and again
-    monkeypatch.setattr("tenant.routing.health._STALE_TIMES", 0.0)
+    doubtful = Tolerance(stale_s=0.0, stale_times=0.0)  # whoever is listed first is measured again and again
     liar, other = new_provider(), new_provider()
 
     def lie_seldom(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
@@ -293,9 +285,9 @@ def test_who_lies_seldom_is_caught_at_the_first_lie(
 
     liar.behaviour = lie_seldom
     if role == "executor":
-        session = new_session("pad", [liar, other], [new_provider()])
+        session = new_session("pad", [liar, other], [new_provider()], tolerance=doubtful)
     else:
-        session = new_session("pad", [new_provider()], [liar, other], pad_helpers=1, pool_memory=0)
+        session = new_session("pad", [new_provider()], [liar, other], pad_helpers=1, pool_memory=0, tolerance=doubtful)
         session.routes.helpers[1].health.answered(0.0, seconds=9.0, size=1)  # the slower one, so that the liar is asked
     for seed in range(80):
         assert is_right(session, store, OUT, FORWARD, 2, seed)
@@ -477,7 +469,6 @@ def test_a_replica_that_is_lost_in_the_middle_of_a_large_product(
 # Helpers
 
 
-@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("how", ["lost", "late", "busy", "lie"])
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_pads_of_a_helper_that_fails_are_drawn_anew_elsewhere(
@@ -485,7 +476,7 @@ def test_pads_of_a_helper_that_fails_are_drawn_anew_elsewhere(
 ) -> None:
     """The effect of a pad is the sum over its k helpers, whoever they are."""
     executors, helpers = [new_provider(), new_provider()], [new_provider() for _ in range(k + 1)]
-    session = new_session("pad", executors, helpers, pad_helpers=k, pool_memory=0)
+    session = new_session("pad", executors, helpers, pad_helpers=k, pool_memory=0, tolerance=IMPATIENT)
     assert all_right(session, store)
     asked: list[ScriptedProvider] = []  # the first of them fails from then on
 
@@ -563,7 +554,6 @@ def knows_both(executor: ScriptedProvider, helper: ScriptedProvider) -> bool:
     return False
 
 
-@pytest.mark.usefixtures("impatient")
 def test_many_threads_while_everybody_fails_now_and_then(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
 ) -> None:
@@ -580,7 +570,7 @@ def test_many_threads_while_everybody_fails_now_and_then(
 
     for provider in (*executors, *helpers):
         provider.behaviour = stumble
-    session = new_session("pad", executors, helpers, pad_helpers=2, piece_bytes=4096)
+    session = new_session("pad", executors, helpers, pad_helpers=2, piece_bytes=4096, tolerance=IMPATIENT)
 
     def work(seed: int) -> bool:
         return is_right(session, store, seed % 9, DIRECTIONS[seed % 2], 1 + seed % 40, seed)

@@ -26,6 +26,7 @@ from symbiosis_priv.keystream import expand, mask_key
 from symbiosis_priv.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.weights import WeightStore
 from tenant.facts import Preparation
+from tenant.routing.health import Tolerance
 from tenant.session.options import SessionOptions
 from tenant.session.session import Session
 
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 PROVIDERS, GROUPS = 6, (0, 1, 8)
 COMPANIES = "ABCD"
 FAILURES = ("lost", "late", "busy", "internal", "lie")
+HASTY = Tolerance(least_patience_s=0.1, unknown_s=0.01, first_pause_s=0.01, last_pause_s=0.1)
+"""Nobody is patient, and everybody comes back soon."""
 _PREFIX = 4  # columns that tell a row: by chance alike below 2^-100
 
 
@@ -117,15 +120,7 @@ def explanations(
 
 
 @pytest.fixture
-def world(new_provider: NewProvider, frames: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch) -> World:
-    """Nobody is patient, and everybody comes back soon."""
-    for name, value in {
-        "_LEAST_PATIENCE_S": 0.1,
-        "_UNKNOWN_S": 0.01,
-        "_FIRST_PAUSE_S": 0.01,
-        "_LAST_PAUSE_S": 0.1,
-    }.items():
-        monkeypatch.setattr(f"tenant.routing.health.{name}", value)
+def world(new_provider: NewProvider, frames: Callable[..., bytes]) -> World:
     return World([new_provider() for _ in range(PROVIDERS)], frames)
 
 
@@ -185,7 +180,7 @@ class Player:
         federation = self.new_federation(
             [peer(n, "executor") for n in cast.executors], [peer(n, "helper") for n in cast.helpers], pad_helpers=cast.k
         )
-        options = SessionOptions(masking="pad", deadline_s=1.0, pool_memory=memory, piece_bytes=2048)
+        options = SessionOptions(masking="pad", deadline_s=1.0, pool_memory=memory, piece_bytes=2048, tolerance=HASTY)
         session = Session(federation, self.preparation, options=options)
         try:
             for event in schedule:

@@ -11,6 +11,11 @@ yet, one small step at a time, so that no tenant waits for the whole of it.
 Rows are bytes all the way, and a matrix for the product only: every operation of torch's lets go of the interpreter's
 lock, and getting it back from the gateway's threads took a third of this thread's time when sixteen tenants asked.
 
+A thread that is woken begins 20 to 50 µs later, and a small product takes no longer than two of those. So a thread of
+the gateway in this process that brings a few rows while the executor rests computes them itself, as the executor, whose
+turn it takes (`_serve_at_once`). It takes in nothing else, and whatever it cannot finish is left to the executor's own
+thread.
+
 Requests come from the gateway's threads, in this process or another one (`lines`), and have been checked by then;
 `envelope` says what they look like. A request that its tenant has left, or that is late, is answered at once and not
 multiplied. No request leaves anything behind, and an answer that shares a large product with others is cut loose from
@@ -21,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 import signal
 import sys
@@ -40,7 +46,7 @@ from provider import envelope, logs
 from provider.config import ProviderConfig, SchedulerConfig, from_json
 from provider.envelope import ExecutorReport
 from provider.keystream_maker import KeystreamMaker
-from provider.lines import Answer, Inbox, SocketInbox
+from provider.lines import Answer, Inbox, Message, SocketInbox
 from provider.model import ServedModel, open_store
 from provider.operands import Operands
 from provider.scheduler import Job, Piece, Scheduler
@@ -104,14 +110,19 @@ class Executor:
         self._jobs: dict[Hashable, _Job] = {}  # by sender, each of whom waits for one answer at a time
         self._stopped = False
         self._started = time.monotonic()
+        self._turn = threading.Lock()  # whose it is uses everything here
+        self._resting_since: float | None = None  # nothing to do but to wait for messages
+        self._broken: BaseException | None = None  # by whoever else had the turn
+        inbox.lend(self._serve_at_once)
 
     def run(self) -> None:
         """Serve until `stop`; every request that arrived before is answered."""
         with contextlib.closing(self._inbox), torch.no_grad():
             self._maker: KeystreamMaker[_Job] = KeystreamMaker(lambda: self._inbox.post(envelope.Wake()))
             try:
-                while self._jobs or not self._stopped:
-                    self._step()
+                while (pause := self._take_turn()) is not None:
+                    if pause:
+                        self._inbox.wait(pause if pause < math.inf else None)
                 self._model.close()
             finally:
                 self._maker.close()
@@ -120,8 +131,18 @@ class Executor:
         """Ask `run` to end. From any thread."""
         self._inbox.post(envelope.Stop())
 
-    def _step(self) -> None:
-        """Take in what has arrived, and run one batch of what is there."""
+    def _take_turn(self) -> float | None:
+        """A step of the executor's own thread; returns how many seconds it may wait for messages, None at the end."""
+        with self._turn:
+            if self._broken is not None:
+                raise self._broken
+            self._stop_resting()
+            if self._stopped and not self._jobs:
+                return None
+            return self._step()
+
+    def _step(self) -> float:
+        """Take in what has arrived, and run one batch of what is there; returns for how long to wait for messages."""
         self._receive()
         now = time.monotonic()
         for job in self._scheduler.expire(now):
@@ -129,35 +150,67 @@ class Executor:
             self._fail(job, wire.ErrorCode.BUSY, "the executor is late; ask again later")
         if pieces := self._scheduler.take(now):
             self._run_batch(pieces)
-        elif self._cold and not self._stopped:
+            return 0.0
+        if self._stopped and not self._jobs:
+            return 0.0
+        if self._cold and not self._stopped:
             self._warm_up(self._cold)
-        else:
-            self._wait(self._scheduler.next_deadline(now))
+            return 0.0
+        until = self._scheduler.next_deadline(now)
+        self._resting_since = time.monotonic()
+        return math.inf if until is None else max(0.0, until - self._resting_since)
+
+    def _stop_resting(self) -> None:
+        if self._resting_since is not None:
+            self._report.idle += time.monotonic() - self._resting_since
+            self._resting_since = None
+
+    def _serve_at_once(self, message: Message) -> bool:
+        """Take the executor's turn for a request of few rows, in the thread that brings it; whether it was taken in.
+
+        Only while the executor's thread waits and nothing else does: nobody is overtaken.
+        """
+        rests = self._resting_since is not None and not self._jobs
+        if not rests or not _is_brief(message.envelope) or not self._model.serves_from_any_thread:
+            return False
+        if not self._turn.acquire(blocking=False):
+            return False
+        try:
+            if self._resting_since is None or self._jobs:
+                return False
+            self._stop_resting()
+            self._take_in(message)
+            if pieces := self._scheduler.take(time.monotonic()):
+                self._run_batch(pieces)
+            self._resting_since = time.monotonic()
+            if self._jobs:  # they wait for company, or a job has more rows than a slice
+                self._inbox.post(envelope.Wake())
+        except BaseException as error:  # the executor's thread ends with it, as if it had been its own
+            self._broken = error
+            self._inbox.post(envelope.Wake())
+        finally:
+            self._turn.release()
+        return True
 
     # Messages
 
     def _receive(self) -> None:
         """Take in everything that has arrived."""
-        for sender, message, payload in self._inbox.arrived():
-            match message:
-                case envelope.Work() as work:
-                    self._accept(sender, work, payload)
-                case envelope.Cancel():
-                    self._cancel(sender)
-                case envelope.Ask():
-                    self._answer_report(sender)
-                case envelope.Wake():
-                    self._take_keystream()
-                case envelope.Stop():
-                    self._stopped = True
+        for message in self._inbox.arrived():
+            self._take_in(message)
 
-    def _wait(self, until: float | None) -> None:
-        """Until a message comes, or the time."""
-        if self._stopped and not self._jobs:
-            return
-        begun = time.monotonic()
-        self._inbox.wait(None if until is None else max(0.0, until - begun))
-        self._report.idle += time.monotonic() - begun
+    def _take_in(self, message: Message) -> None:
+        match message.envelope:
+            case envelope.Work() as work:
+                self._accept(message.sender, work, message.payload)
+            case envelope.Cancel():
+                self._cancel(message.sender)
+            case envelope.Ask():
+                self._answer_report(message.sender)
+            case envelope.Wake():
+                self._take_keystream()
+            case envelope.Stop():
+                self._stopped = True
 
     def _accept(self, sender: Hashable, work: envelope.Work, payload: memoryview) -> None:
         request = work.request
@@ -324,6 +377,14 @@ class Executor:
         job.payload = job.result = None
         job.made = _NOTHING
         self._inbox.answer(job.sender, Answer(wire.encode(reply, payload_bytes=len(body)), body, job.taken))
+
+
+def _is_brief(message: envelope.Envelope) -> bool:
+    return (
+        isinstance(message, envelope.Work)
+        and message.stage == "inference"
+        and isinstance(message.request, wire.Execute)  # an effect's keystream is made by another thread
+    )
 
 
 def _joined(parts: Sequence[memoryview]) -> memoryview:

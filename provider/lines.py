@@ -4,6 +4,7 @@ Theory of operation. The executor has an `Inbox`, and each of the gateway's thre
 a time: `[envelope, payload]` there, an `Answer` back. In one process nothing is encoded or copied, and a message
 is handed over in a queue that does not let go of the interpreter's lock. (Every call of ZeroMQ does, so an executor
 that answered sixteen askers that way queued for the lock behind those whom it had just woken, for a fifth of its time.)
+An executor that has nothing to do may have the asker's thread compute the answer, and nobody is woken at all (`lend`).
 Between processes a message goes through a private `ipc://` socket.
 """
 
@@ -14,7 +15,7 @@ import queue
 import select
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import NamedTuple
 
 import zmq
@@ -53,8 +54,15 @@ class Answer(NamedTuple):
     rows: int
 
 
+Serve = Callable[[Message], bool]
+"""Serve a message in the thread that brings it; False if it should be queued."""
+
+
 class Inbox(ABC):
-    """The executor's end. All but `post` belong to its thread."""
+    """The executor's end. All but `post` belong to its thread, or to an asker's while that has its turn (`lend`)."""
+
+    def lend(self, serve: Serve) -> None:  # noqa: B027 - not every kind has askers in this process
+        """Have askers try this before they queue."""
 
     @abstractmethod
     def arrived(self) -> Iterator[Message]:
@@ -82,7 +90,7 @@ class Line(ABC):
 
     @abstractmethod
     def send(self, message: Envelope, payload: memoryview = _NOTHING) -> None:
-        """Ask, or say that the answer is not wanted any more."""
+        """Ask, or say that the answer is not wanted any more. The answer may be there when this returns."""
 
     @abstractmethod
     def receive(self, seconds: float) -> Answer | None:
@@ -99,10 +107,19 @@ class LocalInbox(Inbox):
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._next: Message | None = None
+        self._serve: Serve = lambda _: False
+
+    def lend(self, serve: Serve) -> None:
+        self._serve = serve
 
     def line(self) -> Line:
         """A line to it."""
-        return _LocalLine(self._queue)
+        return _LocalLine(self)
+
+    def bring(self, message: Message) -> None:
+        """From an asker's thread."""
+        if not self._queue.empty() or not self._serve(message):
+            self._queue.put(message)
 
     def arrived(self) -> Iterator[Message]:
         if (message := self._next) is not None:
@@ -138,12 +155,12 @@ class _Mailbox(queue.SimpleQueue[Answer]):
 
 
 class _LocalLine(Line):
-    def __init__(self, inbox: queue.SimpleQueue[Message]) -> None:
+    def __init__(self, inbox: LocalInbox) -> None:
         self._inbox = inbox
         self._mailbox = _Mailbox()
 
     def send(self, message: Envelope, payload: memoryview = _NOTHING) -> None:
-        self._inbox.put(Message(self._mailbox, message, payload))
+        self._inbox.bring(Message(self._mailbox, message, payload))
 
     def receive(self, seconds: float) -> Answer | None:
         try:

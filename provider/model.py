@@ -44,7 +44,7 @@ def _usable(device: str) -> torch.device:
 
 
 class ServedModel:
-    """Products of every layer group that is served. Not thread-safe: it belongs to the executor.
+    """Products of every layer group that is served, one at a time: it belongs to the executor.
 
     Args:
         store: the base model, what is served of it, and the device that products run on.
@@ -72,6 +72,11 @@ class ServedModel:
     def served(self) -> range:
         """The layer groups that products may be asked of."""
         return self._store.served
+
+    @property
+    def serves_from_any_thread(self) -> bool:
+        """Whether products may be taken in turns by several threads."""
+        return self._operands.any_thread
 
     @property
     def groups_loaded(self) -> int:

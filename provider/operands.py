@@ -15,7 +15,12 @@ from symbiosis_priv.weights import WeightStore
 
 
 class Operands(ABC):
-    """The quantised weights of every layer group that is served. Not thread-safe."""
+    """The quantised weights of every layer group that is served. Products are taken one at a time."""
+
+    @property
+    def any_thread(self) -> bool:
+        """Whether that may be in turns by several threads; else they all are by one."""
+        return False
 
     @property
     @abstractmethod
@@ -54,6 +59,10 @@ class LocalOperands(Operands):
         self._matrices: dict[int, RingMatrix] = {}
         device = torch.device(store.device)
         self._transfers = None if device.type == "cpu" else Transfers(device)
+
+    @property
+    def any_thread(self) -> bool:
+        return self._transfers is None  # a device's streams are those of a thread
 
     @property
     def loaded(self) -> Collection[int]:

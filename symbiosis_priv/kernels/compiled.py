@@ -5,7 +5,7 @@ The library has no threads: Python slices the result's columns and hands the sli
 
 from __future__ import annotations
 
-import threading
+from collections import deque
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ _PANEL = 64  # PANEL in product.h
 _SLICE_BYTES = 1 << 20  # of weights at up to _SLICE_ROWS rows: worth handing to another thread
 _SLICE_ROWS = 8
 _BRIEF_ENTRIES = 1 << 15  # are split in 16 µs
-_scratch = threading.local()
+_unused_limbs: deque[Tensor] = deque()  # as many as products have run at the same time
 
 
 def _padded(width: int) -> int:
@@ -78,11 +78,15 @@ class CompiledKernel(Kernel):
         panels = _padded(out.shape[1]) // _PANEL
         panel_bytes = _PANEL * _padded(width) * weight_bytes * max(1, count // _SLICE_ROWS)
         parallel.for_each_slice(columns, total=panels, least=-(-_SLICE_BYTES // panel_bytes))
+        _unused_limbs.append(limbs)
 
 
 def _limbs(size: int) -> Tensor:
-    """This thread's buffer for the rows' limbs: fresh pages would cost small products more than the arithmetic."""
-    buffer: Tensor | None = getattr(_scratch, "limbs", None)
-    if buffer is None or len(buffer) < size:
-        buffer = _scratch.limbs = torch.empty(size, dtype=torch.int32, device="cpu")
+    """A buffer for the rows' limbs: fresh pages would cost small products more than the arithmetic."""
+    try:
+        buffer = _unused_limbs.pop()
+    except IndexError:
+        buffer = None
+    if buffer is None or buffer.shape[0] < size:
+        buffer = torch.empty(size, dtype=torch.int32, device="cpu")
     return buffer

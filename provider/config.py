@@ -222,6 +222,12 @@ class QuotaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     giga_multiply_adds_per_s: _Rate | None = None
     max_rows_in_flight: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
+    @property
+    def limits_nothing(self) -> bool:
+        """Whether the tenant may ask for as much as it likes."""
+        limits = self.requests_per_s, self.rows_per_s, self.giga_multiply_adds_per_s, self.max_rows_in_flight
+        return limits == (None, None, None, None)
+
 
 class UsageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where each tenant's usage is counted: beside provider.toml, as provider.usage.sqlite, if it is not said; in

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 import numpy as np
@@ -114,8 +114,7 @@ class Connection:
         try:
             self._answer(request)
         except Refusal as refusal:
-            self._count(Counts(refused=1))
-            self._service.usage.settle()
+            self._bill(Counts(refused=1))
             self._link.discard(self._unread, deadline=self._deadline)
             self._refuse(refusal)
         return True
@@ -181,10 +180,9 @@ class Connection:
         ):
             try:
                 payload = self._read_payload()  # in time of its own: waiting for bytes was not the tenant's fault
-                self._multiply(request, payload, Counts(requests=1, rows=request.rows, work=work))
+                self._multiply(request, payload, cost=work)
             except TimeoutError:
-                self._count(Counts(slow=1))
-                self._service.usage.settle()
+                self._bill(Counts(slow=1))
                 raise
         seconds = time.perf_counter() - begun
         if log.detailed:
@@ -197,38 +195,36 @@ class Connection:
                 ms=round(1000 * seconds, 3),
             )
 
-    def _multiply(self, request: wire.Execute | wire.Effect, payload: memoryview, used: Counts) -> None:
-        """Have a product computed, and send it."""
+    def _multiply(self, request: wire.Execute | wire.Effect, payload: memoryview, *, cost: int) -> None:
+        """Have a product of so many multiply-adds computed, and send it."""
         work = self._work(request)
         self._executor.send(work, payload)
-        used = replace(used, bytes_received=len(payload), bytes_sent=self._answer_bytes(request))
-        self._count(used)
-        self._service.usage.settle(wait=False)  # while the executor is at it
         try:
             answer = self._executor.receive(deadline=work.deadline, gone=self._left)
         except Refusal as refusal:
-            self._count(Counts(failed=1) - used)
-            self._service.usage.settle()
+            self._bill(Counts(failed=1))
             self._refuse(refusal)
             self._executor.settle()  # it may still hold the payload, and then so does the budget
             return
-        if len(answer.payload) == used.bytes_sent:
+        if len(answer.payload) == self._answer_bytes(request):
             self._service.register.count_request(self._tenant)
+            received, sent = len(payload), len(answer.payload)
+            self._bill(Counts(requests=1, rows=request.rows, work=cost, bytes_received=received, bytes_sent=sent))
         elif self._left():  # what was multiplied before anybody knew is on its bill
-            done = Counts(abandoned=1, rows=answer.rows, work=used.work * answer.rows // max(1, request.rows))
-            self._count(done - used)
+            self._bill(Counts(abandoned=1, rows=answer.rows, work=cost * answer.rows // max(1, request.rows)))
         else:  # it is late, or broke
-            self._count(Counts(failed=1) - used)
-        self._service.usage.settle()
+            self._bill(Counts(failed=1))
         self._send(answer.head, answer.payload)
 
     def _answer_bytes(self, request: wire.Execute | wire.Effect) -> int:
         _, outputs = self._service.manifest.groups[request.group].columns(request.direction)
         return request.rows * outputs * wire.ITEM_BYTES
 
-    def _count(self, counts: Counts) -> None:
+    def _bill(self, counts: Counts) -> None:
+        """Count durably: what the tenant hears of next is on its bill."""
         if self._role is not None:
             self._service.usage.count(self._tenant, self._role, counts)
+            self._service.usage.settle()
 
     def _work(self, request: wire.Execute | wire.Effect) -> Work:
         now = time.monotonic()

@@ -217,6 +217,7 @@ def test_refused_and_abandoned_requests_are_counted_apart(
         alice.send(execute(1, 1), wire.as_bytes(ones(1)))
         alice.close()
         assert cancelled.wait(20)
+        assert {row["tenant"]: row["requests"] for row in read(database)} == {"alice": 1}  # not what is under way
         go_on.set()
         assert isinstance(bob.receive()[0], wire.Result)
         until(lambda: provider.status().connections == 1)

@@ -30,7 +30,7 @@ from symbiosis_priv.errors import ConfigError, SymbiosisError
 from symbiosis_priv.files import write_atomically
 from symbiosis_priv.weights import Progress
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # see where it is made
     from provider.metrics import MetricsServer
 
 log = logs.EventLog(__name__)

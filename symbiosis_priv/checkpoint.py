@@ -36,6 +36,7 @@ def resolve(model: str | Path) -> Path:
         raise CheckpointError(f"{path} is a file; name the folder that holds the checkpoint's config.json")
     if path.is_absolute() or len(path.parts) > 2 or str(model).startswith("."):  # no name on the hub looks like that
         raise CheckpointError(f"the folder {path} does not exist; name one that holds a config.json")
+    # only for those who fetch: it takes as long to import as a folder takes to look at
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

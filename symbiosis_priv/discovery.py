@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -206,8 +207,6 @@ def architecture(config: PreTrainedConfig) -> type[PreTrainedModel]:
     Raises:
         UnsupportedModelError: it names none that transformers knows.
     """
-    import transformers
-
     match config.architectures:
         case [str(name), *_]:
             kind = getattr(transformers, name, None)

@@ -9,11 +9,14 @@ timeout: the same call again, which goes on where it was.
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import ssl
+import time
 from typing import Final
 
 _READ: Final = 1 << 18  # bytes asked of the system at once: more would leave the cache before it is decrypted
+_BEGUN: Final = 1 << 15  # more than TLS may hold of a record that is not whole yet
 _WRITE: Final = 1 << 17  # bytes encrypted before they are sent
 
 
@@ -33,6 +36,7 @@ class RecordStream:
         """What has been agreed; not for reading or writing."""
         self._arrived = bytearray(_READ)
         self._to_send = memoryview(b"")
+        self._awaited = 1  # bytes that the system waits for
         self._encrypted = 0  # bytes of the caller's that wait in `_to_send`
 
     def handshake(self) -> None:
@@ -41,16 +45,17 @@ class RecordStream:
         Raises:
             OSError: as `ssl.SSLSocket.do_handshake`; after a TimeoutError, again goes on.
         """
+        until = self._until()
         try:
             while not self._try_handshake():
-                self._flush()
-                if not self._take_in():
+                self._flush(until)
+                if not self._take_in(until):
                     self._incoming.write_eof()  # the next try says so
         except ssl.SSLError:
             with contextlib.suppress(OSError):
-                self._flush()  # the alert that tells the other side why
+                self._flush(until)  # the alert that tells the other side why
             raise
-        self._flush()
+        self._flush(until)
 
     def recv_into(self, buffer: memoryview) -> int:
         """Read some bytes, at least one, and whatever else of them is here; 0 at the end.
@@ -58,19 +63,15 @@ class RecordStream:
         Raises:
             OSError: as `ssl.SSLSocket.recv_into`; nothing is lost by a TimeoutError.
         """
-        read, size, done = self.tls.read, len(buffer), 0
+        read, size, done, until = self.tls.read, len(buffer), 0, self._until()
         while True:
             try:
-                while done < size:
-                    if not (count := read(size - done, buffer[done:])):
-                        return done
+                while done < size and (count := read(size - done, buffer[done:])):
                     done += count  # type: ignore[operator]  # with a buffer it is a number
                 return done
             except ssl.SSLWantReadError:
-                if done:
+                if done or not self._take_in(until, promised=size):
                     return done
-                if not self._take_in():
-                    return 0
 
     def send(self, data: memoryview) -> int:
         """Send some of the bytes, and how many.
@@ -82,7 +83,7 @@ class RecordStream:
             part = data[:_WRITE]
             while self._encrypted < len(part):
                 self._encrypted += self.tls.write(part[self._encrypted :])
-        self._flush()
+        self._flush(self._until())
         sent, self._encrypted = self._encrypted, 0
         return sent
 
@@ -93,14 +94,41 @@ class RecordStream:
             return False
         return True
 
-    def _take_in(self) -> int:
-        """What has arrived, waiting for something; how many bytes of it, 0 at the end."""
+    def _until(self) -> float:
+        """When a call that begins now is over: its timeout is for all of it, not for every byte that trickles in."""
+        timeout = self._raw.gettimeout()
+        return math.inf if timeout is None else time.monotonic() + timeout
+
+    def _take_in(self, until: float, *, promised: int = 1) -> int:
+        """What has arrived, waiting for something; how many bytes of it, 0 at the end.
+
+        Args:
+            until: when to give up.
+            promised: bytes that are still to come. Of many, it is worth waiting for as much as can be taken at once:
+                to wake a thread costs more than a few of them.
+        """
+        to_arrive = promised - self._incoming.pending - _BEGUN
+        self._await(_READ if to_arrive >= _READ else 1)
+        _check_time(until)
         count = self._raw.recv_into(self._arrived)
         self._incoming.write(memoryview(self._arrived)[:count])
         return count
 
-    def _flush(self) -> None:
+    def _await(self, size: int) -> None:
+        """From now on the system says that something is here when so many bytes are, or the end."""
+        if self._awaited != size:
+            self._awaited = size
+            with contextlib.suppress(OSError):  # a system that cannot do it
+                self._raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
+
+    def _flush(self, until: float) -> None:
         while self._to_send or self._outgoing.pending:
             if not self._to_send:
                 self._to_send = memoryview(self._outgoing.read())
+            _check_time(until)
             self._to_send = self._to_send[self._raw.send(self._to_send) :]
+
+
+def _check_time(until: float) -> None:
+    if time.monotonic() > until:
+        raise TimeoutError("timed out")

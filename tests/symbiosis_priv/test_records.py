@@ -7,8 +7,10 @@ import socket
 import ssl
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -54,10 +56,14 @@ def contexts(tmp_path_factory: pytest.TempPathFactory) -> Contexts:
 
 @contextlib.contextmanager
 def connected(
-    contexts: Contexts, serve: Callable[[ssl.SSLSocket], object], *, client: ssl.SSLContext | None = None
+    contexts: Contexts,
+    serve: Callable[[ssl.SSLSocket], object],
+    *,
+    client: ssl.SSLContext | None = None,
+    pair: Callable[[], tuple[socket.socket, socket.socket]] = socket.socketpair,
 ) -> Iterator[tuple[RecordStream, socket.socket, Future[object]]]:
     """A stream, the socket below it, and what becomes of its server."""
-    ours, theirs = socket.socketpair()
+    ours, theirs = pair()
     for end in (ours, theirs):
         end.settimeout(TIMEOUT_S)
 
@@ -67,6 +73,12 @@ def connected(
 
     with ThreadPoolExecutor(1) as pool, ours:
         yield RecordStream(ours, client or contexts.client, host="localhost"), ours, pool.submit(run)
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname(), TIMEOUT_S)
+        return ours, listener.accept()[0]
 
 
 def take(connection: ssl.SSLSocket, size: int) -> bytes:
@@ -120,6 +132,56 @@ def test_what_is_sent_comes_back(contexts: Contexts, sizes: list[int], step: int
             assert read_all(stream, size, step=step) == LARGE[:size]
         send_all(stream, _SIZE.pack(0))
         server.result(TIMEOUT_S)
+
+
+def test_no_wait_is_for_more_than_what_was_promised(contexts: Contexts) -> None:
+    """Where the last bytes of a payload are fewer than what is usually taken at once, by more or less than a record."""
+    sizes = [at_once + extra for at_once in (1 << 18, 1 << 19) for extra in range(-20_000, 20_001, 1_000)]
+    with connected(contexts, returns_what_it_gets, pair=tcp_pair) as (stream, raw, server):
+        stream.handshake()
+        raw.settimeout(TIMEOUT_S)
+        begun = time.monotonic()
+        for size in sizes:
+            send_all(stream, _SIZE.pack(size) + LARGE[:size])
+            assert read_all(stream, size) == LARGE[:size]
+        send_all(stream, _SIZE.pack(0))
+        server.result(TIMEOUT_S)
+    assert time.monotonic() - begun < TIMEOUT_S
+
+
+@pytest.mark.parametrize("shaken", [False, True], ids=["handshake", "read"])
+def test_a_trickle_extends_no_timeout(contexts: Contexts, shaken: bool) -> None:
+    """A byte at a time, each well within the timeout: nobody waits for all of them."""
+    slow = threading.Event()
+
+    def trickling_pair() -> tuple[socket.socket, socket.socket]:
+        (ours, near), (far, theirs) = socket.socketpair(), socket.socketpair()
+
+        def pass_on(source: socket.socket, to: socket.socket, *, may_trickle: bool) -> None:
+            with contextlib.suppress(OSError), source, to:
+                while data := source.recv(1 if may_trickle and slow.is_set() else 1 << 16):
+                    to.sendall(data)
+                    if may_trickle and slow.is_set():
+                        time.sleep(0.02)
+
+        for source, to, may_trickle in ((far, near, True), (near, far, False)):
+            passing = partial(pass_on, source, to, may_trickle=may_trickle)
+            threading.Thread(target=passing, daemon=True).start()
+        return ours, theirs
+
+    if not shaken:
+        slow.set()
+    with connected(contexts, lambda c: c.sendall(LARGE), pair=trickling_pair) as (stream, raw, _):
+        if shaken:
+            stream.handshake()
+            slow.set()
+        raw.settimeout(0.2)
+        call = partial(stream.recv_into, memoryview(bytearray(1 << 16))) if shaken else stream.handshake
+        begun = time.monotonic()
+        with pytest.raises(TimeoutError):
+            for _ in iter(call, None):
+                pass
+        assert time.monotonic() - begun < TIMEOUT_S
 
 
 def test_timeouts_lose_nothing(contexts: Contexts) -> None:

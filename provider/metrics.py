@@ -2,11 +2,14 @@
 
 Everything is derived from one `Status` when it is asked for. Labels are tenants, roles, stages and layer groups: what
 the provider knows of its customers anyway, and no content. There is no authentication: the address belongs on loopback
-or on a private network.
+or on a private network, and the log says so where it is on neither.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
+import socket
 import threading
 from collections.abc import Iterator
 from http import HTTPStatus
@@ -17,12 +20,16 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from provider import logs
 from provider.envelope import ExecutorReport, Histogram
+from provider.link import bound_address
 from provider.reception import Handshakes
 from provider.status import Status, StatusSource
 from provider.usage import COUNTED
 from symbiosis_priv.addresses import parse_address
 from symbiosis_priv.errors import ConfigError
+
+log = logs.EventLog(__name__)
 
 _PREFIX = "symbiosis_provider_"
 _CLIENT_S = 5.0  # for a request of the operator's
@@ -125,14 +132,15 @@ class MetricsServer:
             self._server = _Server((host, port), source)
         except OSError as error:
             raise ConfigError(f"[metrics] listen = {listen!r}: {error.strerror}; choose another address") from error
+        if is_public(str(self._server.server_address[0])):
+            log.warning("metrics_for_everybody", address=self.address)
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
         self._thread.start()
 
     @property
     def address(self) -> str:
         """`host:port` as bound."""
-        host, port = self._server.server_address[:2]
-        return f"{host!s}:{port}"
+        return bound_address(self._server.socket)
 
     def close(self) -> None:
         """Answer no more."""
@@ -141,11 +149,20 @@ class MetricsServer:
         self._thread.join()
 
 
+def is_public(host: str) -> bool:
+    """Whether an address that is listened at may be reached from any network. A name is taken for a private one."""
+    with contextlib.suppress(ValueError):
+        address = ipaddress.ip_address(host)
+        return address.is_unspecified or address.is_global
+    return False
+
+
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
     def __init__(self, address: tuple[str, int], source: StatusSource) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, _Handler)
         self.source = source
 

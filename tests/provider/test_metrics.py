@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from provider import top
 from provider.cli import app
 from provider.config import MetricsConfig
+from provider.metrics import is_public
 from provider.server import Provider
 from provider.status import Status
 from symbiosis_priv.addresses import parse_address
@@ -88,6 +89,19 @@ def test_the_operators_address(configure: Configure, connect: Connect, requests:
         assert top.ask(address).executor is None
     with pytest.raises(ConnectionLostError, match="metrics"):
         top.ask(address)
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:0", "[::1]:0"])
+def test_it_listens_where_it_is_told_to(configure: Configure, listen: str) -> None:
+    with Provider(msgspec.structs.replace(configure(), metrics=MetricsConfig(listen=listen))) as provider:
+        assert provider.metrics_address is not None
+        assert provider.metrics_address.startswith(listen.removesuffix("0"))
+        assert get(provider.metrics_address, "/healthz") == (200, "alive\n")
+
+
+def test_who_listens_to_everybody_is_told_so() -> None:
+    assert all(map(is_public, ["0.0.0.0", "::", "8.8.8.8", "2001:4860::1"]))
+    assert not any(map(is_public, ["127.0.0.1", "10.1.2.3", "192.168.0.1", "::1", "fd00::1", "metrics.internal"]))
 
 
 def test_a_taken_address_is_named(configure: Configure, provider: Provider) -> None:

@@ -1,13 +1,16 @@
 """`bench abuse`: what one tenant's abuse costs another: waits beside those without it, bits, what the provider keeps.
 
 An honest tenant asks for one row after the other, first alone and then beside each abuse, and compares every answer
-with the first. The abusers are processes of their own with little priority, because their machines would not take the
-provider's cores. Whom the provider's usage counters name is read before and after.
+with the first. An abuser would sit at a machine of its own: here it is a process that gets the time of a core that
+nobody else wants. What that alone costs, as it shares caches and cores, the control says: a process that only computes.
+What the provider's counters say, and of whom, is read before and after.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import http.client
 import json
 import multiprocessing
@@ -15,9 +18,11 @@ import os
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -43,10 +48,10 @@ _GROUP = 0  # q, k and v
 _ROWS = 256  # of an abuser's request
 _CONNECTIONS = 4  # of a flood
 _READERS = 16
-_VISITS = 1000
-_NICE = 10
+_SILENT_A_SECOND, _SILENT_FROM, _SILENT = 400, 250, 2000
 _DEADLINE_S = 60.0
-_SETTLE_S = 5.0
+_SETTLE_S, _LOOK_S = 5.0, 0.05
+_COUNTERS = ("requests", "refused", "abandoned", "slow", "failed")
 _MIB = 1 << 20
 
 
@@ -59,6 +64,11 @@ class _Abuser:
     digest: str
     inputs: int
     outputs: int
+    visits: int
+
+    @functools.cached_property
+    def _context(self) -> ssl.SSLContext:
+        return client_context(certificate=self.identity.certificate, key=self.identity.key, pins=self.peer.pins)
 
     def channel(self) -> Channel:
         """A tenant's connection."""
@@ -78,12 +88,18 @@ class _Abuser:
     @contextmanager
     def connected(self) -> Iterator[ssl.SSLSocket]:
         """A connection that has said hello, or at least shaken hands."""
-        context = client_context(certificate=self.identity.certificate, key=self.identity.key, pins=self.peer.pins)
         raw = socket.create_connection((self.peer.host, self.peer.port), timeout=_DEADLINE_S)
-        with raw, context.wrap_socket(raw, server_hostname=self.peer.host) as connection:
+        with raw, self._context.wrap_socket(raw, server_hostname=self.peer.host) as connection:
             hello = wire.Hello(version=wire.VERSION, role="executor", model_digest=self.digest)
             connection.sendall(wire.encode(hello))
             yield connection
+
+
+def _compute(abuser: _Abuser) -> None:
+    """Nothing to do with the provider."""
+    block = bytes(1 << 16)
+    while True:
+        hashlib.sha256(block)
 
 
 def _flood(abuser: _Abuser) -> None:
@@ -125,28 +141,70 @@ def _leave(abuser: _Abuser) -> None:
 
 
 def _come_and_go(abuser: _Abuser) -> None:
-    """A thousand connections."""
-    for _ in range(_VISITS):
+    """One connection after the other."""
+    for _ in range(abuser.visits):
         with contextlib.suppress(OSError), abuser.connected():
             pass
+
+
+def _say_nothing(abuser: _Abuser) -> None:
+    """400 silent connections a second from 250 addresses."""
+    with contextlib.ExitStack() as connections:
+        begun = time.monotonic()
+        for number in range(_SILENT):
+            time.sleep(max(0.0, begun + number / _SILENT_A_SECOND - time.monotonic()))
+            source = (f"127.1.0.{1 + number % _SILENT_FROM}", 0)
+            address = abuser.peer.host, abuser.peer.port
+            connections.enter_context(socket.create_connection(address, timeout=_DEADLINE_S, source_address=source))
+        time.sleep(_DEADLINE_S)
 
 
 def _request(rows: int) -> wire.Execute:
     return wire.Execute(nonce=fresh_nonce(), group=_GROUP, direction=FORWARD, arithmetic="ring", rows=rows)
 
 
-_ABUSES: dict[str, tuple[Callable[[_Abuser], None], int]] = {
-    "a flood of large requests": (_flood, _CONNECTIONS),
-    "answers that nobody reads": (_read_nothing, 1),
-    "payloads that never come": (_send_nothing, 1),
-    "requests whose tenant leaves": (_leave, _CONNECTIONS),
-    "1,000 connections": (_come_and_go, 1),
-    "a tenant revoked in mid-request": (_flood, _CONNECTIONS),
-}
+@dataclass(frozen=True)
+class _Abuse:
+    """One kind of it.
+
+    Args:
+        attack: what an abuser does; it may return.
+        threads: of one process, that do it at the same time.
+        seen: what the provider has counted of it, at least, before anything is measured.
+        ends: measured until it has ended, however long that takes.
+        revoked: the abuser's certificate, while it is at it.
+    """
+
+    attack: Callable[[_Abuser], None]
+    threads: int = 1
+    seen: Mapping[str, int] = field(default_factory=dict)
+    ends: bool = False
+    revoked: bool = False
+
+
+def _abuses(visits: int) -> dict[str, _Abuse]:
+    return {
+        "control: a process that only computes": _Abuse(_compute),
+        "a flood of large requests": _Abuse(_flood, _CONNECTIONS, seen={"connections": _CONNECTIONS}),
+        "answers that nobody reads": _Abuse(_read_nothing, seen={"requests": _READERS}),
+        "payloads that never come": _Abuse(_send_nothing, seen={"connections": _READERS}),
+        "requests whose tenant leaves": _Abuse(_leave, _CONNECTIONS, seen={"connections": _CONNECTIONS}),
+        f"{visits:,} connections": _Abuse(_come_and_go, seen={"connections": 1}, ends=True),
+        f"{_SILENT_A_SECOND} silent connections a second": _Abuse(_say_nothing, seen={"strangers": _SILENT_FROM}),
+        "a tenant revoked in mid-request": _Abuse(
+            _flood, _CONNECTIONS, seen={"connections": _CONNECTIONS}, revoked=True
+        ),
+    }
 
 
 def measure_abuse(
-    directory: Path, *, hidden: int, seconds: float, threads: int, on_result: Callable[[Row], None]
+    directory: Path,
+    *,
+    hidden: int,
+    seconds: float,
+    threads: int,
+    on_result: Callable[[Row], None],
+    visits: int = 1000,
 ) -> None:
     """Start a provider and let an honest tenant ask it beside each abuse.
 
@@ -156,6 +214,7 @@ def measure_abuse(
         seconds: of each measurement.
         threads: torch threads of the provider.
         on_result: told every line as soon as it is there.
+        visits: connections of whoever comes and goes.
     """
     model = directory / "model"
     config = LlamaConfig(
@@ -174,16 +233,18 @@ def measure_abuse(
         "tls": {"revoked": revoked},
         "metrics": {"listen": "127.0.0.1:0"},
     }
-    with LocalFederation(model, directory / "federation", helpers=0, provider_options=options) as local:
-        bench = _Bench(local, revoked, columns=(hidden, 3 * hidden))
+    with (
+        LocalFederation(model, directory / "federation", helpers=0, provider_options=options) as local,
+        contextlib.closing(_Bench(local, revoked, columns=(hidden, 3 * hidden), visits=visits)) as bench,
+    ):
         bench.honest(seconds)  # the first requests load the weights
-        for name, (attack, processes) in _ABUSES.items():
-            on_result(bench.run(name, attack, processes, seconds=seconds))
+        for name, abuse in _abuses(visits).items():
+            on_result(bench.run(name, abuse, seconds=seconds))
 
 
 class _Bench:
-    def __init__(self, local: LocalFederation, revoked: Path, *, columns: tuple[int, int]) -> None:
-        self._local, self._revoked = local, revoked
+    def __init__(self, local: LocalFederation, revoked: Path, *, columns: tuple[int, int], visits: int) -> None:
+        self._local, self._revoked, self._visits = local, revoked, visits
         self._federation: Federation = load_federation(local.federation)
         self._inputs, self._outputs = columns
         peer = self._federation.executors[0]
@@ -201,24 +262,31 @@ class _Bench:
         self._expected = self._ask()
         self._wrong = 0
 
-    def run(self, name: str, attack: Callable[[_Abuser], None], processes: int, *, seconds: float) -> Row:
+    def run(self, name: str, abuse: _Abuse, *, seconds: float) -> Row:
         """The honest tenant alone, then beside the abuse."""
         self._wrong = 0
         alone = self.honest(seconds)
-        before, held = self._counts(), self._held()
-        attackers = self._start(attack, processes)
+        before, held = self._status(), self._held()
+        abuser = self._abuser()
+        process, begun = self._start(abuse, abuser), time.monotonic()
         try:
-            revoking = name.endswith("mid-request")
-            if revoking:
+            while any(self._counted(abuser, before).get(what, 0) < least for what, least in abuse.seen.items()):
+                if time.monotonic() > begun + _DEADLINE_S:
+                    raise DeadlineExceededError(f"the provider has not seen {name!r} within {_DEADLINE_S:g} s")
+                time.sleep(_LOOK_S)
+            if abuse.revoked:
                 time.sleep(seconds / 4)
-                revoke(self._revoked, [self._abuser.identity.certificate])
+                revoke(self._revoked, [abuser.identity.certificate])
             beside = self.honest(seconds)
-            peak = self._held()
+            while abuse.ends and process.is_alive():
+                beside += self.honest(seconds / 4)
+            peak, cores = self._held(), _processor_seconds(process) / (time.monotonic() - begun)
+            counted = self._counted(abuser, before)
         finally:
-            for process in attackers:
-                process.kill()
-                process.join()
-        after = self._counts()
+            process.kill()
+            process.join()
+        left = self._left(held)
+        counted |= self._counted(abuser, before)
         return {
             "abuse": name,
             "alone_p50_ms": _percentile(alone, 50),
@@ -228,10 +296,15 @@ class _Bench:
             "beside_p99_ms": _percentile(beside, 99),
             "longest_ms": 1000 * max(beside),
             "wrong": self._wrong,
-            "counted": ", ".join(f"{word} {n:,}" for word, n in _grown(before, after).items()) or "nothing",
+            "abuser_cores": cores,
+            "counted": ", ".join(f"{word} {n:,}" for word, n in counted.items()) or "nothing",
             "beside_mib": (peak[0] - held[0]) / _MIB,
-            **dict(zip(("left_mib", "left_files", "left_threads"), self._left(held), strict=True)),
+            **dict(zip(("left_mib", "left_files", "left_threads"), left, strict=True)),
         }
+
+    def close(self) -> None:
+        """The honest tenant leaves."""
+        self._channel.close()
 
     def honest(self, seconds: float) -> list[float]:
         """Seconds of each request."""
@@ -245,25 +318,31 @@ class _Bench:
     def _ask(self) -> torch.Tensor:
         return self._channel.request(_request(1), self._row, outputs=self._outputs)
 
-    def _start(self, attack: Callable[[_Abuser], None], processes: int) -> Sequence[BaseProcess]:
+    def _abuser(self) -> _Abuser:
+        """Somebody new, with a good certificate."""
         keys = self._local.directory / "keys"
         authority = Identity(certificate=keys / "authority.pem", key=keys / "authority.key")
         identity = issue(keys, authority=authority, kind=Kind.TENANT, name=f"abuser-{time.monotonic_ns()}")
         peer, digest = self._federation.executors[0], self._federation.model_digest
-        self._abuser = _Abuser(identity, peer, digest, self._inputs, self._outputs)
-        context = multiprocessing.get_context("spawn")
-        begun = [context.Event() for _ in range(processes)]
-        attackers = [context.Process(target=_run, args=(attack, self._abuser, event), daemon=True) for event in begun]
-        for process in attackers:
-            process.start()
-        for event in begun:
-            if not event.wait(_DEADLINE_S):
-                raise DeadlineExceededError(f"an abuser has not begun within {_DEADLINE_S:g} s")
-        return attackers
+        return _Abuser(identity, peer, digest, self._inputs, self._outputs, self._visits)
 
-    def _counts(self) -> dict[str, dict[str, int]]:
-        """Of every tenant."""
-        return {tenant["tenant"]: tenant["counts"] for tenant in self._status()["tenants"]}
+    def _start(self, abuse: _Abuse, abuser: _Abuser) -> BaseProcess:
+        """At it as soon as this returns."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        begun = context.Event()
+        process = context.Process(target=_run, args=(abuse, abuser, begun), daemon=True)
+        process.start()
+        if not begun.wait(_DEADLINE_S):
+            process.kill()
+            raise DeadlineExceededError(f"an abuser has not begun within {_DEADLINE_S:g} s")
+        return process
+
+    def _counted(self, abuser: _Abuser, before: dict[str, Any]) -> dict[str, int]:
+        """What the provider has counted since of an abuser, and of those who have no name."""
+        name = abuser.identity.certificate.stem
+        then, now = _counts(before, name), _counts(self._status(), name)
+        return {what: now[what] - then[what] for what in now if now[what] > then[what]}
 
     def _status(self) -> dict[str, Any]:
         lines = self._local.logs("executor").splitlines()
@@ -273,6 +352,11 @@ class _Bench:
             connection.request("GET", "/status")
             status: dict[str, Any] = json.loads(connection.getresponse().read())
         return status
+
+    def _alone(self) -> bool:
+        """Whether nobody but the honest tenant is connected."""
+        status = self._status()
+        return status["connections"] == 1 and not status["handshakes"]["present"]
 
     def _held(self) -> tuple[int, int, int]:
         """(bytes, open files, threads) of the provider."""
@@ -284,29 +368,42 @@ class _Bench:
     def _left(self, before: tuple[int, int, int]) -> tuple[float, int, int]:
         """What is more than before, when everybody has gone."""
         end = time.monotonic() + _SETTLE_S
-        while self._status()["connections"] > 1 and time.monotonic() < end:
-            time.sleep(0.05)
-        now = self._held()
+        while True:
+            alone, now = self._alone(), self._held()
+            if (alone and now[1] <= before[1] and now[2] <= before[2]) or time.monotonic() > end:
+                break
+            time.sleep(_LOOK_S)
         return (now[0] - before[0]) / _MIB, now[1] - before[1], now[2] - before[2]
 
 
-def _run(attack: Callable[[_Abuser], None], abuser: _Abuser, begun: Event) -> None:
-    os.nice(_NICE)
+def _run(abuse: _Abuse, abuser: _Abuser, begun: Event) -> None:
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     torch.set_num_threads(1)
-    begun.set()
-    attack(abuser)
+    with ThreadPoolExecutor(abuse.threads) as pool:
+        running = [pool.submit(abuse.attack, abuser) for _ in range(abuse.threads)]
+        begun.set()
+        for future in running:
+            future.result()
+
+
+def _processor_seconds(process: BaseProcess) -> float:
+    """That a process has had; 0 if it has ended."""
+    try:
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    except FileNotFoundError:
+        return 0.0
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 def _percentile(waits: list[float], q: int) -> float:
     return float(np.percentile(np.array(waits) * 1000, q))
 
 
-def _grown(before: dict[str, dict[str, int]], after: dict[str, dict[str, int]]) -> dict[str, int]:
-    """What has been counted of abusers, in the counters' order."""
-    names = [tenant for tenant in after if tenant.startswith("abuser")]
-    found: dict[str, int] = {}
-    for counter in ("requests", "refused", "abandoned", "slow", "failed"):
-        grown = sum(after[name][counter] - before.get(name, {}).get(counter, 0) for name in names)
-        if grown:
-            found[counter] = grown
+def _counts(status: dict[str, Any], abuser: str) -> Counter[str]:
+    handshakes = status["handshakes"]
+    found = Counter({"strangers": handshakes["present"] + handshakes["late"] + handshakes["crowded_out"]})
+    found["connections"] = sum(n for name, n in status["visits"].items() if name.startswith(f"{abuser}@"))
+    for tenant in status["tenants"]:
+        if tenant["tenant"].startswith(f"{abuser}@"):
+            found.update({name: tenant["counts"][name] for name in _COUNTERS})
     return found

@@ -1,0 +1,37 @@
+"""The abuse benchmark, with a real provider and real abusers: whom it names and what it compares, not how fast."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tenant.bench.abuse import measure_abuse
+from tenant.bench.report import Row
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="memory and time are read from /proc")
+def test_every_abuse_is_measured_and_named(tmp_path: Path) -> None:
+    rows: list[Row] = []
+    measure_abuse(tmp_path, hidden=64, seconds=0.3, visits=50, threads=1, on_result=rows.append)
+    found = {str(row["abuse"]): row for row in rows}
+    assert all(row["wrong"] == 0 for row in rows)
+    for row in rows:
+        alone, beside = float(row["alone_p50_ms"] or 0), float(row["beside_p50_ms"] or 0)
+        assert row["beside_over_alone"] == pytest.approx(beside / alone)
+        assert 0 < alone <= float(row["alone_p99_ms"] or 0)
+        assert 0 < beside <= float(row["beside_p99_ms"] or 0) <= float(row["longest_ms"] or 0)
+        assert row["left_files"] == 0, row
+    named = {
+        "control: a process that only computes": ["nothing"],
+        "a flood of large requests": ["connections 4", "requests "],
+        "answers that nobody reads": ["connections 16", "requests 16"],
+        "payloads that never come": ["connections 16"],
+        "requests whose tenant leaves": ["connections "],
+        "50 connections": ["connections 50"],
+        "400 silent connections a second": ["strangers "],
+        "a tenant revoked in mid-request": ["connections 4", "requests "],
+    }
+    assert set(found) == set(named)
+    for abuse, words in named.items():
+        assert all(word in str(found[abuse]["counted"]) for word in words), (abuse, found[abuse]["counted"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from tenant.bench.commands.abuse import abuse
+from tenant.bench.commands.bits import bits
 from tenant.bench.commands.chaos import chaos
 from tenant.bench.commands.kernels import gpu, kernels
 from tenant.bench.commands.linear import linear
@@ -16,5 +17,5 @@ from tenant.bench.commands.step import step, token
 from tenant.bench.commands.tenants import provider
 
 app = typer.Typer(no_args_is_help=True, help="Measure what the split costs, beside what it replaces, in one run.")
-for command in (step, token, start, linear, network, chaos, kernels, gpu, provider, abuse, scale, report):
+for command in (step, token, start, linear, network, chaos, kernels, gpu, provider, bits, abuse, scale, report):
     app.command()(command)

@@ -14,6 +14,7 @@ them forward and then backward: a step. Between two requests a tenant computes w
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import sys
 import time
@@ -75,17 +76,21 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """What a tenant has seen.
 
     Args:
+        name: of the tenant.
         turns: seconds of each token or step.
         answers: that were compared, in full or one row of them.
         wrong: of these, how many differ from those that it got alone.
+        alone: a digest of those.
         error: what ended it early, or empty.
     """
 
+    name: str
     kind: Kind
     rows: int
     turns: list[float]
     answers: int
     wrong: int
+    alone: str
     error: str
 
 
@@ -121,6 +126,10 @@ class _Tenant:
     def measure_alone(self) -> None:
         """The answers to compare with."""
         self._alone = [self._ask(*step) for step in self._turn()]
+        digest = hashlib.sha256()
+        for answer in self._alone:
+            digest.update(wire.as_bytes(answer))
+        self._digest = digest.hexdigest()
 
     def run(self, load: Load) -> Report:
         """All that it does beside the others."""
@@ -138,11 +147,13 @@ class _Tenant:
         except SymbiosisError as broken:
             error = str(broken)
         return Report(
+            name=self._asker.name,
             kind=self._asker.kind,
             rows=self._asker.rows,
             turns=turns,
             answers=self._answers,
             wrong=self._wrong,
+            alone=self._digest,
             error=error,
         )
 

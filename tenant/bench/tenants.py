@@ -15,13 +15,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import msgspec
 import numpy as np
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from symbiosis_priv import certificates
@@ -89,6 +90,14 @@ class Variant:
         return self.policy if self.ranks == 1 else f"{self.policy}-{self.ranks}-{self.sharding}"
 
 
+def variants(*, policies: Sequence[str], ranks: Sequence[int], shardings: Sequence[str]) -> Iterator[Variant]:
+    """All combinations; a single process shares nothing out."""
+    for policy in policies:
+        for count in ranks:
+            for sharding in shardings if count > 1 else shardings[:1]:
+                yield Variant(policy=policy, ranks=count, sharding=sharding)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Figures:
     """One variant under one scenario.
@@ -106,6 +115,7 @@ class Figures:
         resident_mib: the provider's memory afterwards.
         answers: compared with those that the same tenant got alone.
         wrong: of these.
+        alone: a digest of what each tenant got alone, by its name.
     """
 
     variant: Variant
@@ -123,6 +133,7 @@ class Figures:
     resident_mib: float
     answers: int
     wrong: int
+    alone: Mapping[str, str]
 
 
 def tenants_row(figures: Figures) -> Row:
@@ -190,6 +201,7 @@ def measure_tenants(
         vocab_size=64,
         tie_word_embeddings=True,
     )
+    torch.manual_seed(0)  # the same model, whoever measures
     LlamaForCausalLM(config).save_pretrained(model)
     most = max(s.generating + s.training for s in scenarios)
     with contextlib.ExitStack() as running:
@@ -301,6 +313,7 @@ class _Bench:
             resident_mib=after["resident"] / (1 << 20),
             answers=sum(report.answers for report in reports),
             wrong=sum(report.wrong for report in reports),
+            alone={report.name: report.alone for report in reports},
         )
 
 

@@ -13,8 +13,8 @@ from symbiosis_priv.errors import ConfigError, ProtocolError
 from tenant.bench.commands.options import HALF_THE_CORES, Json, Threads, numbers
 from tenant.bench.commands.showing import finish, measuring
 
-_POLICIES = ("none", "lockstep", "opportunistic")
-_SHARDINGS = "columns,gathered"
+POLICIES = ("none", "lockstep", "opportunistic")
+SHARDINGS = "columns,gathered"
 
 
 def provider(
@@ -25,9 +25,9 @@ def provider(
     generating_rows: Annotated[str, typer.Option(help="Rows of generating tenants' requests, by turns.")] = "1",
     training_rows: Annotated[str, typer.Option(help="Rows of training tenants' requests, by turns.")] = "2,16,64,256",
     adapters: Annotated[str, typer.Option(help="Ranks of the tenants' adapters, by turns.")] = "8,64",
-    policies: Annotated[str, typer.Option(help="Batching policies, separated by commas.")] = ",".join(_POLICIES),
+    policies: Annotated[str, typer.Option(help="Batching policies, separated by commas.")] = ",".join(POLICIES),
     ranks: Annotated[str, typer.Option(help="Processes that hold the model together, separated by commas.")] = "1",
-    shardings: Annotated[str, typer.Option(help="How they share products out, separated by commas.")] = _SHARDINGS,
+    shardings: Annotated[str, typer.Option(help="How they share products out, separated by commas.")] = SHARDINGS,
     hidden: Annotated[int, typer.Option(min=8, help="Width of the synthetic model, a multiple of 8.")] = 2048,
     layers: Annotated[int, typer.Option(min=1, help="Blocks of the synthetic model.")] = 1,
     seconds: Annotated[float, typer.Option(min=0.1, help="Of each measurement.")] = 8.0,
@@ -37,22 +37,23 @@ def provider(
 ) -> None:
     """Let many tenants ask one provider, with each batching policy by turns; answers are compared bit by bit."""
     from tenant.bench.picture import draw
-    from tenant.bench.tenants import Figures, Mix, Scenario, Variant, measure_tenants, tenants_row
+    from tenant.bench.tenants import Figures, Mix, Scenario, measure_tenants, tenants_row, variants
 
     if hidden % 8:
         raise ConfigError("--hidden: a Llama's width is a multiple of 8 here")
-    variants = [
-        Variant(policy=policy, ranks=count, sharding=sharding)
-        for policy in _of(policies, _POLICIES, "--policies")
-        for count in numbers(ranks, "--ranks")
-        for sharding in _of(shardings, _SHARDINGS.split(","), "--shardings")[: None if count > 1 else 1]
-    ]
+    kinds = list(
+        variants(
+            policies=chosen(policies, POLICIES, "--policies"),
+            ranks=numbers(ranks, "--ranks"),
+            shardings=chosen(shardings, SHARDINGS.split(","), "--shardings"),
+        )
+    )
     mix = Mix(
         generating_rows=tuple(numbers(generating_rows, "--generating-rows")),
         training_rows=tuple(numbers(training_rows, "--training-rows")),
         ranks=tuple(numbers(adapters, "--adapters")),
     )
-    scenarios = [Scenario(generating=some, training=others) for some, others in _pairs(tenants, "--tenants")]
+    scenarios = [Scenario(generating=some, training=others) for some, others in pairs(tenants, "--tenants")]
     results: list[Figures] = []
     with measuring() as (folder, tell):
 
@@ -64,7 +65,7 @@ def provider(
             folder,
             scenarios=scenarios,
             mix=mix,
-            variants=variants,
+            variants=kinds,
             hidden=hidden,
             layers=layers,
             seconds=seconds,
@@ -78,16 +79,18 @@ def provider(
         raise ProtocolError(f"{wrong} answers were not the bits that their tenant got alone")
 
 
-def _of(text: str, known: Sequence[str], option: str) -> list[str]:
+def chosen(text: str, known: Sequence[str], option: str) -> list[str]:
+    """Names separated by commas, all of them known."""
     names = [name.strip() for name in text.split(",")]
     if unknown := set(names) - set(known):
         raise ConfigError(f"{option}: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
     return names
 
 
-def _pairs(text: str, option: str) -> list[tuple[int, int]]:
+def pairs(text: str, option: str) -> list[tuple[int, int]]:
+    """Like `6+2` separated by commas."""
     found = [re.fullmatch(r"(\d+)\+(\d+)", part.strip()) for part in text.split(",")]
-    pairs = [(int(match[1]), int(match[2])) for match in found if match is not None]
-    if len(pairs) < len(found) or not all(map(sum, pairs)):
+    counts = [(int(match[1]), int(match[2])) for match in found if match is not None]
+    if len(counts) < len(found) or not all(map(sum, counts)):
         raise ConfigError(f"{option} {text!r}: write GENERATING+TRAINING separated by commas, like 1+0,6+2")
-    return pairs
+    return counts

@@ -33,6 +33,11 @@ def peak_mib(pids: Iterable[int]) -> float:
     return sum(_peak_kib(pid) for pid in _trees(pids)) / _KIB_PER_MIB
 
 
+def tree(pid: int) -> set[int]:
+    """A process and its living descendants."""
+    return _trees([pid])
+
+
 def _trees(pids: Iterable[int]) -> set[int]:
     parents = {int(path.name): int(stat[1]) for path in _PROC.glob("[0-9]*") if (stat := _stat(int(path.name)))}
     found = {pid for pid in pids if pid in parents}

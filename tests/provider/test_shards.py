@@ -85,19 +85,14 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-@pytest.mark.parametrize(
-    ("stop", "rank"), [(signal.SIGKILL, 1), (signal.SIGSTOP, 1), (signal.SIGSTOP, 0)], ids=lambda value: f"{value!s}"
-)
-def test_a_lost_rank_is_named_and_the_group_comes_back(
-    configure: Configure,
-    connect: Connect,
-    requests: Requests,
-    capfd: pytest.CaptureFixture[str],
-    stop: signal.Signals,
-    rank: int,
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_hangs_is_named_and_the_group_comes_back(
+    configure: Configure, connect: Connect, requests: Requests, capfd: pytest.CaptureFixture[str], rank: int
 ) -> None:
-    """A rank that dies and one that hangs, noticed long before the group's timeout: a busy provider for a while, which
-    says so at once, and then the same bits."""
+    """Long before the group's timeout: a busy provider for a while, which says so at once, and then the same bits.
+
+    What becomes of one that dies: `tests/tenant/bench/test_bench.py`.
+    """
     execute, _ = requests
     settings = ExecutorConfig(ranks=2, threads=1, warm_up=False, group_timeout_s=300, hang_timeout_s=300)
     with Provider(configure(executor=settings)) as provider:
@@ -106,16 +101,13 @@ def test_a_lost_rank_is_named_and_the_group_comes_back(
         before = client.product(execute(0, 4), rows)
         before_ranks = ranks_of(provider)
         assert before_ranks.keys() == {0, 1}
-        os.kill(before_ranks[rank], stop)
+        os.kill(before_ranks[rank], signal.SIGSTOP)
         after, refused = client.until_served(execute(0, 4), rows, within=60)
         assert torch.equal(before, after)
         assert refused > 5  # who knows another provider is not kept waiting for this one to start
         assert set(before_ranks.values()).isdisjoint(ranks_of(provider).values())
         assert provider.status().restarts == 1
-    said = capfd.readouterr().err
-    if stop is signal.SIGSTOP:  # a rank that is killed is torchrun's to report, and it may be first
-        assert f"not answering: rank {rank}" in said
-    assert "rank: 1" in said or f"rank {rank}" in said
+    assert f"not answering: rank {rank}" in capfd.readouterr().err
     for pid in before_ranks.values():
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)

@@ -17,6 +17,7 @@ from tenant.bench import cli as bench_cli
 from tenant.bench import contest as contests
 from tenant.bench import scale
 from tenant.bench.contest import Contest, Shape, contest
+from tenant.bench.ranks import measure_ranks
 from tenant.bench.report import Report, read
 from tenant.bench.worker import Generate, Setup
 
@@ -160,6 +161,35 @@ def test_provider_compares_policies_bit_by_bit(tmp_path: Path) -> None:
     assert all(scale.number(r["trained_rows_per_s"]) > 0 for r in results)
     assert all(r["batch_requests"] == 1 for r in results if r["policy"] == "none")
     assert picture.read_text().count("<rect") == 2 * 3
+
+
+def test_bits_are_compared_over_kinds_of_providers(tmp_path: Path) -> None:
+    """A small part of the matrix that `bench bits` goes through: one process and two ranks."""
+    figures = tmp_path / "bits.json"
+    size = ["--tenants", "2+1", "--ranks", "1,2", "--shardings", "columns", "--seconds", "0.3"]
+    assert bench("bits", *size, "--policies", "opportunistic", "--json", str(figures)).strip()
+    results = read(figures).rows
+    assert [(r["ranks"], r["tenants"]) for r in results] == [(1, 3), (2, 3)]
+    assert all(r["wrong"] == r["tenants_with_other_answers_alone"] == 0 for r in results)
+    assert all(scale.number(r["answers"]) > 10 for r in results)
+
+
+def test_a_lost_rank_keeps_nobody_waiting_who_has_another_executor(tmp_path: Path) -> None:
+    """A small one of `bench ranks`."""
+    (row,) = measure_ranks(
+        tmp_path,
+        TINY,
+        groups=[2],
+        losses=["a rank is killed"],
+        ranks=2,
+        tenants=2,
+        rows=1,
+        masking="none",
+        seconds=1.0,
+    )
+    assert row["wrong"] == row["left_processes"] == 0
+    assert row["named"] == "yes"
+    assert scale.number(row["longest_s"]) < scale.number(row["back_after_s"])
 
 
 def test_kernels_shows_the_choice(tmp_path: Path) -> None:

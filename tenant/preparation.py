@@ -12,13 +12,14 @@ sizes, times) stands for them.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import hmac
 import logging
 import os
 import shutil
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -76,12 +77,13 @@ def prepare(
         ConfigError: `weight_bits` is not the pinned model's, or others than the user can change the cache.
     """
     folder = (cache or default_cache()) / "tenant" / f"v{_VERSION}-{digest.removeprefix('sha256:')}-{columns}"
-    prepared = _load(folder, digest=digest, columns=columns, store=store)
-    if prepared is not None and reread and store is not None and not _is_known(folder, prepared, store):
-        prepared = None
-    if prepared is None:
-        assert store is not None  # `_load` has raised otherwise
-        prepared = _make(store, folder, digest=digest, columns=columns, must_keep=reread, progress=progress)
+    with _alone(folder.parents[1]):
+        prepared = _load(folder, digest=digest, columns=columns, store=store)
+        if prepared is not None and reread and store is not None and not _is_known(folder, prepared, store):
+            prepared = None
+        if prepared is None:
+            assert store is not None  # `_load` has raised otherwise
+            prepared = _make(store, folder, digest=digest, columns=columns, must_keep=reread, progress=progress)
     if weight_bits not in (None, prepared.manifest.weight_bits):
         raise ConfigError(
             f"model {digest} has {prepared.manifest.weight_bits} weight bits, but the federation file says "
@@ -136,6 +138,18 @@ def _make(
 
 
 # On disk
+
+
+@contextlib.contextmanager
+def _alone(cache: Path) -> Iterator[None]:
+    """Whoever else starts now waits for these keys: some of one process and some of another's would be nobody's."""
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):  # where nothing can be written, nobody writes
+            cache.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(cache, os.O_RDONLY | os.O_DIRECTORY)
+            held.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
 
 
 def _load(folder: Path, *, digest: str, columns: int, store: WeightStore | None) -> Preparation | None:

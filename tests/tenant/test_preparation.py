@@ -6,7 +6,9 @@ import json
 import os
 import shutil
 import stat
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -84,6 +86,21 @@ def test_keys_are_made_once_and_work_from_the_disk(base: WeightStore, tmp_path: 
             product[1, 1] += 1
             assert not blame.accepts(index, direction, rows=rows, answer=answer)
             assert (dot(product, r) == dot(small, v)).tolist() == [True, False, True]
+
+
+def test_who_starts_at_the_same_time_gets_the_same_keys(llama: Path, store: WeightStore, tmp_path: Path) -> None:
+    """And none that is half another one's."""
+    digest = store.manifest().digest
+    together = threading.Barrier(4)
+
+    def start(_: int) -> Preparation:
+        own = WeightStore(llama)
+        together.wait(20)
+        return prepared(own, digest, tmp_path)
+
+    with ThreadPoolExecutor(4) as pool:
+        keys = [found.keys.to_tensors() for found in pool.map(start, range(4))]
+    assert all(torch.equal(other[name], keys[0][name]) for other in keys for name in keys[0])
 
 
 def test_only_the_owner_may_read_the_keys(store: WeightStore, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from symbiosis_priv import certificates, tls
 from symbiosis_priv.certificates import Identity, Kind
 from symbiosis_priv.errors import CertificateError, ConfigError, SymbiosisError
 from symbiosis_priv.keys_cli import app
-from symbiosis_priv.revocation import load_revoked
+from symbiosis_priv.revocation import load_revoked, mark_of
 
 PEM = serialization.Encoding.PEM
 
@@ -243,7 +243,7 @@ def test_all_that_a_tenant_was_ever_given_can_be_revoked(tmp_path: Path, authori
     given = []
     for folder in ("one", "one", "one", "two"):
         request = certificates.create_request(tmp_path / folder, name="alice")
-        given.append(certificates.fingerprint(sign(authority, request, renew=True)))
+        given.append(mark_of(certificates.load_certificates(sign(authority, request, renew=True))[0]))
     assert len(set(given)) == 4
     run("revoke", "--name", "alice.previous", "--directory", operator, "--file", operator / "old.txt")
     assert load_revoked(operator / "old.txt") == set(given[:3])  # the new key works on
@@ -303,7 +303,7 @@ def test_an_operator_survives_rotation_and_a_listed_provider_can_be_revoked(
     assert certificates.operator_of(certificates.load_certificates(rotated.certificate)[0]) == "Ünïcode & Söhne"
     assert "[registry]" in run("revoke", "--name", "p", "--directory", folder)
     assert load_revoked(folder / "revoked.txt") == {
-        certificates.fingerprint(path) for path in (rotated.certificate, folder / "p.previous.pem")
+        mark_of(certificates.load_certificates(path)[0]) for path in (rotated.certificate, folder / "p.previous.pem")
     }
 
 

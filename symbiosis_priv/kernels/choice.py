@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 _FEW_LIMIT = 8
 _COUNTS = {"few": 4, "many": 64}  # rows that stand for their class when timing
+_CLASSES = {f"{direction} {rows}" for direction in DIRECTIONS for rows in _COUNTS}
 _TIMED_WEIGHTS = 1 << 22  # a slice of the matrix is enough to compare
 _REPEATS = 3
 
@@ -62,7 +63,8 @@ def choose(
     found = _exact_for(shape, device, kernel)
     if kernel == "auto" and memory is not None:
         remembered = _recall(memory).get(_shape_class(shape, weight_bits, device))
-        if remembered and set(remembered.kernels.values()) <= {k.name for k in found if k.layout == remembered.layout}:
+        usable = {k.name for k in found if remembered and k.layout == remembered.layout}
+        if remembered and remembered.kernels.keys() == _CLASSES and usable.issuperset(remembered.kernels.values()):
             return remembered
     layout = found[0].layout
     few, *_, many = [found[0], *(k for k in found if k.layout == layout)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable
@@ -103,6 +104,18 @@ def test_an_exact_and_faster_kernel_is_taken_and_remembered(plant: Callable[...,
     assert len(planted.counts) == measured
     assert used(None) != {"planted"}  # no memory, and choosing never measures
     assert len(planted.counts) == measured
+
+
+def test_what_is_remembered_by_halves_is_not_used(plant: Callable[..., Planted], memory: Path) -> None:
+    """The file is another release's, or damaged."""
+    plant()
+    tune(WEIGHT, weight_bits=10, device=CPU, memory=memory)
+    ((key, whole),) = json.loads(memory.read_text()).items()
+    half = {"forward few": "planted"}
+    parts: list[dict[str, object]] = [{"kernels": {}}, {"kernels": half}, {"layout": "nonsense", "kernels": {}}]
+    for part in parts:
+        memory.write_text(json.dumps({key: whole | part}))
+        assert choose(SHAPE, weight_bits=10, device=CPU, memory=memory) == choose(SHAPE, weight_bits=10, device=CPU)
 
 
 def test_a_slower_kernel_is_not_taken(plant: Callable[..., Planted], memory: Path) -> None:

@@ -18,7 +18,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from symbiosis_priv.certificates import clock
 from symbiosis_priv.certificates.naming import NAME, PROJECT, TENANT_URN, is_operator
 from symbiosis_priv.certificates.pem import read_file
-from symbiosis_priv.errors import CertificateError
+from symbiosis_priv.errors import CertificateError, one_line
 
 Pin = Path | x509.Certificate
 """A provider's certificate that is accepted and no other: in a file of its own, or as somebody vouched for it."""
@@ -67,10 +67,13 @@ def pair(directory: Path, name: str) -> Identity:
 
 
 def load_certificates(path: Path) -> list[x509.Certificate]:
-    """All certificates of a PEM file, at least one. Raises `CertificateError`."""
+    """All certificates of a PEM file, at least one, each of them whole. Raises `CertificateError`."""
     try:
-        return x509.load_pem_x509_certificates(read_file(path))
-    except ValueError as error:
+        found = x509.load_pem_x509_certificates(read_file(path))
+        for certificate in found:  # else these are read when they are asked for, and what is malformed is found there
+            _ = certificate.subject, certificate.issuer, certificate.public_key()
+        return found
+    except (ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion) as error:
         raise CertificateError(
             f"{path} holds no PEM certificate: expected a file made by `symbiosis-priv keys`"
         ) from error
@@ -106,12 +109,12 @@ def key_fingerprint(certificate: x509.Certificate | x509.CertificateSigningReque
 
 
 def describe(path: Path) -> Description:
-    """Describes the first certificate of a PEM file."""
+    """Describes the first certificate of a PEM file: in printable words, whatever names it gives itself."""
     certificate = load_certificates(path)[0]
     return Description(
-        subject=certificate.subject.rfc4514_string(),
+        subject=one_line(certificate.subject.rfc4514_string()),
         kind="authority" if is_authority(certificate) else kind_of(certificate) or "other",
-        hosts=hosts_of(certificate),
+        hosts=tuple(map(one_line, hosts_of(certificate))),
         not_after=certificate.not_valid_after_utc,
         fingerprint=fingerprint(_der(certificate)),
     )

@@ -89,19 +89,19 @@ def load_request(path: Path) -> Request:
     """Reads and checks a request. Raises `CertificateError` for whatever is not one, `ConfigError` for a bad name."""
     try:
         request = x509.load_pem_x509_csr(read_file(path))
-        key = request.public_key()
+        asked_for, key = request.subject, request.public_key()
         signed = request.is_signature_valid
-    except (ValueError, TypeError, UnsupportedAlgorithm, InvalidSignature) as error:
+    except (ValueError, TypeError, UnsupportedAlgorithm, InvalidSignature, x509.InvalidVersion) as error:
         raise CertificateError(f"{path} is no certificate request in PEM: {_MAKE}") from error
     if not signed:
         raise CertificateError(f"{path} is not signed by the key that it names: it was altered, or {_MAKE}")
     if not isinstance(key, LeafKey):
         raise CertificateError(f"{path} is for a key that is neither elliptic-curve nor Ed25519: {_MAKE}")
-    name = sole_attribute(request.subject, NameOID.COMMON_NAME)
+    name = sole_attribute(asked_for, NameOID.COMMON_NAME)
     if name is None:
         raise CertificateError(f"{path} does not have the one common name that is its maker's: {_MAKE}")
     check_name(name)
-    unit = sole_attribute(request.subject, NameOID.ORGANIZATIONAL_UNIT_NAME)
+    unit = sole_attribute(asked_for, NameOID.ORGANIZATIONAL_UNIT_NAME)
     return Request(Kind.PROVIDER if unit == Kind.PROVIDER else Kind.TENANT, name, key, key_fingerprint(request))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import re
 import stat
 import tempfile
@@ -13,7 +15,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
-from cryptography.x509.oid import ExtendedKeyUsageOID
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -442,6 +444,61 @@ def test_keys_commands(tmp_path: Path) -> None:
     for path in (tmp_path / "keys").glob("*.pem"):
         assert certificates.fingerprint(path) in shown
     assert keys("show", "--name", "gpu").count("sha256:") == 1
+
+
+def test_a_certificate_says_no_more_on_a_terminal_than_what_it_is(tmp_path: Path) -> None:
+    """Whoever made it chose its names: they must not show a fingerprint of their own, or hide the one below them."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "a\n  fingerprint  sha256:0\x1b[8m")])
+    made = (
+        x509.CertificateBuilder(name, name, key.public_key(), 1, clock.now(), clock.now() + timedelta(days=9))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("a.example\r\x1b[2K")]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    path = tmp_path / "a.pem"
+    path.write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    output = CliRunner().invoke(app, ["show", "--name", "a", "--directory", str(tmp_path)]).output
+    assert output.replace("\n", "").isprintable()
+    assert re.findall(r"(?m)^  fingerprint +(.*)$", output) == [certificates.fingerprint(path)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+@pytest.mark.filterwarnings("ignore")
+def test_an_altered_certificate_or_request_is_read_or_a_certificate_error(
+    parsed: tuple[Path, bytes, bytes], data: st.DataObject
+) -> None:
+    folder, certificate, request = parsed
+    which = data.draw(st.sampled_from((certificate, request)))
+    altered = bytearray(which)
+    for _ in range(data.draw(st.integers(1, 3))):
+        altered[data.draw(st.integers(0, len(which) - 1))] = data.draw(st.integers(0, 255))
+    path = folder / "altered.pem"
+    label = "CERTIFICATE" if which is certificate else "CERTIFICATE REQUEST"
+    path.write_text(f"-----BEGIN {label}-----\n{base64.encodebytes(bytes(altered)).decode()}-----END {label}-----\n")
+    with contextlib.suppress(CertificateError, ConfigError):
+        if which is request:
+            certificates.load_request(path)
+            return
+        (found,) = certificates.load_certificates(path)
+        certificates.describe(path)
+        certificates.key_fingerprint(found)
+        certificates.operator_of(found)
+        certificates.load_pin(path)
+
+
+@pytest.fixture(scope="module")
+def parsed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes, bytes]:
+    """A folder, and DER of a certificate and of a request."""
+    folder = tmp_path_factory.mktemp("parsed")
+    identity = certificates.create_self_signed(folder, kind=Kind.PROVIDER, name="gpu")
+    request = certificates.create_request(folder, name="alice")
+    der = serialization.Encoding.DER
+    return (
+        folder,
+        leaf(identity.certificate).public_bytes(der),
+        x509.load_pem_x509_csr(request.read_bytes()).public_bytes(der),
+    )
 
 
 @pytest.mark.parametrize(

@@ -211,19 +211,22 @@ class NoisePool:
         return pads
 
     def order(self, rows: int) -> None:
-        """Start making pads, unless those for so many rows are there or under way."""
-        rows = min(rows, self._max_rows)
-        block = max(rows, self._min_block)
-        with self._lock:
-            if self._ahead >= rows or not self._memory.take(block * self._row_bytes):
-                return
-            self._ahead += block
-        self._refill.submit(self._draw_ahead, block)
+        """Start making pads until those for so many rows are there or under way, or memory is at its end."""
+        block = min(max(rows, self._min_block), self._max_rows)
+        while self._is_short_of(rows, block):
+            self._refill.submit(self._draw_ahead, block)
 
     def ready(self) -> int:
         """Rows of pads that nobody has to wait for."""
         with self._lock:
             return sum(pad.rows for pad in self._ready if all(share.effect.done() for share in pad.shares))
+
+    def _is_short_of(self, rows: int, block: int) -> bool:
+        """Whether a block more is wanted for that; then it is on the books."""
+        with self._lock:
+            wanted = self._ahead < rows and self._memory.take(block * self._row_bytes)
+            self._ahead += block if wanted else 0
+            return wanted
 
     def _draw_ahead(self, rows: int) -> None:
         try:

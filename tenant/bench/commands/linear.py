@@ -22,7 +22,10 @@ def linear(
     threads: Threads = HALF_THE_CORES,
     json: Json = None,
 ) -> None:
-    """One masked, verified linear and its parts, beside a bare TLS echo of the same bytes and the bare product."""
+    """One masked, verified linear and its parts, beside a bare TLS echo of the same bytes and the bare product.
+
+    Pads are drawn before the clock runs; "back to back" is a call that finds what was drawn during the last one.
+    """
     from tenant.bench.linear import measure_linears
 
     counts, widths = numbers(rows, "--rows"), [multiple_of_64(size, "--width") for size in numbers(width, "--width")]

@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -61,7 +61,7 @@ class Share:
 
     def shifted(self, rows: int) -> Share:
         """From a later row on."""
-        return replace(self, first_row=self.first_row + rows, offset=self.offset + rows)
+        return Share(self.holder, self.keystream, self.first_row + rows, self.effect, self.offset + rows)
 
 
 @dataclass(frozen=True)
@@ -260,8 +260,10 @@ def cut(pads: Sequence[Pad], rows: int) -> tuple[list[Pad], list[Pad]]:
 def is_lost(pad: Pad) -> bool:
     """A helper was away, or is asked no more, so that some of its effect will never come: another pad is needed. Lies
     are kept, so that they surface."""
-    promises = [share.effect for share in pad.shares if share.effect.done()]
-    return any(isinstance(promise.exception(), TransportError | QuarantinedError) for promise in promises)
+    for share in pad.shares:
+        if share.effect.done() and isinstance(share.effect.exception(), TransportError | QuarantinedError):
+            return True
+    return False
 
 
 def padded(rows: Tensor, *, bucket: int) -> Tensor:

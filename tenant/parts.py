@@ -93,7 +93,9 @@ class Part:
 
     def decode(self, answer: Tensor) -> bool:
         """Take the effects off an answer and hand it on, if it is the product; see `Rows.decode`."""
-        places = [(first, pad.rows, pad.effects()) for pad, first in _placed(self.pads)] or [(0, len(self.sent), [])]
+        if not self.pads:
+            return self._decode(answer, 0, self.sent.shape[0], [])
+        places = [(first, pad.rows, pad.effects()) for pad, first in _placed(self.pads)]
         return all(self._decode(answer, first, count, effects) for first, count, effects in places)
 
     def _decode(self, answer: Tensor, first: int, count: int, effects: Sequence[Tensor]) -> bool:

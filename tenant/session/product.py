@@ -301,9 +301,12 @@ class Products:
     def _drop_spoilt_pads(self, part: Part, turn: Turn) -> None:
         """Put rows on fresh pads where a helper was lost, late or has lied."""
 
+        suspicion = bool(turn.late or self.routes.quarantined)  # hardly ever
+
         def spoilt(pad: Pad) -> bool:
-            holders = pad.holders()
-            return is_lost(pad) or any(h in turn.late or h in self.routes.quarantined for h in holders)
+            return is_lost(pad) or (
+                suspicion and any(h in turn.late or h in self.routes.quarantined for h in pad.holders())
+            )
 
         if part.pads and any(map(spoilt, part.pads)):
             self.blame.check(part, turn)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from provider.scheduler import Policy, PolicyName
+from provider.scheduler.policy import Policy, PolicyName
 from symbiosis_priv.addresses import parse_address
 from symbiosis_priv.descriptor import MAX_LIFETIME_S
 from symbiosis_priv.errors import ConfigError
@@ -169,16 +169,18 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Whose rows are multiplied when; see `scheduler.Policy`.
+    """Whose rows are multiplied when; see `scheduler.policy.Policy`.
 
     Args:
         policy: `opportunistic` batches whatever waits for the same layer group; `none` and `lockstep` are there to be
             compared with.
-        few_rows: a forward request of so many rows at most counts as inference, and goes ahead.
+        few_rows: a forward request of so many rows at most counts as inference, and goes ahead, unless its connection
+            has asked for gradients within a minute.
         inference_weight: how much more of the executor inference gets than fine-tuning when both want all of it.
         slice_ms: what one product may be expected to take: the longest that a request waits for one of somebody else.
         max_batch_rows: rows of one product.
-        wait_share: the share of its own product's time that a request waits for company.
+        wait_share: the share of its own product's time that a request waits for company, at most; nor does it wait for
+            longer than company saves.
         max_wait_ms: and never longer than this.
         lockstep_wait_ms: how long `lockstep` waits for the slowest.
     """

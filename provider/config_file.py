@@ -117,11 +117,11 @@ tenant_authority = "keys/authority.pem"
 
 [scheduler]
 # policy = "opportunistic"       # or "none", "lockstep": to compare with
-# few_rows = 16                  # a forward request of so many rows is inference, and goes ahead
+# few_rows = 16                  # a forward request of so many rows, of who does not train, goes ahead
 # inference_weight = 4.0         # of the executor, beside fine-tuning
 # slice_ms = 20.0                # larger products are cut: nobody waits longer for one of somebody else
 # max_batch_rows = 16384         # rows of one product
-# wait_share = 0.5               # of its own product's time, a request waits for company
+# wait_share = 0.5               # of its own product's time, a request waits for company at most
 # max_wait_ms = 5.0              # and never longer than this
 # lockstep_wait_ms = 100.0       # for the slowest, with policy "lockstep"
 

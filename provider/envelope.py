@@ -12,7 +12,7 @@ from typing import get_args
 
 import msgspec
 
-from provider.scheduler import Stage
+from provider.scheduler.jobs import Stage
 from symbiosis_priv import wire
 from symbiosis_priv.manifest import GroupEntry
 from symbiosis_priv.ring import FORWARD

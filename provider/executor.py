@@ -49,7 +49,8 @@ from provider.keystream_maker import KeystreamMaker
 from provider.lines import Answer, Inbox, Message, SocketInbox
 from provider.model import ServedModel, open_store
 from provider.operands import Operands
-from provider.scheduler import Job, Piece, Scheduler
+from provider.scheduler.jobs import Job, Piece
+from provider.scheduler.scheduler import Scheduler
 from symbiosis_priv import wire
 from symbiosis_priv.errors import CheckpointError, RankLostError, SymbiosisError
 

@@ -20,7 +20,8 @@ from provider.envelope import ExecutorReport
 from provider.executor import Executor
 from provider.lines import Line, LocalInbox
 from provider.model import ServedModel
-from provider.scheduler import PolicyName, Stage
+from provider.scheduler.jobs import Stage
+from provider.scheduler.policy import PolicyName
 from symbiosis_priv import wire
 from symbiosis_priv.errors import RankLostError
 from symbiosis_priv.tls import TenantIdentity

@@ -20,7 +20,7 @@ from provider.config import ExecutorConfig, SchedulerConfig
 from provider.executor import Executor
 from provider.lines import Line, LocalInbox
 from provider.model import ServedModel
-from provider.scheduler import PolicyName
+from provider.scheduler.policy import PolicyName
 from provider.server import Provider
 from symbiosis_priv import wire
 from symbiosis_priv.keystream import expand, mask_key

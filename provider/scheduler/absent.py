@@ -1,0 +1,80 @@
+"""Tenants that have been answered and have not asked again: what for they will, and when.
+
+Tenants go through a model in the same order, and what each does between two requests takes about as long as it did
+before. Both are learned from those who come back.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from provider.scheduler.jobs import Key, Stage
+
+_LATE = 2.0  # a tenant is expected back until its pause has been so many times the usual one
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Somebody will ask for a layer group: the first at `first`, and nobody after `until`."""
+
+    first: float
+    until: float
+
+    def __or__(self, other: Expected | None) -> Expected:
+        if other is None:
+            return self
+        return Expected(min(self.first, other.first), max(self.until, other.until))
+
+
+@dataclass
+class _Absence:
+    stage: Stage
+    key: Key
+    since: float
+
+
+class Absent:
+    """Who is away.
+
+    Args:
+        horizon_s: who has been away for longer is not expected.
+    """
+
+    def __init__(self, horizon_s: float) -> None:
+        self._horizon_s = horizon_s
+        self._absent: OrderedDict[Hashable, _Absence] = OrderedDict()  # who left last is last
+        self._pauses: dict[Hashable, float] = {}
+        self._next: dict[tuple[Stage, Key], Key] = {}
+
+    def leave(self, tenant: Hashable, stage: Stage, key: Key, now: float) -> None:
+        """It has all its answers, the last one of this key."""
+        self._absent.pop(tenant, None)
+        self._absent[tenant] = _Absence(stage, key, now)
+        while self._absent[oldest := next(iter(self._absent))].since < now - self._horizon_s:
+            del self._absent[oldest]
+            self._pauses.pop(oldest, None)
+
+    def come(self, tenant: Hashable, stage: Stage, key: Key, now: float) -> None:
+        """It asks for this key: how long it was away, and what comes after what, is learned from it."""
+        absence = self._absent.pop(tenant, None)
+        if absence is not None and absence.stage == stage:
+            pause = max(0.0, now - absence.since)
+            self._pauses[tenant] = (self._pauses.get(tenant, pause) + pause) / 2
+            self._next[stage, absence.key] = key
+
+    def expected(self, now: float, by: float) -> dict[tuple[Stage, Key], Expected]:
+        """Who is likely to be back by then, for what."""
+        found: dict[tuple[Stage, Key], Expected] = {}
+        for tenant in reversed(self._absent):
+            absence = self._absent[tenant]
+            if absence.since < now - self._horizon_s:
+                break
+            pause = self._pauses.get(tenant)
+            first = absence.since + (pause or 0.0)
+            until = absence.since + (self._horizon_s if pause is None else _LATE * pause)
+            if first <= by and now < until:
+                will = absence.stage, self._next.get((absence.stage, absence.key), absence.key)
+                found[will] = Expected(max(now, first), until) | found.get(will)
+        return found

@@ -1,0 +1,115 @@
+"""`opportunistic`: whoever waits for the same layer group shares a product, and company is waited for where it pays.
+
+* **Waiting.** Company saves the time in which the weights are read once more. So the job whose turn it is waits for no
+  longer than that, nor than `wait_share` of its own product's time (a large request has more patience than a small
+  one), nor than `max_wait_s`; and only while somebody is expected in time who will ask for the same layer group
+  (`Absent`). A tenant alone never waits.
+* **Choice.** Of a stage's tenants, those go first whose layer group most others wait for; nobody is passed over so for
+  longer than a slice.
+* **Riders.** Rows ride where the weights are read anyway: inference, whole, with whatever goes; of fine-tuning what
+  is at most a slice from its turn, cut to what is left. When fine-tuning leads, half of the slice is its own.
+* **Inference beside fine-tuning.** When it is inference's turn, fine-tuning is held back for `max_wait_s` at most for a
+  tenant that is about to ask for its next layer group, or that waits for company: one row would wait many times longer
+  for the slice than the slice for the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from provider.scheduler.absent import Absent, Expected
+from provider.scheduler.discipline import Discipline, whole
+from provider.scheduler.jobs import J, Key, Piece, Stage
+from provider.scheduler.pace import Pace
+from provider.scheduler.policy import Policy
+from provider.scheduler.waiting import Waiting
+
+_RECENT_WAITS = 10  # a tenant is expected back for so many times the longest wait
+
+
+class Opportunistic(Discipline[J]):
+    """See the module."""
+
+    def __init__(self, policy: Policy, waiting: Waiting[J], pace: Pace) -> None:
+        super().__init__(policy, waiting, pace)
+        self._absent = Absent(_RECENT_WAITS * policy.max_wait_s)
+        self._free = 0.0  # since when nothing is multiplied
+
+    def came(self, job: J) -> None:
+        self._absent.come(job.tenant, job.stage, job.key, job.arrival)
+
+    def went(self, job: J, now: float) -> None:
+        self._absent.leave(job.tenant, job.stage, job.key, now)
+
+    def multiplied(self, now: float) -> None:
+        self._free = now
+
+    def turn(self, now: float) -> tuple[J | None, float | None]:
+        expected = self._absent.expected(now, now + self._policy.max_wait_s)
+        waiting: list[float] = []
+        for stage, firsts in self._waiting.in_turn():
+            times = [self._go_time(job, now, expected) for job in firsts]
+            may_go = [job for job, time in zip(firsts, times, strict=True) if time <= now]
+            if may_go:
+                return self._in_best_company(may_go, now), None
+            waiting += times
+            if stage == "inference":
+                break  # fine-tuning could keep it waiting for far longer than it waits for company
+        return None, min(waiting, default=None)
+
+    def _go_time(self, job: J, now: float, expected: Mapping[tuple[Stage, Key], Expected]) -> float:
+        """When a job need not wait any more, for company or for inference."""
+        if job.offered is None:
+            job.offered = now
+        time = job.offered
+        company = expected.get((job.stage, job.key))
+        if company is not None and not job.taken:
+            limit = job.offered + self._worth(job)
+            if company.first <= limit:
+                time = min(limit, company.until)
+        if job.stage == "fine_tuning" and self._waiting.inference_is_due():
+            limit = self._free + self._policy.max_wait_s
+            coming = [e for (stage, _), e in expected.items() if stage == "inference" and e.first <= limit]
+            time = max([time, *(min(limit, e.until) for e in coming)])
+        return time
+
+    def _worth(self, job: J) -> float:
+        """How long company is worth waiting for."""
+        patience = self._policy.wait_share * self._pace.seconds(job, job.rows)
+        return min(self._pace.reading(job), patience, self._policy.max_wait_s)
+
+    def _in_best_company(self, may_go: Sequence[J], now: float) -> J:
+        """The one that most tenants can ride with: whoever is passed over meets company later."""
+        if now - may_go[0].arrival >= self._policy.slice_s:
+            return may_go[0]
+        return max(may_go, key=lambda job: len({other.tenant for other in self._waiting.of_key(job.key)}))
+
+    def batch(self, leader: J) -> list[Piece[J]]:
+        room = self._room(leader)
+        others = [job for job in self._waiting.of_key(leader.key) if job is not leader]
+        others.sort(key=lambda job: (self._waiting.charged(job), job.arrival))
+        inference = [job for job in others if job.stage == "inference"]
+        fine_tuning = [job for job in others if job.stage == "fine_tuning"]
+        if leader.stage == "inference":
+            first = Piece.next_of(leader, room)
+            pieces = [first, *whole(inference, room - first.rows)]
+            filling = [job for job in fine_tuning if self._near_its_turn(job)]
+        else:
+            pieces = whole(inference, room - Piece.next_of(leader, max(1, room // 2)).rows)
+            filling = [leader, *fine_tuning]
+        return pieces + _filling(filling, room - sum(piece.rows for piece in pieces))
+
+    def _near_its_turn(self, job: J) -> bool:
+        """Its tenant has had at most a slice more than whoever of its stage is next."""
+        return self._waiting.charged(job) <= self._waiting.least_charged(job.stage) + self._policy.slice_s
+
+
+def _filling(jobs: list[J], room: int) -> list[Piece[J]]:
+    """As many rows as there is room for, in this order: the last job is cut."""
+    pieces = []
+    for job in jobs:
+        piece = Piece.next_of(job, room)
+        if piece.rows or not job.rows:
+            pieces.append(piece)
+            room -= piece.rows
+    return pieces

@@ -1,0 +1,128 @@
+"""The scheduler itself: keeps the jobs, hands out their rows, and forgets them."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Hashable, Iterable
+from typing import Generic
+
+from provider.scheduler.discipline import Discipline
+from provider.scheduler.jobs import J, Piece, Stage
+from provider.scheduler.lockstep import Lockstep
+from provider.scheduler.opportunistic import Opportunistic
+from provider.scheduler.pace import Pace
+from provider.scheduler.policy import Policy, PolicyName
+from provider.scheduler.waiting import Waiting
+
+
+class Scheduler(Generic[J]):
+    """Jobs that wait, and the order in which their rows are multiplied. Not thread-safe.
+
+    Args:
+        policy: see `Policy`.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.pace = Pace(policy.slice_s)
+        self._waiting: Waiting[J] = Waiting(policy.inference_weight)
+        disciplines: dict[PolicyName, type[Discipline[J]]]
+        disciplines = {"none": Discipline, "lockstep": Lockstep, "opportunistic": Opportunistic}
+        self._discipline = disciplines[policy.name](policy, self._waiting, self.pace)
+        self._jobs: Counter[Hashable] = Counter()  # per tenant, runnable or not
+        self._deadlines: list[tuple[float, int, J]] = []
+        self._order = itertools.count()
+
+    def __len__(self) -> int:
+        """Jobs that have rows left to be taken."""
+        return self._jobs.total()
+
+    def waiting(self) -> dict[Stage, int]:
+        """Runnable jobs by stage."""
+        return self._waiting.counts()
+
+    def put(self, job: J) -> None:
+        """Take a job in."""
+        if not self._jobs[job.tenant]:
+            self._discipline.came(job)
+        self._jobs[job.tenant] += 1
+        heapq.heappush(self._deadlines, (job.deadline, next(self._order), job))
+        if job.runnable:
+            self._waiting.add(job)
+
+    def make_ready(self, job: J, rows: int) -> None:
+        """`rows` more rows of a job can be multiplied; does nothing if it has left."""
+        if job.left:
+            return
+        was = job.runnable
+        job.ready += rows
+        if not was and job.runnable:
+            self._waiting.add(job)
+
+    def drop(self, job: J) -> None:
+        """Forget a job; does nothing if it has left."""
+        if not job.left:
+            if job.runnable:
+                self._waiting.remove(job)
+            self._leave(job)
+
+    def expire(self, now: float) -> list[J]:
+        """The jobs whose deadline has passed; they are dropped."""
+        expired = []
+        while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].left):
+            job = heapq.heappop(self._deadlines)[2]
+            if not job.left:
+                self.drop(job)
+                expired.append(job)
+        return expired
+
+    def take(self, now: float) -> list[Piece[J]]:
+        """Rows to multiply now, all of one key; empty if there are none, or if they wait for company."""
+        leader, _ = self._discipline.turn(now)
+        if leader is None:
+            return []
+        self._waiting.serve(leader)
+        pieces = self._discipline.batch(leader)
+        total = sum(piece.rows for piece in pieces)
+        seconds = self.pace.seconds(leader, total)
+        for piece in pieces:
+            self._hand_out(piece, seconds * piece.rows / max(1, total))
+        return pieces
+
+    def next_deadline(self, now: float) -> float | None:
+        """When to call `expire` and `take` again if nothing else happens; None if there is nothing to wait for."""
+        while self._deadlines and self._deadlines[0][2].left:
+            heapq.heappop(self._deadlines)
+        _, again = self._discipline.turn(now)
+        times = [self._deadlines[0][0]] if self._deadlines else []
+        times += [] if again is None else [again]
+        return min(times, default=None)
+
+    def done(self, pieces: Iterable[Piece[J]], *, now: float, seconds: float) -> None:
+        """A batch has been multiplied in so many seconds: learn from it."""
+        pieces = list(pieces)
+        rows = sum(piece.rows for piece in pieces)
+        work = sum(piece.rows * piece.job.row_work for piece in pieces)
+        self.pace.record(pieces[0].job.key, rows=rows, work=work, seconds=seconds)
+        self._discipline.multiplied(now)
+        for piece in pieces:
+            if not self._jobs[piece.job.tenant]:
+                self._discipline.went(piece.job, now)
+
+    def _hand_out(self, piece: Piece[J], seconds: float) -> None:
+        """Take a piece off its job, which is charged with its part of the product and what it costs besides."""
+        job = piece.job
+        self._waiting.charge(job, seconds * job.row_cost / max(1, job.row_work))
+        job.taken = piece.stop
+        if piece.last or not job.runnable:
+            self._waiting.remove(job)
+        if piece.last:
+            self._leave(job)
+
+    def _leave(self, job: J) -> None:
+        job.left = True
+        self._jobs[job.tenant] -= 1
+        if not self._jobs[job.tenant]:
+            del self._jobs[job.tenant]

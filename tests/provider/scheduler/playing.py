@@ -1,0 +1,96 @@
+"""Schedulers played with: jobs as small as they come, and the executor's part on a clock of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, get_args
+
+from hypothesis import strategies as st
+
+from provider.scheduler.jobs import Job, Piece, Stage
+from provider.scheduler.policy import Policy, PolicyName
+from provider.scheduler.scheduler import Scheduler
+from symbiosis_priv.ring import Direction
+
+POLICIES = get_args(PolicyName)
+STAGES = get_args(Stage)
+ROW_WORK = 1000
+SLICE_ROWS = 8
+RATE = 2e9  # what a scheduler assumes at first
+POLICY = Policy(slice_s=SLICE_ROWS * ROW_WORK / RATE, max_wait_s=0.002)
+
+
+def job(
+    tenant: str = "alice",
+    *,
+    rows: int = 1,
+    group: int = 0,
+    direction: Direction = "forward",
+    stage: Stage = "inference",
+    arrival: float = 0.0,
+    deadline: float = 1e9,
+    weight: float = 1.0,
+    ready: int | None = None,
+) -> Job:
+    return Job(
+        tenant=tenant,
+        stage=stage,
+        key=(group, direction, "ring"),
+        rows=rows,
+        row_work=ROW_WORK,
+        row_cost=ROW_WORK,
+        arrival=arrival,
+        deadline=deadline,
+        weight=weight,
+        ready=rows if ready is None else ready,
+    )
+
+
+def scheduler(name: PolicyName = "opportunistic", *, reading: float = 0.0, **changes: Any) -> Scheduler[Job]:
+    """One that has learned how long weights are read."""
+    subject: Scheduler[Job] = Scheduler(replace(POLICY, name=name, **changes))
+    for direction in ("forward", "backward"):
+        for _ in range(60 if reading else 0):  # it learns by halves
+            subject.pace.record((0, direction, "ring"), rows=1, work=ROW_WORK, seconds=reading + ROW_WORK / RATE)
+    return subject
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> list[Job]:
+    """Jobs of a few tenants, groups and sizes, in order of arrival."""
+    arrival, drawn = 0.0, []
+    for _ in range(draw(st.integers(1, 30))):
+        arrival += draw(st.sampled_from((0.0, 0.0, 1e-4, 0.01)))
+        drawn.append(
+            job(
+                draw(st.sampled_from("abcd")),
+                rows=draw(st.sampled_from((0, 1, 2, 7, 8, 9, 40))),
+                group=draw(st.integers(0, 2)),
+                direction=draw(st.sampled_from(("forward", "backward"))),
+                stage=draw(st.sampled_from(STAGES)),
+                arrival=arrival,
+            )
+        )
+    return drawn
+
+
+def run(subject: Scheduler[Job], arriving: list[Job]) -> list[tuple[float, list[Piece[Job]]]]:
+    """Play the executor; every batch with the time at which it began."""
+    now, waiting, batches = 0.0, list(arriving), []
+    while waiting or len(subject):
+        while waiting and waiting[0].arrival <= now:
+            subject.put(waiting.pop(0))
+        pieces = subject.take(now)
+        if pieces:
+            batches.append((now, pieces))
+            seconds = sum(p.rows for p in pieces) * ROW_WORK / RATE
+            now += seconds
+            subject.done(pieces, now=now, seconds=seconds)
+            continue
+        times = [waiting[0].arrival] if waiting else []
+        deadline = subject.next_deadline(now)
+        times += [] if deadline is None else [deadline]
+        assert times
+        assert min(times) > now  # or the executor would spin
+        now = min(times)
+    return batches

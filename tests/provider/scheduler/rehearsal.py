@@ -1,0 +1,133 @@
+"""A provider and its tenants on a clock of their own: what policies do to throughput and latency, without noise.
+
+Products take what they take of a 4096 wide model on one core: some time to read the weights, and some for every row.
+Tenants go through four layer groups forward, and trainers back again; between two requests each computes on the one
+core that all of them share. It is a model: `symbiosis-priv bench provider` measures.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from provider.scheduler.jobs import Job
+from provider.scheduler.policy import Policy
+from provider.scheduler.scheduler import Scheduler
+from symbiosis_priv.ring import Direction
+
+HIDDEN = 4096
+GROUPS = ((HIDDEN, 3 * HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, 4 * HIDDEN), (2 * HIDDEN, HIDDEN))
+READING = 50e-12  # seconds per weight
+ROW = 8.2e-12  # seconds per weight and row
+PRODUCT, REQUEST = 0.6e-3, 0.25e-3  # seconds of the executor besides
+TENANT, VALUE = 0.6e-3, 4.5e-9  # seconds of a tenant per request, and per number of it
+NETWORK = 0.3e-3
+FEW_ROWS = 16
+WARM_UP = 2.0
+
+
+@dataclass
+class Tenant:
+    """One of them.
+
+    Args:
+        name: of it.
+        rows: of each request.
+        trains: whether it goes back again.
+        turns: seconds of each token of a batch, or step, after the first moments.
+    """
+
+    name: str
+    rows: int
+    trains: bool = False
+    turns: list[float] = field(default_factory=list)
+    _at: int = 0
+    _begun: float = 0.0
+
+    def ask(self, now: float) -> Job:
+        """Its next request."""
+        path = self._path()
+        group, direction = path[self._at % len(path)]
+        if self._at % len(path) == 0:
+            self._begun = now
+        inputs, outputs = GROUPS[group]
+        return Job(
+            tenant=self.name,
+            stage="fine_tuning" if self.trains or self.rows > FEW_ROWS else "inference",
+            key=(group, direction, "ring"),
+            rows=self.rows,
+            row_work=inputs * outputs,
+            row_cost=inputs * outputs,
+            arrival=now,
+            deadline=1e9,
+            ready=self.rows,
+        )
+
+    def hear(self, now: float) -> float:
+        """It has its answer; returns the seconds that it computes before it asks again."""
+        path = self._path()
+        group, _ = path[self._at % len(path)]
+        self._at += 1
+        if self._at % len(path) == 0 and now > WARM_UP:
+            self.turns.append(now - self._begun)
+        return TENANT + VALUE * self.rows * sum(GROUPS[group])
+
+    def _path(self) -> list[tuple[int, Direction]]:
+        forward: list[tuple[int, Direction]] = [(group, "forward") for group in range(len(GROUPS))]
+        return forward + ([(group, "backward") for group, _ in reversed(forward)] if self.trains else [])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What generating tenants had of it.
+
+    Args:
+        tokens_per_s: of all of them.
+        latency: mean seconds of a token of a batch.
+        idle: the executor's share.
+    """
+
+    tokens_per_s: float
+    latency: float
+    idle: float
+
+
+def rehearse(policy: Policy, tenants: Sequence[Tenant], *, seconds: float = 12.0, seed: int = 0) -> Outcome:
+    """Let them ask; their turns are in them afterwards."""
+    chance, order = random.Random(seed), itertools.count()
+    subject: Scheduler[Job] = Scheduler(policy)
+    by_name = {tenant.name: tenant for tenant in tenants}
+    coming = [(chance.uniform(0, 0.01), next(order), tenant) for tenant in tenants]
+    heapq.heapify(coming)
+    now = idle = core = 0.0  # the last: when the tenants' core is free
+    while now < WARM_UP + seconds:
+        while coming and coming[0][0] <= now:
+            at, _, tenant = heapq.heappop(coming)
+            subject.put(tenant.ask(at))
+        pieces = subject.take(now)
+        if not pieces:
+            deadline = subject.next_deadline(now)
+            then = min([coming[0][0]] if coming else [], default=1e9)
+            then = min(then, 1e9 if deadline is None else deadline)
+            assert then > now
+            idle, now = idle + then - now, then
+            continue
+        rows = sum(piece.rows for piece in pieces)
+        took = PRODUCT + len(pieces) * REQUEST + pieces[0].job.row_work * (READING + rows * ROW)
+        now += took
+        subject.done(pieces, now=now, seconds=took)
+        for piece in pieces:
+            if piece.last:
+                tenant = by_name[str(piece.job.tenant)]
+                busy = tenant.hear(now) * chance.uniform(0.7, 1.4)
+                core = max(core, now) + min(busy, 2e-3)  # whoever needs long is interrupted by the others
+                heapq.heappush(coming, (core + max(0.0, busy - 2e-3) + NETWORK, next(order), tenant))
+    generating = [(tenant.rows, turn) for tenant in tenants if not tenant.trains for turn in tenant.turns]
+    return Outcome(
+        tokens_per_s=sum(rows for rows, _ in generating) / seconds,
+        latency=sum(turn for _, turn in generating) / max(1, len(generating)),
+        idle=idle / now,
+    )

@@ -1,0 +1,41 @@
+"""Everybody side by side."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.provider.scheduler.playing import POLICY, job, scheduler
+
+
+def test_lockstep_lets_those_behind_go_first() -> None:
+    subject = scheduler("lockstep")
+    ahead, behind = job("alice", group=3), job("bob", group=1)
+    subject.put(ahead)
+    subject.put(behind)
+    assert subject.take(0.0)[0].job is behind
+    subject.put(job("bob", group=3))
+    assert {p.job.tenant for p in subject.take(0.0)} == {"alice", "bob"}
+
+
+def test_lockstep_waits_for_whoever_was_here_however_long_the_others_have_waited() -> None:
+    subject = scheduler("lockstep")
+    subject.put(job("bob"))
+    subject.done(subject.take(0.0), now=1.0, seconds=1.0)
+    subject.put(job("alice", arrival=0.5))  # while that was multiplied
+    assert subject.take(1.0) == []
+    assert subject.next_deadline(1.0) == pytest.approx(1.0 + POLICY.lockstep_wait_s)
+    subject.put(job("bob", arrival=1.05))
+    assert {p.job.tenant for p in subject.take(1.05)} == {"alice", "bob"}
+
+
+def test_nobody_takes_a_second_turn_before_the_others_have_had_their_first() -> None:
+    """Who generates waits for the backward half of the others' step: else it would never come."""
+    subject = scheduler("lockstep")
+    subject.put(job("trainer", group=1))
+    subject.put(job("chat", group=1))
+    subject.take(0.0)
+    subject.put(job("chat", group=0))
+    subject.put(job("trainer", group=1, direction="backward"))
+    assert subject.take(0.0)[0].job.tenant == "trainer"
+    subject.put(job("trainer", group=0, direction="backward"))
+    assert [subject.take(0.0)[0].job.tenant for _ in range(2)] == ["trainer", "chat"]

@@ -1,0 +1,84 @@
+"""The scheduler as a pure object, under every policy: all rows are taken once, in bounded products, in bounded time."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from provider.scheduler.jobs import Job
+from provider.scheduler.policy import PolicyName
+from tests.provider.scheduler.playing import POLICIES, POLICY, RATE, ROW_WORK, SLICE_ROWS, job, jobs, run, scheduler
+
+
+@given(jobs(), st.sampled_from(POLICIES))
+def test_every_row_is_taken_once_and_in_order(arriving: list[Job], name: PolicyName) -> None:
+    batches = run(scheduler(name), arriving)
+    taken: dict[int, int] = Counter()
+    for _, pieces in batches:
+        for piece in pieces:
+            assert piece.start == taken[id(piece.job)]
+            taken[id(piece.job)] = piece.stop
+    assert all(taken[id(j)] == j.rows == j.taken for j in arriving)
+    assert {id(p.job) for _, pieces in batches for p in pieces} == {id(j) for j in arriving}
+
+
+@given(jobs(), st.sampled_from(POLICIES), st.integers(1, 10))
+def test_a_batch_is_of_one_kind_and_bounded(arriving: list[Job], name: PolicyName, max_rows: int) -> None:
+    for _, pieces in run(scheduler(name, max_batch_rows=max_rows), arriving):
+        assert len({p.job.key for p in pieces}) == 1
+        assert len({id(p.job) for p in pieces}) == len(pieces)
+        assert sum(p.rows for p in pieces) <= min(max_rows, SLICE_ROWS)
+        if name == "none":
+            assert len(pieces) == 1
+
+
+@given(jobs(), st.sampled_from(POLICIES))
+def test_nothing_waits_for_company_longer_than_the_policy_allows(arriving: list[Job], name: PolicyName) -> None:
+    """Work conserving within policy: whoever goes after idle time has been there, while nothing was multiplied, for no
+    longer than its wait.
+    """
+    subject = scheduler(name)
+    longest = {"none": 0.0, "opportunistic": POLICY.max_wait_s, "lockstep": POLICY.lockstep_wait_s}[name]
+    end = 0.0
+    for begun, pieces in run(subject, arriving):
+        if begun > end:  # it was idle until now
+            late = max(begun - max(end, p.job.arrival) - longest for p in pieces)
+            assert late <= 1e-9, late
+        end = begun + sum(p.rows for p in pieces) * ROW_WORK / RATE
+
+
+@given(jobs(), st.lists(st.integers(0, 29)), st.sampled_from(POLICIES))
+def test_dropped_and_expired_jobs_are_forgotten(arriving: list[Job], dropped: list[int], name: PolicyName) -> None:
+    subject = scheduler(name)
+    for number, one in enumerate(arriving):
+        one.deadline = 5.0 if number % 3 else 50.0
+        subject.put(one)
+    gone = [arriving[i] for i in dropped if i < len(arriving)]
+    for one in gone:
+        subject.drop(one)
+        subject.drop(one)  # once more does nothing
+    subject.take(1.0)
+    expired = subject.expire(5.0)
+    assert all(one.deadline == 5.0 and one not in gone for one in expired)
+    subject.expire(50.0)
+    assert not len(subject)
+    assert subject.take(60.0) == []
+    assert subject.next_deadline(60.0) is None
+    assert set(subject.waiting().values()) == {0}
+
+
+def test_rows_that_are_not_there_yet_are_not_taken() -> None:
+    subject = scheduler()
+    effect = job(rows=10, ready=0)
+    subject.put(effect)
+    assert subject.take(1.0) == []
+    subject.make_ready(effect, 3)
+    assert [(p.start, p.stop) for p in subject.take(1.0)] == [(0, 3)]
+    assert subject.take(1.0) == []
+    subject.make_ready(effect, 7)
+    assert [(p.start, p.stop) for p in subject.take(1.0)] == [(3, 10)]
+    assert effect.left
+    subject.make_ready(effect, 1)
+    assert subject.take(1.0) == []

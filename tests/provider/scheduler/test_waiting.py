@@ -1,0 +1,75 @@
+"""Fair shares: of tenants by their weights, of stages by theirs."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from provider.scheduler.policy import PolicyName
+from tests.provider.scheduler.playing import POLICIES, SLICE_ROWS, job, scheduler
+
+
+@given(
+    st.lists(st.sampled_from((1, 2, 8, 30, 200)), min_size=2, max_size=4),
+    st.sampled_from(POLICIES),
+    st.lists(st.sampled_from((0.5, 1.0, 3.0)), min_size=4, max_size=4),
+)
+def test_tenants_with_work_waiting_get_equal_shares(sizes: list[int], name: PolicyName, weights: list[float]) -> None:
+    """Whatever the size of their requests and the number of their connections: by rows per weight, to a slice."""
+    subject = scheduler(name)
+    served: Counter[object] = Counter()
+    if name == "lockstep":  # its order is by layer group; within one, by arrival
+        weights = [1.0] * 4
+
+    def ask(tenant: int) -> None:  # a group of its own, so that nobody rides
+        subject.put(job(str(tenant), rows=sizes[tenant], group=tenant, stage="fine_tuning", weight=weights[tenant]))
+
+    for tenant in range(len(sizes)):
+        for _ in range(tenant + 1):
+            ask(tenant)
+    for _ in range(300):
+        pieces = subject.take(1.0)
+        for piece in pieces:
+            served[piece.job.tenant] += piece.rows
+            if piece.last:
+                ask(int(str(piece.job.tenant)))
+        if name != "lockstep":
+            shares = [served[str(t)] / weights[t] for t in range(len(sizes))]
+            assert max(shares) - min(shares) <= 2 * SLICE_ROWS / min(weights)
+    assert sum(served.values())
+
+
+def test_a_tenant_that_was_away_has_saved_nothing_up() -> None:
+    subject = scheduler("none")
+    subject.put(job("busy", rows=800, stage="fine_tuning"))
+    for _ in range(90):
+        subject.take(1.0)
+    subject.put(job("new", rows=800, group=1, stage="fine_tuning"))
+    turns = [subject.take(1.0)[0].job.tenant for _ in range(20)]
+    assert 9 <= turns.count("new") <= 11
+
+
+def test_inference_goes_ahead_and_starves_nobody() -> None:
+    """Both want everything: by their weights."""
+    subject = scheduler("none", inference_weight=4.0)
+    served: Counter[str] = Counter()
+    subject.put(job("trainer", rows=10_000, stage="fine_tuning"))
+    for _ in range(200):
+        while subject.waiting()["inference"] < 3:
+            subject.put(job("chat", rows=4, group=1))
+        for piece in subject.take(1.0):
+            served[piece.job.stage] += piece.rows
+    assert served["inference"] / served["fine_tuning"] == pytest.approx(4, rel=0.2)
+
+
+def test_one_row_of_inference_overtakes_what_waits() -> None:
+    subject = scheduler()
+    for tenant in "abc":
+        subject.put(job(tenant, rows=1000, stage="fine_tuning"))
+    for _ in range(10):
+        subject.take(1.0)
+    subject.put(job("chat", rows=1, group=5, arrival=1.0))
+    assert subject.take(1.0)[0].job.tenant == "chat"

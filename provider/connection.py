@@ -21,7 +21,7 @@ import numpy as np
 from provider import logs
 from provider.admission import ByteBudget, Refusal, Register
 from provider.config import MIB, ProviderConfig
-from provider.envelope import Work, row_cost, stage_of
+from provider.envelope import Stages, Work, row_cost
 from provider.link import Link
 from provider.quota import QuotaGate
 from provider.supervisor import ExecutorClient
@@ -77,6 +77,7 @@ class Connection:
         self._limits = service.config.limits
         self._max_payload = self._limits.max_payload_mib * MIB
         self._executor = executor
+        self._stages = Stages(service.config.scheduler.few_rows)
         self._role: wire.Role | None = None
         self._prefix = memoryview(bytearray(wire.PREFIX.size))
         self._unread = 0  # payload bytes of the present frame that are still to come
@@ -230,7 +231,7 @@ class Connection:
         now = time.monotonic()
         return Work(
             tenant=self._tenant,
-            stage=stage_of(request, few_rows=self._service.config.scheduler.few_rows),
+            stage=self._stages.of(request, now),
             weight=self._service.quotas.of(self._tenant).weight or 1.0,
             arrival=now,
             deadline=now + self._limits.request_timeout_s,

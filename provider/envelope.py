@@ -8,6 +8,7 @@ the executor holds none of its memory any more.
 from __future__ import annotations
 
 import bisect
+import math
 from typing import get_args
 
 import msgspec
@@ -19,6 +20,7 @@ from symbiosis_priv.ring import FORWARD
 from symbiosis_priv.tls import TenantIdentity
 
 _KEYSTREAM_COST = 50  # multiply-adds that take as long as one keystream word
+_STEP_S = 60.0  # who has not asked for a gradient for so long does not train any more
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True, tag="work"):
@@ -119,9 +121,25 @@ encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Envelope).decode
 
 
-def stage_of(request: wire.Execute | wire.Effect, *, few_rows: int) -> Stage:
-    """Few rows forward are somebody waiting for a token; the rest is training, or a prompt."""
-    return "inference" if request.direction == FORWARD and request.rows <= few_rows else "fine_tuning"
+class Stages:
+    """What the requests of one connection are for: a connection is one process's, which trains or does not.
+
+    Args:
+        few_rows: a forward request of more is never inference.
+    """
+
+    def __init__(self, few_rows: int) -> None:
+        self._few_rows = few_rows
+        self._backward = -math.inf  # when it last asked for a gradient
+
+    def of(self, request: wire.Execute | wire.Effect, now: float) -> Stage:
+        """Few rows forward are somebody waiting for a token, unless they are half of a training step; the rest is
+        training, or a prompt.
+        """
+        if request.direction != FORWARD:
+            self._backward = now
+        few = request.rows <= self._few_rows
+        return "inference" if few and now - self._backward > _STEP_S else "fine_tuning"
 
 
 def row_work(request: wire.Execute | wire.Effect, entry: GroupEntry) -> int:

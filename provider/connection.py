@@ -27,7 +27,7 @@ from provider.quota import QuotaGate
 from provider.supervisor import ExecutorClient
 from provider.usage import Counts, Usage
 from symbiosis_priv import wire
-from symbiosis_priv.errors import FrameTooLargeError, ProtocolError
+from symbiosis_priv.errors import ConnectionLostError, FrameTooLargeError, ProtocolError
 from symbiosis_priv.manifest import Manifest
 from symbiosis_priv.tls import TenantIdentity
 
@@ -199,6 +199,9 @@ class Connection:
     def _multiply(self, request: wire.Execute | wire.Effect, payload: memoryview, *, cost: int) -> None:
         """Have a product of so many multiply-adds computed, and send it."""
         work = self._work(request)
+        if work.stage == "fine_tuning" and self._left():  # looked at where a product takes longer than the look
+            self._bill(Counts(abandoned=1))
+            raise ConnectionLostError("the tenant left before its product was begun")
         self._executor.send(work, payload)
         try:
             answer = self._executor.receive(deadline=work.deadline, gone=self._left)

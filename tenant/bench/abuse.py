@@ -277,10 +277,11 @@ class _Bench:
             if abuse.revoked:
                 time.sleep(seconds / 4)
                 revoke(self._revoked, [abuser.identity.certificate])
-            beside = self.honest(seconds)
+            beside, used = self.honest(seconds), _processor_seconds(process)
             while abuse.ends and process.is_alive():
                 beside += self.honest(seconds / 4)
-            peak, cores = self._held(), _processor_seconds(process) / (time.monotonic() - begun)
+                used = max(used, _processor_seconds(process))
+            peak, cores = self._held(), used / (time.monotonic() - begun)
             counted = self._counted(abuser, before)
         finally:
             process.kill()

@@ -230,6 +230,29 @@ def test_refused_and_abandoned_requests_are_counted_apart(
     assert [bill["bob"][name] for name in counted] == [1, 3, 0, 0]
 
 
+def test_nothing_is_multiplied_for_who_has_left_before(
+    configure: Configure, connect: Connect, requests: Requests, tmp_path: Path
+) -> None:
+    """Alice is over her rate: by the time that it is her request's turn, she has gone."""
+    execute, _ = requests
+    database = tmp_path / "usage.sqlite"
+    config = msgspec.structs.replace(
+        configure(), usage=UsageConfig(database=database), quota=QuotaConfig(requests_per_s=4.0)
+    )
+    with Provider(config) as provider:
+        alice = connect("alice", to=provider)
+        for _ in range(5):
+            alice.product(execute(0, 1), ones(1))
+        alice.send(execute(0, 100), wire.as_bytes(ones(100)))
+        alice.close()
+        until(lambda: provider.status().connections == 0)
+        report = provider.status().executor
+        assert report is not None
+        assert (report.cancelled, sum(report.heat)) == (0, 5)
+    (bill,) = read(database)
+    assert [bill[name] for name in ("requests", "rows", "abandoned")] == [5, 5, 1]
+
+
 def test_what_was_multiplied_for_who_left_is_on_its_bill(
     configure: Configure, connect: Connect, requests: Requests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

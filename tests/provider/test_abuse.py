@@ -251,6 +251,44 @@ def test_requests_whose_tenant_leaves(victim: Service, connect: Connect, request
     culprit.must_have(abandoned=1)
 
 
+def test_requests_that_come_too_late(
+    configure: Configure, launch: Launch, wide: Path, connect: Connect, requests: Requests, tmp_path: Path
+) -> None:
+    """Their tenants are told and ask again at once; what the executor still holds of them stays on their budget."""
+    execute, _ = requests
+    bills = tmp_path / "usage.sqlite"
+    config = configure(checkpoint=wide, request_timeout_s=0.05, **LIMITS)
+    service = launch(msgspec.structs.replace(config, usage=UsageConfig(database=bills)))
+    honest, row, matrix = connect("alice", to=service), torch.ones(1, WIDTH, dtype=torch.int32), bytes(ROWS * WIDTH * 4)
+    honest.until_served(execute(GATE_UP, 1), row, within=20)
+    over = threading.Event()
+
+    def attack(tenant: str) -> None:
+        with contextlib.closing(connect(tenant, to=service)) as attacker:
+            while not over.is_set():
+                attacker.send(execute(GATE_UP, ROWS), matrix)
+                attacker.receive()
+
+    with watching(service) as watch:
+        threads = [threading.Thread(target=attack, args=(tenant,)) for tenant in ("bob", "carol") for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        try:
+            end = time.monotonic() + 2.5
+            while (begun := time.monotonic()) < end:
+                honest.until_served(execute(GATE_UP, 1), row, within=20)
+                assert time.monotonic() - begun <= PATIENCE_S
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
+    assert watch.grown_mib <= 1.1 * LIMITS["max_inflight_mib"]
+    late = {tenant: Counter[str]() for tenant in ("alice", "bob", "carol")}
+    for line in read(bills):
+        late[str(line["tenant"])].update({name: int(line[name]) for name in ("failed", "refused")})
+    assert all(late[tenant].total() > 0 for tenant in ("bob", "carol"))
+
+
 def test_a_flood_of_large_requests(victim: Service, connect: Connect, requests: Requests, blame: Blame) -> None:
     """Honest answers have their bits, and the flood is on the flooder's bill."""
     execute, _ = requests
@@ -330,16 +368,18 @@ def test_strangers_who_say_nothing(victim: Service, keys: Keys) -> None:
             over.wait(max(0.0, begun + len(opened) / 400 - time.monotonic()))
 
     thread = threading.Thread(target=flood)
-    thread.start()
-    try:
-        time.sleep(0.5)  # 200 of them are there
-        for _ in range(3):
-            FarClient(victim.address, keys.context("alice"), delay=0.3).health()
-    finally:
-        over.set()
-        thread.join()
-        for connection in opened:
-            connection.close()
+    with watching(victim) as watch:
+        thread.start()
+        try:
+            time.sleep(0.5)  # 200 of them are there
+            for _ in range(3):
+                FarClient(victim.address, keys.context("alice"), delay=0.3).health()
+        finally:
+            over.set()
+            thread.join()
+            for connection in opened:
+                connection.close()
+    assert watch.grown_mib <= 32
     named = [line for line in victim.logged() if line["event"] in ("stranger_dropped", "handshake_refused")]
     assert len(named) < 50
 

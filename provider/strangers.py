@@ -11,7 +11,7 @@ import ipaddress
 import itertools
 import socket
 import threading
-from collections import Counter
+from collections.abc import Iterator
 
 
 class Stranger:
@@ -40,6 +40,7 @@ class Strangers:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._present: dict[Stranger, None] = {}
+        self._crowds: dict[str, dict[Stranger, None]] = {}  # by network
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -49,10 +50,16 @@ class Strangers:
         """One more; returns who has to go for it, if anybody."""
         with self._lock:
             self._present[stranger] = None
+            self._crowds.setdefault(stranger.network, {})[stranger] = None
             if len(self._present) <= self._limit:
                 return None
-            crowds = Counter(s.network for s in self._present)
-            return max(self._present, key=lambda s: (crowds[s.network], s.silent))
+            silent = (s for crowd in self._busiest() for s in crowd if s.silent)
+            return next(silent, None) or next(iter(next(self._busiest())))
+
+    def _busiest(self) -> Iterator[dict[Stranger, None]]:
+        """Of the networks with the most, the first is the one that came first. Quick: this is for all who come."""
+        most = max(map(len, self._crowds.values()))
+        return (crowd for crowd in self._crowds.values() if len(crowd) == most)
 
     def speak(self, stranger: Stranger, connection: socket.socket) -> None:
         """Its first bytes have come."""
@@ -62,7 +69,13 @@ class Strangers:
     def leave(self, stranger: Stranger) -> None:
         """It has authenticated, or gone; once is enough."""
         with self._lock:
-            self._present.pop(stranger, None)
+            if stranger not in self._present:
+                return
+            del self._present[stranger]
+            crowd = self._crowds[stranger.network]
+            del crowd[stranger]
+            if not crowd:
+                del self._crowds[stranger.network]
 
     def all(self) -> list[Stranger]:
         """Everybody who is here."""

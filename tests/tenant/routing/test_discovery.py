@@ -26,7 +26,6 @@ from symbiosis_priv.revocation import revoke
 from symbiosis_priv.statements import CLOCK_TOLERANCE_S, MS
 from tenant import RemoteConfig
 from tenant.connect import open_backend
-from tenant.masking.registry import registered
 from tenant.routing.discovery import MAX_FOUND, Discovery, admitted
 from tests.registries import LyingRegistry, registry_config
 from tests.vouching import DIGEST, Vouching
@@ -224,19 +223,6 @@ def test_there_is_a_bound(federation: Federation, vouching: Vouching) -> None:
     found = admitted(federation, said, now=vouching.began / MS)
     assert len(found.executors) == MAX_FOUND
     assert len(found.refused) == 3
-
-
-def test_executors_that_nobody_chose_see_no_rows_in_clear(federation: Federation) -> None:
-    alone = replace(federation, registries=None)
-    for scheme in registered():
-        scheme.check(alone)
-        if not scheme.roles:
-            continue
-        if scheme.name in ("pad", "local"):
-            scheme.check(federation)
-        else:
-            with pytest.raises(ConfigError, match=r"remove \[registry\]"):
-                scheme.check(federation)
 
 
 # Over the network

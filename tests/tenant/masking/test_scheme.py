@@ -1,0 +1,38 @@
+"""Whether a scheme keeps what it promises with the providers that there are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from symbiosis_priv.errors import ConfigError, RoleConflictError
+from symbiosis_priv.federation import Federation, Peer, Registries
+from tenant.masking.registry import registered
+
+EXECUTOR = Peer("alpha", "A", "executor", "alpha.example", 7401, Path("alpha.pem"))
+HELPER = Peer("beta", "B", "helper", "beta.example", 7402, Path("beta.pem"))
+ALONE = Federation("sha256:" + "0" * 64, 10, Path("t.pem"), Path("t.key"), (EXECUTOR, HELPER))
+
+
+def test_executors_that_nobody_chose_see_no_rows_in_clear() -> None:
+    federation = replace(ALONE, registries=Registries(("r.example:7500",), Path("federation.pem")))
+    for scheme in registered():
+        scheme.check(ALONE)
+        if not scheme.roles:
+            continue
+        if scheme.name in ("pad", "local"):
+            scheme.check(federation)
+        else:
+            with pytest.raises(ConfigError, match=r"remove \[registry\]"):
+                scheme.check(federation)
+
+
+def test_who_needs_a_helper_says_so() -> None:
+    for scheme in registered():
+        if "helper" in scheme.roles:
+            with pytest.raises(RoleConflictError, match=r"needs a .* with role = 'helper'"):
+                scheme.check(replace(ALONE, peers=(EXECUTOR,)))
+        else:
+            scheme.check(replace(ALONE, peers=(EXECUTOR,)))

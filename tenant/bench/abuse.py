@@ -11,8 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import http.client
-import json
 import multiprocessing
 import os
 import socket
@@ -33,7 +31,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from symbiosis_priv import wire
-from symbiosis_priv.addresses import parse_address
 from symbiosis_priv.certificates import Identity, Kind, issue
 from symbiosis_priv.errors import DeadlineExceededError, SymbiosisError
 from symbiosis_priv.federation import Federation, Peer, load_federation
@@ -42,6 +39,7 @@ from symbiosis_priv.revocation import revoke
 from symbiosis_priv.ring import FORWARD
 from symbiosis_priv.tls import client_context
 from tenant.bench.report import Row
+from tenant.bench.status import METRICS, status_of
 from tenant.connections.channel import Channel, fresh_nonce
 
 _GROUP = 0  # q, k and v
@@ -231,7 +229,7 @@ def measure_abuse(
     options: dict[str, dict[str, object]] = {
         "executor": {"threads": threads},
         "tls": {"revoked": revoked},
-        "metrics": {"listen": "127.0.0.1:0"},
+        "metrics": METRICS,
     }
     with (
         LocalFederation(model, directory / "federation", helpers=0, provider_options=options) as local,
@@ -346,13 +344,7 @@ class _Bench:
         return {what: now[what] - then[what] for what in now if now[what] > then[what]}
 
     def _status(self) -> dict[str, Any]:
-        lines = self._local.logs("executor").splitlines()
-        ready = next(json.loads(line) for line in lines if '"event": "listening"' in line)
-        connection = http.client.HTTPConnection(*parse_address(ready["metrics"]), timeout=10.0)
-        with contextlib.closing(connection):
-            connection.request("GET", "/status")
-            status: dict[str, Any] = json.loads(connection.getresponse().read())
-        return status
+        return status_of(self._local, "executor")
 
     def _alone(self) -> bool:
         """Whether nobody but the honest tenant is connected."""

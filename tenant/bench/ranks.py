@@ -10,9 +10,7 @@ has lost a rank then comes back with little priority, and takes longer.
 from __future__ import annotations
 
 import contextlib
-import http.client
 import itertools
-import json
 import multiprocessing
 import os
 import re
@@ -29,7 +27,6 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 
-from symbiosis_priv.addresses import parse_address
 from symbiosis_priv.certificates import Identity, Kind, issue
 from symbiosis_priv.errors import DeadlineExceededError, ProtocolError, SymbiosisError
 from symbiosis_priv.federation import load_federation
@@ -39,6 +36,7 @@ from symbiosis_priv.weights import WeightStore
 from tenant.bench import processes
 from tenant.bench.contest import START_S, Shape
 from tenant.bench.report import Row
+from tenant.bench.status import METRICS, status_of
 from tenant.masking.registry import session_scheme
 from tenant.preparation import prepare
 from tenant.session.options import SessionOptions
@@ -145,7 +143,7 @@ def measure_ranks(
     model = shape.save(directory / "model")
     options: dict[str, dict[str, object]] = {
         "executor": {"threads": 1, "ranks": ranks},
-        "metrics": {"listen": "127.0.0.1:0"},
+        "metrics": METRICS,
     }
     found: list[Row] = []
     for (number, executors), what in itertools.product(enumerate(groups), losses):
@@ -168,9 +166,9 @@ def measure_ranks(
 def _lose(local: LocalFederation, what: str, *, seconds: float) -> _Loss:
     """Take a rank from the executor that is asked most, and wait until it has got over it."""
     executors = [name for name in local.names if name.startswith("executor")]
-    earlier = {name: _status(local, name) for name in executors}
+    earlier = {name: status_of(local, name) for name in executors}
     time.sleep(seconds)
-    statuses = {name: _status(local, name) for name in executors}
+    statuses = {name: status_of(local, name) for name in executors}
     victim = max(executors, key=lambda name: _requests(statuses[name]) - _requests(earlier[name]))
     gateway, said = local.pid(victim), len(local.logs(victim))
     assert gateway is not None, "it has just answered"
@@ -180,7 +178,7 @@ def _lose(local: LocalFederation, what: str, *, seconds: float) -> _Loss:
         _give_way(gateway)
     at = time.monotonic()
     os.kill(ranks[last], LOSSES[what])
-    while not ((now := _status(local, victim))["ready"] and now["restarts"] > statuses[victim]["restarts"]):
+    while not ((now := status_of(local, victim))["ready"] and now["restarts"] > statuses[victim]["restarts"]):
         if time.monotonic() > at + _PATIENCE_S:
             raise DeadlineExceededError(f"{victim} is not back {_PATIENCE_S:g} s after {what}")
         time.sleep(_LOOK_S)
@@ -306,16 +304,6 @@ def _ask(tenant: _Tenant, pipe: Connection) -> None:
 
 
 # Providers
-
-
-def _status(local: LocalFederation, name: str) -> dict[str, Any]:
-    lines = local.logs(name).splitlines()
-    ready = next(json.loads(line) for line in lines if '"event": "listening"' in line)
-    connection = http.client.HTTPConnection(*parse_address(ready["metrics"]), timeout=_PATIENCE_S)
-    with contextlib.closing(connection):
-        connection.request("GET", "/status")
-        status: dict[str, Any] = json.loads(connection.getresponse().read())
-    return status
 
 
 def _requests(status: dict[str, Any]) -> int:

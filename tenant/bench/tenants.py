@@ -8,9 +8,7 @@ what is measured is the provider. On a machine that both share, their processor 
 from __future__ import annotations
 
 import contextlib
-import http.client
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -26,13 +24,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from symbiosis_priv import certificates
-from symbiosis_priv.addresses import parse_address
 from symbiosis_priv.certificates import Identity
-from symbiosis_priv.errors import ConnectionLostError, ProtocolError
+from symbiosis_priv.errors import ProtocolError
 from symbiosis_priv.local import LocalFederation
 from symbiosis_priv.weights import WeightStore
 from tenant.bench.load import Asker, Kind, Load, Report
 from tenant.bench.report import Row
+from tenant.bench.status import METRICS, status_of
 
 _START_S = 600.0  # a wide model is quantised first
 _SLACK_S = 120.0  # for the last turn of each tenant
@@ -222,7 +220,7 @@ class _Bench:
             "executor": {"threads": threads, "ranks": variant.ranks, "sharding": variant.sharding},
             "scheduler": {"policy": variant.policy},
             "limits": {"max_connections": max(256, 2 * tenants)},
-            "metrics": {"listen": "127.0.0.1:0"},
+            "metrics": METRICS,
         }
         self._variant = variant
         self._directory = directory
@@ -268,17 +266,7 @@ class _Bench:
 
     def _executor(self) -> dict[str, Any]:
         """What the provider's `/status` says of its executor."""
-        lines = self._local.logs("executor").splitlines()
-        ready = next(json.loads(line) for line in lines if '"event": "listening"' in line)
-        host, port = parse_address(ready["metrics"])
-        connection = http.client.HTTPConnection(host, port, timeout=10.0)
-        try:
-            connection.request("GET", "/status")
-            executor: dict[str, Any] = json.loads(connection.getresponse().read())["executor"]
-        except OSError as error:
-            raise ConnectionLostError(f"the provider does not answer at {ready['metrics']}: {error}") from error
-        finally:
-            connection.close()
+        executor: dict[str, Any] = status_of(self._local, "executor")["executor"]
         return executor
 
     def _figures(

@@ -135,9 +135,15 @@ def test_ranks_hold_a_model_that_is_larger_than_what_each_may_allocate(
 
 
 def test_two_machines_serve_one_model(
-    configure: Configure, connect: Connect, requests: Requests, provider: Provider, tmp_path: Path
+    configure: Configure,
+    connect: Connect,
+    requests: Requests,
+    provider: Provider,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """`examples/deploy/two-nodes.sh` twice, as on two machines: the bits of a provider that holds everything."""
+    """`examples/deploy/two-nodes.sh` twice, as on two machines: the bits of a provider that holds everything, and when
+    one of them is lost, the other one ends and says why."""
     execute, _ = requests
     config = configure()
     settings: dict[str, dict[str, Any]] = {
@@ -179,9 +185,9 @@ def test_two_machines_serve_one_model(
         rows = torch.arange(4 * WIDTH, dtype=torch.int32).reshape(4, WIDTH)
         got = connect(to=served).product(execute(0, 4), rows)
         assert torch.equal(got, connect(to=provider).product(execute(0, 4), rows))
-        nodes[0].terminate()
-        for node in nodes:
-            node.wait(60)
+        nodes[1].kill()
+        assert nodes[0].wait(60) == 1
+        assert "not answering: rank 1" in capfd.readouterr().err
     finally:
         for node in nodes:
             with contextlib.suppress(ProcessLookupError):

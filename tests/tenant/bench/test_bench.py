@@ -182,7 +182,7 @@ def test_a_lost_rank_keeps_nobody_waiting_who_has_another_executor(tmp_path: Pat
         groups=[2],
         losses=["a rank is killed"],
         ranks=2,
-        tenants=2,
+        tenants=1,
         rows=1,
         masking="none",
         seconds=1.0,

@@ -21,7 +21,7 @@ def test_every_abuse_is_measured_and_named(tmp_path: Path) -> None:
         assert row["beside_over_alone"] == pytest.approx(beside / alone)
         assert 0 < alone <= float(row["alone_p99_ms"] or 0)
         assert 0 < beside <= float(row["beside_p99_ms"] or 0) <= float(row["longest_ms"] or 0)
-        assert row["left_files"] == 0, row
+        assert int(row["left_files"] or 0) <= 0, row  # one more before: whoever asked for the counts was still there
     named = {
         "control: a process that only computes": ["nothing"],
         "a flood of large requests": ["connections 4", "requests "],

@@ -47,7 +47,7 @@ class Handshakes(msgspec.Struct, frozen=True, kw_only=True):
         present: have not authenticated yet.
         waiting: of them, those who have said something and wait for their turn.
         accepted: have authenticated.
-        refused: showed no good certificate, or broke the protocol.
+        refused: showed no good certificate, broke the protocol, or left.
         late: did not finish in time.
         crowded_out: dropped because there were too many of their network.
         seconds: processor time.
@@ -126,6 +126,7 @@ class Reception:
         """For connections that come from now on."""
         self._turns.share = limits.handshake_share
         self._credentials = credentials
+        self._known = OrderedDict()  # lets go of the context before
 
     def stop(self, timeout: float) -> None:
         """Accept no more; whoever has not authenticated is dropped."""

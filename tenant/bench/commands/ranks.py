@@ -22,6 +22,13 @@ def ranks(
     rows: Annotated[int, typer.Option(min=1, help="Of each of their products.")] = 1,
     masking: Annotated[str, typer.Option(help="The scheme.")] = "pad",
     seconds: Annotated[float, typer.Option(min=0.1, help="Before each loss and after each return.")] = 3.0,
+    apart: Annotated[
+        bool,
+        typer.Option(
+            "--apart/--together",
+            help="Let a group start again with little priority where there is another, as if each had a machine.",
+        ),
+    ] = True,
     json: Json = None,
 ) -> None:
     """Kill a rank of a sharded executor, and stop one, while tenants ask: with that group alone and with a second one.
@@ -40,6 +47,7 @@ def ranks(
             rows=rows,
             masking=scheme(masking),
             seconds=seconds,
+            apart=apart,
             on_event=tell,
         )
     finish("ranks", found, json)

@@ -186,6 +186,7 @@ def test_a_lost_rank_keeps_nobody_waiting_who_has_another_executor(tmp_path: Pat
         rows=1,
         masking="none",
         seconds=1.0,
+        apart=False,
     )
     assert row["wrong"] == row["left_processes"] == 0
     assert row["named"] == "yes"

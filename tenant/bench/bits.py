@@ -62,7 +62,7 @@ def measure_bits(
         measure_tenants(
             folder,
             scenarios=scenarios,
-            mix=_MIX,
+            mixes=[_MIX],
             variants=[variant],
             hidden=_HIDDEN,
             layers=_LAYERS,

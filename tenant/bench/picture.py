@@ -24,7 +24,16 @@ def draw(results: Sequence[Figures], path: Path) -> None:
 
 def _bars(results: Sequence[Figures], title: str, value: Callable[[Figures], float]) -> str:
     bars = [
-        Bar(f"{f.variant}, {f.generating} + {f.training}", value(f), colour=COLOURS[_POLICIES.index(f.variant.policy)])
-        for f in sorted(results, key=lambda f: (f.generating + f.training, _POLICIES.index(f.variant.policy)))
+        Bar(f"{f.variant}, {_who(f)}", value(f), colour=COLOURS[_POLICIES.index(f.variant.policy)])
+        for f in sorted(
+            results,
+            key=lambda f: (f.generating + f.training, f.generating_rows, _POLICIES.index(f.variant.policy)),
+        )
     ]
     return figures.bars(title, bars, Axis(title, 0.0, max(bar.value for bar in bars) or 1.0))
+
+
+def _who(figures: Figures) -> str:
+    sizes = figures.generating_rows
+    batches = f" x {sizes[0]}-{sizes[-1]} rows" if sizes and sizes != (1,) else ""
+    return f"{figures.generating}{batches} + {figures.training}"

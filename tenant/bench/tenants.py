@@ -101,6 +101,8 @@ class Figures:
     """One variant under one scenario.
 
     Args:
+        generating, training: tenants.
+        generating_rows: of requests of those who generate, each size once.
         tokens_per_s: rows that generating tenants got through the model.
         token_ms: mean, p50 and p99 of a token of a batch; None without generating tenants.
         trained_rows_per_s: rows that training tenants got through it, forward and back.
@@ -118,6 +120,7 @@ class Figures:
 
     variant: Variant
     generating: int
+    generating_rows: tuple[int, ...]
     training: int
     tokens_per_s: float
     token_ms: tuple[float, float, float] | None
@@ -140,6 +143,7 @@ def tenants_row(figures: Figures) -> Row:
     token, step = figures.token_ms or nothing, figures.step_ms or nothing
     return {
         "generating": figures.generating,
+        "generating_rows": ", ".join(map(str, figures.generating_rows)) or None,
         "training": figures.training,
         "policy": figures.variant.policy,
         "ranks": figures.variant.ranks,
@@ -166,7 +170,7 @@ def measure_tenants(
     directory: Path,
     *,
     scenarios: Sequence[Scenario],
-    mix: Mix,
+    mixes: Sequence[Mix],
     variants: Sequence[Variant],
     hidden: int,
     layers: int,
@@ -179,7 +183,7 @@ def measure_tenants(
     Args:
         directory: new or empty.
         scenarios: who asks.
-        mix: for what.
+        mixes: for what: every scenario with the first one, then with the next.
         variants: of providers.
         hidden: width of the model.
         layers: its blocks, of four layer groups each.
@@ -207,9 +211,8 @@ def measure_tenants(
             running.enter_context(_Bench(directory / str(variant), model, variant, threads=threads, tenants=most))
             for variant in variants
         ]
-        for scenario in scenarios:
-            for bench in benches:
-                on_result(bench.run(scenario, mix, seconds=seconds))
+        for mix, scenario, bench in itertools.product(mixes, scenarios, benches):
+            on_result(bench.run(scenario, mix, seconds=seconds))
 
 
 class _Bench:
@@ -288,6 +291,7 @@ class _Bench:
         return Figures(
             variant=self._variant,
             generating=scenario.generating,
+            generating_rows=tuple(sorted({report.rows for report in generating})),
             training=scenario.training,
             tokens_per_s=sum(r.rows * len(r.turns) for r in generating) / seconds,
             token_ms=_times(generating),

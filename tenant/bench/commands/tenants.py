@@ -22,7 +22,13 @@ def provider(
     tenants: Annotated[
         str, typer.Option(help="How many at once, generating+training, separated by commas.")
     ] = "1+0,16+0,6+0,6+2,8+4",
-    generating_rows: Annotated[str, typer.Option(help="Rows of generating tenants' requests, by turns.")] = "1",
+    generating_rows: Annotated[
+        str,
+        typer.Option(
+            help="Rows of generating tenants' requests, by turns; with slashes, one mix after the other: "
+            "1/2,4,8,16,32,64,128,256 for one row each, then for batches."
+        ),
+    ] = "1",
     training_rows: Annotated[str, typer.Option(help="Rows of training tenants' requests, by turns.")] = "2,16,64,256",
     adapters: Annotated[str, typer.Option(help="Ranks of the tenants' adapters, by turns.")] = "8,64",
     policies: Annotated[str, typer.Option(help="Batching policies, separated by commas.")] = ",".join(POLICIES),
@@ -48,11 +54,14 @@ def provider(
             shardings=chosen(shardings, SHARDINGS.split(","), "--shardings"),
         )
     )
-    mix = Mix(
-        generating_rows=tuple(numbers(generating_rows, "--generating-rows")),
-        training_rows=tuple(numbers(training_rows, "--training-rows")),
-        ranks=tuple(numbers(adapters, "--adapters")),
-    )
+    mixes = [
+        Mix(
+            generating_rows=tuple(numbers(rows, "--generating-rows")),
+            training_rows=tuple(numbers(training_rows, "--training-rows")),
+            ranks=tuple(numbers(adapters, "--adapters")),
+        )
+        for rows in generating_rows.split("/")
+    ]
     scenarios = [Scenario(generating=some, training=others) for some, others in pairs(tenants, "--tenants")]
     results: list[Figures] = []
     with measuring() as (folder, tell):
@@ -64,7 +73,7 @@ def provider(
         measure_tenants(
             folder,
             scenarios=scenarios,
-            mix=mix,
+            mixes=mixes,
             variants=kinds,
             hidden=hidden,
             layers=layers,

@@ -139,28 +139,28 @@ def test_provider_compares_policies_bit_by_bit(tmp_path: Path) -> None:
         "--tenants",
         "6+2",
         "--generating-rows",
-        "1,2,4",
+        "1/2,4",
         "--hidden",
         "64",
         "--layers",
         "1",
         "--seconds",
-        "0.7",
+        "0.5",
         "--threads",
         "1",
     ]
     files = ["--json", str(figures), "--picture", str(picture)]
     assert bench("provider", *size, *files).strip()
     results = read(figures).rows
-    assert [(r["policy"], r["generating"], r["training"]) for r in results] == [
-        (policy, 6, 2) for policy in ("none", "lockstep", "opportunistic")
+    assert [(r["generating_rows"], r["policy"], r["generating"], r["training"]) for r in results] == [
+        (rows, policy, 6, 2) for rows in ("1", "2, 4") for policy in ("none", "lockstep", "opportunistic")
     ]
     assert all(r["wrong"] == 0 and scale.number(r["answers"]) > 100 for r in results)
     assert all(0 < scale.number(r["product_share"]) <= 1 for r in results)
     assert all(scale.number(r["tokens_per_s"]) > 0 for r in results)
     assert all(scale.number(r["trained_rows_per_s"]) > 0 for r in results)
     assert all(r["batch_requests"] == 1 for r in results if r["policy"] == "none")
-    assert picture.read_text().count("<rect") == 2 * 3
+    assert picture.read_text().count("<rect") == 2 * 6
 
 
 def test_bits_are_compared_over_kinds_of_providers(tmp_path: Path) -> None:

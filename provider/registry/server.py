@@ -54,6 +54,7 @@ _BACKLOG: Final = 256
 _ACCEPT_S: Final = 0.5  # how long a stop may go unnoticed
 _TIDY_S: Final = 600.0
 _DAY_S: Final = 86_400
+_TOO_MANY: Final = wire.Failure(code=wire.ErrorCode.BUSY, detail="too many requests from this network")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +72,7 @@ class RegistryConfig:
         max_connections: at a time; one more closes the oldest of the busiest network.
         frame_timeout_s: for the handshake, for a frame, and for the next one to begin.
         connection_s: how long a connection may last.
-        requests_per_s: of one network; ten seconds' worth at once.
+        requests_per_s: of one network; ten seconds' worth at once. Who asks for more is told so, and hung up on.
         announcements_per_h: of one executor, on average; a quarter of them at once.
         retain_days: how long the log keeps what has expired: at least for as long as any descriptor may live, so that
             an older one of a key cannot come back.
@@ -317,15 +318,14 @@ class RegistryServer:
         header, payload = bytearray(length), bytearray(size)
         for part in (header, payload):
             link.receive(memoryview(part), deadline=deadline)
-        reply, body = self._reply(protocol.decode_request(header), bytes(payload), network=stranger.network)
+        welcome = self._visits.take(stranger.network, now=time.monotonic())
+        reply, body = self._reply(protocol.decode_request(header), bytes(payload)) if welcome else (_TOO_MANY, b"")
         link.send(wire.encode(reply, payload_bytes=len(body)), body, deadline=deadline)
-        return True
+        return welcome  # else whoever asks on is answered as fast as this process can, and others wait
 
     # Requests
 
-    def _reply(self, request: protocol.Request, payload: bytes, *, network: str) -> tuple[protocol.Reply, bytes]:
-        if not self._visits.take(network, now=time.monotonic()):
-            return wire.Failure(code=wire.ErrorCode.BUSY, detail="too many requests from this network"), b""
+    def _reply(self, request: protocol.Request, payload: bytes) -> tuple[protocol.Reply, bytes]:
         match request:
             case protocol.Announce():
                 return self._take(payload), b""

@@ -119,6 +119,8 @@ def test_requests_of_one_network_are_limited(serve: Serve, vouching: Vouching) -
             registry.list(DIGEST)
         with pytest.raises(ProviderError, match="too many requests"):
             registry.list(DIGEST)
+        with pytest.raises(TransportError):  # not answered once more for every frame that is sent
+            registry.list(DIGEST)
 
 
 def test_rates_come_back_and_are_bounded() -> None:

@@ -11,11 +11,11 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from symbiosis_priv.descriptor import Announced, newest, verify
+from symbiosis_priv.descriptor import MAX_LIFETIME_S, Announced, newest, verify
 from symbiosis_priv.errors import DescriptorError, ProviderError, TransportError
 from symbiosis_priv.registry.client import RegistryClient
 from symbiosis_priv.registry.history import Span, VouchedHead
-from symbiosis_priv.statements import MS, Trust
+from symbiosis_priv.statements import CLOCK_TOLERANCE_S, MS, Trust
 from symbiosis_priv.tls import registry_client_context
 from symbiosis_priv.wire import ErrorCode
 
@@ -101,20 +101,45 @@ def _add(executors: dict[str, Announced], data: bytes, trust: Trust, *, place: s
 
 
 def contradictions(views: Sequence[View]) -> list[str]:
-    """Where two views of one registry's log cannot both be true: each names the first entry that differs."""
+    """Where two views of one registry's log cannot both be true: an entry that differs, entries that one of them has
+    forgotten before that could be, or a later head with fewer entries.
+    """
     found = []
     for one, other in itertools.combinations(views, 2):
         if one.name != other.name:
             continue
-        for number in sorted(one.hashes.keys() & other.hashes.keys()):
-            if one.hashes[number] != other.hashes[number]:
-                shown = " and ".join(f"{view.place} shows {view.hashes[number].hex()[:16]}" for view in (one, other))
-                found.append(
-                    f"EQUIVOCATION: registry {one.name!r} has signed two logs, which differ from entry {number} on: "
-                    f"{shown}"
-                )
-                break
+        ways = ((one, other), (other, one))
+        told = [_differ(one, other), *(_forgets(*way) for way in ways), *(_goes_back(*way) for way in ways)]
+        if why := next(filter(None, told), ""):
+            found.append(f"EQUIVOCATION: registry {one.name!r} has signed two logs{why}")
     return found
+
+
+def _differ(one: View, other: View) -> str:
+    for number in sorted(one.hashes.keys() & other.hashes.keys()):
+        if one.hashes[number] != other.hashes[number]:
+            shown = " and ".join(f"{view.place} shows {view.hashes[number].hex()[:16]}" for view in (one, other))
+            return f", which differ from entry {number} on: {shown}"
+    return ""
+
+
+def _forgets(one: View, other: View) -> str:
+    """A log that begins after another one's end has nothing in common with it that could differ."""
+    shown, begins = max(one.hashes), min(other.hashes)
+    expires = max((announced.said.expires for announced in one.executors.values()), default=0)
+    if begins <= shown or expires + MS * (MAX_LIFETIME_S - CLOCK_TOLERANCE_S) < other.head.said.issued:
+        return ""
+    return (
+        f": {other.place} begins after entry {begins}, and none may be forgotten yet of what {one.place} shows up to "
+        f"entry {shown}"
+    )
+
+
+def _goes_back(one: View, other: View) -> str:
+    earlier, later = one.head.said, other.head.said
+    if later.entries >= earlier.entries or later.issued <= earlier.issued + MS * CLOCK_TOLERANCE_S:
+        return ""
+    return f": {other.place} ends with entry {later.entries}, and {one.place} had {earlier.entries} before"
 
 
 def differences(views: Sequence[View], *, now: float) -> list[str]:

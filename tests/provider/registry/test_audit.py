@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from provider.registry.audit import contradictions, differences, view
+from provider.registry.audit import View, contradictions, differences, view
 from provider.registry.cli import app
 from provider.registry.replica import Follower
 from provider.registry.server import RegistryServer
@@ -127,6 +129,39 @@ def test_a_registry_cannot_have_a_replica_forget_what_it_has_shown(
     with pytest.raises(DescriptorError, match=r"EQUIVOCATION: .* none may be forgotten yet"):
         follow(vouching, replica, other)
     assert replica.log.position == position
+
+
+def test_two_faces_without_a_common_entry_are_found_out(serve: Serve, vouching: Vouching, tmp_path: Path) -> None:
+    """Entries are counted by the registry itself: whoever begins the other log later shows no number twice."""
+    one, other = serve(), serve(database=tmp_path / "other face.sqlite")
+    announce(vouching, one, vouching.says("gamma"))
+    forgotten = [vouching.says("delta", after_ms=step, lifetime_s=1.0) for step in range(2)]
+    announce(vouching, other, *forgotten, vouching.says("epsilon"))
+    other.log.forget(expired_before=vouching.began / MS + 100)
+    views = [view(face.address, vouching.trust) for face in (one, other)]
+    for order in (views, views[::-1]):
+        (found,) = contradictions(order)
+        assert f"{other.address} begins after entry 2, and none may be forgotten yet" in found
+    status, output = run(vouching, "audit", one.address, other.address)
+    assert status == 1, output
+
+
+def test_a_later_head_with_fewer_entries_is_found_out(serve: Serve, vouching: Vouching, tmp_path: Path) -> None:
+    one, rewound = serve(), serve(database=tmp_path / "rewound.sqlite")
+    announce(vouching, one, gamma := vouching.says("gamma"), vouching.says("delta"))
+    announce(vouching, rewound, gamma)
+    shown = view(one.address, vouching.trust)
+
+    def rewound_after(seconds: float) -> View:
+        found = view(rewound.address, vouching.trust)
+        said = msgspec.structs.replace(found.head.said, issued=shown.head.said.issued + round(MS * seconds))
+        return replace(found, head=replace(found.head, said=said))
+
+    assert contradictions([shown, rewound_after(-600)]) == []  # a replica that has not heard of delta yet
+    assert contradictions([shown, rewound_after(30)]) == []  # a clock that was set back
+    for order in ([shown, rewound_after(600)], [rewound_after(600), shown]):
+        (found,) = contradictions(order)
+        assert f"{rewound.address} ends with entry 1, and {one.address} had 2 before" in found
 
 
 def test_what_is_held_back_is_a_difference(serve: Serve, vouching: Vouching) -> None:

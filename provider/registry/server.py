@@ -44,7 +44,7 @@ from symbiosis_priv.errors import (
     TransportError,
 )
 from symbiosis_priv.registry import protocol
-from symbiosis_priv.registry.history import Head, sign_head
+from symbiosis_priv.registry.history import Head, sign_head, verify_head
 from symbiosis_priv.statements import MAX_BYTES, MS, Trust
 from symbiosis_priv.tls import registry_server_context
 
@@ -358,10 +358,13 @@ class RegistryServer:
 
     def _recorded(self, request: protocol.History) -> tuple[protocol.Reply, bytes]:
         span = self.log.span(request.after)  # before the head: it counts these entries, and perhaps later ones
-        head = self.log.head if self.replica_of is not None else self._sign_head()
-        if not head:
-            return wire.Failure(code=wire.ErrorCode.BUSY, detail="this replica has not reached its registry yet"), b""
-        record = protocol.Record(after=span.after, before=span.before, entries=list(span.entries), head=head)
+        head, entries = self.log.head if self.replica_of is not None else self._sign_head(), list(span.entries)
+        if self.replica_of is not None:  # while it catches up, it has entries that the registry's head does not count
+            counted = verify_head(head, self.trust.of_the_past, now=None).said.entries if head else 0
+            if not head or counted < span.after:
+                return wire.Failure(code=wire.ErrorCode.BUSY, detail="this replica has not reached its registry"), b""
+            entries = entries[: counted - span.after]
+        record = protocol.Record(after=span.after, before=span.before, entries=entries, head=head)
         return protocol.Recorded(), protocol.encode_record(record)
 
     def _sign_head(self) -> bytes:

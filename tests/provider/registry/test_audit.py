@@ -67,6 +67,18 @@ def test_a_replica_has_the_same_log_and_passes_it_on(serve: Serve, vouching: Vou
     assert output.count("log of registry, entries 1 to 3") == 2
 
 
+def test_a_replica_that_catches_up_shows_what_its_head_counts(serve: Serve, vouching: Vouching) -> None:
+    """Or whoever reads it meanwhile takes it for a liar, and a registry that shows no end of its log mutes it."""
+    server, replica = serve(), serve(name="replica", replica_of="registry")
+    announce(vouching, server, vouching.says("gamma"))
+    follow(vouching, replica, server)
+    replica.log.extend([vouching.said("delta"), vouching.said("gamma", after_ms=1)], head=replica.log.head)
+    found = view(replica.address, vouching.trust)
+    assert (max(found.hashes), found.head.said.entries) == (1, 1)
+    with vouching.client(replica.address) as client, pytest.raises(ProviderError, match="not reached its registry"):
+        client.history(after=2, trust=vouching.trust)
+
+
 def test_a_replica_that_was_away_for_too_long_begins_later(serve: Serve, vouching: Vouching) -> None:
     server, replica = serve(), serve(name="replica", replica_of="registry")
     now = vouching.began / MS

@@ -7,7 +7,9 @@
 * **Choice.** Of a stage's tenants, those go first whose layer group most others wait for; nobody is passed over so for
   longer than a slice.
 * **Riders.** Rows ride where the weights are read anyway: inference, whole, with whatever goes; of fine-tuning what
-  is at most a slice from its turn, cut to what is left. When fine-tuning leads, half of the slice is its own.
+  is at most a slice from its turn, cut to what is left. When fine-tuning leads, half of the slice is its own. When it
+  is inference's turn, fine-tuning makes the product take half as long again at most: a flood of large requests for the
+  same layer group would otherwise make every row of inference wait for a slice.
 * **Inference beside fine-tuning.** When it is inference's turn, fine-tuning is held back for `max_wait_s` at most for a
   tenant that is about to ask for its next layer group, or that waits for company: one row would wait many times longer
   for the slice than the slice for the row.
@@ -24,6 +26,7 @@ from provider.scheduler.pace import Pace
 from provider.scheduler.policy import Policy
 from provider.scheduler.waiting import Waiting
 
+_HINDRANCE = 0.5  # of its own time: what inference may be slowed down by when it is its turn
 _RECENT_WAITS = 10  # a tenant is expected back for so many times the longest wait
 
 
@@ -94,10 +97,17 @@ class Opportunistic(Discipline[J]):
             first = Piece.next_of(leader, room)
             pieces = [first, *whole(inference, room - first.rows)]
             filling = [job for job in fine_tuning if self._near_its_turn(job)]
+            if self._waiting.inference_is_due():
+                room = min(room, self._unhindered(leader, sum(piece.rows for piece in pieces)))
         else:
             pieces = whole(inference, room - Piece.next_of(leader, max(1, room // 2)).rows)
             filling = [leader, *fine_tuning]
         return pieces + _filling(filling, room - sum(piece.rows for piece in pieces))
+
+    def _unhindered(self, leader: J, rows: int) -> int:
+        """Rows of a product that takes half as long again as with so many rows."""
+        per_row = self._pace.seconds(leader, 1) - self._pace.reading(leader)
+        return rows + int(_HINDRANCE * self._pace.seconds(leader, rows) / max(per_row, 1e-9))
 
     def _near_its_turn(self, job: J) -> bool:
         """Its tenant has had at most a slice more than whoever of its stage is next."""

@@ -34,6 +34,21 @@ def test_rows_of_fine_tuning_fill_the_slice_of_an_inference() -> None:
     assert [(p.job.tenant, p.rows) for p in pieces] == [("chat", 3), ("other", 3), ("trainer", SLICE_ROWS - 6)]
 
 
+@pytest.mark.parametrize(("reading_rows", "riders"), [(0, 1), (20, 11)])
+def test_who_rides_makes_inference_wait_for_half_as_long_again_at_most(reading_rows: int, riders: int) -> None:
+    """When it is inference's turn: a flood of large requests for the same layer group is in no hurry."""
+    row_s = ROW_WORK / RATE
+    subject = scheduler(reading=reading_rows * row_s, slice_s=200 * row_s)
+    subject.put(job("flood", rows=5000, stage="fine_tuning"))
+    subject.take(0.0)
+    subject.put(chat := job("chat", rows=2))
+    pieces = subject.take(0.0)
+    assert [p.job.tenant for p in pieces] == ["chat", "flood"]
+    assert pieces[1].rows == pytest.approx(riders, abs=1)
+    alone, together = (subject.pace.seconds(chat, rows) for rows in (2, 2 + pieces[1].rows))
+    assert together <= 1.5 * alone + 1e-12
+
+
 def test_who_rides_gets_no_more_than_its_share() -> None:
     """Only one of two trainers waits for what inference asks for."""
     subject = scheduler()

@@ -98,8 +98,12 @@ def write_federation(
             )
         )
     try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write("\n".join(tables))
+        text = "\n".join(tables).encode()
+    except UnicodeEncodeError:
+        raise ConfigError("a name or a path is not UTF-8: write it on a terminal that is, or rename the file") from None
+    try:
+        with path.open("xb") as file:
+            file.write(text)
     except FileExistsError:
         raise ConfigError(f"{path} exists and is not overwritten; choose another name") from None
     try:

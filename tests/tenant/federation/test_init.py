@@ -93,6 +93,15 @@ def test_what_is_wrong_is_said_and_leaves_no_file(
     assert not (folder / "federation.toml").exists()
 
 
+def test_a_name_that_is_no_text_is_said_and_leaves_no_file(folder: Path) -> None:
+    """Bytes of a terminal in another encoding, as Python hands them on."""
+    beta = (BETA[0], BETA[1] + "\udcff")
+    result = CliRunner().invoke(app, ["init", *ALPHA, *beta, "--tenant", "alice", "--digest", DIGEST])
+    assert isinstance(result.exception, ConfigError)
+    assert "UTF-8" in str(result.exception)
+    assert not (folder / "federation.toml").exists()
+
+
 def test_companies_and_pads_are_written(folder: Path) -> None:
     create_self_signed(folder / "keys", kind=Kind.PROVIDER, name="gamma")
     gamma = ("--helper", "gamma.example:7403,keys/gamma.pem,Gamma AG")

@@ -19,6 +19,7 @@ import logging
 import os
 import shutil
 import stat
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -46,6 +47,7 @@ _SECRET = (_KEYS, _BLAME)
 _SEALED = (_MANIFEST, _FACTS, *_SECRET, _ORIGIN)
 _KNOWN = "known"
 _VERSION = 3  # of these files
+_PATIENCE_S, _POLL_S = 3600.0, 0.05  # with another process that makes keys: of large models it takes minutes
 
 
 def prepare(
@@ -74,10 +76,12 @@ def prepare(
         CheckpointError: nothing (intact) cached and no full checkpoint; the checkpoint is not the pinned model; or
             `model` is another than the one that was prepared.
         StorageError: `reread`, and the cache cannot be written. Otherwise that costs time at the next start only.
-        ConfigError: `weight_bits` is not the pinned model's, or others than the user can change the cache.
+        ConfigError: `weight_bits` is not the pinned model's, others than the user can change the cache, or another
+            process is not done with it.
     """
     folder = (cache or default_cache()) / "tenant" / f"v{_VERSION}-{digest.removeprefix('sha256:')}-{columns}"
-    with _alone(folder.parents[1]):
+    whole = (folder / _SEAL).exists() and not reread  # it is written last
+    with contextlib.nullcontext() if whole else _alone(folder.parents[1]):
         prepared = _load(folder, digest=digest, columns=columns, store=store)
         if prepared is not None and reread and store is not None and not _is_known(folder, prepared, store):
             prepared = None
@@ -141,15 +145,40 @@ def _make(
 
 
 @contextlib.contextmanager
-def _alone(cache: Path) -> Iterator[None]:
-    """Whoever else starts now waits for these keys: some of one process and some of another's would be nobody's."""
-    with contextlib.ExitStack() as held:
-        with contextlib.suppress(OSError):  # where nothing can be written, nobody writes
-            cache.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(cache, os.O_RDONLY | os.O_DIRECTORY)
-            held.callback(os.close, descriptor)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+def _alone(cache: Path, *, patience_s: float = _PATIENCE_S) -> Iterator[None]:
+    """Whoever else starts now waits for these keys: some of one process and some of another's would be nobody's.
+
+    Raises:
+        ConfigError: somebody else has been at it for too long.
+    """
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(cache, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:  # where nothing can be written, nobody writes
         yield
+        return
+    try:
+        until = time.monotonic() + patience_s
+        while not _locked(descriptor):
+            if time.monotonic() > until:
+                raise ConfigError(
+                    f"another process has been making verification keys in {cache} for {patience_s:g} s. Stop it if it "
+                    f"hangs, or choose another folder (RemoteConfig(cache=...), SYMBIOSIS_PRIV_CACHE)"
+                )
+            time.sleep(_POLL_S)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
 
 
 def _load(folder: Path, *, digest: str, columns: int, store: WeightStore | None) -> Preparation | None:

@@ -25,7 +25,7 @@ from symbiosis_priv.weights import WeightStore
 from tenant import preparation
 from tenant.facts import GroupFacts, Preparation
 from tenant.own_tensors import own_digest
-from tenant.preparation import prepare
+from tenant.preparation import _alone, prepare
 from tenant.slim import write_slim
 
 DIRECT = ["gpt2_store", "store"]
@@ -101,6 +101,21 @@ def test_who_starts_at_the_same_time_gets_the_same_keys(llama: Path, store: Weig
     with ThreadPoolExecutor(4) as pool:
         keys = [found.keys.to_tensors() for found in pool.map(start, range(4))]
     assert all(torch.equal(other[name], keys[0][name]) for other in keys for name in keys[0])
+
+
+def test_nobody_waits_for_ever_for_another_process(tmp_path: Path) -> None:
+    with _alone(tmp_path), pytest.raises(ConfigError, match="another process"), _alone(tmp_path, patience_s=0.1):
+        pass
+    with _alone(tmp_path, patience_s=0.1):
+        pass
+
+
+def test_keys_that_are_there_wait_for_nobody(store: WeightStore, tmp_path: Path) -> None:
+    digest = store.manifest().digest
+    made = prepared(store, digest, tmp_path)
+    with _alone(tmp_path), ThreadPoolExecutor(1) as pool:
+        found = pool.submit(prepared, store, digest, tmp_path).result(30)
+    assert found.keys.to_tensors().keys() == made.keys.to_tensors().keys()
 
 
 def test_only_the_owner_may_read_the_keys(store: WeightStore, tmp_path: Path) -> None:

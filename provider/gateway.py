@@ -166,8 +166,9 @@ class Gateway:
     def _serve_accepted(self, link: Link, connection: ssl.SSLSocket, peer: Peer) -> str:
         """Serve somebody who is let in, also by the credentials of this very moment."""
         with self._lock:
-            self._peers[connection] = peer
             accepted = self._credentials.accepts(peer)
+            if accepted:  # who is not, is told so, and not hung up on meanwhile
+                self._peers[connection] = peer
         try:
             if accepted:
                 return self._serve(link, peer.tenant)
@@ -177,7 +178,7 @@ class Gateway:
             return refusal.code
         finally:
             with self._lock:
-                del self._peers[connection]
+                self._peers.pop(connection, None)
 
     def _serve(self, link: Link, tenant: TenantIdentity) -> str:
         """Serve until the end; returns its reason."""

@@ -131,11 +131,11 @@ class Reception:
     def stop(self, timeout: float) -> None:
         """Accept no more; whoever has not authenticated is dropped."""
         self._stopping.set()
-        self._waker.send(b"\0")
+        self._waker.close()  # the other end becomes readable, and stays so
         self._thread.join(timeout)
 
     def _run(self) -> None:
-        with self._selector, self._listener, self._wake, self._waker:
+        with self._selector, self._listener, self._wake:
             self._selector.register(self._listener, selectors.EVENT_READ)
             self._selector.register(self._wake, selectors.EVENT_READ)
             while not self._stopping.is_set():

@@ -9,6 +9,7 @@ What counts are beats, not seconds: a machine that was asleep has not lost anybo
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -40,7 +41,9 @@ class RollCall:
         self._closed = threading.Event()
         self._mine.set(_process(rank), f"{_machine()} {os.getpid()}")
         self._mine.add(f"beats/{rank}", 1)
-        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)  # also where an error ends the process
 
     def absent(self) -> list[int]:
         """Ranks whose heart does not beat; takes a few seconds."""
@@ -61,8 +64,9 @@ class RollCall:
                     os.kill(int(process), signal.SIGKILL)
 
     def close(self) -> None:
-        """Stop."""
+        """Stop. A process that ended while its heart is in the store would be aborted, and be taken for lost."""
         self._closed.set()
+        self._thread.join(_PATIENCE_S)
 
     def _run(self) -> None:
         watched = [rank for rank in range(self._world) if rank != self._rank and _LEAD in (rank, self._rank)]

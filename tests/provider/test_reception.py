@@ -17,6 +17,8 @@ import pytest
 
 from provider import logs, top
 from provider.config import MetricsConfig
+from provider.credentials import Credentials
+from provider.reception import Reception
 from provider.server import Provider
 from symbiosis_priv import wire
 from symbiosis_priv.addresses import parse_address
@@ -113,3 +115,13 @@ def test_a_handshake_in_bits_has_one_deadline_and_no_thread(configure: Configure
         assert 1.0 <= time.monotonic() - begun < 10.0
         assert provider.status().handshakes.present == 0
         assert isinstance(connect(to=provider).ask(wire.Health()), wire.HealthReport)
+
+
+def test_a_door_that_has_closed_by_itself_can_be_closed(configure: Configure) -> None:
+    """Its thread may see that it is over before it is woken."""
+    config = configure()
+    credentials = Credentials.load(config.tls)
+    door = Reception("127.0.0.1:0", limits=config.limits, credentials=credentials, welcome=lambda *_: None)
+    door.start()
+    door.stop(10.0)
+    door.stop(10.0)

@@ -11,7 +11,6 @@ A check compares `y @ R` with `xq @ V` modulo p for the integers y and xq (`modu
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -21,7 +20,7 @@ from symbiosis_priv import native
 from symbiosis_priv.errors import NonFiniteError, RangeError
 from symbiosis_priv.modular import Column, dot
 from symbiosis_priv.native import pointer
-from symbiosis_priv.native.parts import FORMATS, Parts, all_rows, has_rows_in_one_piece
+from symbiosis_priv.native.parts import FORMATS, addresses, all_rows, has_rows_in_one_piece, layout, readable
 from symbiosis_priv.ring import Bound, dequantise, quantise_rows
 
 _BLOCK = 1 << 16  # entries that torch's chain of operations takes at a time: they stay in the cache
@@ -68,28 +67,23 @@ def encode(
                 expected[start:stop] = dot(out[start:stop], column)
         return scale
 
-    parts = Parts.to_read(inputs)
-    limbs = None if column is None else column.limbs
-
-    def work(start: int, stop: int) -> bool:
-        scratch = torch.empty(width, dtype=torch.float64, device="cpu")
-        done: int = library.ring_encode(
-            native.best(library),
-            *parts.arguments(start),
-            stop - start,
-            width,
-            pointer(fold),
-            bound.l1,
-            bound.l2,
-            pointer(limbs),
-            pointer(out, start),
-            pointer(scale, start),
-            pointer(expected, start),
-            pointer(scratch),
-        )
-        return done == stop - start
-
-    if not all_rows(work, rows, width):
+    parts = readable(inputs)
+    finite = all_rows(
+        library.ring_encode,
+        native.best(library),
+        layout(parts),
+        width,
+        pointer(fold),
+        bound.l1,
+        bound.l2,
+        None if column is None else column.limbs.data_ptr(),
+        out.data_ptr(),
+        scale.data_ptr(),
+        pointer(expected),
+        rows=rows,
+        width=width,
+    )
+    if not finite:
         raise NonFiniteError("an activation or gradient holds inf or nan; nothing was sent")
     return scale
 
@@ -140,29 +134,22 @@ def decode(
         return True
 
     written = [_writable(out) for out in outputs]
-    parts = Parts(written)
-    limbs = None if column is None else column.limbs
-
-    def work(start: int, stop: int) -> bool:
-        scratch = torch.empty(width, dtype=torch.int32, device="cpu")
-        done: int = library.ring_decode(
-            native.best(library),
-            pointer(answer, start),
-            (ctypes.c_void_p * len(effects))(*(pointer(effect, start) for effect in effects)),
-            len(effects),
-            stop - start,
-            width,
-            pointer(limbs),
-            pointer(expected, start),
-            pointer(scale, start),
-            pointer(channel_scale),
-            pointer(bias),
-            *parts.arguments(start),
-            pointer(scratch),
-        )
-        return done == stop - start
-
-    passed = all_rows(work, rows, width)
+    passed = all_rows(
+        library.ring_decode,
+        native.best(library),
+        answer.data_ptr(),
+        addresses(effects),
+        len(effects),
+        width,
+        None if column is None else column.limbs.data_ptr(),
+        pointer(expected),
+        scale.data_ptr(),
+        pointer(channel_scale),
+        pointer(bias),
+        layout(written),
+        rows=rows,
+        width=width,
+    )
     for part, out in zip(written, outputs, strict=True):
         if part is not out and passed:
             out.copy_(part)

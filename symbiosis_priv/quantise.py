@@ -21,7 +21,7 @@ from symbiosis_priv.buffers import large_tensor
 from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
 from symbiosis_priv.native import pointer
-from symbiosis_priv.native.parts import Parts, all_rows
+from symbiosis_priv.native.parts import all_rows, layout, readable
 from symbiosis_priv.ring import BACKWARD, FORWARD, Bound, Direction
 
 _TINY = torch.finfo(torch.float64).tiny
@@ -121,15 +121,9 @@ def _quantise(weight: Tensor, *, levels: int, out: Tensor, scale: Tensor) -> boo
             scale[start:stop] = torch.where(step < _TINY, 1.0, step)
             out[start:stop] = (w / scale[start:stop, None]).round_()
         return True
-    parts = Parts.to_read([weight])
-
-    def work(start: int, stop: int) -> bool:
-        scratch = torch.empty(width, dtype=torch.float64, device="cpu")
-        count = stop - start
-        arguments = count, width, levels, pointer(out, start), pointer(scale, start), pointer(scratch)
-        return bool(library.ring_quantise(native.best(library), *parts.arguments(start), *arguments) == count)
-
-    return all_rows(work, rows, width)
+    parts = readable([weight])
+    how = native.best(library), layout(parts), width, levels, out.data_ptr(), scale.data_ptr()
+    return all_rows(library.ring_quantise, *how, rows=rows, width=width)
 
 
 def _norms(weight: Tensor) -> tuple[int, int, int]:

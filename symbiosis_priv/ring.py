@@ -28,6 +28,7 @@ of what stands here is in `passes`.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -76,12 +77,12 @@ class Bound:
         if self.l1 <= 0 or self.l2 <= 0:
             raise RangeError(f"rounding alone may leave the range at {self.inputs}; use fewer weight bits")
 
-    @property
+    @functools.cached_property
     def l1(self) -> float:
         """Largest allowed 1-norm of the scaled row before rounding."""
         return (RANGE - 1) / max(self.weight_absmax, 1) - self.inputs / 2
 
-    @property
+    @functools.cached_property
     def l2(self) -> float:
         """Largest allowed 2-norm of the scaled row before rounding."""
         return (RANGE - 1) / max(self.weight_norm, 1.0) - math.sqrt(self.inputs) / 2

@@ -16,6 +16,16 @@ BUILDS = (TORCH, *(isa.name.lower() for isa in native.isas()))
 @contextmanager
 def build(name: str) -> Iterator[None]:
     """Compute with one of `BUILDS` while this lasts."""
-    chosen = {"SYMBIOSIS_PRIV_NATIVE": "0"} if name == TORCH else {"SYMBIOSIS_PRIV_ISA": name}
-    with mock.patch.dict(os.environ, chosen):
+    with switched(**{"SYMBIOSIS_PRIV_NATIVE": "0"} if name == TORCH else {"SYMBIOSIS_PRIV_ISA": name}):
         yield
+
+
+@contextmanager
+def switched(**variables: str) -> Iterator[None]:
+    """With these environment variables while this lasts."""
+    try:
+        with mock.patch.dict(os.environ, variables):
+            native.switches.cache_clear()
+            yield
+    finally:
+        native.switches.cache_clear()

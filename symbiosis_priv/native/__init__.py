@@ -6,6 +6,8 @@ argument, so that one process can compare all of them.
 
     SYMBIOSIS_PRIV_NATIVE=0          act as if there were no library
     SYMBIOSIS_PRIV_ISA=portable      (avx2, avxvnni, avx512) use nothing above this instruction set
+
+Both are read once: looking a variable up takes as long as many a call.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import hashlib
 import logging
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -26,6 +29,19 @@ log = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
 _LIBRARY = _FOLDER / "libring.so"
+
+
+class Switches(NamedTuple):
+    """What the environment says: whether to use a library, and up to which instruction set."""
+
+    native: bool
+    isa: str | None
+
+
+@functools.cache
+def switches() -> Switches:
+    """As they were when first asked for; `switches.cache_clear()` has them read again."""
+    return Switches(os.environ.get("SYMBIOSIS_PRIV_NATIVE") != "0", os.environ.get("SYMBIOSIS_PRIV_ISA"))
 
 
 class Isa(enum.IntEnum):
@@ -39,7 +55,7 @@ class Isa(enum.IntEnum):
 
 def library() -> ctypes.CDLL | None:
     """The loaded library with its functions' signatures declared; None if absent, stale or switched off."""
-    return None if os.environ.get("SYMBIOSIS_PRIV_NATIVE") == "0" else _load()
+    return _load() if switches().native else None
 
 
 def brief_library() -> ctypes.PyDLL:
@@ -56,12 +72,12 @@ def isas() -> tuple[Isa, ...]:
         ConfigError: SYMBIOSIS_PRIV_ISA names none.
     """
     lib = library()
-    return () if lib is None else _usable(lib, os.environ.get("SYMBIOSIS_PRIV_ISA"))
+    return () if lib is None else _usable(lib, switches().isa)
 
 
 def best(lib: ctypes.CDLL) -> Isa:
     """The best of them."""
-    return _usable(lib, os.environ.get("SYMBIOSIS_PRIV_ISA"))[-1]
+    return _usable(lib, switches().isa)[-1]
 
 
 @functools.cache
@@ -77,9 +93,9 @@ def vectorised() -> bool:
     return any(isa > Isa.PORTABLE for isa in isas())
 
 
-def pointer(tensor: Tensor | None, row: int = 0) -> int | None:
-    """The address of a CPU tensor's row, for a C argument; the caller keeps the tensor alive."""
-    return None if tensor is None else tensor.data_ptr() + row * tensor.stride(0) * tensor.element_size()
+def pointer(tensor: Tensor | None) -> int | None:
+    """The address of a CPU tensor, for a C argument; the caller keeps the tensor alive."""
+    return None if tensor is None else tensor.data_ptr()
 
 
 @functools.cache
@@ -111,7 +127,6 @@ def _load_holding() -> ctypes.PyDLL:
 def _declare(lib: ctypes.CDLL) -> None:
     """Argument and result types of every exported function, as in the C sources."""
     address, integer, real, isa = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double, ctypes.c_int32
-    parts = (address, address, address, integer, ctypes.c_int32)
     signatures: dict[str, tuple[tuple[object, ...], object]] = {
         "ring_isas": ((), ctypes.c_uint32),
         "ring_pack": ((address, integer, integer, ctypes.c_int32, address), None),
@@ -120,11 +135,11 @@ def _declare(lib: ctypes.CDLL) -> None:
             (isa, ctypes.c_int32, address, ctypes.c_int32, *2 * (integer,), address, integer, address, *2 * (integer,)),
             None,
         ),
-        "ring_encode": ((isa, *parts, integer, integer, address, real, real, *5 * (address,)), integer),
-        "ring_decode": ((isa, *2 * (address,), *3 * (integer,), *5 * (address,), *parts, address), integer),
+        "ring_encode": ((isa, address, integer, address, real, real, *4 * (address,), *2 * (integer,)), integer),
+        "ring_decode": ((isa, *2 * (address,), *2 * (integer,), *6 * (address,), *2 * (integer,)), integer),
         "ring_dot": ((isa, address, integer, integer, address, address), None),
         "ring_weigh": ((isa, address, integer, integer, address, integer, *3 * (address,)), None),
-        "ring_quantise": ((isa, *parts, integer, integer, real, address, address, address), integer),
+        "ring_quantise": ((isa, address, integer, real, address, address, *2 * (integer,)), integer),
         "ring_norms": ((isa, address, integer, integer, address, address), None),
         "ring_join": ((address, integer, address), None),
     }

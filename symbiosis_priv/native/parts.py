@@ -9,35 +9,36 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from symbiosis_priv.native import pointer
 from symbiosis_priv.parallel import for_each_slice
 
 FORMATS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}  # as in passes.h
+_NO_MEMORY = -1  # the same
 _SHARE = 1 << 18  # entries that are worth a thread of their own
 
 
-class Parts:
-    """Float matrices `[r, w_k]` on the CPU, of one dtype in `FORMATS`, rows in one piece each. Keeps them alive."""
+def layout(matrices: Sequence[Tensor]) -> ctypes.Array[ctypes.c_int64]:
+    """passes.h's `struct parts`: float matrices `[r, w_k]` on the CPU that stand side by side, of one dtype in
+    `FORMATS`, rows in one piece each. The caller keeps them alive."""
+    count = len(matrices)
+    fields = [FORMATS[matrices[0].dtype], count]
+    for matrix in matrices:
+        fields += matrix.data_ptr(), matrix.stride(0), matrix.shape[1]
+    return _fields(2 + 3 * count)(*fields)
 
-    def __init__(self, matrices: Sequence[Tensor]) -> None:
-        self._matrices = matrices
-        numbers, self._addresses = _arrays(len(matrices))
-        strides, widths = numbers(*[m.stride(0) for m in matrices]), numbers(*[m.shape[1] for m in matrices])
-        self._layout = strides, widths, len(matrices), FORMATS[matrices[0].dtype]
 
-    @classmethod
-    def to_read(cls, matrices: Sequence[Tensor]) -> Parts:
-        """Any float matrices; copied if they must be. float16 is exact in float32."""
-        return cls([_readable(m) for m in matrices])
+def addresses(matrices: Sequence[Tensor]) -> ctypes.Array[ctypes.c_int64]:
+    """Where matrices are; the caller keeps them alive."""
+    return _fields(len(matrices))(*[matrix.data_ptr() for matrix in matrices])
 
-    def arguments(self, row: int) -> tuple[object, ...]:
-        """The C arguments for the rows from this one on: addresses, strides, widths, count, format."""
-        return (self._addresses(*[pointer(m, row) for m in self._matrices]), *self._layout)
+
+def readable(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Float matrices as the compiled code takes them; copied if they must be. float16 is exact in float32."""
+    return [_readable(matrix) for matrix in matrices]
 
 
 @functools.cache
-def _arrays(count: int) -> tuple[type[ctypes.Array[ctypes.c_int64]], type[ctypes.Array[ctypes.c_void_p]]]:
-    return ctypes.c_int64 * count, ctypes.c_void_p * count
+def _fields(count: int) -> type[ctypes.Array[ctypes.c_int64]]:
+    return ctypes.c_int64 * count
 
 
 def has_rows_in_one_piece(matrix: Tensor) -> bool:
@@ -51,16 +52,25 @@ def _readable(matrix: Tensor) -> Tensor:
     return matrix if has_rows_in_one_piece(matrix) else matrix.contiguous()
 
 
-def all_rows(work: Callable[[int, int], bool], rows: int, width: int) -> bool:
-    """Whether `work(start, stop)` holds for all rows; on as many threads as torch may use if there is enough to do."""
-    least = max(1, _SHARE // max(1, width))
-    if rows <= least:
-        return work(0, rows)
+def all_rows(work: Callable[..., int], *arguments: object, rows: int, width: int) -> bool:
+    """Whether a function of the library does all rows; on as many threads as torch may use if there is enough to do.
+
+    Args:
+        work: takes the arguments, the first row and the one after the last; returns where it stopped.
+    """
+    if rows * width <= _SHARE:
+        return _is_done(work(*arguments, 0, rows), rows)
     failed: list[int] = []
 
-    def checked(start: int, stop: int) -> None:
-        if not work(start, stop):
+    def share(start: int, stop: int) -> None:
+        if not _is_done(work(*arguments, start, stop), stop):
             failed.append(start)
 
-    for_each_slice(checked, total=rows, least=least)
+    for_each_slice(share, total=rows, least=max(1, _SHARE // width))
     return not failed
+
+
+def _is_done(reached: int, stop: int) -> bool:
+    if reached == _NO_MEMORY:
+        raise MemoryError
+    return reached == stop

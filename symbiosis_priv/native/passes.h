@@ -8,6 +8,7 @@
 
 #include "common.h"
 #include <math.h>
+#include <stdlib.h>
 
 /* Arithmetic modulo p = 2^61 - 1. A column of residues comes as three arrays of limbs, r0 + 2^21 r1 + 2^41 r2, so that
  * products with int32 are below 2^52 and CHECK_BLOCK of them sum up exactly in int64. */
@@ -71,25 +72,29 @@ INLINE uint16_t to_bf16(float value) {
 
 /* A matrix given as `count` matrices side by side, all of one format: siblings' own tensors. */
 struct parts {
-    void *const *data;
-    const int64_t *stride; /* entries from row to row */
-    const int64_t *width;
-    int64_t count;
-    int32_t format;
+    int64_t format, count;
+    struct part {
+        int64_t data;   /* address */
+        int64_t stride; /* entries from row to row */
+        int64_t width;
+    } part[];
 };
+
+#define NO_MEMORY (-1)
 
 /* One row as float64, and the bits of its largest absolute value: those order like the values, nan above all. */
 INLINE uint64_t load_row(const struct parts *in, int64_t row, const double *fold, double *restrict to) {
     uint64_t peak = 0;
-    for (int64_t k = 0; k < in->count; k++) {
-        int64_t width = in->width[k], first = row * in->stride[k];
+    for (const struct part *part = in->part; part < in->part + in->count; part++) {
+        const void *data = (const void *)(intptr_t)part->data;
+        int64_t width = part->width, first = row * part->stride;
         if (in->format == FORMAT_F32) {
-            const float *from = (const float *)in->data[k] + first;
+            const float *from = (const float *)data + first;
             for (int64_t i = 0; i < width; i++) to[i] = from[i];
         } else if (in->format == FORMAT_F64) {
-            memcpy(to, (const double *)in->data[k] + first, (size_t)width * sizeof *to);
+            memcpy(to, (const double *)data + first, (size_t)width * sizeof *to);
         } else {
-            const uint16_t *from = (const uint16_t *)in->data[k] + first;
+            const uint16_t *from = (const uint16_t *)data + first;
             for (int64_t i = 0; i < width; i++) to[i] = from_bf16(from[i]);
         }
         if (fold) {
@@ -126,28 +131,32 @@ INLINE double quantise_row(double *restrict v, int64_t width, double peak, doubl
     return peak / factor;
 }
 
-INLINE int64_t encode_rows(const struct parts *in, int64_t rows, int64_t width, const double *fold, double l1, double l2,
-                           const int32_t *limbs, int32_t *out, double *scale, int64_t *expected, double *scratch) {
-    for (int64_t row = 0; row < rows; row++) {
-        uint64_t bits = load_row(in, row, fold, scratch);
+INLINE int64_t encode_rows(const struct parts *in, int64_t width, const double *fold, double l1, double l2,
+                           const int32_t *limbs, int32_t *out, double *scale, int64_t *expected, int64_t row,
+                           int64_t stop) {
+    double *values = malloc((size_t)width * sizeof *values);
+    if (!values) return NO_MEMORY;
+    for (; row < stop; row++) {
+        uint64_t bits = load_row(in, row, fold, values);
         double peak;
         memcpy(&peak, &bits, sizeof peak);
-        if (bits >= 0x7ff0000000000000ull) return row;
+        if (bits >= 0x7ff0000000000000ull) break;
         int32_t *xq = out + row * width;
-        scale[row] = quantise_row(scratch, width, peak, l1, l2, xq);
+        scale[row] = quantise_row(values, width, peak, l1, l2, xq);
         if (limbs) expected[row] = (int64_t)p61_dot(xq, limbs, width);
     }
-    return rows;
+    free(values);
+    return row;
 }
 
 /* One row of integers as floats: channel scale, row scale, bias, each rounded in float64, then the output's format. */
 INLINE void store_row(const struct parts *out, int64_t row, const int32_t *y, double scale, const double *channel,
                       const double *bias) {
-    for (int64_t k = 0; k < out->count; k++) {
-        int64_t width = out->width[k], first = row * out->stride[k];
+    for (const struct part *part = out->part; part < out->part + out->count; part++) {
+        int64_t width = part->width, first = row * part->stride;
 #define STORE(type, convert)                                                                                       \
     do {                                                                                                           \
-        type *restrict to = (type *)out->data[k] + first;                                                          \
+        type *restrict to = (type *)(intptr_t)part->data + first;                                                  \
         if (channel && bias)                                                                                       \
             for (int64_t i = 0; i < width; i++) to[i] = convert((double)y[i] * channel[i] * scale + bias[i]);      \
         else if (channel)                                                                                          \
@@ -168,20 +177,23 @@ INLINE void store_row(const struct parts *out, int64_t row, const int32_t *y, do
     }
 }
 
-INLINE int64_t decode_rows(const int32_t *answer, const int32_t *const *effects, int64_t effect_count, int64_t rows,
-                           int64_t width, const int32_t *limbs, const int64_t *expected, const double *scale,
-                           const double *channel, const double *bias, const struct parts *out, int32_t *y) {
-    for (int64_t row = 0; row < rows; row++) {
+INLINE int64_t decode_rows(const int32_t *answer, const int64_t *effects, int64_t effect_count, int64_t width,
+                           const int32_t *limbs, const int64_t *expected, const double *scale, const double *channel,
+                           const double *bias, const struct parts *out, int64_t row, int64_t stop) {
+    int32_t *y = malloc((size_t)width * sizeof *y);
+    if (!y) return NO_MEMORY;
+    for (; row < stop; row++) {
         const int32_t *from = answer + row * width;
         for (int64_t k = 0; k < effect_count; k++) {
-            const int32_t *e = effects[k] + row * width;
+            const int32_t *e = (const int32_t *)(intptr_t)effects[k] + row * width;
             for (int64_t i = 0; i < width; i++) y[i] = from[i] - e[i];
             from = y;
         }
-        if (limbs && (int64_t)p61_dot(from, limbs, width) != expected[row]) return row;
+        if (limbs && (int64_t)p61_dot(from, limbs, width) != expected[row]) break;
         store_row(out, row, from, scale[row], channel, bias);
     }
-    return rows;
+    free(y);
+    return row;
 }
 
 /* V = W^T R mod p, and V' = W R', for rows of an int16 matrix |w| < 2^15: products with limbs below 2^36.
@@ -218,19 +230,22 @@ INLINE void weigh_rows(const int16_t *weight, int64_t outputs, int64_t inputs, c
 }
 
 /* quantise.quantise for one member of a group: int16 [rows, width] and the channels' scales. */
-INLINE int64_t quantise_channels(const struct parts *in, int64_t rows, int64_t width, double levels,
-                                 int16_t *restrict out, double *scale, double *scratch) {
-    for (int64_t row = 0; row < rows; row++) {
-        uint64_t bits = load_row(in, row, NULL, scratch);
+INLINE int64_t quantise_channels(const struct parts *in, int64_t width, double levels, int16_t *restrict out,
+                                 double *scale, int64_t row, int64_t stop) {
+    double *values = malloc((size_t)width * sizeof *values);
+    if (!values) return NO_MEMORY;
+    for (; row < stop; row++) {
+        uint64_t bits = load_row(in, row, NULL, values);
         double peak;
         memcpy(&peak, &bits, sizeof peak);
-        if (bits >= 0x7ff0000000000000ull) return row;
+        if (bits >= 0x7ff0000000000000ull) break;
         double step = peak / levels;
         if (step < 0x1p-1022) step = 1.0;
         scale[row] = step;
-        for (int64_t i = 0; i < width; i++) out[row * width + i] = (int16_t)(int32_t)rint(scratch[i] / step);
+        for (int64_t i = 0; i < width; i++) out[row * width + i] = (int16_t)(int32_t)rint(values[i] / step);
     }
-    return rows;
+    free(values);
+    return row;
 }
 
 /* The largest |w|, and the largest sums of squares along a row and down a column; `columns` int64 [inputs], zeros. */
@@ -258,24 +273,25 @@ INLINE void norms_of(const int16_t *weight, int64_t outputs, int64_t inputs, int
 
 /* One copy of each pass per instruction set. */
 #define PASSES(suffix, TARGET)                                                                                        \
-    TARGET static int64_t encode_##suffix(const struct parts *in, int64_t rows, int64_t width, const double *fold,    \
-                                          double l1, double l2, const int32_t *limbs, int32_t *out, double *scale,    \
-                                          int64_t *expected, double *scratch) {                                       \
-        return encode_rows(in, rows, width, fold, l1, l2, limbs, out, scale, expected, scratch);                      \
+    TARGET static int64_t encode_##suffix(const struct parts *in, int64_t width, const double *fold, double l1,       \
+                                          double l2, const int32_t *limbs, int32_t *out, double *scale,               \
+                                          int64_t *expected, int64_t start, int64_t stop) {                           \
+        return encode_rows(in, width, fold, l1, l2, limbs, out, scale, expected, start, stop);                        \
     }                                                                                                                 \
-    TARGET static int64_t decode_##suffix(const int32_t *answer, const int32_t *const *effects, int64_t effect_count, \
-                                          int64_t rows, int64_t width, const int32_t *limbs, const int64_t *expected, \
+    TARGET static int64_t decode_##suffix(const int32_t *answer, const int64_t *effects, int64_t effect_count,        \
+                                          int64_t width, const int32_t *limbs, const int64_t *expected,               \
                                           const double *scale, const double *channel, const double *bias,             \
-                                          const struct parts *out, int32_t *y) {                                      \
-        return decode_rows(answer, effects, effect_count, rows, width, limbs, expected, scale, channel, bias, out, y); \
+                                          const struct parts *out, int64_t start, int64_t stop) {                     \
+        return decode_rows(answer, effects, effect_count, width, limbs, expected, scale, channel, bias, out, start,   \
+                           stop);                                                                                     \
     }                                                                                                                 \
     TARGET static void weigh_##suffix(const int16_t *weight, int64_t outputs, int64_t inputs, const int32_t *r,       \
                                       int64_t r_stride, const int32_t *back, int64_t *sums, int64_t *back_products) { \
         weigh_rows(weight, outputs, inputs, r, r_stride, back, sums, back_products);                                  \
     }                                                                                                                 \
-    TARGET static int64_t quantise_##suffix(const struct parts *in, int64_t rows, int64_t width, double levels,       \
-                                            int16_t *out, double *scale, double *scratch) {                           \
-        return quantise_channels(in, rows, width, levels, out, scale, scratch);                                       \
+    TARGET static int64_t quantise_##suffix(const struct parts *in, int64_t width, double levels, int16_t *out,       \
+                                            double *scale, int64_t start, int64_t stop) {                             \
+        return quantise_channels(in, width, levels, out, scale, start, stop);                                         \
     }                                                                                                                 \
     TARGET static void norms_##suffix(const int16_t *weight, int64_t outputs, int64_t inputs, int64_t *columns,       \
                                       int64_t *largest) {                                                             \
@@ -298,33 +314,28 @@ PASSES(avx512, TARGET_AVX512)
 #define BY_ISA(isa, pass, ...) ((void)(isa), pass##_portable(__VA_ARGS__))
 #endif
 
-/* Quantise rows, and say what an honest answer's check will be.
+/* Quantise rows start .. stop, and say what an honest answer's check will be.
  *
- * data, stride, width: `count` matrices side by side, [rows, width[k]] each, stride entries from row to row.
- * fold: float64 [columns] that columns are multiplied by first, or NULL. limbs: int32 [3, columns] of V, or NULL.
- * out: int32 [rows, columns]; scale: float64 [rows]; expected: int64 [rows]. scratch: float64 [columns].
- * Returns the number of rows done: short of `rows`, that row is not finite. */
-EXPORT int64_t ring_encode(int32_t isa, void *const *data, const int64_t *stride, const int64_t *width, int64_t count,
-                           int32_t format, int64_t rows, int64_t columns, const double *fold, double l1, double l2,
-                           const int32_t *limbs, int32_t *out, double *scale, int64_t *expected, double *scratch) {
-    struct parts in = {data, stride, width, count, format};
-    return BY_ISA(isa, encode, &in, rows, columns, fold, l1, l2, limbs, out, scale, expected, scratch);
+ * in: [rows, columns] in all. fold: float64 [columns] that columns are multiplied by first, or NULL.
+ * limbs: int32 [3, columns] of V, or NULL. out: int32 [rows, columns]; scale: float64 [rows]; expected: int64 [rows].
+ * Returns the first row that is not finite, `stop` if all are, or NO_MEMORY. */
+EXPORT int64_t ring_encode(int32_t isa, const struct parts *in, int64_t columns, const double *fold, double l1,
+                           double l2, const int32_t *limbs, int32_t *out, double *scale, int64_t *expected,
+                           int64_t start, int64_t stop) {
+    return BY_ISA(isa, encode, in, columns, fold, l1, l2, limbs, out, scale, expected, start, stop);
 }
 
-/* Take masks' effects off, check, and store as floats.
+/* Take masks' effects off rows start .. stop, check, and store as floats.
  *
- * answer, effects[0..effect_count): int32 [rows, columns]. limbs: int32 [3, columns] of R, or NULL for no check.
- * scale: float64 [rows]; channel, bias: float64 [columns] or NULL (no bias without channel).
- * data, stride, width, count, format: the outputs, side by side. scratch: 4 bytes per column.
- * Returns the number of rows that passed: short of `rows`, that row is wrong, and nothing of it was stored. */
-EXPORT int64_t ring_decode(int32_t isa, const int32_t *answer, const int32_t *const *effects, int64_t effect_count,
-                           int64_t rows, int64_t columns, const int32_t *limbs, const int64_t *expected,
-                           const double *scale, const double *channel, const double *bias, void *const *data,
-                           const int64_t *stride, const int64_t *width, int64_t count, int32_t format,
-                           int32_t *scratch) {
-    struct parts out = {data, stride, width, count, format};
-    return BY_ISA(isa, decode, answer, effects, effect_count, rows, columns, limbs, expected, scale, channel, bias,
-                  &out, scratch);
+ * answer, and effects[0..effect_count) by address: int32 [rows, columns], and so is out. limbs: int32 [3, columns] of
+ * R, or NULL for no check. scale: float64 [rows]; channel, bias: float64 [columns] or NULL (no bias without channel).
+ * Returns the first row that is wrong, of which nothing was stored, `stop` if none is, or NO_MEMORY. */
+EXPORT int64_t ring_decode(int32_t isa, const int32_t *answer, const int64_t *effects, int64_t effect_count,
+                           int64_t columns, const int32_t *limbs, const int64_t *expected, const double *scale,
+                           const double *channel, const double *bias, const struct parts *out, int64_t start,
+                           int64_t stop) {
+    return BY_ISA(isa, decode, answer, effects, effect_count, columns, limbs, expected, scale, channel, bias, out,
+                  start, stop);
 }
 
 /* Rows . column mod p: rows int32 [count, width], limbs int32 [3, width], products int64 [count]. */
@@ -342,13 +353,11 @@ EXPORT void ring_weigh(int32_t isa, const int16_t *weight, int64_t outputs, int6
     BY_ISA(isa, weigh, weight, outputs, inputs, r, r_stride, back, sums, back_products);
 }
 
-/* Quantise the channels of a weight matrix: out int16 [rows, columns], scale float64 [rows], scratch float64 [columns];
- * levels is 2^(b-1) - 1. Returns the number of rows done: short of `rows`, that row is not finite. */
-EXPORT int64_t ring_quantise(int32_t isa, void *const *data, const int64_t *stride, const int64_t *width, int64_t count,
-                             int32_t format, int64_t rows, int64_t columns, double levels, int16_t *out, double *scale,
-                             double *scratch) {
-    struct parts in = {data, stride, width, count, format};
-    return BY_ISA(isa, quantise, &in, rows, columns, levels, out, scale, scratch);
+/* Quantise channels start .. stop of a weight matrix: out int16 [rows, columns], scale float64 [rows]; levels is
+ * 2^(b-1) - 1. Returns the first row that is not finite, `stop` if all are, or NO_MEMORY. */
+EXPORT int64_t ring_quantise(int32_t isa, const struct parts *in, int64_t columns, double levels, int16_t *out,
+                             double *scale, int64_t start, int64_t stop) {
+    return BY_ISA(isa, quantise, in, columns, levels, out, scale, start, stop);
 }
 
 /* Of int16 [outputs, inputs]: largest[0..3) are max |w|, and the largest sums of squares of a row and of a column.

@@ -15,6 +15,7 @@ import pytest
 
 from symbiosis_priv import native
 from symbiosis_priv.errors import ConfigError
+from tests.builds import switched
 
 ROOT = Path(__file__).parents[2]
 needs_library = pytest.mark.skipif(native.library() is None, reason="installed without a C compiler")
@@ -30,21 +31,20 @@ def reload(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @needs_library
-def test_every_instruction_set_up_to_the_forced_one_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_instruction_set_up_to_the_forced_one_is_offered() -> None:
     everything = native.isas()
     assert everything[0] is native.Isa.PORTABLE
     for isa in everything:
-        monkeypatch.setenv("SYMBIOSIS_PRIV_ISA", isa.name.lower())
-        assert native.isas() == tuple(other for other in everything if other <= isa)
-    monkeypatch.setenv("SYMBIOSIS_PRIV_ISA", "sse9")
-    with pytest.raises(ConfigError, match=r"sse9.*avx2"):
+        with switched(SYMBIOSIS_PRIV_ISA=isa.name.lower()):
+            assert native.isas() == tuple(other for other in everything if other <= isa)
+    with switched(SYMBIOSIS_PRIV_ISA="sse9"), pytest.raises(ConfigError, match=r"sse9.*avx2"):
         native.isas()
 
 
-def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SYMBIOSIS_PRIV_NATIVE", "0")
-    assert native.library() is None
-    assert native.isas() == ()
+def test_it_can_be_switched_off() -> None:
+    with switched(SYMBIOSIS_PRIV_NATIVE="0"):
+        assert native.library() is None
+        assert native.isas() == ()
 
 
 @pytest.mark.usefixtures("reload")

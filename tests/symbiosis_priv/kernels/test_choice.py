@@ -18,6 +18,7 @@ from symbiosis_priv.kernels import KERNELS, Packed, RingMatrix, choice, choose, 
 from symbiosis_priv.kernels.plain import Int32Kernel
 from symbiosis_priv.kernels.registry import candidates
 from symbiosis_priv.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
+from tests.builds import switched
 
 CPU = torch.device("cpu")
 SHAPE = (300, 300)
@@ -184,19 +185,19 @@ def test_limbs_are_not_offered_beyond_their_accumulator() -> None:
     assert RingMatrix(wide, weight_bits=4).chosen(1).name != "limbs"
 
 
-def test_without_the_library_torch_does_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SYMBIOSIS_PRIV_NATIVE", "0")
-    found = choose(SHAPE, weight_bits=10, device=CPU)
-    assert found.layout == "plain"
-    assert found.kernel(FORWARD, 1).name == "int32"
-    assert found.kernel(BACKWARD, 64).name == "fp64"
-    with pytest.raises(ConfigError, match="native-avx2"):
-        choose(SHAPE, weight_bits=10, device=CPU, kernel="native-avx2")
+def test_without_the_library_torch_does_the_work() -> None:
+    with switched(SYMBIOSIS_PRIV_NATIVE="0"):
+        found = choose(SHAPE, weight_bits=10, device=CPU)
+        assert found.layout == "plain"
+        assert found.kernel(FORWARD, 1).name == "int32"
+        assert found.kernel(BACKWARD, 64).name == "fp64"
+        with pytest.raises(ConfigError, match="native-avx2"):
+            choose(SHAPE, weight_bits=10, device=CPU, kernel="native-avx2")
 
 
 @pytest.mark.skipif(not native.vectorised(), reason="no compiled kernel with vectors here")
-def test_the_instruction_set_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_instruction_set_can_be_forced() -> None:
     assert used(None) == {f"native-{native.isas()[-1].name.lower()}"}
-    monkeypatch.setenv("SYMBIOSIS_PRIV_ISA", "avx2")
-    assert used(None) == {"native-avx2"}
-    assert {choose(SHAPE, weight_bits=10, device=CPU).kernel(d, 9).name for d in DIRECTIONS} == {"native-avx2"}
+    with switched(SYMBIOSIS_PRIV_ISA="avx2"):
+        assert used(None) == {"native-avx2"}
+        assert {choose(SHAPE, weight_bits=10, device=CPU).kernel(d, 9).name for d in DIRECTIONS} == {"native-avx2"}

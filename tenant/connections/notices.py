@@ -17,6 +17,7 @@ FIRST_S = 2.0
 """How long nothing is said."""
 _AGAIN_S = 10.0
 _SLOW_S = 300.0  # between two words about one that does answer, only slowly
+_REMEMBERED = 256  # names: executors of registries choose their addresses
 
 
 @dataclass
@@ -55,6 +56,8 @@ class Notices:
             if said is not None and now - said.at < (_SLOW_S if said.answered else _AGAIN_S):
                 return
             self._said[whom] = _Said(now, since if said is None or said.answered else min(since, said.since))
+            if len(self._said) > _REMEMBERED:
+                del self._said[next(iter(self._said))]
         log.warning(
             "waiting for %s since %s (%.0f s), until %s at most: %s. %s changes how long.",
             whom,

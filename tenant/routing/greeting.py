@@ -52,14 +52,14 @@ class Greeter:
         self._persist, self._try_once, self._before = persist, try_once, before
         self._lock = threading.Lock()
         self._met: Future[None] | None = None
-        self._under_way: set[Route] = set()
         self._errors: dict[Route, SymbiosisError] = {}
-        self._workers: dict[Route, Worker] = {}
+        self._workers: dict[Route, Worker] = {}  # no longer than a greeting: executors of registries come and go
 
     @property
     def workers(self) -> Sequence[Worker]:
-        """Their threads."""
-        return tuple(self._workers.values())
+        """Threads of greetings that are under way."""
+        with self._lock:
+            return tuple(self._workers.values())
 
     def meet(self) -> None:
         """Hear from as many as are needed, once; several threads may wait for it.
@@ -139,24 +139,25 @@ class Greeter:
 
     def _greet(self, route: Route, greeting: Greeting) -> Future[None] | None:
         with self._lock:
-            if route in self._under_way:
+            if route in self._workers:
                 return None
-            self._under_way.add(route)
-            worker = self._workers.setdefault(route, Worker(f"greet-{route.peer.name}"))
+            worker = self._workers[route] = Worker(f"greet-{route.peer.name}")
         return worker.submit(self._hear, route, greeting)
 
     def _hear(self, route: Route, greeting: Greeting) -> None:
         try:
             welcome = greeting(route)
         except SymbiosisError as error:
-            self._errors[route] = error
+            here = {*self._routes.executors, *self._routes.helpers}
+            with self._lock:
+                self._errors = {other: why for other, why in self._errors.items() if other in here} | {route: error}
             if not self._closing.is_set():
                 self._routes.failed(route, error)
         else:
             self._routes.greeted(route, welcome)
         finally:
             with self._lock:
-                self._under_way.discard(route)
+                self._workers.pop(route).stop()
 
 
 def check_expected(federation: Federation, manifest: Manifest) -> None:

@@ -1,40 +1,45 @@
-"""Providers that have sent what is not a product of the pinned weights: nothing is sent to them any more."""
+"""Providers that have sent what is not a product of the pinned weights: nothing is sent to them any more.
+
+A liar stays one under another name, and with another key: what has its name, a certificate or key of its, or its
+address in common with it is one party with it (rule 11). So an executor from a registry does not come back by
+announcing another key, or other layers. Another executor of its operator is another party, judged by its own answers.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
+from typing import Final
 
-from symbiosis_priv.certificates import key_fingerprint, load_pin
-from symbiosis_priv.federation import Peer
+from symbiosis_priv.federation import Peer, Traits, in_common, traits
 
 log = logging.getLogger(__name__)
 
+_REMEMBERED: Final = 1024  # peers: an executor from a registry is another one whenever it announces other layers
+
 
 class Quarantine:
-    """Of a session. A liar by another name is the same liar: what counts is its key.
+    """Of a session.
 
     Attributes:
-        keys: fingerprints of public keys.
+        parties: by what tells them from others, whatever becomes of the pinned files.
     """
 
     def __init__(self) -> None:
-        self.keys: set[str] = set()
-        self._keys_of = functools.cache(keys_of)  # as they are now, whatever becomes of the pinned files
+        self.parties: list[Traits] = []
+        self._traits = functools.lru_cache(_REMEMBERED)(traits)  # reads files, and is asked for every request
 
     def __contains__(self, peer: Peer) -> bool:
-        return bool(self.keys) and not self.keys.isdisjoint(self._keys_of(peer))
+        if not self.parties:
+            return False
+        own = self._traits(peer)
+        return any(in_common(own, party) for party in self.parties)
 
     def __bool__(self) -> bool:
-        return bool(self.keys)
+        return bool(self.parties)
 
     def add(self, peer: Peer) -> None:
         """For the rest of the session."""
         if peer not in self:
-            self.keys |= self._keys_of(peer)
+            self.parties.append(self._traits(peer))
             log.error("provider %s is quarantined: it sent what is not the product of the pinned weights", peer.name)
-
-
-def keys_of(peer: Peer) -> frozenset[str]:
-    """Fingerprints of the public keys that a provider may show."""
-    return frozenset(key_fingerprint(load_pin(path)) for path in peer.pins)

@@ -30,6 +30,7 @@ from tenant.routing.route import ProviderFigures, Route
 log = logging.getLogger(__name__)
 
 _CLEARLY = 0.75  # of the present one's cost
+_REMEMBERED = 4096  # answers of rule 8: an executor from a registry is another one whenever it announces other layers
 
 
 class Routes:
@@ -61,7 +62,7 @@ class Routes:
         self.quarantined = Quarantine()
         self.version = 0
         self._federation, self._clock = federation, clock
-        self._admits = functools.cache(federation.admissible)
+        self._admits = functools.lru_cache(_REMEMBERED)(federation.admissible)
         self._present: dict[tuple[int, bool], Route] = {}
         self._lock = threading.Lock()
 

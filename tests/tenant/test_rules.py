@@ -544,7 +544,7 @@ def spoils(frames: Callable[..., bytes], *, row: int = 0) -> Callable[..., bytes
 
 
 def a_lie_is_believed(session: Session) -> bool:
-    session.routes.quarantined.keys.clear()
+    session.routes.quarantined.parties.clear()
     try:
         session.product(QKV, FORWARD, ring_rows(session.preparation))
     except VerificationError:
@@ -588,7 +588,7 @@ def test_rule_6_nothing_is_handed_out_before_all_of_it_has_passed(
     assert group._pending is None
     decode = passes.decode
     monkeypatch.setattr(passes, "decode", lambda *args, **kwargs: [decode(*args, **kwargs), True][1])
-    session.routes.quarantined.keys.clear()
+    session.routes.quarantined.parties.clear()
     assert group.output(x, 0).shape == (4, 64)
 
 
@@ -644,7 +644,7 @@ def stranger(frames: Callable[..., bytes], **fields: Any) -> Callable[..., bytes
 
 
 def believes(session: Session) -> bool:
-    session.routes.quarantined.keys.clear()
+    session.routes.quarantined.parties.clear()
     try:
         session.product(QKV, FORWARD, ring_rows(session.preparation))
     except (ProtocolError, VerificationError):
@@ -936,7 +936,7 @@ def test_rule_11_a_quarantined_executor_is_not_asked_under_another_name(
     assert asked() == 0
     monkeypatch.setattr("tenant.session.runtime.check_parties", lambda peers, **_: None)
     assert asked() == 1
-    monkeypatch.setattr("tenant.routing.quarantine.keys_of", lambda peer: frozenset({peer.name}))
+    monkeypatch.setattr("tenant.routing.quarantine.traits", lambda peer: {"name": frozenset({peer.name})})
     assert asked() == 1 + 2
 
 

@@ -298,7 +298,7 @@ def tell_lies(session: Session, store: WeightStore, liar: Liar, *, count: int) -
             answer = session.product(index, direction, rows)
         except (VerificationError, ProtocolError) as error:
             caught.append(error)
-            session.routes.quarantined.keys.clear()  # every answer comes from a new liar
+            session.routes.quarantined.parties.clear()  # every answer comes from a new liar
         else:
             assert liar.told == told, "a lie was believed"
             assert torch.equal(answer, product_of(store, index, direction, rows))

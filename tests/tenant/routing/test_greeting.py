@@ -1,0 +1,52 @@
+"""Who is heard from, and what is kept of those who come and go."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from symbiosis_priv import wire
+from symbiosis_priv.certificates import load_certificates
+from symbiosis_priv.errors import ConnectionLostError
+from symbiosis_priv.federation import Federation, Peer
+from symbiosis_priv.layers import LayerRange
+from symbiosis_priv.manifest import Manifest
+from tenant.routing.greeting import Greeter
+from tenant.routing.route import Route
+from tenant.routing.routes import Routes
+from tests.vouching import Vouching
+
+
+def test_nothing_is_kept_of_those_who_come_and_go(
+    new_federation: Callable[..., Federation], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """An executor from a registry is another one whenever it announces other layers: its operator's choice."""
+    vouching = Vouching.in_folder(tmp_path_factory.mktemp("vouching"))
+    certificate = load_certificates(vouching.identity("gamma").certificate)[0]
+    peer = Peer("gamma", "gamma AG", "executor", "127.0.0.1", 7001, certificate)
+    routes = Routes(new_federation([]), with_helpers=False)
+    heard = threading.Semaphore(0)
+
+    def away(route: Route) -> wire.Welcome:
+        heard.release()
+        raise ConnectionLostError("nobody there")
+
+    greeter = Greeter(
+        routes,
+        Manifest(version=1, weight_bits=10, groups=()),
+        persist=lambda route, wanted: away(route),
+        try_once=away,
+        closing=threading.Event(),
+    )
+    for last in range(20):
+        routes.update([replace(peer, layers=LayerRange(0, last))])
+        greeter.revive()
+        assert heard.acquire(timeout=20)
+        for worker in greeter.workers:
+            assert worker.join(20)
+    assert len(greeter.workers) <= 1
+    assert len(greeter._errors) <= 1
+    assert not [thread for thread in threading.enumerate() if thread.name == "greet-gamma"]

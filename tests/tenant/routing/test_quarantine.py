@@ -1,0 +1,61 @@
+"""Who has lied stays away, whatever of it has changed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from symbiosis_priv.certificates import load_certificates
+from symbiosis_priv.federation import Peer
+from symbiosis_priv.layers import LayerRange
+from tenant.routing.quarantine import Quarantine
+from tests.vouching import Vouching
+
+
+@pytest.fixture(scope="module")
+def vouching(tmp_path_factory: pytest.TempPathFactory) -> Vouching:
+    return Vouching.in_folder(tmp_path_factory.mktemp("vouching"))
+
+
+def found(vouching: Vouching, who: str, **changes: object) -> Peer:
+    """An executor as a registry lists it."""
+    certificate = load_certificates(vouching.identity(who, operator="Liar AG").certificate)[0]
+    peer = Peer(who, "Liar AG", "executor", "liar.example", 7401, certificate, layers=LayerRange(0, 3))
+    return replace(peer, **changes)  # type: ignore[arg-type]
+
+
+@given(name=st.booleans(), key=st.booleans(), address=st.booleans(), layers=st.integers(3, 5))
+def test_a_liar_is_its_name_its_key_and_its_address(
+    vouching: Vouching, name: bool, key: bool, address: bool, layers: int
+) -> None:
+    """It comes back as whatever its authority and its operator like: what is the same of it is enough."""
+    quarantine = Quarantine()
+    quarantine.add(found(vouching, "liar"))
+    again = found(
+        vouching,
+        "liar" if key else "fresh",
+        name="LIAR" if name else "somebody",
+        port=7401 if address else 7402,
+        layers=LayerRange(0, layers),
+    )
+    assert (again in quarantine) == (name or key or address)
+
+
+def test_another_executor_of_its_operator_is_judged_by_its_own_answers(vouching: Vouching) -> None:
+    quarantine = Quarantine()
+    quarantine.add(found(vouching, "liar"))
+    assert found(vouching, "fresh", port=7402) not in quarantine
+
+
+def test_what_becomes_of_a_pinned_file_makes_no_difference(vouching: Vouching, tmp_path: Path) -> None:
+    pinned = tmp_path / "liar.pem"
+    pinned.write_bytes(vouching.identity("liar").certificate.read_bytes())
+    peer = found(vouching, "liar", certificate=pinned)
+    quarantine = Quarantine()
+    quarantine.add(peer)
+    pinned.unlink()
+    assert peer in quarantine

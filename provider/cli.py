@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import shlex
 import sys
@@ -107,7 +108,7 @@ def health(
         tenant_key=tenant_key,
         timeout=timeout,
     )
-    typer.echo(msgspec.json.encode(report).decode())
+    typer.echo(json.dumps(msgspec.to_builtins(report)))  # whatever its name is, in ASCII
 
 
 class Format(StrEnum):

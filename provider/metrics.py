@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import math
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from http import HTTPStatus
@@ -22,9 +24,10 @@ from prometheus_client.metrics_core import Metric
 
 from provider import logs
 from provider.envelope import ExecutorReport, Histogram
-from provider.link import bound_address
+from provider.link import bound_address, hang_up
 from provider.reception import Handshakes
 from provider.status import Status, StatusSource
+from provider.strangers import Stranger, Strangers
 from provider.usage import COUNTED
 from symbiosis_priv.addresses import parse_address
 from symbiosis_priv.errors import ConfigError
@@ -32,7 +35,8 @@ from symbiosis_priv.errors import ConfigError
 log = logs.EventLog(__name__)
 
 _PREFIX = "symbiosis_provider_"
-_CLIENT_S = 5.0  # for a request of the operator's
+_CLIENT_S = 5.0  # for each read of an operator's request
+_PLACES = 16  # requests at a time; one more closes the oldest of whoever has the most of them
 
 
 class _Collector:
@@ -158,13 +162,45 @@ def is_public(host: str) -> bool:
 
 
 class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
+    """Never more threads than places: every user of this machine can connect to loopback."""
+
+    request_queue_size = 4 * _PLACES
 
     def __init__(self, address: tuple[str, int], source: StatusSource) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, _Handler)
         self.source = source
+        self._present = Strangers(_PLACES)
+        self._places = threading.Semaphore(_PLACES)
+
+    def process_request(self, request: socket.socket, client_address: tuple[str, int]) -> None:  # type: ignore[override]
+        """A thread for it, as soon as there is a place."""
+        guest = Stranger(request, client_address[0], deadline=math.inf)
+        if (crowded_out := self._present.come(guest)) is not None:
+            self._present.leave(crowded_out)
+            hang_up(crowded_out.socket, socket.SHUT_RDWR)  # or it is this one, which is answered into the void
+        self._places.acquire()  # who was hung up on ends soon
+        thread = threading.Thread(target=self._run, args=(guest, client_address), name="metrics-request", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # out of threads
+            log.often("metrics_failed", error=type(error).__name__)
+            self.shutdown_request(request)
+            self._leave(guest)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Who asks may leave before the answer."""
+        log.often("metrics_failed", error=type(sys.exception()).__name__)
+
+    def _run(self, guest: Stranger, client_address: tuple[str, int]) -> None:
+        try:
+            self.process_request_thread(guest.socket, client_address)
+        finally:
+            self._leave(guest)
+
+    def _leave(self, guest: Stranger) -> None:
+        self._present.leave(guest)
+        self._places.release()
 
 
 class _Handler(BaseHTTPRequestHandler):

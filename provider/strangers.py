@@ -61,10 +61,11 @@ class Strangers:
         most = max(map(len, self._crowds.values()))
         return (crowd for crowd in self._crowds.values() if len(crowd) == most)
 
-    def speak(self, stranger: Stranger, connection: socket.socket) -> None:
-        """Its first bytes have come."""
+    def speak(self, stranger: Stranger, connection: socket.socket) -> bool:
+        """Its first bytes have come. Whether it still has its place: else it was hung up on by its socket of before."""
         with self._lock:
             stranger.socket, stranger.silent = connection, False
+            return stranger in self._present
 
     def leave(self, stranger: Stranger) -> None:
         """It has authenticated, or gone; once is enough."""

@@ -3,32 +3,44 @@
 from __future__ import annotations
 
 import http.client
+import socket
+import threading
 import time
 
 import msgspec
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from provider.envelope import Histogram
+from provider.link import hang_up
 from provider.status import Status
 from symbiosis_priv.addresses import parse_address
-from symbiosis_priv.errors import ConnectionLostError, ProtocolError
+from symbiosis_priv.errors import ConnectionLostError, ProtocolError, one_line
 
 _TIMEOUT_S = 5.0
+_MOST_BYTES = 16 << 20  # of an answer
 _BUSIEST = 10  # layer groups
 _MIB = 1 << 20
 
 
-def ask(address: str) -> Status:
-    """One look. Raises ConnectionLostError if nobody answers, ProtocolError if it is something else."""
+def ask(address: str, *, timeout_s: float = _TIMEOUT_S) -> Status:
+    """One look. Raises ConnectionLostError if nobody answers in time, ProtocolError if it is something else."""
     host, port = parse_address(address)
-    connection = http.client.HTTPConnection(host, port, timeout=_TIMEOUT_S)
+    connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
     try:
-        connection.request("GET", "/status")
-        body = connection.getresponse().read()
+        connection.connect()
+        late = threading.Timer(timeout_s, hang_up, (connection.sock, socket.SHUT_RDWR))  # whatever trickles in
+        late.daemon = True
+        late.start()
+        try:
+            connection.request("GET", "/status")
+            body = connection.getresponse().read(_MOST_BYTES)
+        finally:
+            late.cancel()
     except (OSError, http.client.HTTPException) as error:
         raise ConnectionLostError(
             f'no provider answers at {address} ({error}); is it running, with [metrics] listen = "{address}"?'
@@ -68,7 +80,7 @@ def _headline(status: Status) -> Text:
     state = ("ready", "bold green") if status.ready else ("not ready", "bold red")
     resident = 0 if status.executor is None else status.executor.resident
     return Text.assemble(
-        (status.provider, "bold"),
+        (one_line(status.provider), "bold"),
         "  ",
         state,
         f"  up {status.uptime_s:,.0f} s  {status.connections} connections  {status.handshakes.present} strangers  "
@@ -95,7 +107,7 @@ def _tenants(now: Status, before: Status | None, seconds: float) -> Table:
             return f"{(getattr(_now, name) - was) / max(span, 1e-9) / scale:,.1f}"  # noqa: B023 - used at once
 
         table.add_row(
-            tenant.tenant,
+            escape(one_line(tenant.tenant)),
             tenant.role,
             rate("requests"),
             rate("rows"),

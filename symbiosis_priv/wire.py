@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from symbiosis_priv.errors import FrameTooLargeError, ProtocolError
+from symbiosis_priv.errors import FrameTooLargeError, ProtocolError, one_line
 from symbiosis_priv.limits import Role as Role
 from symbiosis_priv.ring import Direction
 
@@ -224,7 +224,7 @@ def decode(decoder: msgspec.msgpack.Decoder[_M], header: Buffer) -> _M:
         return decoder.decode(header)
     # DecodeError includes ValidationError; bad UTF-8 and deep nesting surface as Python's own errors
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"bad header: {error}") from error
+        raise ProtocolError(f"bad header: {one_line(str(error))}") from error  # it may quote what came
 
 
 def payload_dtype(arithmetic: Arithmetic) -> torch.dtype:

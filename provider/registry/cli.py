@@ -138,7 +138,7 @@ def show(
         said = announced.said
         state = "expired" if said.expires < MS * time.time() else "leaving" if said.draining else "serving"
         cells = (announced.name, announced.operator, said.address, said.model_digest[:19], str(said.layers))
-        table.add_row(*map(escape, cells), f"{said.capacity:g}", _time(said.expires), state)
+        table.add_row(*(escape(one_line(cell)) for cell in cells), f"{said.capacity:g}", _time(said.expires), state)
     Console().print(table)
 
 

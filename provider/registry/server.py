@@ -1,4 +1,4 @@
-"""A registry's server: TLS 1.3, one thread per connection, and a bound for everything that a client can make it hold.
+"""A registry's server: TLS 1.3, a thread for each place, and a bound for everything that a client can make it hold.
 
 Nobody has to say who they are, so connections and requests are bounded by network (`provider.strangers`): a crowd from
 anywhere costs those who come from elsewhere nothing. A descriptor is stored only if the federation's authority vouches
@@ -162,7 +162,7 @@ class RegistryServer:
         self._announcements = Rates(per_s=per_h / 3600, burst=max(1.0, per_h / 4))
         self._present = Strangers(config.max_connections)
         self._stopping = threading.Event()
-        self._threads: set[threading.Thread] = set()
+        self._threads: dict[Stranger, threading.Thread] = {}
         self._lock = threading.Lock()
         try:
             self._listener = listen(config.listen, backlog=_BACKLOG)
@@ -210,7 +210,7 @@ class RegistryServer:
             hang_up(stranger.socket, socket.SHUT_RDWR)
         deadline = time.monotonic() + self.config.frame_timeout_s
         with self._lock:
-            threads = list(self._threads)
+            threads = list(self._threads.values())
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         self._tidier.join()
@@ -262,19 +262,31 @@ class RegistryServer:
                 continue
             stranger = Stranger(raw, peer[0], deadline=time.monotonic() + self.config.connection_s)
             if (crowded_out := self._present.come(stranger)) is not None:
-                log.often("connection_dropped", address=crowded_out.network)
-                hang_up(crowded_out.socket, socket.SHUT_RDWR)  # its thread closes it
-            self._begin(stranger)
+                self._see_off(crowded_out)
+            if crowded_out is stranger:
+                raw.close()
+            else:
+                self._begin(stranger)
+
+    def _see_off(self, crowded_out: Stranger) -> None:
+        """Nobody else comes in until its thread has ended, so that there is never one more than there are places."""
+        log.often("connection_dropped", address=crowded_out.network)
+        self._present.leave(crowded_out)
+        hang_up(crowded_out.socket, socket.SHUT_RDWR)  # its thread closes it
+        with self._lock:
+            thread = self._threads.get(crowded_out)
+        if thread is not None:
+            thread.join(self.config.frame_timeout_s)
 
     def _begin(self, stranger: Stranger) -> None:
         thread = threading.Thread(target=self._run, args=(stranger,), name="connection", daemon=True)
         with self._lock:
-            self._threads.add(thread)
+            self._threads[stranger] = thread
         try:
             thread.start()
         except RuntimeError as error:  # out of threads
             log.often("accept_failed", error=type(error).__name__)
-            self._forget(thread, stranger)
+            self._forget(stranger)
 
     # A connection's thread
 
@@ -285,20 +297,21 @@ class RegistryServer:
         except Exception as error:  # a bug must not take the registry with it
             log.failure("connection_failed", error)
         finally:
-            self._forget(threading.current_thread(), stranger)
+            self._forget(stranger)
 
-    def _forget(self, thread: threading.Thread, stranger: Stranger) -> None:
-        self._present.leave(stranger)
+    def _forget(self, stranger: Stranger) -> None:
         stranger.socket.close()
         with self._lock:
-            self._threads.discard(thread)
+            del self._threads[stranger]
+        self._present.leave(stranger)
 
     def _serve(self, stranger: Stranger) -> None:
         raw = stranger.socket
         raw.settimeout(self.config.frame_timeout_s)
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection = self._credentials.context.wrap_socket(raw, server_side=True, do_handshake_on_connect=False)
-        self._present.speak(stranger, connection)
+        if not self._present.speak(stranger, connection):
+            return
         connection.do_handshake()  # the socket's timeout covers all of it
         link = Link(connection)
         try:

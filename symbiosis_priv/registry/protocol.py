@@ -17,7 +17,7 @@ import msgspec
 
 from symbiosis_priv import wire
 from symbiosis_priv.descriptor import Digest
-from symbiosis_priv.errors import ProtocolError
+from symbiosis_priv.errors import ProtocolError, one_line
 from symbiosis_priv.registry.history import Hash, Number
 from symbiosis_priv.statements import MAX_BYTES
 from symbiosis_priv.wire import Failure, Message
@@ -123,4 +123,4 @@ def _parsed(decoder: msgspec.msgpack.Decoder[_P], payload: wire.Buffer) -> _P:
     try:
         return decoder.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"bad payload: {error}") from error
+        raise ProtocolError(f"bad payload: {one_line(str(error))}") from error

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
+import socket
+import threading
+import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -15,11 +20,11 @@ from typer.testing import CliRunner
 from provider import top
 from provider.cli import app
 from provider.config import MetricsConfig
-from provider.metrics import is_public
+from provider.metrics import MetricsServer, is_public
 from provider.server import Provider
 from provider.status import Status
 from symbiosis_priv.addresses import parse_address
-from symbiosis_priv.errors import ConfigError, ConnectionLostError
+from symbiosis_priv.errors import ConfigError, ConnectionLostError, ProtocolError
 
 if TYPE_CHECKING:
     from tests.provider.conftest import Configure, Connect, Requests
@@ -109,3 +114,71 @@ def test_a_taken_address_is_named(configure: Configure, provider: Provider) -> N
     with pytest.raises(ConfigError, match="metrics"):
         Provider(taken).start()
     assert isinstance(CliRunner().invoke(app, ["top"]).exception, ConfigError)
+
+
+# What comes from elsewhere
+
+
+@contextlib.contextmanager
+def answering(*parts: bytes, pause_s: float = 0.0) -> Iterator[str]:
+    """The address of something that answers every request with these, one after the other, for ever."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    closed = threading.Event()
+
+    def answer() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                with connection, contextlib.suppress(OSError):
+                    connection.recv(4096)
+                    connection.sendall(parts[0])
+                    while not closed.wait(pause_s) and parts[1:]:
+                        connection.sendall(b"".join(parts[1:]))
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    try:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        closed.set()
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join(20)
+
+
+def test_top_reads_no_more_than_a_status_and_no_longer_than_its_deadline() -> None:
+    head = b"HTTP/1.0 200 OK\r\n\r\n"
+    with answering(head, b"x" * (1 << 20)) as endless, pytest.raises((ProtocolError, ConnectionLostError)):
+        top.ask(endless, timeout_s=20.0)
+    for begin in (b"HTTP/1.0 200 OK\r\nX-Slow: ", head):
+        began = time.monotonic()
+        with answering(begin, b".", pause_s=0.05) as slow, pytest.raises((ProtocolError, ConnectionLostError)):
+            top.ask(slow, timeout_s=0.3)
+        assert time.monotonic() - began < 10
+
+
+def test_names_that_others_choose_say_nothing_else_on_a_terminal(provider: Provider) -> None:
+    """Neither escape sequences nor rich's own markup."""
+    status = msgspec.json.decode(msgspec.json.encode(provider.status()))
+    status["provider"] = "evil\x1b[2J\x9b2J"
+    nothing = dict.fromkeys(("requests", "rows", "work"), 0)
+    status["tenants"] = [{"tenant": "\x1b]0;evil\x07[blink]alice", "role": "executor", "counts": nothing}]
+    console = Console(width=200, force_terminal=False)
+    with console.capture() as captured:
+        console.print(top.render(msgspec.convert(status, Status), None, 0.0))
+    assert "[blink]alice" in captured.get()
+    assert all(letter.isprintable() or letter == "\n" for letter in captured.get())
+
+
+def test_the_operators_address_has_places_and_no_more(provider: Provider) -> None:
+    """Everybody on this machine can connect to loopback: who says nothing keeps nobody out, and no thread for long."""
+    server = MetricsServer("127.0.0.1:0", source=None)  # type: ignore[arg-type]
+    try:
+        with contextlib.ExitStack() as crowd:
+            for _ in range(60):
+                crowd.enter_context(socket.create_connection(parse_address(server.address), timeout=20))
+            assert get(server.address, "/healthz") == (200, "alive\n")
+            threads = [thread for thread in threading.enumerate() if thread.name == "metrics-request"]
+            assert len(threads) <= 16
+    finally:
+        server.close()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv import wire
-from symbiosis_priv.errors import ConnectionLostError, ProtocolError, TransportError
+from symbiosis_priv.errors import ConnectionLostError, ProtocolError, TransportError, one_line
 from symbiosis_priv.keystream import expand, mask_key
 from symbiosis_priv.ring import FORWARD, Direction
 from threat_model.conformance.oracle import CheckpointOracle, Difference, Oracle
@@ -300,8 +300,8 @@ class Subject:
         """What to say of a provider that refuses the role."""
         other = "helper" if self.role == "executor" else "executor"
         return WrongRole(
-            f"it does not serve this tenant as {self.role} ({reply.detail}): test it with --role {other}, or correct "
-            f"its role in federation.toml"
+            f"it does not serve this tenant as {self.role} ({one_line(reply.detail)}): test it with --role {other}, or "
+            f"correct its role in federation.toml"
         )
 
 
@@ -313,7 +313,7 @@ def hello(probe: Probe, role: wire.Role, digest: str) -> wire.Reply:
 def describe(reply: wire.Reply) -> str:
     """A reply without its payload, in a few words."""
     if isinstance(reply, wire.Failure):
-        return f"{reply.code}: {reply.detail}"
+        return f"{reply.code}: {one_line(reply.detail)}"
     if isinstance(reply, wire.Welcome):
         return f"welcome to {reply.model_digest}"
     return type(reply).__name__

@@ -8,6 +8,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -144,6 +145,21 @@ def test_a_crowd_does_not_keep_others_out(serve: Serve, vouching: Vouching) -> N
             )
         with vouching.client(server.address) as registry:
             assert registry.list(DIGEST) == []
+
+
+def test_there_are_never_more_threads_than_places(serve: Serve, vouching: Vouching) -> None:
+    """Who had to go is gone before somebody else comes in, also in the middle of a handshake."""
+    server = serve(max_connections=4)
+    with contextlib.ExitStack() as crowd:
+        for _ in range(100):
+            connection = crowd.enter_context(
+                socket.create_connection(parse_address(server.address), timeout=20, source_address=("127.0.0.9", 0))
+            )
+            connection.sendall(b"\x16\x03\x01\x02\x00\x01")  # the beginning of a handshake
+        with vouching.client(server.address) as registry:  # the last to come: everybody before it was seen
+            assert registry.list(DIGEST) == []
+            threads = [thread for thread in threading.enumerate() if thread.name == "connection"]
+            assert len(threads) <= 4
 
 
 def test_slow_and_silent_connections_end(serve: Serve, vouching: Vouching) -> None:

@@ -16,13 +16,21 @@ from symbiosis_priv.toml import load_toml
 from symbiosis_priv.wire import Role
 
 
-def load(path: str | Path) -> ProviderConfig:
+def load(path: str | Path, *, whole: bool = False) -> ProviderConfig:
     """Read a provider.toml; relative paths are relative to the file.
+
+    Args:
+        whole: refuse a file that ends in the middle of a line. Half a file may be a valid one, with fewer limits.
 
     Raises:
         ConfigError: unreadable, an unknown or missing key, a value out of its range; the message names the key.
     """
     path = Path(path)
+    if whole and not path.read_bytes().endswith(b"\n"):
+        raise ConfigError(
+            f"{path} ends in the middle of a line: if it was cut short, write it again; if not, end it with a line "
+            f"break"
+        )
     config = load_toml(path, ProviderConfig)
     if config.usage.database is None:
         usage = UsageConfig(database=path.with_suffix(".usage.sqlite"))

@@ -47,15 +47,19 @@ class Credentials:
     revoked: frozenset[str]
 
     @classmethod
-    def load(cls, config: TlsConfig) -> Self:
-        """Read the files. Raises `CertificateError` if one of them is not what it should be."""
+    def load(cls, config: TlsConfig, *, before: Credentials | None = None) -> Self:
+        """Read the files. Raises `CertificateError` if one of them is not what it should be.
+
+        Args:
+            before: the ones that these are to replace. Who is revoked stays so, whatever the list says now.
+        """
         context = server_context(
             certificate=config.certificate, key=config.key, tenant_authority=config.tenant_authority
         )
         return cls(
             context,
             authorities=frozenset(map(key_fingerprint, load_certificates(config.tenant_authority))),
-            revoked=frozenset() if config.revoked is None else load_revoked(config.revoked),
+            revoked=load_revoked(config.revoked, known=frozenset() if before is None else before.revoked),
         )
 
     def accepts(self, peer: Peer) -> bool:

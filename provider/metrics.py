@@ -47,6 +47,9 @@ class _Collector:
         status = self._status
         yield _gauge("ready", "1 if requests are taken and the executor answers", status.ready)
         yield _gauge("uptime_seconds", "since the start", status.uptime_s)
+        yield _gauge(
+            "last_reload_successful", "0 if changed files were refused: what was before is kept", status.reloaded
+        )
         yield _gauge("connections", "of tenants", status.connections)
         yield from _handshake_metrics(status.handshakes)
         yield _gauge("held_bytes", "payloads of large requests in flight", status.bytes_held)

@@ -6,24 +6,36 @@ import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-_LOOK_S = 1.0
+from provider import logs
+
+log = logs.EventLog(__name__)
 
 
 class Reloader:
-    """Calls `reload` in a thread of its own when one of the files has changed, or on `now`.
+    """Calls `reload` in a thread of its own when files have changed and then held still for a look, or on `now`.
 
     Args:
-        files: that are looked at every second; one that is missing has changed when it comes back.
-        reload: reads them; its errors are its own to report.
+        files: which files to look at; one that is missing has changed when it comes back.
+        reload: reads them, all or nothing. What it raises is logged, and `succeeded` says so.
+        interval_s: between two looks.
     """
 
-    def __init__(self, files: Iterable[Path], reload: Callable[[], None]) -> None:
-        self._files = tuple(files)
+    def __init__(
+        self, files: Callable[[], Iterable[Path]], reload: Callable[[], None], *, interval_s: float = 0.5
+    ) -> None:
+        self._files = files
         self._reload = reload
+        self._interval_s = interval_s
         self._said = threading.Event()
         self._closed = False
+        self._succeeded = True
         self._seen = self._look()
         self._thread = threading.Thread(target=self._run, name="reload", daemon=True)
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether what is in use is what the files said when they were last read."""
+        return self._succeeded
 
     def start(self) -> None:
         """Begin to look."""
@@ -40,18 +52,29 @@ class Reloader:
         self._thread.join()
 
     def _run(self) -> None:
+        last = self._seen
         while True:
-            said = self._said.wait(_LOOK_S)
+            said = self._said.wait(self._interval_s)
             if self._closed:
                 return
             self._said.clear()
             found = self._look()
-            if said or found != self._seen:
+            if said or last == found != self._seen:  # else somebody may be in the middle of writing
                 self._seen = found
-                self._reload()
+                self._try()
+            last = found
+
+    def _try(self) -> None:
+        try:
+            self._reload()
+        except Exception as error:  # whatever it is, the next change must not go unnoticed
+            log.failure("reload_failed", error)
+            self._succeeded = False
+        else:
+            self._succeeded = True
 
     def _look(self) -> tuple[tuple[int, int, int] | None, ...]:
-        return tuple(map(_stamp, self._files))
+        return tuple(map(_stamp, self._files()))
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:

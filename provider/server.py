@@ -26,7 +26,7 @@ from provider.plan import check_plan, memory_plan
 from provider.reload import Reloader
 from provider.status import Status, StatusSource
 from provider.usage import Usage
-from symbiosis_priv.errors import ConfigError, SymbiosisError
+from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.files import write_atomically
 from symbiosis_priv.weights import Progress
 
@@ -72,7 +72,7 @@ class Provider:
     def status(self) -> Status:
         """What an operator may see of it."""
         assert self._gateway is not None, "start it first"
-        return StatusSource(self._gateway, self.executor, self._announcer).take()
+        return self._status_source(self._gateway).take()
 
     def start(self) -> Self:
         """Quantise if need be, start the executor, listen.
@@ -81,8 +81,10 @@ class Provider:
             ConfigError: the address is taken or the executor does not start.
             CertificateError, CheckpointError, UnsupportedModelError: as they say.
         """
+        self._tls = self.config.tls
+        self._reloader = Reloader(self._watched_files, self._reload)  # whatever changes from here on is read again
         config = self.config = placed(self.config, progress=self._progress)
-        credentials = Credentials.load(config.tls)
+        self._credentials = credentials = Credentials.load(config.tls)
         store = open_store(config)
         manifest, served = store.manifest(progress=self._progress), store.served
         self.model_digest = manifest.digest
@@ -106,7 +108,6 @@ class Provider:
             raise
         gateway.start()
         self._gateway = gateway
-        self._reloader = Reloader(self._watched_files(), self._reload)
         self._reloader.start()
         try:
             if config.registry.announce:
@@ -119,8 +120,7 @@ class Provider:
             from provider.metrics import MetricsServer  # and Prometheus' client: most providers start without
 
             try:
-                source = StatusSource(gateway, self.executor, self._announcer)
-                self._metrics = MetricsServer(config.metrics.listen, source)
+                self._metrics = MetricsServer(config.metrics.listen, self._status_source(gateway))
             except BaseException:
                 self.stop()
                 raise
@@ -156,13 +156,10 @@ class Provider:
             self._reloader.now()
 
     def _reload(self) -> None:
-        try:
-            config = self.config if self._source is None else load(self._source)
-            credentials = Credentials.load(config.tls)
-        except SymbiosisError as error:
-            log.failure("reload_failed", error)
-            return
+        config = self.config if self._source is None else load(self._source, whole=True)
+        credentials = Credentials.load(config.tls, before=self._credentials)
         assert self._gateway is not None
+        self._tls, self._credentials = config.tls, credentials
         self._gateway.renew(config, credentials)
         if self._announcer is not None:
             self._announcer.now()
@@ -177,8 +174,11 @@ class Provider:
         )
         log.info("reloaded", needs_restart=None if fixed == self.config else "yes: other settings have changed too")
 
+    def _status_source(self, gateway: Gateway) -> StatusSource:
+        return StatusSource(gateway, self.executor, self._announcer, self._reloader)
+
     def _watched_files(self) -> list[Path]:
-        tls = self.config.tls
+        tls = self._tls  # as it was read last: another list may have been named since the start
         files = (self._source, tls.certificate, tls.key, tls.tenant_authority, tls.revoked)
         return [path for path in files if path is not None]
 

@@ -11,6 +11,7 @@ from provider.announcer import Announcer
 from provider.envelope import ExecutorReport
 from provider.gateway import Gateway
 from provider.reception import Handshakes
+from provider.reload import Reloader
 from provider.supervisor import ExecutorClient, ExecutorHandle
 from provider.usage import Counts
 from symbiosis_priv.wire import Role
@@ -40,6 +41,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         hangs: how often it did not answer for too long.
         executor: None if it does not answer.
         registries: whether each of them has taken the last announcement.
+        reloaded: whether certificates, revocations and quotas are those of the files as they were last read; if not,
+            they are the ones from before.
     """
 
     provider: str
@@ -56,13 +59,17 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     tenants: list[TenantStatus]
     executor: ExecutorReport | None
     registries: dict[str, bool] = {}
+    reloaded: bool = True
 
 
 class StatusSource:
     """Takes a provider's status. Thread-safe."""
 
-    def __init__(self, gateway: Gateway, executor: ExecutorHandle, announcer: Announcer | None = None) -> None:
+    def __init__(
+        self, gateway: Gateway, executor: ExecutorHandle, announcer: Announcer | None, reloader: Reloader
+    ) -> None:
         self._gateway = gateway
+        self._reloader = reloader
         self._executor = executor
         self._announcer = announcer
 
@@ -96,4 +103,5 @@ class StatusSource:
             ],
             executor=report,
             registries={} if self._announcer is None else self._announcer.taken,
+            reloaded=self._reloader.succeeded,
         )

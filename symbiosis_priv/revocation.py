@@ -32,20 +32,31 @@ def mark_of(certificate: x509.Certificate) -> str:
     return f"tbs-sha256:{hashlib.sha256(certificate.tbs_certificate_bytes).hexdigest()}"
 
 
-def load_revoked(path: Path) -> frozenset[str]:
-    """The marks in a file.
+def load_revoked(path: Path | None, *, known: frozenset[str] = frozenset()) -> frozenset[str]:
+    """The marks in a file, and those that are known already.
 
-    Raises `CertificateError` if it cannot be read or a line is neither a mark nor a comment: a list that is not
-    understood must not be taken for an empty one.
+    Args:
+        path: None for no list.
+        known: what the reader has found in the list before. It stays revoked until the reader starts again: a list that
+            somebody is in the middle of writing is a shorter one for a while.
+
+    Raises `CertificateError` if it cannot be read, ends in the middle of a line, or a line is neither a mark nor a
+    comment: a list that is not understood must not be taken for an empty one.
     """
+    if path is None:
+        return known
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CertificateError(
             f"cannot read {path} ({error}): an empty file revokes nobody, `symbiosis-priv keys revoke` adds to it"
         ) from error
-    found = set()
-    for number, line in enumerate(lines, start=1):
+    if text and not text.endswith("\n"):
+        raise CertificateError(
+            f"{path} ends in the middle of a line: if it was cut short, copy it again; if not, end it with a line break"
+        )
+    found = set(known)
+    for number, line in enumerate(text.splitlines(), start=1):
         match = _LINE.fullmatch(line)
         if match is None:
             raise CertificateError(

@@ -87,8 +87,13 @@ class Trust:
     revoked: frozenset[str] = frozenset()
 
     @classmethod
-    def load(cls, authority: Path, revoked: Path | None = None) -> Self:
+    def load(cls, authority: Path, revoked: Path | None = None, *, known: frozenset[str] = frozenset()) -> Self:
         """Read the files.
+
+        Args:
+            authority: certificates.
+            revoked: a list of marks.
+            known: see `load_revoked`.
 
         Raises:
             CertificateError: one of them cannot be read, or there is no authority in the first.
@@ -99,7 +104,7 @@ class Trust:
                 f"{authority} holds no authority: whoever runs the federation makes one with `symbiosis-priv keys "
                 f"authority --name federation`, and gives its certificate to everybody"
             )
-        return cls(found, frozenset() if revoked is None else load_revoked(revoked))
+        return cls(found, load_revoked(revoked, known=known))
 
     @property
     def of_the_past(self) -> Trust:

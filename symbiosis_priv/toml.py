@@ -22,7 +22,7 @@ def load_toml(path: Path, kind: type[T]) -> T:
         data: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
 
     def relative(kind: type, value: object) -> Path:

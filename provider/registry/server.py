@@ -40,7 +40,6 @@ from symbiosis_priv.errors import (
     DescriptorError,
     ProtocolError,
     StorageError,
-    SymbiosisError,
     TransportError,
 )
 from symbiosis_priv.registry import protocol
@@ -108,10 +107,10 @@ class _Credentials:
     vouches: Callable[[bytes], bool]
 
     @classmethod
-    def load(cls, config: RegistryConfig) -> Self:
+    def load(cls, config: RegistryConfig, *, revoked: frozenset[str] = frozenset()) -> Self:
         context = registry_server_context(certificate=config.certificate, key=config.key)
         certificate = load_certificates(config.certificate)[0]
-        trust = Trust.load(config.authority, config.revoked)
+        trust = Trust.load(config.authority, config.revoked, known=revoked)
         try:
             trust.check(certificate, at=datetime.now(UTC))
         except DescriptorError as error:
@@ -155,6 +154,8 @@ class RegistryServer:
     def __init__(self, config: RegistryConfig, *, replica_of: str | None = None) -> None:
         self.config = config
         self.replica_of = replica_of
+        files = (config.certificate, config.key, config.authority, config.revoked)
+        self._reloader = Reloader(lambda: filter(None, files), self._reload)
         self._credentials = _Credentials.load(config)
         self.log = Log(config.database, name=replica_of or self._credentials.name)
         self._visits = Rates(per_s=config.requests_per_s, burst=10 * config.requests_per_s)
@@ -169,10 +170,6 @@ class RegistryServer:
         except BaseException:
             self.log.close()
             raise
-        self._reloader = Reloader(
-            [path for path in (config.certificate, config.key, config.authority, config.revoked) if path is not None],
-            self._reload,
-        )
         self._acceptor = threading.Thread(target=self._accept, name="accept", daemon=True)
         self._tidier = threading.Thread(target=self._tidy, name="tidy", daemon=True)
 
@@ -226,13 +223,9 @@ class RegistryServer:
         self.stop()
 
     def _reload(self) -> None:
-        try:
-            credentials = _Credentials.load(self.config)
-            if credentials.name != self.name:
-                raise ConfigError(f"{self.config.certificate} names another registry: start one anew for it")
-        except SymbiosisError as error:
-            log.failure("reload_failed", error)
-            return
+        credentials = _Credentials.load(self.config, revoked=self.trust.revoked)
+        if credentials.name != self.name:
+            raise ConfigError(f"{self.config.certificate} names another registry: start one anew for it")
         self._credentials = credentials
         log.info("reloaded")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
@@ -23,6 +24,7 @@ from symbiosis_priv.errors import CertificateError, one_line
 Pin = Path | x509.Certificate
 """A provider's certificate that is accepted and no other: in a file of its own, or as somebody vouched for it."""
 
+_BEGIN = re.compile(rb"-----BEGIN (?:X509 )?CERTIFICATE-----")
 _Extension = TypeVar("_Extension", bound=x509.ExtensionType)
 
 
@@ -68,15 +70,19 @@ def pair(directory: Path, name: str) -> Identity:
 
 def load_certificates(path: Path) -> list[x509.Certificate]:
     """All certificates of a PEM file, at least one, each of them whole. Raises `CertificateError`."""
+    data = read_file(path)
     try:
-        found = x509.load_pem_x509_certificates(read_file(path))
+        found = x509.load_pem_x509_certificates(data)
         for certificate in found:  # else these are read when they are asked for, and what is malformed is found there
             _ = certificate.subject, certificate.issuer, certificate.public_key()
-        return found
     except (ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion) as error:
         raise CertificateError(
             f"{path} holds no PEM certificate: expected a file made by `symbiosis-priv keys`"
         ) from error
+    last = data.rstrip().rpartition(b"\n")[2]
+    if len(_BEGIN.findall(data)) != len(found) or (last.startswith(b"-") and not last.startswith(b"-----END ")):
+        raise CertificateError(f"{path} ends in the middle of a certificate: copy it again")
+    return found
 
 
 def load_pin(pin: Pin) -> x509.Certificate:

@@ -216,7 +216,7 @@ class Discovery:
         if self._registries.revoked is None:
             return
         try:
-            revoked = load_revoked(self._registries.revoked)
+            revoked = load_revoked(self._registries.revoked, known=self._trust.revoked)
         except CertificateError as error:
             log.error("executors that were revoked lately may still be asked: %s", error)
         else:

@@ -297,7 +297,7 @@ def _toml(config: ProviderConfig) -> str:
             tables += [f"[{key}]", *(f"{k} = {json.dumps(v)}" for k, v in value.items() if v is not None)]
         else:
             lines.append(f"{key} = {json.dumps(value)}")
-    return "\n".join(lines + tables)
+    return "\n".join([*lines, *tables, ""])
 
 
 Launch = Callable[[ProviderConfig], Service]

@@ -232,11 +232,17 @@ class QuotaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class UsageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where each tenant's usage is counted: beside provider.toml, as provider.usage.sqlite, if it is not said; in
-    memory only for a configuration that was made in code.
+    """Each tenant's usage.
+
+    Args:
+        database: where it is counted: beside provider.toml, as provider.usage.sqlite, if it is not said; in memory only
+            for a configuration that was made in code.
+        max_unwritten_s: for how long tenants are served while that cannot be written; what they use meanwhile is
+            written as soon as it can be. After that they are told to ask again.
     """
 
     database: Path | None = None
+    max_unwritten_s: _Seconds = 3600.0
 
 
 class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

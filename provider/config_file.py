@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from provider.config import DEFAULT_LISTEN, ProviderConfig, UsageConfig
+from provider.config import DEFAULT_LISTEN, ProviderConfig
 from symbiosis_priv.certificates import check_name
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.toml import load_toml
@@ -33,7 +33,7 @@ def load(path: str | Path, *, whole: bool = False) -> ProviderConfig:
         )
     config = load_toml(path, ProviderConfig)
     if config.usage.database is None:
-        usage = UsageConfig(database=path.with_suffix(".usage.sqlite"))
+        usage = msgspec.structs.replace(config.usage, database=path.with_suffix(".usage.sqlite"))
         config = msgspec.structs.replace(config, usage=usage)
     folder = path.parent / Path(config.model.checkpoint).expanduser()
     if not folder.is_dir():  # a name on the hub, or `checkpoint.resolve` says what is wrong
@@ -144,6 +144,7 @@ tenant_authority = "keys/authority.pem"
 
 [usage]
 # database = "provider.usage.sqlite"   # what each tenant has used: `symbiosis-priv provider usage`
+# max_unwritten_s = 3600.0       # tenants are served for so long while it cannot be written, and then told to wait
 
 [metrics]
 # listen = "127.0.0.1:9464"      # Prometheus, health, readiness, `provider top`; nothing listens if left out

@@ -59,6 +59,11 @@ class Service:
     """`time.monotonic()`"""
     stopping: threading.Event = field(default_factory=threading.Event)
 
+    @property
+    def counts(self) -> bool:
+        """Whether usage is written, or has not been for a while only: nobody is served for ever without a bill."""
+        return self.usage.unwritten_s <= self.config.usage.max_unwritten_s
+
 
 class Connection:
     """Serves one authenticated connection, in its own thread.
@@ -174,6 +179,8 @@ class Connection:
     def _answer_product(self, request: wire.Execute | wire.Effect) -> None:
         begun = time.perf_counter()
         size = self._check(request)
+        if not self._service.counts:
+            raise Refusal(wire.ErrorCode.BUSY, "this provider cannot count what it serves; ask again later")
         work = row_cost(request, self._service.manifest.groups[request.group]) * request.rows
         with (
             self._service.quotas.admitted(self._tenant, rows=request.rows, work=work),

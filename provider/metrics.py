@@ -50,6 +50,7 @@ class _Collector:
         yield _gauge(
             "last_reload_successful", "0 if changed files were refused: what was before is kept", status.reloaded
         )
+        yield _gauge("usage_unwritten_seconds", "since what is counted could not be written", status.usage_unwritten_s)
         yield _gauge("connections", "of tenants", status.connections)
         yield from _handshake_metrics(status.handshakes)
         yield _gauge("held_bytes", "payloads of large requests in flight", status.bytes_held)

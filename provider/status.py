@@ -41,6 +41,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         hangs: how often it did not answer for too long.
         executor: None if it does not answer.
         registries: whether each of them has taken the last announcement.
+        usage_unwritten_s: for how long what was counted could not be written.
         reloaded: whether certificates, revocations and quotas are those of the files as they were last read; if not,
             they are the ones from before.
     """
@@ -60,6 +61,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     executor: ExecutorReport | None
     registries: dict[str, bool] = {}
     reloaded: bool = True
+    usage_unwritten_s: float = 0.0
 
 
 class StatusSource:
@@ -89,7 +91,7 @@ class StatusSource:
             provider=service.config.name,
             model_digest=service.digest,
             uptime_s=time.monotonic() - service.started,
-            ready=report is not None and not service.stopping.is_set(),
+            ready=report is not None and not service.stopping.is_set() and service.counts,
             connections=self._gateway.connections,
             handshakes=self._gateway.handshakes,
             visits={str(tenant): count for tenant, count in service.register.visits().items()},
@@ -103,5 +105,6 @@ class StatusSource:
             ],
             executor=report,
             registries={} if self._announcer is None else self._announcer.taken,
+            usage_unwritten_s=service.usage.unwritten_s,
             reloaded=self._reloader.succeeded,
         )

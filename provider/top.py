@@ -86,6 +86,9 @@ def _headline(status: Status) -> Text:
         f"  up {status.uptime_s:,.0f} s  {status.connections} connections  {status.handshakes.present} strangers  "
         f"{resident / _MIB:,.0f} MiB  large requests: {status.bytes_held / _MIB:,.0f} MiB held, "
         f"{status.waiting_for_bytes} waiting  executor restarts: {status.restarts}",
+        ""
+        if not status.usage_unwritten_s
+        else (f"  usage unwritten for {status.usage_unwritten_s:,.0f} s", "bold red"),
         "" if status.reloaded else ("  changed files refused: see the log", "bold red"),
     )
 

@@ -4,6 +4,9 @@ One SQLite file, written ahead. Every count is committed before its request is a
 bill differs from what tenants have counted by the requests in flight at most. Whoever commits does it for all who have
 counted by then: requests that shared a product share a commit. It is a write to the system's cache, without waiting
 for a disk (15 µs); a thread brings it to the disk every few seconds, which is what a power cut may cost.
+
+What cannot be written, to a full disk for instance, is kept and tried again, and `unwritten_s` says for how long. A
+file that was deleted is made again within seconds; into one that was put in its place nothing is written.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ from symbiosis_priv.wire import Role
 
 log = logs.EventLog(__name__)
 
+_VERSION = 1  # of the file
 _FLUSH_S = 5.0
+_LOCK_S = 0.25  # for another process that writes: tenants wait for it
 _DAY_S = 86_400
 
 
@@ -81,20 +86,18 @@ class Usage:
     """The counters of one provider. Thread-safe.
 
     Args:
-        database: a file, made if there is none; None counts in memory only. ConfigError if it cannot be used.
+        database: a file, made if there is none; None counts in memory only. Several providers may share one: it holds
+            what they have served together.
+
+    Raises:
+        ConfigError: it cannot be written, is damaged, or another release's.
     """
 
     def __init__(self, database: Path | None) -> None:
-        try:
-            if database is not None:  # for this user only, and so are the files that SQLite puts beside it
-                os.close(os.open(database, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-            self._connection = sqlite3.connect(database or ":memory:", isolation_level=None, check_same_thread=False)
-            self._connection.execute("PRAGMA journal_mode = WAL")
-            self._connection.execute("PRAGMA synchronous = NORMAL")
-            self._connection.execute("PRAGMA wal_autocheckpoint = 0")  # not while a tenant waits
-            self._connection.execute(_CREATE)
-        except (sqlite3.Error, OSError) as error:
-            raise ConfigError(f"[usage] database = {database}: {error}; choose another file") from error
+        self._database = database
+        self._connection = _open(database)
+        self._file = _identity(database)
+        self._failing_since: float | None = None
         self._lock = threading.Lock()
         self._writing = threading.Lock()
         self._pending: dict[tuple[str, str, str, Role], Counts] = {}
@@ -116,10 +119,21 @@ class Usage:
         with self._writing:
             with self._lock:
                 pending, self._pending = self._pending, {}
-            if pending and not self._write(pending):
-                with self._lock:  # for the next time
-                    for key, counts in pending.items():
-                        self._pending[key] = self._pending.get(key, _NOTHING) + counts
+            if not pending:
+                return
+            if self._write(pending):
+                self._failing_since = None
+                return
+            self._failing_since = self._failing_since or time.monotonic()
+            with self._lock:  # for the next time
+                for key, counts in pending.items():
+                    self._pending[key] = self._pending.get(key, _NOTHING) + counts
+
+    @property
+    def unwritten_s(self) -> float:
+        """For how long something that was counted could not be written; 0 if all of it is."""
+        since = self._failing_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def totals(self) -> dict[tuple[TenantIdentity, Role], Counts]:
         """What has been counted since this process started."""
@@ -159,9 +173,57 @@ class Usage:
 
     def _flush(self) -> None:
         while not self._closed.wait(_FLUSH_S):
-            self.settle()
-            with self._writing, contextlib.suppress(sqlite3.Error):
-                self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+            self.keep()
+
+    def keep(self) -> None:
+        """Bring to the disk what is written, unless its file has gone: nobody would read that."""
+        found = _identity(self._database)
+        if found != self._file:
+            log.often("usage_database_gone", path=str(self._database), replaced=found is not None)
+            with self._writing:
+                self._connection.close()
+                if found is None:
+                    with contextlib.suppress(ConfigError):
+                        self._connection, self._file = _open(self._database), _identity(self._database)
+        self.settle()
+        with self._writing, contextlib.suppress(sqlite3.Error):
+            self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+
+
+def _open(database: Path | None) -> sqlite3.Connection:
+    try:
+        if database is not None:  # for this user only, and so are the files that SQLite puts beside it
+            with contextlib.suppress(FileExistsError):  # to close one that SQLite has open would lose its locks
+                os.close(os.open(database, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        connection = sqlite3.connect(
+            database or ":memory:", isolation_level=None, check_same_thread=False, timeout=_LOCK_S
+        )
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute("PRAGMA wal_autocheckpoint = 0")  # not while a tenant waits
+        (damage,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+        if damage != "ok":
+            raise sqlite3.DatabaseError(damage)
+        connection.execute(_CREATE)
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        columns = tuple(name for _, name, *_ in connection.execute("PRAGMA table_info(usage)"))
+        if version > _VERSION or columns != COLUMNS:
+            raise sqlite3.DatabaseError("it is another release's")
+        connection.execute(f"PRAGMA user_version = {_VERSION}")  # writes: a full disk is found now
+    except (sqlite3.Error, OSError) as error:
+        raise ConfigError(
+            f"[usage] database = {database}: {error}; make room and let it be written, or choose another file"
+        ) from error
+    return connection
+
+
+def _identity(database: Path | None) -> tuple[int, int] | None:
+    """Of the file by that name; None if there is none."""
+    with contextlib.suppress(OSError):
+        if database is not None:
+            status = database.stat()
+            return status.st_dev, status.st_ino
+    return None
 
 
 def read(database: Path, *, since: str = "") -> Iterator[dict[str, str | int]]:

@@ -6,7 +6,9 @@ import contextlib
 import csv
 import json
 import os
+import resource
 import signal
+import sqlite3
 import ssl
 import threading
 import time
@@ -301,6 +303,102 @@ def test_a_full_disk_stops_nobody(tmp_path: Path) -> None:
     usage._connection.execute("PRAGMA max_page_count = 1000000")
     usage.settle()
     assert len(list(read(tmp_path / "usage.sqlite"))) == len(crowd)
+    usage.close()
+
+
+def test_what_a_full_disk_keeps_back_is_said_and_served_for_a_while_only(
+    configure: Configure, connect: Connect, requests: Requests, tmp_path: Path
+) -> None:
+    """Then tenants are told to ask again, and what they had is on the bill once there is room."""
+    execute, _ = requests
+    database = tmp_path / "usage.sqlite"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    usage = UsageConfig(database=database, max_unwritten_s=0.5)
+    with Provider(msgspec.structs.replace(configure(), usage=usage)) as provider:
+        alice = connect("alice", to=provider)
+        alice.product(execute(0, 1), ones(1))
+        assert provider.status().usage_unwritten_s == 0
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
+        try:
+            alice.product(execute(0, 2), ones(2))
+            until(lambda: provider.status().usage_unwritten_s > 0.5)
+            reply = alice.ask(execute(0, 4), bytes(4 * 4 * WIDTH))
+            assert isinstance(reply, wire.Failure)
+            assert reply.code == wire.ErrorCode.BUSY
+            assert not provider.status().ready
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        alice.until_served(execute(0, 8), ones(8), within=20)
+        assert provider.status().usage_unwritten_s == 0
+    (bill,) = read(database)
+    assert bill["rows"] == 1 + 2 + 8
+    assert bill["requests"] == 3
+
+
+def test_a_database_that_cannot_be_used_is_said_at_the_start(tmp_path: Path) -> None:
+    """Damaged, of a later release, of something else, or on a full disk: nobody is served without a bill."""
+    whole = tmp_path / "whole.sqlite"
+    usage = Usage(whole)
+    for number in range(300):
+        usage.count(TenantIdentity(f"tenant-{number}", authority="sha256:a"), "executor", Counts(requests=1))
+    usage.close()
+    data = whole.read_bytes()
+    (tmp_path / "junk").write_bytes(b"nothing of SQLite's" * 100)
+    (tmp_path / "damaged").write_bytes(data[:8192] + bytes(4096) + data[8192 + 4096 :])
+    (tmp_path / "short").write_bytes(data[:-4096])
+    for name, change in (("later", "PRAGMA user_version = 2"), ("other", "ALTER TABLE usage ADD COLUMN more INTEGER")):
+        (tmp_path / name).write_bytes(data)
+        with contextlib.closing(sqlite3.connect(tmp_path / name)) as connection:
+            connection.execute(change)
+    (tmp_path / "folder").mkdir()
+    for name in ("junk", "damaged", "short", "later", "other", "folder"):
+        with pytest.raises(ConfigError, match="choose another file"):
+            Usage(tmp_path / name)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
+    try:
+        with pytest.raises(ConfigError, match="make room"):
+            Usage(whole)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    Usage(whole).close()
+
+
+def test_two_providers_may_share_a_database_and_who_holds_it_for_long_is_not_waited_for(tmp_path: Path) -> None:
+    database = tmp_path / "usage.sqlite"
+    both = [Usage(database), Usage(database)]
+    for _ in range(20):
+        for usage in both:
+            usage.count(ALICE, "executor", Counts(requests=1))
+            usage.settle()
+    with contextlib.closing(sqlite3.connect(database, isolation_level=None)) as holder:
+        holder.execute("BEGIN IMMEDIATE")
+        both[0].count(ALICE, "executor", Counts(requests=1))
+        began = time.monotonic()
+        both[0].settle()
+        assert time.monotonic() - began < 3
+        assert both[0].unwritten_s > 0
+    for usage in both:
+        usage.close()
+    (bill,) = read(database)
+    assert bill["requests"] == 41
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_what_is_counted_is_not_written_to_a_file_that_nobody_will_read(tmp_path: Path, replaced: bool) -> None:
+    database = tmp_path / "usage.sqlite"
+    usage = Usage(database)
+    usage.count(ALICE, "executor", Counts(requests=1))
+    usage.settle()
+    database.rename(tmp_path / "rotated")
+    if replaced:
+        database.write_bytes(b"")
+    usage.keep()
+    usage.count(ALICE, "executor", Counts(requests=2))
+    usage.settle()
+    assert (usage.unwritten_s > 0) == replaced
+    if not replaced:
+        assert [row["requests"] for row in read(database)] == [2]
     usage.close()
 
 

@@ -23,7 +23,8 @@ needs_library = pytest.mark.skipif(native.library() is None, reason="installed w
 
 @pytest.fixture
 def reload(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The next `library()` loads again, and what it loads is forgotten afterwards."""
+    """The next `library()` loads again, wherever it is switched off, and what it loads is forgotten afterwards."""
+    monkeypatch.delenv("SYMBIOSIS_PRIV_NATIVE", raising=False)
     native._load.cache_clear()
     yield
     monkeypatch.undo()
@@ -91,7 +92,10 @@ SAY_WHAT_WAS_LOADED = "from symbiosis_priv import native; print(native.__file__,
 
 
 @pytest.mark.parametrize("compiler", ["present", "absent", "broken"])
-def test_a_wheel_installs_with_and_without_a_compiler(compiler: str, tmp_path: Path) -> None:
+def test_a_wheel_installs_with_and_without_a_compiler(
+    compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SYMBIOSIS_PRIV_NATIVE", raising=False)
     pytest.importorskip("hatchling")  # the build backend, offline; `make` installs it
     if compiler == "present" and shutil.which("cc") is None:
         pytest.skip("no C compiler here")

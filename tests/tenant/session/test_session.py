@@ -34,6 +34,7 @@ from symbiosis_priv.weights import WeightStore
 from tenant.backend import RingBackend
 from tenant.facts import Preparation
 from tenant.preparation import prepare
+from tenant.routing.health import Tolerance
 from tenant.session.session import Session
 from tenant.verifier import BlameKeys
 
@@ -701,17 +702,24 @@ def test_two_wrong_pieces_at_once_accuse_nobody_else(
 ) -> None:
     """The second one to fail finds the keys gone that tell who lied (`forget_keys` deletes them)."""
     first, second = new_provider(), new_provider()
-    both = threading.Barrier(2)
+    both, asked = threading.Barrier(2), threading.Event()
 
     def lie(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
         both.wait(20)
+        asked.set()
         return frames(*spoil(heard, reply, answer))
 
+    def be_slow(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
+        """Else it may have done all the others before the liar is asked for its second one."""
+        asked.wait(20)
+        return frames(reply, answer)
+
     if liar == "executor":
-        first.behaviour = lie
+        first.behaviour, second.behaviour = lie, be_slow
     else:
         helper.behaviour = saying(frames, spoil)
-    session = new_session("pad", [first, second], [helper], piece_bytes=4096 * 4)
+    patient = Tolerance(least_patience_s=20.0)
+    session = new_session("pad", [first, second], [helper], piece_bytes=4096 * 4, tolerance=patient)
     rows = ring_rows(session.preparation, MLP, FORWARD, 60)
     if liar == "executor":
         assert torch.equal(session.product(MLP, FORWARD, rows), product_of(store, MLP, FORWARD, rows))

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from symbiosis_priv import terminal
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, Role
 
@@ -78,7 +78,7 @@ def manifest(
     table = Table("layer", "layer group", "inputs", "outputs", title=f"{found.weight_bits} weight bits")
     for layer, group in zip(found.layers, found.groups, strict=True):
         table.add_row(str(layer), " ".join(group.members), str(group.inputs), " + ".join(map(str, group.outputs)))
-    Console(stderr=True).print(table)
+    terminal.console(stderr=True).print(table)
     typer.echo(found.digest)
 
 
@@ -205,7 +205,7 @@ def _next_steps(path: Path, *, name: str, role: Role) -> Iterator[str]:
 @contextmanager
 def _quantising() -> Iterator[weights.Progress]:
     """A progress bar on stderr that appears with the first group and goes when the last is done."""
-    console = Console(stderr=True)
+    console = terminal.console(stderr=True)
     columns = (TextColumn("quantising layer groups"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     task = bar.add_task("quantise", total=None)

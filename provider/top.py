@@ -9,7 +9,7 @@ import time
 
 import msgspec
 from rich.columns import Columns
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
@@ -18,6 +18,7 @@ from rich.text import Text
 from provider.envelope import Histogram
 from provider.link import hang_up
 from provider.status import Status
+from symbiosis_priv import terminal
 from symbiosis_priv.addresses import parse_address
 from symbiosis_priv.errors import ConnectionLostError, ProtocolError, one_line
 
@@ -55,7 +56,7 @@ def ask(address: str, *, timeout_s: float = _TIMEOUT_S) -> Status:
 
 def watch(address: str, *, interval: float, once: bool) -> None:
     """Show it until Ctrl-C, or once."""
-    console = Console()
+    console = terminal.console()
     before, when = ask(address), time.monotonic()
     if once:
         console.print(render(before, None, 0.0))

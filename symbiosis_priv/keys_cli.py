@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from symbiosis_priv import certificates, revocation
+from symbiosis_priv import certificates, revocation, terminal
 from symbiosis_priv.certificates import Description, Identity, Kind
 from symbiosis_priv.errors import CertificateError, ConfigError
 
@@ -48,7 +47,7 @@ def authority(*, name: Name = "authority", directory: Directory = KEYS, days: Da
         f"symbiosis-priv keys sign NAME.csr --directory {shlex.quote(str(directory))}",
     )
     _next("For providers that a registry lists, name it wherever their certificates are checked:")
-    _line(_toml("registry", authority=identity.certificate))
+    terminal.say(_toml("registry", authority=identity.certificate))
 
 
 @app.command()
@@ -106,14 +105,15 @@ def request(
     Where the key exists, the request is for that one: so is a certificate renewed.
     """
     path = certificates.create_request(directory, name=name, kind=Kind.PROVIDER if provider else Kind.TENANT)
-    _line(f"{path}", style="bold green")
-    _line(f"  name         {name}")
-    _line(f"  key          {certificates.pair(directory, name).key} (secret, mode 0600; it never leaves this machine)")
-    _line(f"  fingerprint  {certificates.load_request(path).fingerprint}")
+    terminal.say(f"{path}", style="bold green")
+    terminal.say(f"  name         {name}")
+    key = certificates.pair(directory, name).key
+    terminal.say(f"  key          {key} (secret, mode 0600; it never leaves this machine)")
+    terminal.say(f"  fingerprint  {certificates.load_request(path).fingerprint}")
     signer = "whoever has the federation's authority" if provider else "the executor's operator"
     vouched = " --authority federation --operator 'YOUR COMPANY' --host YOUR.HOST" if provider else ""
     _next(f"Send {path} to {signer}, and this fingerprint by another channel. They run:")
-    _line(f"symbiosis-priv keys sign {path.name}{vouched}")
+    terminal.say(f"symbiosis-priv keys sign {path.name}{vouched}")
     _next(f"Put the {name}.pem that comes back into {directory}.")
 
 
@@ -147,7 +147,7 @@ def sign(
         renew=renew,
     )
     _print_certificate(path, certificates.describe(path))
-    _line(f"  of the key   {wanted.fingerprint}")
+    terminal.say(f"  of the key   {wanted.fingerprint}")
     if renew:
         _next(
             f"The old key is good until its certificate expires, or until you run `symbiosis-priv keys revoke "
@@ -211,7 +211,7 @@ def revoke(
     previous = path.with_name(f"{path.stem}.previous.pem")
     listed = file or directory / "revoked.txt"
     for shown in revocation.revoke(listed, [path, *([previous] if previous.exists() else [])]):
-        _line(f"revoked {shown}")
+        terminal.say(f"revoked {shown}")
     if certificates.describe(path).kind == Kind.PROVIDER:
         _next("Registries take it as --revoked, tenants in their federation.toml:", _toml("registry", revoked=listed))
         return
@@ -241,32 +241,27 @@ def _identity(directory: Path, name: str) -> Identity:
 
 def _report(identity: Identity) -> None:
     _print_certificate(identity.certificate, certificates.describe(identity.certificate))
-    _line(f"  key          {identity.key} (secret, mode 0600)")
+    terminal.say(f"  key          {identity.key} (secret, mode 0600)")
 
 
 def _print_certificate(path: Path, description: Description) -> None:
     days = (description.not_after - datetime.now(UTC)).days
     left = f"{days} days left" if days >= 0 else "EXPIRED: run `symbiosis-priv keys rotate`"
-    _line(f"{path}", style="bold green" if days >= 0 else "bold red")
-    _line(f"  kind         {description.kind}")
-    _line(f"  subject      {description.subject}")
+    terminal.say(f"{path}", style="bold green" if days >= 0 else "bold red")
+    terminal.say(f"  kind         {description.kind}")
+    terminal.say(f"  subject      {description.subject}")
     if description.hosts:
-        _line(f"  hosts        {', '.join(description.hosts)}")
-    _line(f"  not after    {description.not_after:%Y-%m-%d %H:%M} UTC ({left})")
-    _line(f"  fingerprint  {description.fingerprint}")
+        terminal.say(f"  hosts        {', '.join(description.hosts)}")
+    terminal.say(f"  not after    {description.not_after:%Y-%m-%d %H:%M} UTC ({left})")
+    terminal.say(f"  fingerprint  {description.fingerprint}")
 
 
 def _next(what: str, paste: str = "") -> None:
-    _line(f"\n{what}", style="bold")
+    terminal.say(f"\n{what}", style="bold")
     if paste:
-        _line(paste)
+        terminal.say(paste)
 
 
 def _toml(table: str, **values: str | Path) -> str:
     # A JSON string is a valid TOML basic string.
     return "\n".join([f"[{table}]", *(f"{key} = {json.dumps(str(value))}" for key, value in values.items())])
-
-
-def _line(text: str, *, style: str | None = None) -> None:
-    # Lines are to be pasted: no wrapping, and no markup from file names.
-    Console().print(text, style=style, markup=False, highlight=False, soft_wrap=True)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.progress import Progress as Bar
 
+from symbiosis_priv import terminal
 from symbiosis_priv.weights import Progress
 
 
 @contextmanager
 def progress_bar(label: str) -> Iterator[Progress]:
     """A bar that appears with the first report, on a terminal only."""
-    console = Console(stderr=True)
+    console = terminal.console(stderr=True)
     with Bar(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(label, visible=False)
         yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)

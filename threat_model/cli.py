@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from symbiosis_priv import terminal
 
 
 def threat_model(
@@ -33,7 +34,7 @@ def threat_model(
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    errors = Console(stderr=True)
+    errors = terminal.console(stderr=True)
     with (
         tempfile.TemporaryDirectory() as folder,
         Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar,
@@ -50,8 +51,8 @@ def threat_model(
                 suite = run_suite(lab, quick=quick, on_progress=update)
         finally:
             torch.set_num_threads(threads)
-    console = Console()
-    show(suite, console if console.is_terminal else Console(width=140))
+    console = terminal.console()
+    show(suite, console)
     if json is not None:
         json.write_text(to_json(suite), encoding="utf-8")
     if html is not None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from symbiosis_priv import terminal
 from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.files import write_atomically
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, Role
@@ -162,12 +163,11 @@ def _oracle(model: str | None, *, weight_bits: int, digest: str | None, seed: in
 
 
 def _run(subjects: Sequence[Subject], *, examples: int, seed: int) -> list[Outcome]:
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from threat_model.conformance import PROPERTIES, verify
 
-    console = Console(stderr=True)
+    console = terminal.console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     outcomes: list[Outcome] = []
     todo = [(s, p) for s in subjects for p in PROPERTIES if s.role in p.roles]
@@ -201,11 +201,10 @@ _STYLE = {
 
 
 def _show(outcomes: Sequence[Outcome], *, digest: str, seed: int, seconds: float) -> None:
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    console = Console()
+    console = terminal.console()
     table = Table(title=f"model {digest[:23]}…", title_justify="left")
     table.add_column("property", no_wrap=True)
     table.add_column("claim")

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
+from symbiosis_priv import terminal
 from symbiosis_priv.errors import SymbiosisError, one_line
 
 if TYPE_CHECKING:  # what imports torch is imported by the commands: not for --help
@@ -108,15 +107,15 @@ def audit(
         views.append(found)
         kept = f"{min(found.hashes) + 1} to {max(found.hashes)}" if len(found.hashes) > 1 else "none"
         head = found.head.said
-        _say(
+        terminal.say(
             f"{address}: log of {found.name}, entries {kept}, head {head.entries} {head.hash.hex()[:16]} of "
             f"{_time(head.issued)}: chain and signatures are good"
         )
     failures += contradictions(views)
     for difference in differences(views, now=time.time()):
-        _say(difference, style="yellow")
+        terminal.say(difference, style="yellow")
     for failure in failures:
-        _say(failure, style="red")
+        terminal.say(failure, style="red")
     if failures:
         raise typer.Exit(1)
 
@@ -133,13 +132,15 @@ def show(
     from symbiosis_priv.statements import MS, Trust
 
     found = view(address, Trust.load(authority, revoked))
-    table = Table("executor", "operator", "address", "model", "layers", "capacity", "until", "state")
+    headings = ("executor", "operator", "address", "model", "layers", "capacity", "until", "state")
+    rows = []
     for announced in sorted(found.executors.values(), key=lambda one: (one.said.model_digest, one.said.layers)):
         said = announced.said
         state = "expired" if said.expires < MS * time.time() else "leaving" if said.draining else "serving"
         cells = (announced.name, announced.operator, said.address, said.model_digest[:19], str(said.layers))
-        table.add_row(*(escape(one_line(cell)) for cell in cells), f"{said.capacity:g}", _time(said.expires), state)
-    Console().print(table)
+        shown = [escape(one_line(cell)) for cell in cells]
+        rows.append([*shown, f"{said.capacity:g}", _time(said.expires), state])
+    terminal.console().print(terminal.table(headings, rows))
 
 
 def _run(server: RegistryServer, follower: Follower | None = None, *, ready_file: Path | None, lifeline: bool) -> None:
@@ -168,7 +169,3 @@ def _run(server: RegistryServer, follower: Follower | None = None, *, ready_file
 
 def _time(milliseconds: int) -> str:
     return f"{datetime.fromtimestamp(milliseconds / 1000, UTC):%Y-%m-%d %H:%M:%S} UTC"
-
-
-def _say(text: str, *, style: str | None = None) -> None:
-    Console().print(text, style=style, markup=False, highlight=False, soft_wrap=True)

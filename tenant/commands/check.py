@@ -7,9 +7,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from symbiosis_priv import terminal
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
 from tenant.commands.options import Length, Model, Text, quiet, table_of
 
@@ -58,7 +58,7 @@ def check(
     backend_of(split).close()
     with progress_bar("bf16") as progress:
         bf16 = compare(reference, load(dtype=torch.bfloat16), ids, progress=progress)
-    Console().print(table({f"ring, {weight_bits} bits": ring, "bf16": bf16}))
+    terminal.console().print(table({f"ring, {weight_bits} bits": ring, "bf16": bf16}))
 
 
 def _quality_table(models: dict[str, Quality]) -> Table:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from symbiosis_priv import terminal
 from tenant.commands.options import (
     Deadline,
     Federation,
@@ -117,7 +117,7 @@ def finetune(
     if result.ledger is not None:
         for row in ledgers.rows(result.ledger, tokens=result.tokens):
             table.add_row(*row)
-    Console().print(table)
+    terminal.console().print(table)
 
 
 @contextmanager
@@ -134,7 +134,7 @@ def _notes_shown() -> Iterator[None]:
 @contextmanager
 def _training_progress() -> Iterator[OnProgress]:
     """Steps and loss on stderr: a bar on a terminal, now and then a line elsewhere."""
-    console = Console(stderr=True)
+    console = terminal.console(stderr=True)
     if not console.is_terminal:
         yield _Lines()
         return

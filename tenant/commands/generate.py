@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from symbiosis_priv import terminal
 from symbiosis_priv.errors import ConfigError
 from tenant.commands.options import Deadline, Federation, Full, Masking, Model, Seed, Status, quiet, remote_config
 
@@ -64,7 +64,7 @@ def generate(
     finally:
         backend_of(loaded).close()
     if ledger is not None:
-        Console(stderr=True).print(ledgers.one_line(ledger), style="dim", soft_wrap=True)
+        terminal.console(stderr=True).print(ledgers.one_line(ledger), style="dim", soft_wrap=True)
 
 
 def _prompt(given: str | None, file: Path | None) -> str:

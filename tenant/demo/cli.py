@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from symbiosis_priv import terminal
 from symbiosis_priv.files import default_cache, write_atomically
 from symbiosis_priv.interrupts import Interrupts
 
@@ -42,7 +43,7 @@ def demo(
     logging.set_verbosity_error()
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # peft reads a deprecated name
     warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # peft finds out itself, for Conv1D
-    console = Console()
+    console = terminal.console()
     with Interrupts(), tempfile.TemporaryDirectory(prefix="symbiosis-priv-demo-") as folder, _bars(console) as bars:
         figures = run(
             Path(folder),

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
+from symbiosis_priv import terminal
 from symbiosis_priv.certificates import describe, fingerprint
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
@@ -182,13 +181,10 @@ def _preparation(federation: Federation, model: str | None) -> Preparation | Non
 def _show(federation: Federation, findings: Sequence[Finding], preparation: Preparation | None, found: Found) -> None:
     from tenant.federation.coverage import lacking
 
-    table = Table(
-        "provider", "role", "address", "layers", "certificate", "clock", "round trip", "throughput", "verdict"
-    )
-    for finding in findings:
-        table.add_row(*map(escape, _cells(finding, preparation)), style="red" if finding.failure else "")
-    console = Console()
-    console.print(table)
+    headings = ("provider", "role", "address", "layers", "certificate", "clock", "round trip", "throughput", "verdict")
+    rows = [[escape(cell) for cell in _cells(finding, preparation)] for finding in findings]
+    console = terminal.console()
+    console.print(terminal.table(headings, rows, styles=["red" if finding.failure else "" for finding in findings]))
     ends = describe(federation.tenant_certificate).not_after
     console.print(
         f"model {federation.model_digest}, {federation.weight_bits} weight bits; your own certificate ends on "

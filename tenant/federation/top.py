@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from symbiosis_priv import terminal
 from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.federation import Federation, Peer
 from symbiosis_priv.layers import spans
@@ -102,7 +103,7 @@ def watch(
     """
     discovery = Discovery(federation, deadline_s=min(timeout, DEADLINE_S)) if federation.registries else None
     watchers: dict[Peer, Watcher] = {}
-    console = Console()
+    console = terminal.console()
 
     def everybody() -> Federation:
         """With whom registries know by now; each of them is watched."""

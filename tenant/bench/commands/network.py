@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from symbiosis_priv import terminal
 from symbiosis_priv.errors import ConfigError
 from tenant.bench.commands.options import (
     HALF_THE_CORES,
@@ -77,7 +77,7 @@ def network(
                 if row["work"] == work
             ]
         )
-    console = Console()
+    console = terminal.console()
     for row in rows:
         if row["difference"] is not None:
             console.print(f"{row['condition']}, {row['work']}: {row['difference']}", soft_wrap=True)

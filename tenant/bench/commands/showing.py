@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
+from symbiosis_priv import terminal
 
 if TYPE_CHECKING:  # imports torch: not for --help
     from tenant.bench.report import Row
@@ -20,7 +20,7 @@ def measuring() -> Iterator[tuple[Path, Callable[[str], None]]]:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    console = Console(stderr=True)
+    console = terminal.console(stderr=True)
     with (
         tempfile.TemporaryDirectory(prefix="symbiosis-priv-bench-") as folder,
         console.status("starting providers and tenants") as status,
@@ -36,20 +36,11 @@ def finish(benchmark: str, rows: Sequence[Row], json: Path | None) -> None:
 
 def show(rows: Sequence[Row]) -> None:
     """Figures as a table on the screen."""
-    from rich.table import Table as Screen
-
     from tenant.bench.markdown import Table
 
     table = Table.of(rows)
-    lines = [table.headings, *table.rows]
-    if len(table.headings) > len(rows):  # figures below each other fit a terminal better
-        lines = list(map(list, zip(*lines, strict=True)))
-    screen = Screen(title=", ".join(f"{name} {value}" for name, value in table.shared.items()), title_justify="left")
-    for heading in lines[0]:
-        screen.add_column(heading, justify="right")
-    for cells in lines[1:]:
-        screen.add_row(*cells)
-    Console().print(screen)
+    title = ", ".join(f"{name} {value}" for name, value in table.shared.items())
+    terminal.console().print(terminal.table(table.headings, table.rows, title=title, justify="right"))
 
 
 def write(path: Path | None, benchmark: str, rows: Sequence[Row]) -> None:

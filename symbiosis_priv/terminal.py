@@ -1,0 +1,54 @@
+"""Results on the screen: tables that fit it, and a console that cuts nothing off where there is no screen."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from rich.console import Console, JustifyMethod
+from rich.table import Table
+
+_WIDTH = 140  # columns of a file or a pipe
+
+
+def console(*, stderr: bool = False) -> Console:
+    """As wide as the terminal, as COLUMNS says, or as a table needs. The `:a:` of an address is no picture there."""
+    found = Console(stderr=stderr, emoji=False)
+    if found.is_terminal or "COLUMNS" in os.environ:
+        return found
+    return Console(stderr=stderr, emoji=False, width=_WIDTH)
+
+
+def say(text: str, *, style: str | None = None) -> None:
+    """A line that may be pasted: not wrapped, and nothing in it is markup."""
+    console().print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def table(
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    title: str | None = None,
+    justify: JustifyMethod = "left",
+    styles: Sequence[str] = (),
+) -> Table:
+    """What is known of a few things: one below the other, or beside each other if that is narrower. Cells are markup.
+
+    Args:
+        justify: cells.
+        styles: of each thing; none if empty.
+    """
+    styles = styles or [""] * len(rows)
+    screen = Table(title=title, title_justify="left")
+    if not rows or len(headings) <= len(rows):
+        for heading in headings:
+            screen.add_column(heading, justify=justify, overflow="fold")
+        for cells, style in zip(rows, styles, strict=True):
+            screen.add_row(*cells, style=style)
+        return screen
+    screen.add_column(headings[0], justify=justify)
+    for cells, style in zip(rows, styles, strict=True):
+        screen.add_column(cells[0], justify=justify, style=style, overflow="fold")
+    for place, heading in enumerate(headings[1:], start=1):
+        screen.add_row(heading, *(cells[place] for cells in rows))
+    return screen

@@ -150,6 +150,18 @@ def verify(data: bytes, trust: Trust, *, now: float | None, after: tuple[int, by
     return vouched
 
 
+def verify_past(data: bytes, trust: Trust, *, now: float) -> Announced:
+    """A descriptor of a log: as `verify` has it for when it was issued, which must have been.
+
+    Raises:
+        DescriptorError: as `verify`, and for one of the future, which a log would have to keep until then.
+    """
+    announced = verify(data, trust, now=None)
+    if announced.said.issued / MS > now + CLOCK_TOLERANCE_S:
+        raise DescriptorError("it comes from the future: compare the clocks")
+    return announced
+
+
 def newest(announced: Iterable[Announced]) -> dict[str, Announced]:
     """The newest of each key, by key."""
     found: dict[str, Announced] = {}

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from symbiosis_priv.descriptor import MAX_LIFETIME_S, Announced, newest, verify
+from symbiosis_priv.descriptor import MAX_LIFETIME_S, Announced, newest, verify_past
 from symbiosis_priv.errors import DescriptorError, ProviderError, TransportError
 from symbiosis_priv.registry.client import RegistryClient
 from symbiosis_priv.registry.history import Span, VouchedHead
@@ -91,7 +91,7 @@ def _parts(address: str, trust: Trust) -> Iterator[tuple[Span, VouchedHead]]:
 
 def _add(executors: dict[str, Announced], data: bytes, trust: Trust, *, place: str) -> None:
     try:
-        announced = verify(data, trust, now=None)
+        announced = verify_past(data, trust, now=time.time())
         known = executors.get(announced.key)
         if known is not None and announced.age <= known.age:
             raise DescriptorError("an earlier entry of the same key is as new")

@@ -30,11 +30,13 @@ Key = Annotated[Path, typer.Option(help="Its private key.")]
 Authority = Annotated[Path, typer.Option(help="The federation's: it vouches for executors and registries.")]
 Revoked = Annotated[Path | None, typer.Option(help="What `symbiosis-priv keys revoke` writes.")]
 Database = Annotated[Path, typer.Option(help="Where the log is kept.")]
+MaxLog = Annotated[int, typer.Option(min=1, help="MiB that the log may take.")]
 ReadyFile = Annotated[Path | None, typer.Option(help="Write the bound address here once ready (for port 0).")]
 Lifeline = Annotated[bool, typer.Option("--lifeline", help="Also stop when stdin closes.")]
 
 _LISTEN = "127.0.0.1:7500"
 _DATABASE = Path("registry.sqlite")
+_MAX_LOG_MIB = 8192
 
 
 @app.command()
@@ -46,6 +48,7 @@ def serve(
     revoked: Revoked = None,
     listen: Listen = _LISTEN,
     database: Database = _DATABASE,
+    max_log_mib: MaxLog = _MAX_LOG_MIB,
     ready_file: ReadyFile = None,
     lifeline: Lifeline = False,
 ) -> None:
@@ -53,7 +56,13 @@ def serve(
     from provider.registry.server import RegistryConfig, RegistryServer
 
     config = RegistryConfig(
-        listen=listen, certificate=certificate, key=key, authority=authority, revoked=revoked, database=database
+        listen=listen,
+        certificate=certificate,
+        key=key,
+        authority=authority,
+        revoked=revoked,
+        database=database,
+        max_log_mib=max_log_mib,
     )
     _run(RegistryServer(config), ready_file=ready_file, lifeline=lifeline)
 
@@ -69,6 +78,7 @@ def replicate(
     revoked: Revoked = None,
     listen: Listen = _LISTEN,
     database: Database = _DATABASE,
+    max_log_mib: MaxLog = _MAX_LOG_MIB,
     ready_file: ReadyFile = None,
     lifeline: Lifeline = False,
 ) -> None:
@@ -77,7 +87,13 @@ def replicate(
     from provider.registry.server import RegistryConfig, RegistryServer
 
     config = RegistryConfig(
-        listen=listen, certificate=certificate, key=key, authority=authority, revoked=revoked, database=database
+        listen=listen,
+        certificate=certificate,
+        key=key,
+        authority=authority,
+        revoked=revoked,
+        database=database,
+        max_log_mib=max_log_mib,
     )
     server = RegistryServer(config, replica_of=of)
     follower = Follower(server.log, source=source, trust=lambda: server.trust)

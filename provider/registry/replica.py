@@ -3,6 +3,8 @@
 It reads on when the registry is gone, and it is a witness: it follows only what continues the log that it has. A
 registry that has told it something else before is reported, and not followed any further. Nor is one that says it has
 forgotten what no registry forgets yet: a replica that began anew for it would have nothing left to witness.
+
+Its disk is bounded by the log's own limit, whatever a registry and an executor make up together.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ from collections.abc import Callable
 
 from provider import logs
 from provider.registry.storage import Log
-from symbiosis_priv.descriptor import MAX_LIFETIME_S, verify
-from symbiosis_priv.errors import DescriptorError, SymbiosisError
+from symbiosis_priv.descriptor import MAX_LIFETIME_S, verify_past
+from symbiosis_priv.errors import DescriptorError, StorageError, SymbiosisError
 from symbiosis_priv.registry.client import RegistryClient
 from symbiosis_priv.registry.history import Span, VouchedHead
 from symbiosis_priv.statements import CLOCK_TOLERANCE_S, Trust
@@ -98,7 +100,7 @@ class Follower:
                 f"EQUIVOCATION: {self._source} shows another log of {head.name!r} than before entry {number + 1}; keep "
                 f"this database, and compare with `symbiosis-priv registry audit`"
             )
-        announced = [verify(data, trust, now=None) for data in span.entries]
+        announced = [verify_past(data, trust, now=self._clock()) for data in span.entries]
         self._own.extend(announced, head=head.data if span.last == head.said.entries else self._own.head)
 
     def _run(self) -> None:
@@ -108,6 +110,8 @@ class Follower:
                     log.often("followed", entries=found)
             except DescriptorError as error:
                 log.warning("not_followed", reason=str(error))
+            except StorageError as error:
+                log.often("not_written", reason=str(error))
             except SymbiosisError as error:
                 log.often("unreachable", source=self._source, error=type(error).__name__)
             if self._stopping.wait(self._interval_s):

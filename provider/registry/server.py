@@ -28,7 +28,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from provider import logs
 from provider.link import Link, bound_address, hang_up, listen
 from provider.registry.rates import Rates
-from provider.registry.storage import Log
+from provider.registry.storage import MAX_LOG_BYTES, Log
 from provider.reload import Reloader
 from provider.strangers import Stranger, Strangers
 from symbiosis_priv import wire
@@ -73,6 +73,7 @@ class RegistryConfig:
         connection_s: how long a connection may last.
         requests_per_s: of one network; ten seconds' worth at once. Who asks for more is told so, and hung up on.
         announcements_per_h: of one executor, on average; a quarter of them at once.
+        max_log_mib: that its log may take: also what a registry that is replicated makes up.
         retain_days: how long the log keeps what has expired: at least for as long as any descriptor may live, so that
             an older one of a key cannot come back.
     """
@@ -88,6 +89,7 @@ class RegistryConfig:
     connection_s: float = 60.0
     requests_per_s: float = 10.0
     announcements_per_h: float = 60.0
+    max_log_mib: int = MAX_LOG_BYTES >> 20
     retain_days: float = 7.0
 
     def __post_init__(self) -> None:
@@ -157,7 +159,7 @@ class RegistryServer:
         files = (config.certificate, config.key, config.authority, config.revoked)
         self._reloader = Reloader(lambda: filter(None, files), self._reload)
         self._credentials = _Credentials.load(config)
-        self.log = Log(config.database, name=replica_of or self._credentials.name)
+        self.log = Log(config.database, name=replica_of or self._credentials.name, max_bytes=config.max_log_mib << 20)
         self._visits = Rates(per_s=config.requests_per_s, burst=10 * config.requests_per_s)
         per_h = config.announcements_per_h
         self._announcements = Rates(per_s=per_h / 3600, burst=max(1.0, per_h / 4))

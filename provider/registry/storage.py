@@ -20,6 +20,9 @@ from symbiosis_priv.registry.history import Span, beginning, link
 from symbiosis_priv.registry.protocol import MAX_LISTED, PAGE
 from symbiosis_priv.statements import MS
 
+MAX_LOG_BYTES: Final = 8 << 30
+"""Twice what a thousand executors announce in eight days, each every five minutes."""
+
 _VERSION: Final = 1
 _WAIT_S: Final = 5.0  # for another process's lock
 
@@ -44,11 +47,12 @@ class Log:
     Args:
         database: a file, made if there is none; None keeps it in memory.
         name: of the registry whose log this is.
+        max_bytes: that the entries may take. What has been forgotten makes room.
 
     Raises ConfigError if it is another registry's, or no log, or damaged.
     """
 
-    def __init__(self, database: Path | None, *, name: str) -> None:
+    def __init__(self, database: Path | None, *, name: str, max_bytes: int = MAX_LOG_BYTES) -> None:
         self.name = name
         self._lock = threading.Lock()
         try:
@@ -57,6 +61,8 @@ class Log:
             )
             self._connection.execute("PRAGMA journal_mode = WAL")
             self._connection.execute("PRAGMA synchronous = FULL")
+            (page,) = self._connection.execute("PRAGMA page_size").fetchone()
+            self._connection.execute(f"PRAGMA max_page_count = {max(1, max_bytes // page)}")
             self._create(name)
             self._check(name)
         except (sqlite3.Error, DescriptorError) as error:
@@ -123,11 +129,12 @@ class Log:
         """The newest descriptor of every key, if it is of this model, has not expired, and somebody vouches for it."""
         with self._lock:
             rows = self._connection.execute(
-                "SELECT data FROM newest JOIN log USING (number) WHERE model = ? AND expires > ? ORDER BY number",
-                (model, round(MS * now)),
+                "SELECT data FROM newest JOIN log USING (number) WHERE model = ? AND expires > ? "
+                "ORDER BY number DESC LIMIT ?",
+                (model, round(MS * now), MAX_LISTED),
             )
             found = [data for (data,) in rows]
-        return [data for data in found if vouched(data)]
+        return [data for data in reversed(found) if vouched(data)]
 
     def span(self, after: int) -> Span:
         """Up to a page of entries after a number, or from the first one that is known."""
@@ -218,7 +225,9 @@ class Log:
                     raise
                 self._connection.execute("COMMIT")
             except sqlite3.Error as error:
-                raise StorageError(f"cannot write the registry's log ({error}): make room where it is") from error
+                raise StorageError(
+                    f"cannot write the registry's log ({error}): make room where it is, or raise --max-log-mib"
+                ) from error
 
     # At the start
 

@@ -15,8 +15,9 @@ from provider.registry.audit import View, contradictions, differences, view
 from provider.registry.cli import app
 from provider.registry.replica import Follower
 from provider.registry.server import RegistryServer
+from provider.registry.storage import Log
 from symbiosis_priv.descriptor import MAX_LIFETIME_S
-from symbiosis_priv.errors import DescriptorError, ProviderError, TransportError
+from symbiosis_priv.errors import DescriptorError, ProviderError, StorageError, TransportError
 from symbiosis_priv.statements import MS
 from tests.vouching import DIGEST, Vouching
 
@@ -141,6 +142,40 @@ def test_a_registry_cannot_have_a_replica_forget_what_it_has_shown(
     with pytest.raises(DescriptorError, match=r"EQUIVOCATION: .* none may be forgotten yet"):
         follow(vouching, replica, other)
     assert replica.log.position == position
+
+
+def test_what_is_dated_ahead_is_not_followed_and_fails_the_audit(
+    serve: Serve, vouching: Vouching, tmp_path: Path
+) -> None:
+    """A registry and an executor of one mind: a replica would have to keep it, and all that follows, until then."""
+    registry, replica = serve(), serve(name="replica", replica_of="registry")
+    announce(vouching, registry, vouching.says("gamma"))
+    follow(vouching, replica, registry)
+    registry.log.append(vouching.said("delta", after_ms=3_600_000))
+    with pytest.raises(DescriptorError, match="future"):
+        follow(vouching, replica, registry)
+    assert replica.log.position[0] == 1
+    with pytest.raises(DescriptorError, match="entry 2: it comes from the future"):
+        view(registry.address, vouching.trust)
+    assert follow(vouching, replica, registry, later_s=3600) == 1
+
+
+def test_a_replica_gives_a_registry_no_more_room_than_it_has_said(
+    serve: Serve, vouching: Vouching, tmp_path: Path
+) -> None:
+    """An executor's key signs as much as it likes, and a registry of one mind with it shows all of that."""
+    registry, database = serve(), tmp_path / "replica.sqlite"
+    for number in range(150):
+        registry.log.append(vouching.said("gamma", after_ms=number - 1000))
+    own = Log(database, name="registry", max_bytes=1 << 17)
+    follower = Follower(own, source=registry.address, trust=lambda: vouching.trust)
+    with pytest.raises(StorageError, match="--max-log-mib"):
+        follower.look()
+    assert database.stat().st_size <= 1 << 17
+    own.close()
+    own = Log(database, name="registry")
+    assert Follower(own, source=registry.address, trust=lambda: vouching.trust).look() == 150
+    own.close()
 
 
 def test_two_faces_without_a_common_entry_are_found_out(serve: Serve, vouching: Vouching, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +25,7 @@ from provider.registry.server import RegistryConfig, RegistryServer
 from symbiosis_priv import certificates, wire
 from symbiosis_priv.addresses import parse_address
 from symbiosis_priv.certificates import Kind
-from symbiosis_priv.errors import CertificateError, ConfigError, ProviderError, TransportError
+from symbiosis_priv.errors import CertificateError, ConfigError, ProviderError, SymbiosisError, TransportError
 from symbiosis_priv.registry import protocol
 from symbiosis_priv.registry.client import RegistryClient
 from symbiosis_priv.revocation import revoke
@@ -201,6 +202,73 @@ def test_any_bytes_leave_it_running(running: RegistryServer, vouching: Vouching,
                 pass
     with vouching.client(running.address) as registry:
         assert registry.list(DIGEST) == []
+
+
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(1 << 63), (1 << 64) - 1),
+    st.floats(),
+    st.text(max_size=8),
+    st.binary(max_size=8),
+    st.lists(st.binary(max_size=8), max_size=4),
+    st.dictionaries(st.text(max_size=4), st.integers(-1, 1), max_size=2),
+)
+
+
+class Talker(RegistryServer):
+    """Vouched for, and answers what it is told to answer."""
+
+    answer: tuple[protocol.Reply, bytes] = protocol.Listed(), b""
+
+    def _reply(self, request: protocol.Request, payload: bytes) -> tuple[protocol.Reply, bytes]:
+        return self.answer
+
+
+def test_whatever_a_registry_answers_is_an_answer_or_an_error_of_the_tree(vouching: Vouching) -> None:
+    """Records with a field of anything else, lists of anything, and bytes that are neither; what is told of them says
+    nothing to a terminal."""
+    with Talker(registry_config(vouching)) as talker:
+        talker.log.append(vouching.said("gamma"))
+        span = talker.log.span(0)
+        head = talker._sign_head()
+        record = {"after": 0, "before": span.before, "entries": list(span.entries), "head": head}
+        messages: list[protocol.Reply] = [
+            protocol.Recorded(),
+            protocol.Listed(),
+            protocol.Accepted(entry=1),
+            wire.Failure(code=wire.ErrorCode.BUSY, detail="\x1b[2J"),
+        ]
+        with vouching.client(talker.address) as registry:
+            talker.answer = protocol.Recorded(), msgspec.msgpack.encode(record)
+            assert registry.history(after=0, trust=vouching.trust)[0] == span  # or this test shows nothing
+
+            @given(
+                message=st.sampled_from(messages),
+                body=st.one_of(
+                    st.binary(max_size=64),
+                    JUNK.map(msgspec.msgpack.encode),
+                    st.tuples(st.sampled_from(sorted(record)), JUNK).map(
+                        lambda change: msgspec.msgpack.encode(record | dict([change]))
+                    ),
+                    st.sampled_from([b"\x91" * 100_000, msgspec.msgpack.encode(record | {"\x1b[2J": 1})]),
+                ),
+            )
+            def ask(message: protocol.Reply, body: bytes) -> None:
+                talker.answer = message, body
+                for question in (
+                    lambda: registry.history(after=0, trust=vouching.trust),
+                    lambda: registry.list(DIGEST),
+                    lambda: registry.announce(b""),
+                ):
+                    said = ""
+                    try:
+                        question()
+                    except SymbiosisError as error:
+                        said = str(error)
+                    assert said.isprintable()
+
+            ask()
 
 
 def test_an_announced_size_is_checked_before_memory_is_taken(serve: Serve, vouching: Vouching) -> None:

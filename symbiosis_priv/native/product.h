@@ -11,38 +11,51 @@
  * with the words inside each cell swapped. That is done DEPTH outputs at a time into a small buffer, from where all rows
  * use it. Both directions then run the same inner loop.
  *
- * Blocking: the weights of one panel and DEPTH terms stay in the cache while all rows pass, ROWS at a time with their
- * sums in registers. */
+ * Blocking: a block, the weights of one panel and DEPTH terms, stays in the cache while all rows pass, ROWS at a time
+ * with their sums in registers. Only the first pass over a block would read memory, and the others would leave memory
+ * idle; so all passes fetch the next block meanwhile, in even shares, and a product of a few rows takes as long as its
+ * reading or its arithmetic, whichever is longer, and not their sum. Up to FEW_ROWS rows, where reading is what counts,
+ * blocks are so small that this one and the next fit the first-level cache. */
 #ifndef SYMBIOSIS_PRODUCT_H
 #define SYMBIOSIS_PRODUCT_H
 
 #include "common.h"
 
-enum { PANEL = 64, ROWS = 3, DEPTH = 512, TILE_PAIRS = PANEL / 2, PACK_STEP = 32 };
+enum { PANEL = 64, ROWS = 3, DEPTH = 256, FEW_ROWS = 16, FEW_DEPTH = 128, FETCH = 256 };
+enum { TILE_PAIRS = PANEL / 2, PACK_STEP = 32 };
+
+/* The next block's weights, fetched from memory while this block is multiplied: tiles of `tile` bytes with `gap` bytes
+ * between them, `size` bytes still to be fetched, the first at weights + offset. So that this is spread evenly over all
+ * reads of this block, FETCH bytes follow upon every `every` that are read, the next ones after `countdown`. */
+struct ahead {
+    const char *weights;
+    int64_t offset, size, tile, gap, every, countdown;
+};
 
 /* One block of the inner loop: `rows` (at most ROWS) rows, `pairs` pairs of terms, PANEL columns.
- * weights: [pairs][PANEL][2]; limbs: [pairs][2 * rows] words of two int16; sums are stored in or added to `out`. */
+ * weights: [pairs][PANEL][2]; limbs: [rows][pairs][2] words of two int16, rows `width` words apart; sums are stored in
+ * or added to `out`, rows `columns` words apart. */
 struct block {
     const void *weights;
     const int32_t *limbs;
-    int64_t pairs;
+    int64_t pairs, width;
     int32_t *out;
-    int64_t stride;
+    int64_t columns;
     int add;
+    struct ahead *ahead;
 };
 
 typedef void block_product(const struct block *block, int rows, int weight_bytes);
-/* From packed [TILE_PAIRS pairs of inputs][PANEL outputs][2] to int16 [TILE_PAIRS pairs of outputs][PANEL inputs][2].
- * `next` is the tile that will be wanted next: it is far away, where no hardware prefetcher expects it. */
-typedef void tile_transpose(const void *packed, const void *next, int16_t *turned, int weight_bytes);
+/* From packed [TILE_PAIRS pairs of inputs][PANEL outputs][2] to int16 [TILE_PAIRS pairs of outputs][PANEL inputs][2]. */
+typedef void tile_transpose(const void *packed, int16_t *turned, int weight_bytes, struct ahead *ahead);
 
 static inline int16_t weight_at(const void *weights, int64_t i, int weight_bytes) {
     return weight_bytes == 1 ? ((const int8_t *)weights)[i] : ((const int16_t *)weights)[i];
 }
 
-static inline const void *weight_address(const void *weights, int64_t i, int weight_bytes) {
-    return (const char *)weights + i * weight_bytes;
-}
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+INLINE int64_t tiles_of(int64_t width) { return (width + PANEL - 1) / PANEL; }
 
 /* ---- plain C ---- */
 
@@ -50,10 +63,11 @@ static void block_product_portable(const struct block *b, int rows, int weight_b
     for (int r = 0; r < rows; r++) {
         uint32_t sums[PANEL] = {0};
         for (int64_t k = 0; k < b->pairs; k++) {
-            uint32_t low = (uint32_t)b->limbs[k * 2 * rows + r], high = (uint32_t)b->limbs[k * 2 * rows + rows + r];
+            const uint32_t *limbs = (const uint32_t *)b->limbs + r * b->width + 2 * k;
+            uint32_t low = limbs[0], high = limbs[1];
             uint32_t first = (uint32_t)(int16_t)low + (high << 16);
             uint32_t second = (uint32_t)(int16_t)(low >> 16) + (high & 0xffff0000u);
-            const void *w = weight_address(b->weights, k * PANEL * 2, weight_bytes);
+            const void *w = (const char *)b->weights + k * PANEL * 2 * weight_bytes;
             if (weight_bytes == 1) {
                 const int8_t *narrow = w;
                 for (int c = 0; c < PANEL; c++)
@@ -64,13 +78,13 @@ static void block_product_portable(const struct block *b, int rows, int weight_b
                     sums[c] += first * (uint32_t)wide[2 * c] + second * (uint32_t)wide[2 * c + 1];
             }
         }
-        uint32_t *out = (uint32_t *)b->out + r * b->stride;
+        uint32_t *out = (uint32_t *)b->out + r * b->columns;
         for (int c = 0; c < PANEL; c++) out[c] = sums[c] + (b->add ? out[c] : 0);
     }
 }
 
-static void tile_transpose_portable(const void *packed, const void *next, int16_t *turned, int weight_bytes) {
-    (void)next;
+static void tile_transpose_portable(const void *packed, int16_t *turned, int weight_bytes, struct ahead *ahead) {
+    (void)ahead;
     for (int i = 0; i < PANEL; i++)
         for (int o = 0; o < PANEL; o++)
             turned[((o / 2) * PANEL + i) * 2 + o % 2] = weight_at(packed, ((i / 2) * PANEL + o) * 2 + i % 2, weight_bytes);
@@ -78,10 +92,15 @@ static void tile_transpose_portable(const void *packed, const void *next, int16_
 
 #if HAVE_X86
 
-/* `vectors` vectors of 64 bytes of int16 (32 of int8) from `first` on. */
-INLINE void prefetch(const void *weights, int64_t first, int vectors, int weight_bytes) {
-    const char *start = (const char *)weights + first * 32 * weight_bytes;
-    UNROLL for (int i = 0; i < vectors * weight_bytes / 2; i++) _mm_prefetch(start + 64 * i, _MM_HINT_T0);
+/* To be called upon every read of this block, of so many bytes. */
+INLINE void fetch_ahead(struct ahead *a, const int bytes) {
+    a->countdown -= bytes;
+    if (a->countdown > 0 || a->size == 0) return;
+    a->countdown += a->every;
+    UNROLL for (int i = 0; i < FETCH; i += 64) _mm_prefetch(a->weights + a->offset + i, _MM_HINT_T0);
+    a->offset += FETCH;
+    a->size -= FETCH;
+    if ((a->size & (a->tile - 1)) == 0) a->offset += a->gap;
 }
 
 /* ---- 256 bit: AVX2 and AVX-VNNI differ in one operation ---- */
@@ -133,23 +152,26 @@ INLINE TARGET_AVX512 void block_512(const struct block *b, const int rows, const
     __m512i sums[2 * ROWS][VECTORS];
     UNROLL for (int i = 0; i < 2 * rows; i++)
         UNROLL for (int j = 0; j < VECTORS; j++) sums[i][j] = _mm512_setzero_si512();
-    const int32_t *limbs = b->limbs;
-    for (int64_t k = 0; k < b->pairs; k++, limbs += 2 * rows) {
+    struct ahead ahead = *b->ahead;
+    for (int64_t k = 0; k < b->pairs; k++) {
+        const int32_t *limbs = b->limbs + 2 * k;
+        fetch_ahead(&ahead, VECTORS * 32 * weight_bytes);
         __m512i w[VECTORS];
         UNROLL for (int j = 0; j < VECTORS; j++) w[j] = load_512(b->weights, k * VECTORS + j, weight_bytes);
         UNROLL for (int i = 0; i < 2 * rows; i++) {
-            __m512i x = _mm512_set1_epi32(limbs[i]);
+            __m512i x = _mm512_set1_epi32(limbs[i / 2 * b->width + i % 2]);
             UNROLL for (int j = 0; j < VECTORS; j++) sums[i][j] = add_pairs_512(sums[i][j], x, w[j]);
         }
     }
     UNROLL for (int r = 0; r < rows; r++) {
-        __m512i *out = (__m512i *)(b->out + r * b->stride);
+        __m512i *out = (__m512i *)(b->out + r * b->columns);
         UNROLL for (int j = 0; j < VECTORS; j++) {
-            __m512i sum = _mm512_add_epi32(sums[r][j], _mm512_slli_epi32(sums[rows + r][j], 16));
+            __m512i sum = _mm512_add_epi32(sums[2 * r][j], _mm512_slli_epi32(sums[2 * r + 1][j], 16));
             if (b->add) sum = _mm512_add_epi32(sum, _mm512_loadu_si512(out + j));
             _mm512_storeu_si512(out + j, sum);
         }
     }
+    *b->ahead = ahead;
 }
 
 static TARGET_AVX512 void block_product_avx512(const struct block *b, int rows, int weight_bytes) {
@@ -197,7 +219,7 @@ static tile_transpose *tile_transpose_of(int32_t isa) {
 /* Packs weight, int16 [outputs, inputs] in rows, into panels [ceil(outputs / PANEL)][pairs][PANEL][2] with
  * pairs = ceil(inputs / PANEL) * PANEL / 2, as int16 or int8, zeros where there are no weights. */
 EXPORT void ring_pack(const int16_t *weight, int64_t outputs, int64_t inputs, int32_t weight_bytes, void *panels) {
-    int64_t pairs = (inputs + PANEL - 1) / PANEL * TILE_PAIRS, panel_bytes = pairs * PANEL * 2 * weight_bytes;
+    int64_t pairs = tiles_of(inputs) * TILE_PAIRS, panel_bytes = pairs * PANEL * 2 * weight_bytes;
     for (int64_t first = 0; first < outputs; first += PANEL) {
         char *panel = (char *)panels + first / PANEL * panel_bytes;
         int64_t height = outputs - first < PANEL ? outputs - first : PANEL;
@@ -221,21 +243,29 @@ EXPORT void ring_pack(const int16_t *weight, int64_t outputs, int64_t inputs, in
     }
 }
 
-/* Splits rows, int32 [count, width], into limbs: [block of ROWS rows][pair of columns][row's low words, then its high
- * words]; width is padded with zeros to a multiple of PANEL: count * that many int32 in all. */
+/* The terms of a block, for so many rows. */
+INLINE int64_t depth_of(int64_t count) { return count <= FEW_ROWS ? FEW_DEPTH : DEPTH; }
+
+/* Splits rows, int32 [count, width], into limbs: [block of depth_of(count) columns][row][pair of columns][low words,
+ * high words], width padded with zeros to a multiple of PANEL: count * that many int32 in all. */
 EXPORT void ring_split(const int32_t *rows, int64_t count, int64_t width, int32_t *limbs) {
-    int64_t pairs = (width + PANEL - 1) / PANEL * PANEL / 2;
-    for (int64_t first = 0; first < count; first += ROWS) {
-        int64_t block = count - first < ROWS ? count - first : ROWS;
-        for (int64_t r = 0; r < block; r++) {
-            const int32_t *row = rows + (first + r) * width;
-            int32_t *to = limbs + first * pairs * 2 + r;
-            for (int64_t k = 0; k < pairs; k++, to += 2 * block) {
-                uint32_t a = 2 * k < width ? (uint32_t)row[2 * k] : 0, b = 2 * k + 1 < width ? (uint32_t)row[2 * k + 1] : 0;
-                uint32_t a_high = a + 0x8000u, b_high = b + 0x8000u; /* a negative low limb borrows from the high one */
-                to[0] = (int32_t)((a & 0xffffu) | (b << 16));
-                to[block] = (int32_t)((a_high >> 16) | (b_high & 0xffff0000u));
+    int64_t padded = tiles_of(width) * PANEL, depth = depth_of(count);
+    uint32_t *restrict to = (uint32_t *)limbs;
+    for (int64_t first = 0; first < padded; first += depth) {
+        int64_t length = least(depth, padded - first), present = least(length, width - first);
+        for (int64_t r = 0; r < count; r++, to += length) {
+            const uint32_t *restrict row = (const uint32_t *)rows + r * width + first;
+            int64_t i = 0;
+            for (; i + 1 < present; i += 2) { /* a negative low limb borrows from the high one */
+                to[i] = (row[i] & 0xffffu) | (row[i + 1] << 16);
+                to[i + 1] = ((row[i] + 0x8000u) >> 16) | ((row[i + 1] + 0x8000u) & 0xffff0000u);
             }
+            if (i < present) {
+                to[i] = row[i] & 0xffffu;
+                to[i + 1] = (row[i] + 0x8000u) >> 16;
+                i += 2;
+            }
+            memset(to + i, 0, (size_t)(length - i) * sizeof *to);
         }
     }
 }
@@ -250,44 +280,45 @@ EXPORT void ring_product(int32_t isa, int32_t backward, const void *panels, int3
     tile_transpose *transpose = tile_transpose_of(isa);
     _Alignas(64) int16_t turned[DEPTH * PANEL];
     int32_t edge[ROWS * PANEL];
-    int64_t panel_pairs = (inputs + PANEL - 1) / PANEL * TILE_PAIRS;
-    int64_t pairs = backward ? (outputs + PANEL - 1) / PANEL * TILE_PAIRS : panel_pairs;
-    int64_t columns = backward ? inputs : outputs;
+    int64_t columns = backward ? inputs : outputs, tiles = tiles_of(backward ? outputs : inputs); /* of terms */
+    int64_t tile_bytes = PANEL * PANEL * weight_bytes, panel_bytes = tiles_of(inputs) * tile_bytes;
+    int64_t along = backward ? panel_bytes : tile_bytes, across = backward ? tile_bytes : panel_bytes;
+    int64_t step = depth_of(count) / PANEL;
+    int block_bytes = backward ? 2 : weight_bytes;
+    int64_t reads = (count + ROWS - 1) / ROWS * block_bytes / weight_bytes + (backward ? 1 : 0); /* of each byte */
     for (int64_t panel = begin; panel < end; panel++) {
-        int64_t column = panel * PANEL, width = columns - column < PANEL ? columns - column : PANEL;
-        for (int64_t k = 0; k < pairs; k += DEPTH / 2) {
-            struct block b = {.pairs = pairs - k < DEPTH / 2 ? pairs - k : DEPTH / 2};
-            int block_bytes = weight_bytes;
+        int64_t column = panel * PANEL, width = least(PANEL, columns - column);
+        for (int64_t tile = 0; tile < tiles; tile += step) {
+            const char *weights = (const char *)panels + panel * across + tile * along;
+            int64_t here = least(step, tiles - tile);
+            int64_t next_tile = tile + step < tiles ? tile + step : 0, next_panel = next_tile ? panel : panel + 1;
+            struct ahead ahead = {
+                .weights = panels,
+                .offset = next_panel * across + next_tile * along,
+                .size = next_panel < end ? least(step, tiles - next_tile) * tile_bytes : 0,
+                .tile = tile_bytes,
+                .gap = along - tile_bytes,
+                .every = FETCH * reads,
+                .countdown = FETCH * reads,
+            };
+            struct block b = {.weights = weights, .pairs = here * TILE_PAIRS, .width = here * PANEL, .ahead = &ahead};
             if (backward) {
-                for (int64_t tile = 0; tile < b.pairs / TILE_PAIRS; tile++) {
-                    int64_t start = ((k / TILE_PAIRS + tile) * panel_pairs + panel * TILE_PAIRS) * PANEL * 2;
-                    int64_t next = k + (tile + 1) * TILE_PAIRS < pairs ? start + panel_pairs * PANEL * 2 : start;
-                    transpose(weight_address(panels, start, weight_bytes), weight_address(panels, next, weight_bytes),
-                              turned + tile * PANEL * PANEL, weight_bytes);
-                }
+                for (int64_t i = 0; i < here; i++)
+                    transpose(weights + i * along, turned + i * PANEL * PANEL, weight_bytes, &ahead);
                 b.weights = turned;
-                block_bytes = 2;
-            } else {
-                b.weights = weight_address(panels, (panel * pairs + k) * PANEL * 2, weight_bytes);
             }
-            for (int64_t row = 0; row < count; row += ROWS) {
-                int rows = (int)(count - row < ROWS ? count - row : ROWS);
+            for (int64_t row = 0, rows; row < count; row += rows) {
+                rows = count - row == ROWS + 1 ? 2 : least(ROWS, count - row); /* one alone has too few sums to be fast */
                 int32_t *target = out + row * columns + column;
-                b.limbs = limbs + row * pairs * 2 + k * 2 * rows;
-                b.add = k > 0;
-                b.out = target;
-                b.stride = columns;
-                if (width == PANEL) {
-                    multiply(&b, rows, block_bytes);
-                    continue;
-                }
-                b.out = edge;
-                b.stride = PANEL;
-                b.add = 0;
-                multiply(&b, rows, block_bytes);
+                b.limbs = limbs + tile * PANEL * count + row * b.width;
+                b.out = width == PANEL ? target : edge;
+                b.columns = width == PANEL ? columns : PANEL;
+                b.add = width == PANEL && tile > 0;
+                multiply(&b, (int)rows, block_bytes);
+                if (width == PANEL) continue;
                 for (int r = 0; r < rows; r++)
                     for (int64_t c = 0; c < width; c++) {
-                        uint32_t before = k > 0 ? (uint32_t)target[r * columns + c] : 0;
+                        uint32_t before = tile > 0 ? (uint32_t)target[r * columns + c] : 0;
                         target[r * columns + c] = (int32_t)(before + (uint32_t)edge[r * PANEL + c]);
                     }
             }

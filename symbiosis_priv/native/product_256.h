@@ -9,28 +9,31 @@ INLINE TARGET __m256i NAMED(load)(const void *weights, int64_t vector, int weigh
 /* VECTORS of 8 columns at a time: 2 * ROWS * VECTORS sums and what feeds them fill 16 registers. */
 INLINE TARGET void NAMED(block)(const struct block *b, const int rows, const int weight_bytes) {
     enum { VECTORS = 2, PER_PAIR = PANEL / 8 };
+    struct ahead ahead = *b->ahead;
     for (int column = 0; column < PER_PAIR; column += VECTORS) {
         __m256i sums[2 * ROWS][VECTORS];
         UNROLL for (int i = 0; i < 2 * rows; i++)
             UNROLL for (int j = 0; j < VECTORS; j++) sums[i][j] = _mm256_setzero_si256();
-        const int32_t *limbs = b->limbs;
-        for (int64_t k = 0; k < b->pairs; k++, limbs += 2 * rows) {
+        for (int64_t k = 0; k < b->pairs; k++) {
+            const int32_t *limbs = b->limbs + 2 * k;
+            fetch_ahead(&ahead, VECTORS * 16 * weight_bytes);
             __m256i w[VECTORS];
             UNROLL for (int j = 0; j < VECTORS; j++) w[j] = NAMED(load)(b->weights, k * PER_PAIR + column + j, weight_bytes);
             UNROLL for (int i = 0; i < 2 * rows; i++) {
-                __m256i x = _mm256_set1_epi32(limbs[i]);
+                __m256i x = _mm256_set1_epi32(limbs[i / 2 * b->width + i % 2]);
                 UNROLL for (int j = 0; j < VECTORS; j++) sums[i][j] = DOT(sums[i][j], x, w[j]);
             }
         }
         UNROLL for (int r = 0; r < rows; r++) {
-            __m256i *out = (__m256i *)(b->out + r * b->stride) + column;
+            __m256i *out = (__m256i *)(b->out + r * b->columns) + column;
             UNROLL for (int j = 0; j < VECTORS; j++) {
-                __m256i sum = _mm256_add_epi32(sums[r][j], _mm256_slli_epi32(sums[rows + r][j], 16));
+                __m256i sum = _mm256_add_epi32(sums[2 * r][j], _mm256_slli_epi32(sums[2 * r + 1][j], 16));
                 if (b->add) sum = _mm256_add_epi32(sum, _mm256_loadu_si256(out + j));
                 _mm256_storeu_si256(out + j, sum);
             }
         }
     }
+    *b->ahead = ahead;
 }
 
 static TARGET void NAMED(block_product)(const struct block *b, int rows, int weight_bytes) {
@@ -45,13 +48,13 @@ static TARGET void NAMED(block_product)(const struct block *b, int rows, int wei
     }
 }
 
-static TARGET void NAMED(tile_transpose)(const void *packed, const void *next, int16_t *turned, int weight_bytes) {
+static TARGET void NAMED(tile_transpose)(const void *packed, int16_t *turned, int weight_bytes, struct ahead *ahead) {
     const __m256i swap_words =
         _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
     enum { CELLS = 4, VECTORS = TILE_PAIRS / CELLS }; /* cells of 64 bits in a vector, vectors in a line of the tile */
     for (int line = 0; line < VECTORS; line++) {
         for (int column = 0; column < VECTORS; column++) {
-            prefetch(next, (line * VECTORS + column) * CELLS / 2, CELLS / 2, weight_bytes);
+            fetch_ahead(ahead, CELLS * 16 * weight_bytes);
             __m256i a[CELLS];
             for (int i = 0; i < CELLS; i++) {
                 __m256i cells = NAMED(load)(packed, (line * CELLS + i) * VECTORS + column, weight_bytes);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,9 +16,10 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DataObject
 from torch import Tensor
 
-from symbiosis_priv import testing
+from symbiosis_priv import native, testing
 from symbiosis_priv.errors import ConfigError, RangeError
 from symbiosis_priv.kernels import KERNELS, RingMatrix, registry
+from symbiosis_priv.kernels.compiled import CompiledKernel
 from symbiosis_priv.ring import DIRECTIONS, FORWARD, Direction
 
 NAMES = [
@@ -59,6 +61,34 @@ def test_kernels_are_exact(kernel: str, bits: int, direction: Direction) -> None
             got = matrix.product(rows, direction)
             assert got.is_contiguous()
             assert torch.equal(got, oracle(rows, weight, direction))
+
+
+@pytest.mark.parametrize("isa", native.isas())
+@given(
+    direction=testing.directions(),
+    bits=st.sampled_from([8, 10]),
+    terms=st.integers(1, 900) | st.sampled_from([64, 128, 192, 256, 320, 512, 640]),
+    columns=st.integers(1, 200) | st.sampled_from([64, 128, 192]),
+    count=st.integers(1, 40),
+    cut=st.integers(0, 4),
+)
+def test_compiled_blocks_and_slices_meet_without_a_seam(
+    isa: native.Isa, direction: Direction, bits: int, terms: int, columns: int, count: int, cut: int
+) -> None:
+    """Whole and partial blocks, row groups of every size, weights of 1 and 2 bytes, columns in one slice and in two."""
+    shape = (columns, terms) if direction == FORWARD else (terms, columns)
+    weight, rows = uniform(shape, bits=bits), uniform((count, terms), bits=32, seed=terms)
+    out = torch.empty((count, columns), dtype=torch.int32)
+
+    def in_two(work: Callable[[int, int], None], *, total: int, least: int) -> None:
+        for begin, end in itertools.pairwise([0, min(cut, total), total]):
+            work(begin, end)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("symbiosis_priv.parallel.for_each_slice", in_two)
+        kernel = CompiledKernel(isa)
+        kernel.product(kernel.pack(weight, weight_bits=bits), rows, direction, out)
+    assert torch.equal(out, oracle(rows, weight, direction))
 
 
 @pytest.mark.parametrize("kernel", NAMES)

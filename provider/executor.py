@@ -433,7 +433,7 @@ def build(config: ProviderConfig, *, model_digest: str, inbox: Inbox) -> Executo
         CheckpointError: the checkpoint is not any more the one that the gateway has announced.
     """
     settings = config.executor
-    store = open_store(config)
+    store = open_store(config, shardable=dist.is_initialized())
     if store.manifest().digest != model_digest:
         raise CheckpointError(f"{store.path} changed while it was in use; start the provider again")
     operands: Operands | None = None

@@ -19,8 +19,8 @@ from symbiosis_priv.weights import WeightStore
 from symbiosis_priv.wire import Arithmetic, Effect
 
 
-def open_store(config: ProviderConfig) -> WeightStore:
-    """The weight store that a configuration names."""
+def open_store(config: ProviderConfig, *, shardable: bool = False) -> WeightStore:
+    """The weight store that a configuration names; for a group of ranks, one that they can shard."""
     path = resolve(config.model.checkpoint)
     model, executor = config.model, config.executor
     return WeightStore(
@@ -29,6 +29,7 @@ def open_store(config: ProviderConfig) -> WeightStore:
         cache=model.cache,
         device=executor.device,
         kernel=executor.kernel,
+        shardable=shardable,
         layers=model.layer_range,
     )
 

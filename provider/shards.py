@@ -150,7 +150,7 @@ class ShardedOperands(Operands):
     """The ring products of a group of ranks. Every rank makes one; rank 0 asks for products, the others `follow`.
 
     Args:
-        store: the base model.
+        store: the base model; `shardable`, unless its kernel is named.
         sharding: "columns", "gathered", or "auto" to measure.
 
     Raises:

@@ -51,6 +51,7 @@ class WeightStore:
         cache: folder for quantised groups; `default_cache()` if None.
         device: where products of `matrix` run.
         kernel: "auto", or a name in `kernels.KERNELS`, for `matrix`.
+        shardable: with "auto", only kernels whose packed weights can be cut between outputs.
         layers: of the model, those that products are wanted of; all if None. The manifest is the whole model's.
     """
 
@@ -62,12 +63,14 @@ class WeightStore:
         cache: Path | None = None,
         device: str = "cpu",
         kernel: str = "auto",
+        shardable: bool = False,
         layers: LayerRange | None = None,
     ) -> None:
         self.path = path
         self.weight_bits = weight_bits
         self.device = device
         self._kernel = kernel
+        self._shardable = shardable
         self._wanted = layers
         self._cache = (cache or default_cache()) / "weights"
         self._choices = self._cache / "kernels.json"
@@ -162,6 +165,7 @@ class WeightStore:
             weight_bits=self.weight_bits,
             device=torch.device(self.device),
             kernel=self._kernel,
+            shardable=self._shardable,
             memory=self._choices,
         )
 
@@ -179,8 +183,12 @@ class WeightStore:
     def _pack(self, entry: GroupEntry, weight: Tensor) -> RingMatrix:
         """Pack a group and keep it; the mapped copy is the one that stays, where the cache can be written."""
         if self._kernel == "auto":
-            device = torch.device(self.device)
-            self._remember(lambda: tune(weight, weight_bits=self.weight_bits, device=device, memory=self._choices))
+            device, shardable = torch.device(self.device), self._shardable
+            self._remember(
+                lambda: tune(
+                    weight, weight_bits=self.weight_bits, device=device, shardable=shardable, memory=self._choices
+                )
+            )
         choice = self._choice(entry)
         made = kernel_of(choice.layout).pack(weight, weight_bits=self.weight_bits)
         products = packed.probe_products(weight, weight_bits=self.weight_bits)

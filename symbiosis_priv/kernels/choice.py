@@ -48,21 +48,28 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 def choose(
-    shape: Sequence[int], *, weight_bits: int, device: torch.device, kernel: str = "auto", memory: Path | None = None
+    shape: Sequence[int],
+    *,
+    weight_bits: int,
+    device: torch.device,
+    kernel: str = "auto",
+    shardable: bool = False,
+    memory: Path | None = None,
 ) -> Choice:
     """What was measured for this shape class, or the likely best.
 
     Args:
         shape: (outputs, inputs).
         kernel: "auto", or a name in `KERNELS`.
+        shardable: with "auto", only layouts that can be cut between outputs.
         memory: the file that `tune` writes.
 
     Raises:
         ConfigError: a kernel that is unknown, does not run here, or is not exact for this shape.
     """
-    found = _exact_for(shape, device, kernel)
+    found = _exact_for(shape, device, kernel, shardable=shardable)
     if kernel == "auto" and memory is not None:
-        remembered = _recall(memory).get(_shape_class(shape, weight_bits, device))
+        remembered = _recall(memory).get(_shape_class(shape, weight_bits, device, shardable=shardable))
         usable = {k.name for k in found if remembered and k.layout == remembered.layout}
         if remembered and remembered.kernels.keys() == _CLASSES and usable.issuperset(remembered.kernels.values()):
             return remembered
@@ -72,15 +79,16 @@ def choose(
     return Choice(layout, {f"{direction} {rows}": names[rows] for direction in DIRECTIONS for rows in names})
 
 
-def tune(weight: Tensor, *, weight_bits: int, device: torch.device, memory: Path) -> None:
+def tune(weight: Tensor, *, weight_bits: int, device: torch.device, shardable: bool = False, memory: Path) -> None:
     """Time the candidates on part of a matrix, unless that is known or there is but one, and remember the fastest.
 
     Args:
         weight: int16 `[o, d]` on the CPU.
+        shardable: as for `choose`.
         memory: a file in the cache folder.
     """
-    key = _shape_class(weight.shape, weight_bits, device)
-    found = _exact_for(weight.shape, device, "auto")
+    key = _shape_class(weight.shape, weight_bits, device, shardable=shardable)
+    found = _exact_for(weight.shape, device, "auto", shardable=shardable)
     if len(found) == 1 or key in _recall(memory):
         return
     part = weight[: max(1, _TIMED_WEIGHTS // weight.shape[1])]
@@ -99,8 +107,10 @@ def tune(weight: Tensor, *, weight_bits: int, device: torch.device, memory: Path
     write_atomically(memory, msgspec.json.encode(_recall(memory) | {key: choice}))
 
 
-def _exact_for(shape: Sequence[int], device: torch.device, kernel: str) -> list[Kernel]:
+def _exact_for(shape: Sequence[int], device: torch.device, kernel: str, *, shardable: bool) -> list[Kernel]:
     found = [k for k in candidates(device, kernel=kernel) if max(shape) <= k.max_terms()]
+    if shardable and kernel == "auto":
+        found = [k for k in found if k.block is not None]
     if not found:
         raise ConfigError(f"kernel = {kernel!r} is not exact for a layer of {list(shape)}; use kernel = 'auto'")
     return found
@@ -134,10 +144,11 @@ def _recall(memory: Path) -> dict[str, Choice]:
         return {}
 
 
-def _shape_class(shape: Sequence[int], weight_bits: int, device: torch.device) -> str:
+def _shape_class(shape: Sequence[int], weight_bits: int, device: torch.device, *, shardable: bool = False) -> str:
     """What decides speed: shapes to the nearest power of two."""
     outputs, inputs = (round(math.log2(max(1, size))) for size in shape)
-    return f"{_machine(device)}, {torch.get_num_threads()} threads, 2^{outputs}x2^{inputs}, {weight_bits} bits"
+    where = f"{_machine(device)}, {torch.get_num_threads()} threads"
+    return f"{where}, 2^{outputs}x2^{inputs}, {weight_bits} bits{', shardable' * shardable}"
 
 
 @functools.cache

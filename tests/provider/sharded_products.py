@@ -1,5 +1,5 @@
-"""Run by `test_shards.py` on every rank of a group: rank 0 compares sharded products with those of one process, or
-every rank loads its shard under a limit on its memory."""
+"""Run by `test_shards.py` on every rank of a group: rank 0 compares sharded products with those of one process, and
+then every rank loads its shard of a large model under a limit on its memory."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from provider.operands import LocalOperands
 from provider.shards import ShardedOperands
@@ -51,9 +48,10 @@ def products(store: WeightStore) -> None:
 
 
 def limited(store: WeightStore, *, whole: int) -> None:
-    """Load and multiply where a rank may allocate its share and some room, and not the whole of the weights."""
-    # what torch imports on the way takes as much as a small model's shard
-    fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    """Load and multiply where a rank may allocate its share and some room, and not the whole of the weights.
+
+    After `products`: what torch imports on the way takes as much as a small model's shard.
+    """
     store.matrix(0)
     status = Path("/proc/self/status").read_text()
     used = 1024 * int(status.partition("VmData:")[2].split()[0])
@@ -74,20 +72,21 @@ def limited(store: WeightStore, *, whole: int) -> None:
         operands.follow()
 
 
-def main(what: str, checkpoint: str, cache: str, weight_bits: str, kernel: str, layers: str, whole: str) -> None:
+def main(
+    checkpoint: str, cache: str, weight_bits: str, kernel: str, layers: str, large: str, large_cache: str, whole: str
+) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     store = WeightStore(
         Path(checkpoint),
         weight_bits=int(weight_bits),
         cache=Path(cache),
         kernel=kernel,
+        shardable=True,
         layers=LayerRange.parse(layers) if layers else None,
     )
     with torch.no_grad():
-        if what == "products":
-            products(store)
-        else:
-            limited(store, whole=int(whole))
+        products(store)
+        limited(WeightStore(Path(large), cache=Path(large_cache), shardable=True), whole=int(whole))
     dist.destroy_process_group()
 
 

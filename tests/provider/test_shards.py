@@ -35,32 +35,49 @@ Connect = Callable[..., Any]
 Requests = tuple[Callable[..., wire.Execute], Callable[..., wire.Effect]]
 
 
-def run_group(
-    ranks: int, what: str, store: WeightStore, *, cache: Path, kernel: str = "auto", layers: str = "", whole: int = 0
-) -> str:
-    """What rank 0 of a group prints; every rank runs `SCRIPT`."""
-    arguments = [what, str(store.path), str(cache), str(store.weight_bits), kernel, layers, str(whole)]
+def run_group(ranks: int, *arguments: object) -> list[str]:
+    """The lines that rank 0 of a group prints; every rank runs `SCRIPT`."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
-        [*torchrun, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=200, env=environment, check=False
+        [*torchrun, str(SCRIPT), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=environment,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    return done.stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def large(save_llama: Callable[..., Path]) -> Path:
+    """128 MiB of packed weights."""
+    return save_llama(hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, num_key_value_heads=4)
 
 
 @pytest.mark.parametrize(
     ("ranks", "weight_bits", "kernel", "layers"), [(2, 10, "auto", ""), (4, 8, "int32", "1")], ids=str
 )
 def test_sharded_products_are_those_of_one_process(
-    save_gpt2: Callable[..., Path], tmp_path: Path, ranks: int, weight_bits: int, kernel: str, layers: str
+    save_gpt2: Callable[..., Path],
+    large: Path,
+    tmp_path: Path,
+    ranks: int,
+    weight_bits: int,
+    kernel: str,
+    layers: str,
 ) -> None:
-    """Of a whole model, and of the second of two layers, beside which no other one is packed."""
+    """Products of a whole model, and of the second of two layers, beside which no other one is packed; and a model that
+    is larger than what every rank may allocate (RLIMIT_DATA)."""
     path = save_gpt2(vocab_size=61, n_positions=32, n_embd=48, n_layer=2 if layers else 1)
-    store = WeightStore(path, weight_bits=weight_bits)
-    printed = run_group(ranks, "products", store, cache=tmp_path, kernel=kernel, layers=layers)
-    assert len(list(tmp_path.glob("weights/*-*.safetensors"))) == 4
-    assert printed.splitlines() == [f"equal: {way} on {ranks} ranks" for way in ("columns", "gathered", "auto")]
+    store = WeightStore(large, cache=tmp_path / "large", shardable=True)
+    whole = sum(store.matrix(group).nbytes for group in range(len(store.manifest().groups)))
+    small = path, tmp_path / "small", weight_bits, kernel, layers
+    printed = run_group(ranks, *small, large, tmp_path / "large", whole)
+    assert len(list(tmp_path.glob("small/weights/*-*.safetensors"))) == 4
+    assert printed == [*(f"equal: {way} on {ranks} ranks" for way in ("columns", "gathered", "auto")), "loaded"]
 
 
 def ranks_of(provider: Provider) -> dict[int, int]:
@@ -121,17 +138,6 @@ def test_ranks_end_with_their_torchrun(configure: Configure) -> None:
         while not all(map(has_ended, ranks.values())):
             assert time.monotonic() < deadline
             time.sleep(0.02)
-
-
-def test_ranks_hold_a_model_that_is_larger_than_what_each_may_allocate(
-    save_llama: Callable[..., Path], tmp_path: Path
-) -> None:
-    """128 MiB of packed weights, and a limit on what every process may allocate (RLIMIT_DATA) of less than that."""
-    path = save_llama(hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, num_key_value_heads=4)
-    store = WeightStore(path, cache=tmp_path)
-    whole = sum(store.matrix(group).nbytes for group in range(len(store.manifest().groups)))
-    for ranks in (2, 4):
-        assert run_group(ranks, "limited", store, cache=tmp_path, whole=whole) == "loaded\n"
 
 
 def test_two_machines_serve_one_model(

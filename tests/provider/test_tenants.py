@@ -477,9 +477,10 @@ def test_a_revoked_tenant_does_not_come_back_with_its_certificate_signed_another
     twin = twin_of(dora, tmp_path / "twin")
     context = client_context(certificate=twin.certificate, key=twin.key, pins=(keys.provider.certificate,))
     with Provider(config) as provider:
-        assert connect(context=context, to=provider)  # or this test shows nothing
+        before = connect(context=context, to=provider)  # or this test shows nothing
         revoke(listed, [dora.certificate])
         provider.reload()
+        assert before.at_end()
         reply, _ = connect(context=context, role=None, to=provider).receive()
         assert isinstance(reply, wire.Failure)
         assert reply.code == wire.ErrorCode.REVOKED

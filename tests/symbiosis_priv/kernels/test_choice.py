@@ -136,6 +136,17 @@ def test_what_is_remembered_and_no_longer_there_is_not_used(
     assert used(memory) == default
 
 
+def test_what_ranks_can_shard_is_chosen_beside_what_is_faster(plant: Callable[..., Planted], memory: Path) -> None:
+    planted = plant()
+    planted.block = None  # type: ignore[assignment, misc]
+    for shardable in (True, False):
+        tune(WEIGHT, weight_bits=10, device=CPU, shardable=shardable, memory=memory)
+    assert used(memory) == {"planted"}
+    for where in (memory, None):
+        found = choose(SHAPE, weight_bits=10, device=CPU, shardable=True, memory=where)
+        assert all(KERNELS[name].block is not None for name in found.kernels.values())
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"a": 1}', b"\xff"])
 def test_a_damaged_memory_is_measured_again(content: bytes, plant: Callable[..., Planted], memory: Path) -> None:
     plant()

@@ -6,13 +6,15 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from provider.config import MIB, Limits
 from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.tls import TenantIdentity
 from symbiosis_priv.wire import ErrorCode, Role
+
+_AT_ONCE = nullcontext()
 
 
 class Refusal(SymbiosisError):
@@ -43,9 +45,9 @@ class ByteBudget:
     """
 
     def __init__(self, limits: Limits) -> None:
-        self._small = limits.small_request
         self._pool = limits.max_inflight_mib * MIB * 3 // 4
         self._share = limits.max_inflight_mib_per_tenant * MIB
+        self._small = min(limits.small_request, self._share)
         self._free = self._pool
         self._held: Counter[TenantIdentity] = Counter()
         self._last_turn: dict[TenantIdentity, int] = {}
@@ -65,18 +67,18 @@ class ByteBudget:
         with self._changed:
             return len(self._waiting)
 
-    @contextmanager
-    def taken(self, tenant: TenantIdentity, size: int, *, timeout: float) -> Iterator[None]:
+    def taken(self, tenant: TenantIdentity, size: int, *, timeout: float) -> AbstractContextManager[None]:
         """Hold `size` bytes; waits for them.
 
-        Raises:
+        Raises, when it is entered:
             Refusal: BUSY if they do not come free in time, TOO_LARGE if they never can.
         """
+        return _AT_ONCE if size <= self._small else self._granted(tenant, size, timeout)
+
+    @contextmanager
+    def _granted(self, tenant: TenantIdentity, size: int, timeout: float) -> Iterator[None]:
         if size > self._share:
             raise Refusal(ErrorCode.TOO_LARGE, f"{size} bytes for a request and its reply; at most {self._share}")
-        if size <= self._small:
-            yield
-            return
         claim = _Claim(tenant, size)
         try:
             with self._changed:

@@ -33,6 +33,7 @@ from symbiosis_priv.tls import TenantIdentity
 
 log = logs.EventLog(__name__)
 
+_NOTHING = memoryview(b"")
 _DETAIL = 200  # characters of a failure's detail
 _PACED_BYTES = 1 << 20  # a large payload's rate is looked at so often
 _FIRST_BYTES_S = 3.0  # before the minimum rate counts
@@ -81,6 +82,7 @@ class Connection:
         self._service = service
         self._limits = service.config.limits
         self._max_payload = self._limits.max_payload_mib * MIB
+        self._small = self._limits.small_request
         self._executor = executor
         self._stages = Stages(service.config.scheduler.few_rows)
         self._role: wire.Role | None = None
@@ -134,27 +136,28 @@ class Connection:
 
     def _read_payload(self) -> memoryview:
         payload = np.empty(self._unread, dtype=np.uint8).data  # not cleared, as a bytearray would be
-        for part, deadline in self._paced(payload):
-            self._link.receive(part, deadline=deadline)
+        if len(payload) <= self._small:
+            self._link.receive(payload, deadline=time.monotonic() + self._limits.frame_timeout_s)
+        else:
+            for part, deadline in self._paced(payload):
+                self._link.receive(part, deadline=deadline)
         self._unread = 0
         return payload
 
-    def _send(self, head: bytes, payload: memoryview | bytes = b"") -> None:
-        parts = self._paced(memoryview(payload))
-        first, deadline = next(parts)
-        self._link.send(head, first, deadline=deadline)
-        for part, deadline in parts:
-            self._link.send(b"", part, deadline=deadline)
+    def _send(self, head: bytes, payload: memoryview = _NOTHING) -> None:
+        if len(payload) <= self._small:
+            self._link.send(head, payload, deadline=time.monotonic() + self._limits.frame_timeout_s)
+            return
+        for part, deadline in self._paced(payload):
+            self._link.send(head, part, deadline=deadline)
+            head = b""
 
     def _paced(self, payload: memoryview) -> Iterator[tuple[memoryview, float]]:
-        """Parts of a payload, and when each must be over: what holds bytes that others could have comes and goes at
-        a minimum rate. A small one has the frame's time for all of it.
+        """Parts of a large payload, and when each must be over: what holds bytes that others could have comes and goes
+        at a minimum rate. A small one has the frame's time for all of it.
         """
         begun = time.monotonic()
         last = begun + self._limits.frame_timeout_s
-        if len(payload) <= self._limits.small_request:
-            yield payload, last
-            return
         rate = self._limits.min_transfer_mib_per_s * MIB
         for start in range(0, len(payload), _PACED_BYTES):
             stop = start + _PACED_BYTES
@@ -325,7 +328,7 @@ class Connection:
 def refuse(link: Link, refusal: Refusal, *, timeout: float) -> None:
     """Tell the tenant why it is not served."""
     failure = wire.Failure(code=refusal.code, detail=refusal.detail[:_DETAIL])
-    link.send(wire.encode(failure), b"", deadline=time.monotonic() + timeout)
+    link.send(wire.encode(failure), _NOTHING, deadline=time.monotonic() + timeout)
 
 
 def _bad(detail: str) -> NoReturn:

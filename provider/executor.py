@@ -296,7 +296,7 @@ class Executor:
             inputs, _ = self._model.manifest.groups[group].columns(direction)
             flat = _joined([self._rows(piece) for piece in pieces])
             rows = wire.as_matrix(flat, rows=sum(piece.rows for piece in pieces), arithmetic=arithmetic)
-            rows = rows if len(rows) else rows.reshape(0, inputs)
+            rows = rows if flat else rows.reshape(0, inputs)
             begun = time.monotonic()
             product = self._model.product(rows, group=group, direction=direction, arithmetic=arithmetic)
         except RankLostError:  # what computes has ended, and so must this process

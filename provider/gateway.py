@@ -107,7 +107,7 @@ class Gateway:
         """Take over new quotas, certificates and revocations, and the share of handshakes; who is not let in any more
         is hung up on.
         """
-        self._service.quotas.of = config.quota_of
+        self._service.quotas.renew(config.quota_of)
         self._reception.renew(config.limits, credentials)
         with self._lock:
             self._credentials = credentials

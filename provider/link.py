@@ -80,9 +80,8 @@ class Link:
             self.receive(part, deadline=deadline)
             size -= len(part)
 
-    def send(self, head: bytes, payload: memoryview | bytes, *, deadline: float) -> None:
+    def send(self, head: bytes, payload: memoryview, *, deadline: float) -> None:
         """Send a frame: the head and what fits beside it as one TLS record, the rest from where it lies."""
-        payload = memoryview(payload)
         beside = _RECORD - len(head)
         self._write(memoryview(head + payload[:beside]), deadline)
         if len(payload) > beside:
@@ -109,8 +108,10 @@ class Link:
     def _write(self, view: memoryview, deadline: float) -> None:
         while view:
             self._wait_up_to(min(_remaining(deadline), _SLICE_S))
-            with contextlib.suppress(TimeoutError):
+            try:
                 view = view[self._socket.send(view) :]
+            except TimeoutError:
+                continue
 
     def _wait_up_to(self, timeout: float) -> None:
         if timeout != self._timeout:

@@ -7,10 +7,11 @@ have to wait long is refused (BUSY, which is worth the same bytes again), so tha
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from provider.admission import Refusal
 from provider.config import QuotaConfig
@@ -19,6 +20,8 @@ from symbiosis_priv.wire import ErrorCode
 
 _PATIENCE_S = 1.0
 _GIGA = 1e9
+_REMEMBERED = 1024  # tenants
+_AT_ONCE = nullcontext()
 
 
 class Meter:
@@ -49,28 +52,32 @@ class Meter:
 
 
 class QuotaGate:
-    """Lets tenants' requests in. Thread-safe; `of` may be replaced while it runs.
+    """Lets tenants' requests in. Thread-safe.
 
     Args:
         quotas: what a tenant may have.
     """
 
     def __init__(self, quotas: Callable[[TenantIdentity], QuotaConfig]) -> None:
-        self.of = quotas
+        self.renew(quotas)
         self._meters: dict[TenantIdentity, Meter] = {}
         self._changed = threading.Condition()
 
-    @contextmanager
-    def admitted(self, tenant: TenantIdentity, *, rows: int, work: int) -> Iterator[None]:
+    def renew(self, quotas: Callable[[TenantIdentity], QuotaConfig]) -> None:
+        """For requests that come from now on."""
+        self.of = functools.lru_cache(_REMEMBERED)(quotas)
+
+    def admitted(self, tenant: TenantIdentity, *, rows: int, work: int) -> AbstractContextManager[None]:
         """Hold a request's place while it is served; waits a little for it.
 
-        Raises:
+        Raises, when it is entered:
             Refusal: BUSY if it would take long, TOO_LARGE if it never can.
         """
         quota = self.of(tenant)
-        if quota.limits_nothing:
-            yield
-            return
+        return _AT_ONCE if quota.limits_nothing else self._in_turn(tenant, quota, rows=rows, work=work)
+
+    @contextmanager
+    def _in_turn(self, tenant: TenantIdentity, quota: QuotaConfig, *, rows: int, work: int) -> Iterator[None]:
         if quota.max_rows_in_flight is not None and rows > quota.max_rows_in_flight:
             raise Refusal(ErrorCode.TOO_LARGE, f"{rows} rows; this tenant's quota is {quota.max_rows_in_flight}")
         with self._changed:

@@ -18,9 +18,10 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
+
+import msgspec
 
 from provider import logs
 from symbiosis_priv.errors import ConfigError
@@ -35,8 +36,7 @@ _LOCK_S = 0.25  # for another process that writes: tenants wait for it
 _DAY_S = 86_400
 
 
-@dataclass(frozen=True)
-class Counts:
+class Counts(msgspec.Struct, frozen=True):  # is made and added up in a tenth of a dataclass's time
     """What is counted; all but the last four are of products that were answered.
 
     Args:
@@ -66,8 +66,8 @@ class Counts:
 
 
 _NOTHING = Counts()
-COUNTED = tuple(field.name for field in fields(Counts))
-_values = operator.attrgetter(*COUNTED)  # `astuple` copies deeply, which takes as long as the commit
+COUNTED = Counts.__struct_fields__
+_values = msgspec.structs.astuple
 COLUMNS = ("day", "tenant", "authority", "role", *COUNTED)
 
 _CREATE = f"""

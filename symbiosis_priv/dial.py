@@ -78,7 +78,6 @@ class Line:
         self._context, self._waiting = context, waiting
         self._socket: socket.socket | None = None
         self._records: RecordStream | None = None
-        self._timeout = 0.0  # the socket's: setting it is a system call, and there are thousands of records
         self._shut = threading.Event()
         self._end: select.poll | None = None  # while there is a connection
         self._record, self._ahead = bytearray(_RECORD), memoryview(b"")  # what came with what was asked for
@@ -143,15 +142,14 @@ class Line:
         header, payload_size = self.receive_header(max_payload=max_payload, deadline=deadline)
         return wire.decode_reply(header), payload_size
 
-    def receive_header(self, *, max_payload: int, deadline: float) -> tuple[bytearray, int]:
-        """The same for messages of another kind: the header as it came, and how many bytes of payload follow."""
-        prefix = bytearray(wire.PREFIX.size)
-        self.fill(prefix, deadline=deadline)
+    def receive_header(self, *, max_payload: int, deadline: float) -> tuple[memoryview, int]:
+        """The same for messages of another kind: the header as it came, to be parsed before anything else is read, and
+        how many bytes of payload follow."""
+        prefix = self._next(wire.PREFIX.size, deadline)
         self._heard = True
         header_size, payload_size = wire.decode_prefix(prefix, max_payload=max_payload)
-        header = bytearray(header_size)
-        self.fill(header, deadline=deadline)
-        self._traffic.bytes_received += len(prefix) + header_size + payload_size
+        header = self._next(header_size, deadline)
+        self._traffic.bytes_received += wire.PREFIX.size + header_size + payload_size
         return header, payload_size
 
     def fill(self, buffer: bytearray | memoryview, *, deadline: float) -> None:
@@ -196,7 +194,6 @@ class Line:
             candidate = self._socket = socket.socket(family, kind, protocol)
             try:
                 candidate.setblocking(False)
-                self._timeout = 0.0
                 if (code := candidate.connect_ex(address)) == errno.EINPROGRESS:
                     code = self._within(deadline, partial(_connected, candidate), "it does not take the connection")
                 if code:
@@ -207,6 +204,15 @@ class Line:
                 candidate.close()
         assert refusal is not None  # getaddrinfo raises if it finds no address
         raise refusal
+
+    def _next(self, size: int, deadline: float) -> memoryview:
+        """So few bytes; where they came in one record with what was before, they are not copied."""
+        if len(self._ahead) < size:
+            part = memoryview(bytearray(size))
+            self.fill(part, deadline=deadline)
+        else:
+            part, self._ahead = self._ahead[:size], self._ahead[size:]
+        return part
 
     def _read(self, buffer: memoryview, deadline: float) -> int:
         """Some bytes, at least one, and how many."""
@@ -229,15 +235,11 @@ class Line:
                 raise self._lost(error) from error
             view = view[count:]
 
-    def _within(self, deadline: float, operation: Callable[[], T], why: str) -> T:
-        """What a socket operation gives, tried again from slice to slice up to the deadline."""
-        assert self._socket is not None
+    def _within(self, deadline: float, operation: Callable[[float], T], why: str) -> T:
+        """What an operation gives that is told how long it may take, again from slice to slice up to the deadline."""
         while (left := deadline - time.monotonic()) > 0 and not self._shut.is_set():
-            if self._timeout != (length := min(left, SLICE_S)):
-                self._timeout = length
-                self._socket.settimeout(length)
             try:
-                return operation()
+                return operation(min(left, SLICE_S))
             except TimeoutError:
                 if self._waiting is not None:
                     self._waiting(deadline, why)
@@ -251,10 +253,10 @@ class Line:
         return ConnectionLostError(f"connection to {self._name} broke: {error}")
 
 
-def _connected(candidate: socket.socket) -> int:
-    """Wait until a connection is made or refused, as long as the socket's timeout allows; the error's number, or 0."""
+def _connected(candidate: socket.socket, timeout: float) -> int:
+    """Wait until a connection is made or refused; the error's number, or 0."""
     poll = select.poll()
     poll.register(candidate, select.POLLOUT)
-    if not poll.poll(1e3 * (candidate.gettimeout() or 0.0)):
+    if not poll.poll(1e3 * timeout):
         raise TimeoutError
     return candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)

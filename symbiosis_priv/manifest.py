@@ -7,6 +7,7 @@ checkpoint.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 
 import msgspec
@@ -18,7 +19,7 @@ from symbiosis_priv.ring import FORWARD, Direction
 MANIFEST_VERSION = 1
 
 
-class GroupEntry(msgspec.Struct, frozen=True, kw_only=True):
+class GroupEntry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """One layer group of a manifest. `outputs` are the members' widths, in order."""
 
     members: tuple[str, ...]
@@ -31,7 +32,7 @@ class GroupEntry(msgspec.Struct, frozen=True, kw_only=True):
         """Readable and unique, as in `layers.GroupSpec.name`."""
         return GroupSpec(self.members, self.inputs, self.outputs).name
 
-    @property
+    @functools.cached_property
     def stacked_outputs(self) -> int:
         """Output features of all members together."""
         return sum(self.outputs)

@@ -4,52 +4,62 @@
 carries 16 KiB: a step of fine-tuning has tens of thousands. Here records lie in memory between TLS and the socket, and
 whatever is there travels at once. Errors and timeouts are those of `ssl.SSLSocket`, and so is what may follow a
 timeout: the same call again, which goes on where it was.
+
+The system itself keeps the timeout of a socket that blocks. (Python's own asks it with one call whether there is
+something to read, and reads with another one.) TLS is asked for bytes only where it may have some: to say that it has
+none it raises an error, which takes longer than to decrypt a row.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import socket
 import ssl
+import struct
 import time
 from typing import Final
 
 _READ: Final = 1 << 18  # bytes asked of the system at once: more would leave the cache before it is decrypted
 _BEGUN: Final = 1 << 15  # more than TLS may hold of a record that is not whole yet
 _WRITE: Final = 1 << 17  # bytes encrypted before they are sent
+_TIMEVAL: Final = struct.Struct("@ll")
+_LATE: Final = "timed out"
 
 
 class RecordStream:
-    """A client's TLS connection. For one thread at a time.
+    """A client's TLS connection. For one thread at a time. Every call has a timeout, in seconds, for all that it does.
 
     Args:
-        raw: a connected socket; closing it is its owner's business. Its timeout is that of every call here.
+        raw: a connected socket; closing it is its owner's business.
         context: of a client.
         host: whose certificate is expected.
     """
 
     def __init__(self, raw: socket.socket, context: ssl.SSLContext, *, host: str) -> None:
+        raw.settimeout(None)
         self._raw = raw
+        self._timeout = 0.0  # the socket's
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self.tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname=host)
         """What has been agreed; not for reading or writing."""
-        self._arrived = bytearray(_READ)
+        self._arrived = memoryview(bytearray(_READ))
         self._to_send = memoryview(b"")
         self._awaited = 1  # bytes that the system waits for
         self._encrypted = 0  # bytes of the caller's that wait in `_to_send`
+        self._exhausted = False  # TLS has given all that it can of what has arrived
 
-    def handshake(self) -> None:
+    def handshake(self, timeout: float) -> None:
         """Shake hands.
 
         Raises:
             OSError: as `ssl.SSLSocket.do_handshake`; after a TimeoutError, again goes on.
         """
-        until = self._until()
+        until = self._begin(timeout)
         try:
             while not self._try_handshake():
                 self._flush(until)
-                if not self._take_in(until):
+                _check_time(until)
+                if not self._take_in():
                     self._incoming.write_eof()  # the next try says so
         except ssl.SSLError:
             with contextlib.suppress(OSError):
@@ -57,33 +67,44 @@ class RecordStream:
             raise
         self._flush(until)
 
-    def recv_into(self, buffer: memoryview) -> int:
+    def recv_into(self, buffer: memoryview, timeout: float) -> int:
         """Read some bytes, at least one, and whatever else of them is here; 0 at the end.
 
         Raises:
             OSError: as `ssl.SSLSocket.recv_into`; nothing is lost by a TimeoutError.
         """
-        read, size, done, until = self.tls.read, len(buffer), 0, self._until()
+        size, done, until = len(buffer), 0, self._begin(timeout)
+        if self._exhausted and not self._take_in(promised=size):
+            return 0
         while True:
             try:
-                while done < size and (count := read(size - done, buffer[done:])):
+                self._exhausted = False
+                while done < size and (count := self.tls.read(size - done, buffer[done:])):
                     done += count  # type: ignore[operator]  # with a buffer it is a number
+                    if done < size and not self._incoming.pending:  # a record gives all that it has at once
+                        self._exhausted = True
+                        break
                 return done
             except ssl.SSLWantReadError:
-                if done or not self._take_in(until, promised=size):
+                self._exhausted = True
+                if done:
                     return done
+                _check_time(until)
+                if not self._take_in(promised=size):
+                    return 0
 
-    def send(self, data: memoryview) -> int:
+    def send(self, data: memoryview, timeout: float) -> int:
         """Send some of the bytes, and how many.
 
         Raises:
             OSError: as `ssl.SSLSocket.send`. After a TimeoutError the same bytes have to be offered again.
         """
+        until = self._begin(timeout)
         if not self._encrypted:
             part = data[:_WRITE]
             while self._encrypted < len(part):
                 self._encrypted += self.tls.write(part[self._encrypted :])
-        self._flush(self._until())
+        self._flush(until)
         sent, self._encrypted = self._encrypted, 0
         return sent
 
@@ -94,24 +115,28 @@ class RecordStream:
             return False
         return True
 
-    def _until(self) -> float:
+    def _begin(self, timeout: float) -> float:
         """When a call that begins now is over: its timeout is for all of it, not for every byte that trickles in."""
-        timeout = self._raw.gettimeout()
-        return math.inf if timeout is None else time.monotonic() + timeout
+        if self._timeout != timeout:  # telling the system is a call, and there are thousands of records
+            self._timeout = timeout
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                self._raw.setsockopt(socket.SOL_SOCKET, option, _timeval(timeout))
+        return time.monotonic() + timeout
 
-    def _take_in(self, until: float, *, promised: int = 1) -> int:
+    def _take_in(self, *, promised: int = 1) -> int:
         """What has arrived, waiting for something; how many bytes of it, 0 at the end.
 
         Args:
-            until: when to give up.
             promised: bytes that are still to come. Of many, it is worth waiting for as much as can be taken at once:
                 to wake a thread costs more than a few of them.
         """
         to_arrive = promised - self._incoming.pending - _BEGUN
         self._await(_READ if to_arrive >= _READ else 1)
-        _check_time(until)
-        count = self._raw.recv_into(self._arrived)
-        self._incoming.write(memoryview(self._arrived)[:count])
+        try:
+            count = self._raw.recv_into(self._arrived)
+        except BlockingIOError as error:
+            raise TimeoutError(_LATE) from error
+        self._incoming.write(self._arrived[:count])
         return count
 
     def _await(self, size: int) -> None:
@@ -125,10 +150,19 @@ class RecordStream:
         while self._to_send or self._outgoing.pending:
             if not self._to_send:
                 self._to_send = memoryview(self._outgoing.read())
-            _check_time(until)
-            self._to_send = self._to_send[self._raw.send(self._to_send) :]
+            try:
+                self._to_send = self._to_send[self._raw.send(self._to_send) :]
+            except BlockingIOError as error:
+                raise TimeoutError(_LATE) from error
+            if self._to_send:
+                _check_time(until)
+
+
+def _timeval(seconds: float) -> bytes:
+    """As the system takes it, to which 0 means for ever."""
+    return _TIMEVAL.pack(*divmod(max(1, int(1e6 * seconds)), 1_000_000))
 
 
 def _check_time(until: float) -> None:
     if time.monotonic() > until:
-        raise TimeoutError("timed out")
+        raise TimeoutError(_LATE)

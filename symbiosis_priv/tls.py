@@ -24,10 +24,10 @@ from __future__ import annotations
 import hmac
 import ssl
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import msgspec
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
@@ -72,8 +72,7 @@ _AUTHORITY: Final = (
 _SHOWN: Final = len("sha256:") + 16  # characters of a fingerprint in a log
 
 
-@dataclass(frozen=True)
-class TenantIdentity:
+class TenantIdentity(msgspec.Struct, frozen=True):  # whose hash takes a quarter of a dataclass's
     """Who a tenant is: a name, and whose key vouches for it. Two authorities may each know an alice.
 
     Compare and count by the whole of it; `str()` is a short form to read, `alice@sha256:0123456789abcdef`.

@@ -15,12 +15,14 @@ Nothing here holds a scale, a label or a token id (rule 5).
 from __future__ import annotations
 
 import struct
+import sys
 from enum import StrEnum
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from symbiosis_priv.errors import FrameTooLargeError, ProtocolError, one_line
@@ -110,10 +112,6 @@ class Binding(Message, frozen=True):
     arithmetic: Arithmetic
     rows: Rows
 
-    def answers(self, request: Binding) -> bool:
-        """Whether every field repeats the request's: the reply belongs to it and to no other (rule 7)."""
-        return all(getattr(self, name) == getattr(request, name) for name in Binding.__struct_fields__)
-
 
 class Execute(Binding, frozen=True, tag="execute"):
     """Multiply the payload's rows by a layer group. Payload: `[rows, inputs]` (`[rows, outputs]` backward)."""
@@ -139,6 +137,10 @@ class Result(Binding, frozen=True, tag="result"):
             arithmetic=request.arithmetic,
             rows=request.rows,
         )
+
+    def answers(self, request: Binding) -> bool:
+        """Whether every field repeats the request's: the reply belongs to it and to no other (rule 7)."""
+        return self == Result.answering(request)
 
 
 class Health(Message, frozen=True, tag="health"):
@@ -241,12 +243,15 @@ def as_bytes(matrix: Tensor) -> memoryview:
     array = (matrix.detach() if matrix.requires_grad else matrix).numpy()
     if not array.size:  # a memoryview with a zero in its shape cannot be cast
         return memoryview(b"")
-    return np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")).data.cast("B")
+    return _ordered(np.ascontiguousarray(array)).data.cast("B")
 
 
 def as_matrix(buffer: bytearray | memoryview | np.ndarray, *, rows: int, arithmetic: Arithmetic) -> Tensor:
     """A `[rows, width]` matrix over a writable buffer, without a copy on little-endian machines."""
-    kind = "<i4" if arithmetic == "ring" else "<f4"
-    array = np.frombuffer(buffer, dtype=kind)
-    array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
+    array = _ordered(np.frombuffer(buffer, dtype=np.int32 if arithmetic == "ring" else np.float32))
     return torch.from_numpy(array.reshape(rows, -1 if rows else 0))
+
+
+def _ordered(array: NDArray[Any]) -> NDArray[Any]:
+    """From this machine's order of bytes to the wire's, or back: the same where it is little-endian."""
+    return array if sys.byteorder == "little" else array.byteswap()

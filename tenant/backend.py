@@ -43,7 +43,7 @@ class Backend(ABC):
 
     def linear(self, index: int, direction: Direction, rows: Tensor) -> Tensor:
         """The same for one matrix: float `[r, d]` in, float64 `[r, o]` out."""
-        shape = (len(rows), self.facts[index].outputs(direction))
+        shape = (rows.shape[0], self.facts[index].outputs(direction))
         y = torch.empty(shape, dtype=torch.float64, device=rows.device)
         self.multiply(index, direction, [rows], [y])
         return y
@@ -78,11 +78,11 @@ class RingBackend(Backend):
         self.products = products
 
     def multiply(self, index: int, direction: Direction, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        if not len(inputs[0]):
+        if not inputs[0].shape[0]:
             return
-        here = [out if out.device.type == "cpu" else torch.empty_like(out, device="cpu") for out in outputs]
-        rows = FloatRows(self.facts[index], direction, [part.detach().cpu() for part in inputs], here)
-        self.products.multiply(index, direction, rows)
+        here = [out if out.is_cpu else torch.empty_like(out, device="cpu") for out in outputs]
+        near = [part if part.is_cpu else part.detach().cpu() for part in inputs]
+        self.products.multiply(index, direction, FloatRows(self.facts[index], direction, near, here))
         for out, result in zip(outputs, here, strict=True):
             if out is not result:
                 out.copy_(result)

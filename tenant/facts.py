@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from symbiosis_priv.manifest import GroupEntry, Manifest
 from symbiosis_priv.quantise import QuantisedGroup
-from symbiosis_priv.ring import Bound, Direction
+from symbiosis_priv.ring import DIRECTIONS, FORWARD, Bound, Direction
 from tenant.verifier import BlameKeys, VerificationKeys
 
 
@@ -44,13 +45,23 @@ class GroupFacts:
         """The same with rows scaled down by that many bits (`Bound.with_headroom`)."""
         return replace(self, bounds={d: bound.with_headroom(bits) for d, bound in self.bounds.items()})
 
+    @cached_property
+    def columns(self) -> dict[Direction, tuple[int, int]]:
+        """Of an input row and of an answer row, per direction."""
+        return {direction: self.entry.columns(direction) for direction in DIRECTIONS}
+
+    @cached_property
+    def widest(self) -> int:
+        """Columns of the wider of the two."""
+        return max(self.columns[FORWARD])
+
     def inputs(self, direction: Direction) -> int:
         """Columns of an input row."""
-        return self.entry.columns(direction)[0]
+        return self.columns[direction][0]
 
     def outputs(self, direction: Direction) -> int:
         """Columns of an answer row."""
-        return self.entry.columns(direction)[1]
+        return self.columns[direction][1]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -261,8 +261,11 @@ def is_lost(pad: Pad) -> bool:
     """A helper was away, or is asked no more, so that some of its effect will never come: another pad is needed. Lies
     are kept, so that they surface."""
     for share in pad.shares:
-        if share.effect.done() and isinstance(share.effect.exception(), TransportError | QuarantinedError):
-            return True
+        try:
+            if isinstance(share.effect.exception(timeout=0), TransportError | QuarantinedError):
+                return True
+        except TimeoutError:  # it is still being made
+            continue
     return False
 
 

@@ -47,6 +47,7 @@ class Part:
     pads: Sequence[Pad]
     outputs: int
     requests: dict[tuple[Hashable, int], list[wire.Execute]] = field(default_factory=dict)
+    _holders: list[Peer] | None = field(default=None, init=False)
 
     def put_on_pads(self) -> None:
         """Mask the rows. They are what is sent from now on, and they do not change again (rule 3)."""
@@ -79,7 +80,7 @@ class Part:
                 fresh.put_on(rows)
                 pads[number] = fresh
                 changed += pad.rows
-        self.pads = pads
+        self.pads, self._holders = pads, None
         self.requests.clear()
         return changed
 
@@ -89,7 +90,9 @@ class Part:
 
     def holders(self) -> list[Peer]:
         """Who else knows a seed of its pads."""
-        return list(dict.fromkeys(holder for pad in self.pads for holder in pad.holders()))
+        if self._holders is None:  # asked before and after every request
+            self._holders = list(dict.fromkeys(holder for pad in self.pads for holder in pad.holders()))
+        return self._holders
 
     def decode(self, answer: Tensor) -> bool:
         """Take the effects off an answer and hand it on, if it is the product; see `Rows.decode`."""

@@ -328,7 +328,7 @@ class RegistryServer:
             link.receive(memoryview(part), deadline=deadline)
         welcome = self._visits.take(stranger.network, now=time.monotonic())
         reply, body = self._reply(protocol.decode_request(header), bytes(payload)) if welcome else (_TOO_MANY, b"")
-        link.send(wire.encode(reply, payload_bytes=len(body)), body, deadline=deadline)
+        link.send(wire.encode(reply, payload_bytes=len(body)), memoryview(body), deadline=deadline)
         return welcome  # else whoever asks on is answered as fast as this process can, and others wait
 
     # Requests

@@ -29,6 +29,10 @@ class Peer:
     next_certificate: Path | None = None
     layers: LayerRange | None = None
 
+    def __hash__(self) -> int:
+        """Of what few have in common: every request asks several times whether a peer is among some."""
+        return hash((self.role, self.name))
+
     @property
     def pins(self) -> tuple[Pin, ...]:
         """The pinned certificates: two during a rotation."""

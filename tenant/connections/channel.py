@@ -9,13 +9,12 @@ and `tenant.connections.notices` may say what is being waited for.
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -35,6 +34,7 @@ from tenant.worker import Worker
 
 DEADLINE_OPTION = "RemoteConfig(deadline_s=...)"
 
+P = ParamSpec("P")
 T = TypeVar("T")
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.02, 1.0
 
@@ -118,15 +118,13 @@ class Channel:
         Args:
             wanted: whether anybody waits for it. If not, nothing is said about it, and it is not tried again.
         """
-        with self._in_use(wanted):
-            return self._persist(self._connect)
+        return self._used(self._persist, self._connect, wanted=wanted)
 
     def greet(
         self, *, deadline: float, since: float | None = None, wanted: Callable[[], bool] = _always
     ) -> wire.Welcome:
         """The same, tried once; see `attempt`."""
-        with self._in_use(wanted):
-            return self._once(self._connect, deadline, began=since)
+        return self._used(self._once, self._connect, deadline, began=since, wanted=wanted)
 
     def request(self, message: wire.Execute | wire.Effect, payload: Tensor | None, *, outputs: int) -> Tensor:
         """Send a request and wait for its answer.
@@ -144,8 +142,12 @@ class Channel:
             ProviderError: the provider refused.
             ProtocolError: the answer is malformed or answers another request.
         """
-        with self._in_use():
-            return self._persist(lambda deadline: self._round_trip(message, payload, outputs, deadline))
+
+        def connect_and_ask(deadline: float) -> Tensor:
+            self._connect(deadline)
+            return self._round_trip(message, payload, outputs, deadline)
+
+        return self._used(self._persist, connect_and_ask)
 
     def attempt(
         self,
@@ -157,7 +159,7 @@ class Channel:
         since: float | None = None,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> Tensor:
-        """The same, tried once.
+        """The same, tried once, right after a `greet`: whether the provider has left is not looked at again.
 
         Args:
             deadline: on the clock of `time.monotonic`.
@@ -168,10 +170,11 @@ class Channel:
             TransportError: the provider is away, busy or too slow; the same bytes may be sent again, to anybody.
             ProviderError, ProtocolError: as `request` says.
         """
-        with self._in_use():
-            return self._once(
-                lambda until: self._round_trip(message, payload, outputs, until, meanwhile), deadline, began=since
-            )
+
+        def ask(deadline: float) -> Tensor:
+            return self._round_trip(message, payload, outputs, deadline, meanwhile)
+
+        return self._used(self._once, ask, deadline, began=since)
 
     def close(self) -> None:
         """Close for good, without waiting: a request in flight in another thread fails. `worker` is the caller's to
@@ -193,16 +196,23 @@ class Channel:
         self._closed.set()
         self._drop()
 
-    @contextlib.contextmanager
-    def _in_use(self, wanted: Callable[[], bool] = _always) -> Iterator[None]:
+    def _used(self, how: Callable[P, T], /, *arguments: P.args, **named: P.kwargs) -> T:
         with self._lock:
-            self._wanted = wanted
-            yield
+            result = how(*arguments, **named)
         if self._closed.is_set():  # while the answer was already here: `close` has found the lock taken
             self.drop_if_idle()
+        return result
 
-    def _once(self, attempt: Callable[[float], T], deadline: float, *, began: float | None = None) -> T:
+    def _once(
+        self,
+        attempt: Callable[[float], T],
+        deadline: float,
+        *,
+        began: float | None = None,
+        wanted: Callable[[], bool] = _always,
+    ) -> T:
         self._began = time.monotonic() if began is None else began
+        self._wanted = wanted
         try:
             result = attempt(deadline)
         except BaseException as error:
@@ -213,15 +223,15 @@ class Channel:
         self._notices.answered(self._name)
         return result
 
-    def _persist(self, attempt: Callable[[float], T]) -> T:
+    def _persist(self, attempt: Callable[[float], T], *, wanted: Callable[[], bool] = _always) -> T:
         began = time.monotonic()
         deadline = began + self._deadline_s
         pause = _FIRST_PAUSE_S
         while True:
             try:
-                return self._once(attempt, deadline, began=began)
+                return self._once(attempt, deadline, began=began, wanted=wanted)
             except TransportError as error:
-                if self._closed.is_set() or not self._wanted():
+                if self._closed.is_set() or not wanted():
                     raise
                 if time.monotonic() + pause >= deadline:
                     raise DeadlineExceededError(
@@ -243,13 +253,15 @@ class Channel:
     ) -> Tensor:
         if self._permit:
             self._permit(self.peer)
-        self._connect(deadline)
-        assert self._line is not None
+        if self._line is None:
+            self._connect(deadline)
+        line = self._line
+        assert line is not None
         if self._wiretap:
             self._wiretap.sent(self.peer, message, payload)
-        self._line.send(message, payload, deadline=deadline)
+        line.send(message, payload, deadline=deadline)
         meanwhile()
-        reply, answer = self._receive(self._line, message, outputs, deadline)
+        reply, answer = self._receive(line, message, outputs, deadline)
         if self._wiretap:
             self._wiretap.received(self.peer, reply, answer)
         self.traffic.round_trips += 1

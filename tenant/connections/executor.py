@@ -84,15 +84,16 @@ class Executor:
             ProtocolError: it breaks the protocol.
         """
         answers, before = [], self.route.health.state
-        with self.lanes.take(until=deadline) as channel:
+        channel = self.lanes.acquire(until=deadline)
+        try:
             if self.route.health.state is State.DOWN and before is not State.DOWN:
                 raise ConnectionLostError(f"{self.route} was lost while its connections were in use")
             until = min(deadline, time.monotonic() + patience_s)
             welcome = self.route.welcome = channel.greet(deadline=until, since=since)
-            if part.index not in welcome.groups:
+            if not self.route.serves(part.index):
                 raise ConnectionLostError(f"{self.route} does not serve {facts.entry.name} any more")
             started = time.monotonic()
-            limit = row_limit(facts, [welcome])
+            limit = row_limit(facts, welcome)
             pieces = part.sent.split(limit) if part.sent.shape[0] > limit else [part.sent]
             for request, rows in zip(self._requests(part, pieces, limit), pieces, strict=True):
                 answers.append(
@@ -101,20 +102,25 @@ class Executor:
                     )
                 )
             return joined(answers), time.monotonic() - started
+        finally:
+            self.lanes.release(channel)
 
     def _requests(self, part: Part, pieces: Sequence[Tensor], limit: int) -> list[wire.Execute]:
         requests = part.requests.get((self, limit))
         if requests is None:
             requests = part.requests[self, limit] = [
                 wire.Execute(
-                    nonce=fresh_nonce(), group=part.index, direction=part.direction, arithmetic="ring", rows=len(rows)
+                    nonce=fresh_nonce(),
+                    group=part.index,
+                    direction=part.direction,
+                    arithmetic="ring",
+                    rows=rows.shape[0],
                 )
                 for rows in pieces
             ]
         return requests
 
 
-def row_limit(facts: GroupFacts, welcomes: list[wire.Welcome]) -> int:
-    """Rows of one request that fit every one of these limits, both ways."""
-    widest = wire.ITEM_BYTES * max(facts.entry.inputs, facts.entry.stacked_outputs)
-    return max(1, min(min(w.max_rows, w.max_payload // widest) for w in welcomes))
+def row_limit(facts: GroupFacts, welcome: wire.Welcome) -> int:
+    """Rows of one request that fit a provider's limits, both ways."""
+    return max(1, min(welcome.max_rows, welcome.max_payload // (wire.ITEM_BYTES * facts.widest)))

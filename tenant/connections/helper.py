@@ -62,7 +62,7 @@ class Helper:
             welcome = channel.welcome() if persists else channel.greet(deadline=until)
             self._routes.greeted(self.route, welcome)
             started, effects = time.monotonic(), []
-            step = row_limit(facts, [welcome])
+            step = row_limit(facts, welcome)
             for first in range(first_row, first_row + rows, step):
                 request = wire.Effect(
                     nonce=fresh_nonce(),

@@ -32,7 +32,9 @@ class Lanes:
         self._new, self._most = new, most
         self._channels: list[Channel] = []
         self._free: list[Channel] = []
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._returned = threading.Condition(self._lock)
+        self._waiting = 0  # for one to come free
         self._closed = False
 
     @property
@@ -50,13 +52,36 @@ class Lanes:
         Raises:
             LanesInUseError: all of them were in use for so long.
         """
-        channel = self._taken(until)
+        channel = self.acquire(until=until)
         try:
             yield channel
         finally:
-            with self._changed:
-                self._free.append(channel)
-                self._changed.notify()
+            self.release(channel)
+
+    def acquire(self, *, until: float) -> Channel:
+        """The same for who will `release` it."""
+        with self._lock:
+            while not self._free and len(self._channels) >= self._most:
+                self._waiting += 1
+                try:
+                    if not self._returned.wait(until - time.monotonic()):
+                        raise LanesInUseError(f"all {self._most} connections to it were in use")
+                finally:
+                    self._waiting -= 1
+            if self._free:
+                return self._free.pop()
+            channel = self._new()
+            self._channels.append(channel)
+            if self._closed:
+                channel.close()
+            return channel
+
+    def release(self, channel: Channel) -> None:
+        """Others may take it now."""
+        with self._lock:
+            self._free.append(channel)
+            if self._waiting:
+                self._returned.notify()
 
     def drop_idle(self) -> None:
         """Forget connections that nobody uses just now: their provider has just been lost."""
@@ -65,7 +90,7 @@ class Lanes:
 
     def close(self) -> None:
         """Close all, for good and without waiting; a request in flight fails."""
-        with self._changed:
+        with self._lock:
             self._closed = True
         for channel in self._channels:
             channel.close()
@@ -74,16 +99,3 @@ class Lanes:
         """In a forked child: let go of the parent's connections. No lock: a thread of the parent may have held it."""
         for channel in self._channels:
             channel.abandon()
-
-    def _taken(self, until: float) -> Channel:
-        with self._changed:
-            while not self._free and len(self._channels) >= self._most:
-                if not self._changed.wait(until - time.monotonic()):
-                    raise LanesInUseError(f"all {self._most} connections to it were in use")
-            if self._free:
-                return self._free.pop()
-            channel = self._new()
-            self._channels.append(channel)
-            if self._closed:
-                channel.close()
-            return channel

@@ -52,6 +52,7 @@ class Greeter:
         self._persist, self._try_once, self._before = persist, try_once, before
         self._lock = threading.Lock()
         self._met: Future[None] | None = None
+        self._has_met = False
         self._errors: dict[Route, SymbiosisError] = {}
         self._workers: dict[Route, Worker] = {}  # no longer than a greeting: executors of registries come and go
 
@@ -68,7 +69,7 @@ class Greeter:
             UncoveredError: nobody serves some layers.
             SymbiosisError: somebody who is needed is away, or is not what it should be.
         """
-        if self._met is not None and self._met.done() and self._met.exception() is None:
+        if self._has_met:  # every product asks
             return None
         with self._lock:
             mine = self._met is None or self._met.done()
@@ -80,6 +81,7 @@ class Greeter:
         except BaseException as error:
             met.set_exception(error)
             raise
+        self._has_met = True
         met.set_result(None)
         return None
 

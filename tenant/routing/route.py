@@ -54,7 +54,8 @@ class Route:
 
     def serves(self, group: int) -> bool:
         """Whether it has said so."""
-        return self.welcome is not None and group in self.welcome.groups
+        welcome = self.welcome
+        return welcome is not None and welcome.first_group <= group < welcome.end_group
 
     def cost(self, size: int) -> float:
         """Seconds that so many bytes take by measurement, beside what it is being asked already; 0 if unknown."""

@@ -102,12 +102,8 @@ class Routes:
 
     def able(self, group: int, holders: Collection[Peer] = ()) -> list[Route]:
         """The executors that may see a group's rows under pads of these holders."""
-        known = tuple(holders)
-        return [
-            route
-            for route in self.executors
-            if route.serves(group) and route.peer not in self.quarantined and self._admits(route.peer, known)
-        ]
+        serving = [route for route in self.executors if route.serves(group) and route.peer not in self.quarantined]
+        return self._admissible(serving, holders) if holders else serving
 
     def choose(
         self, group: int, size: int, *, holders: Collection[Peer] | None, prefer: Route | None = None
@@ -126,7 +122,7 @@ class Routes:
         with self._lock:
             able = serving = self.able(group)
             if holders:
-                able = self.able(group, holders)
+                able = self._admissible(serving, holders)
             elif holders is None:
                 able = [route for route in able if len(self._holders(group, route)) == self.helpers_per_pad]
             if able and len(serving) == 1:
@@ -159,6 +155,10 @@ class Routes:
     def uncovered(self, groups: int) -> list[int]:
         """Those of the first so many layer groups that no executor serves which has not lied."""
         return [group for group in range(groups) if not self.able(group)]
+
+    def _admissible(self, executors: Sequence[Route], holders: Collection[Peer]) -> list[Route]:
+        known = tuple(holders)
+        return [route for route in executors if self._admits(route.peer, known)]
 
     def _best(self, open_ones: Sequence[Route], group: int, size: int, prefer: Route | None) -> Route | None:
         if prefer in open_ones:

@@ -91,7 +91,7 @@ def test_quotas_are_each_tenants_own() -> None:
     with pytest.raises(Refusal) as refused, gate.admitted(ALICE, rows=1, work=1):
         pass
     assert refused.value.code == wire.ErrorCode.BUSY
-    gate.of = lambda _: QuotaConfig(giga_multiply_adds_per_s=1.0)  # replaced while it runs
+    gate.renew(lambda _: QuotaConfig(giga_multiply_adds_per_s=1.0))
     with gate.admitted(BOB, rows=1, work=10 * 10**9):
         pass
     with pytest.raises(Refusal), gate.admitted(BOB, rows=1, work=1):

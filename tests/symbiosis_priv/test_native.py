@@ -25,9 +25,14 @@ needs_library = pytest.mark.skipif(native.library() is None, reason="installed w
 def reload(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The next `library()` loads again, wherever it is switched off, and what it loads is forgotten afterwards."""
     monkeypatch.delenv("SYMBIOSIS_PRIV_NATIVE", raising=False)
-    native._load.cache_clear()
+    _forget()
     yield
     monkeypatch.undo()
+    _forget()
+
+
+def _forget() -> None:
+    native.switches.cache_clear()
     native._load.cache_clear()
 
 

@@ -61,8 +61,8 @@ def connected(
     *,
     client: ssl.SSLContext | None = None,
     pair: Callable[[], tuple[socket.socket, socket.socket]] = socket.socketpair,
-) -> Iterator[tuple[RecordStream, socket.socket, Future[object]]]:
-    """A stream, the socket below it, and what becomes of its server."""
+) -> Iterator[tuple[RecordStream, Future[object]]]:
+    """A stream, and what becomes of its server."""
     ours, theirs = pair()
     for end in (ours, theirs):
         end.settimeout(TIMEOUT_S)
@@ -72,7 +72,7 @@ def connected(
             return serve(connection)
 
     with ThreadPoolExecutor(1) as pool, ours:
-        yield RecordStream(ours, client or contexts.client, host="localhost"), ours, pool.submit(run)
+        yield RecordStream(ours, client or contexts.client, host="localhost"), pool.submit(run)
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
@@ -94,23 +94,30 @@ def returns_what_it_gets(connection: ssl.SSLSocket) -> None:
         connection.sendall(take(connection, size))
 
 
-def send_all(stream: RecordStream, data: bytes, on_timeout: Callable[[], object] = lambda: None) -> None:
+def send_all(
+    stream: RecordStream, data: bytes, *, timeout: float = TIMEOUT_S, on_timeout: Callable[[], object] = lambda: None
+) -> None:
     view = memoryview(data)
     while view:
         try:
-            view = view[stream.send(view) :]
+            view = view[stream.send(view, timeout) :]
         except TimeoutError:
             on_timeout()
 
 
 def read_all(
-    stream: RecordStream, size: int, *, step: int = 1 << 20, on_timeout: Callable[[], object] = lambda: None
+    stream: RecordStream,
+    size: int,
+    *,
+    step: int = 1 << 20,
+    timeout: float = TIMEOUT_S,
+    on_timeout: Callable[[], object] = lambda: None,
 ) -> bytes:
     buffer = bytearray(size)
     view = memoryview(buffer)
     while view:
         try:
-            count = stream.recv_into(view[:step])
+            count = stream.recv_into(view[:step], timeout)
         except TimeoutError:
             on_timeout()
             continue
@@ -125,8 +132,8 @@ def read_all(
     step=st.sampled_from([1 << 20, 70_000, 16_384, 1000]),
 )
 def test_what_is_sent_comes_back(contexts: Contexts, sizes: list[int], step: int) -> None:
-    with connected(contexts, returns_what_it_gets) as (stream, _, server):
-        stream.handshake()
+    with connected(contexts, returns_what_it_gets) as (stream, server):
+        stream.handshake(TIMEOUT_S)
         for size in sizes:
             send_all(stream, _SIZE.pack(size) + LARGE[:size])
             assert read_all(stream, size, step=step) == LARGE[:size]
@@ -137,9 +144,8 @@ def test_what_is_sent_comes_back(contexts: Contexts, sizes: list[int], step: int
 def test_no_wait_is_for_more_than_what_was_promised(contexts: Contexts) -> None:
     """Where the last bytes of a payload are fewer than what is usually taken at once, by more or less than a record."""
     sizes = [at_once + extra for at_once in (1 << 18, 1 << 19) for extra in range(-20_000, 20_001, 1_000)]
-    with connected(contexts, returns_what_it_gets, pair=tcp_pair) as (stream, raw, server):
-        stream.handshake()
-        raw.settimeout(TIMEOUT_S)
+    with connected(contexts, returns_what_it_gets, pair=tcp_pair) as (stream, server):
+        stream.handshake(TIMEOUT_S)
         begun = time.monotonic()
         for size in sizes:
             send_all(stream, _SIZE.pack(size) + LARGE[:size])
@@ -171,15 +177,14 @@ def test_a_trickle_extends_no_timeout(contexts: Contexts, shaken: bool) -> None:
 
     if not shaken:
         slow.set()
-    with connected(contexts, lambda c: c.sendall(LARGE), pair=trickling_pair) as (stream, raw, _):
+    with connected(contexts, lambda c: c.sendall(LARGE), pair=trickling_pair) as (stream, _):
         if shaken:
-            stream.handshake()
+            stream.handshake(TIMEOUT_S)
             slow.set()
-        raw.settimeout(0.2)
-        call = partial(stream.recv_into, memoryview(bytearray(1 << 16))) if shaken else stream.handshake
+        read = partial(stream.recv_into, memoryview(bytearray(1 << 16)))
         begun = time.monotonic()
         with pytest.raises(TimeoutError):
-            for _ in iter(call, None):
+            for _ in iter(partial(read if shaken else stream.handshake, 0.2), None):
                 pass
         assert time.monotonic() - begun < TIMEOUT_S
 
@@ -195,15 +200,14 @@ def test_timeouts_lose_nothing(contexts: Contexts) -> None:
         connection.sendall(data)
         return data
 
-    with connected(contexts, serve) as (stream, raw, server):
-        raw.settimeout(0.001)
+    with connected(contexts, serve) as (stream, server):
         while True:
             with contextlib.suppress(TimeoutError):
-                stream.handshake()
+                stream.handshake(0.001)
                 break
-        send_all(stream, LARGE, on_timeout=goes_on[0].set)
+        send_all(stream, LARGE, timeout=0.001, on_timeout=goes_on[0].set)
         assert goes_on[0].is_set()  # it did time out, or nobody would have read
-        assert read_all(stream, len(LARGE), on_timeout=goes_on[1].set) == LARGE
+        assert read_all(stream, len(LARGE), timeout=0.001, on_timeout=goes_on[1].set) == LARGE
         assert server.result(TIMEOUT_S) == LARGE
 
 
@@ -216,16 +220,16 @@ def test_an_end_is_an_end_however_it_comes(contexts: Contexts) -> None:
                 left = farewell(connection)
                 socket.socket(fileno=left).close() if isinstance(left, int) else None
 
-        with connected(contexts, serve) as (stream, _, _server):
-            stream.handshake()
+        with connected(contexts, serve) as (stream, _server):
+            stream.handshake(TIMEOUT_S)
             assert read_all(stream, 10) == b"last words"
-            assert stream.recv_into(memoryview(bytearray(1))) == 0
+            assert stream.recv_into(memoryview(bytearray(1)), TIMEOUT_S) == 0
 
 
 def test_the_other_side_hears_why_it_was_refused(contexts: Contexts) -> None:
-    with connected(contexts, lambda connection: None, client=contexts.stranger) as (stream, _, server):
+    with connected(contexts, lambda connection: None, client=contexts.stranger) as (stream, server):
         with pytest.raises(ssl.SSLCertVerificationError):
-            stream.handshake()
+            stream.handshake(TIMEOUT_S)
         with pytest.raises(ssl.SSLError, match=r"(?i)alert"):
             server.result(TIMEOUT_S)
 
@@ -235,4 +239,4 @@ def test_a_server_that_goes_away_in_the_handshake(contexts: Contexts) -> None:
     with ours:
         theirs.close()
         with pytest.raises((ssl.SSLEOFError, BrokenPipeError)):
-            RecordStream(ours, contexts.client, host="localhost").handshake()
+            RecordStream(ours, contexts.client, host="localhost").handshake(TIMEOUT_S)

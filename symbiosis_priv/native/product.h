@@ -14,8 +14,9 @@
  * Blocking: a block, the weights of one panel and DEPTH terms, stays in the cache while all rows pass, ROWS at a time
  * with their sums in registers. Only the first pass over a block would read memory, and the others would leave memory
  * idle; so all passes fetch the next block meanwhile, in even shares, and a product of a few rows takes as long as its
- * reading or its arithmetic, whichever is longer, and not their sum. Up to FEW_ROWS rows, where reading is what counts,
- * blocks are so small that this one and the next fit the first-level cache. */
+ * reading or its arithmetic, whichever is longer, and not their sum. Each pass also fetches the limbs of the next one,
+ * which lie far away when rows are many. Up to FEW_ROWS rows, where reading is what counts, blocks are so small that this
+ * one and the next fit the first-level cache. */
 #ifndef SYMBIOSIS_PRODUCT_H
 #define SYMBIOSIS_PRODUCT_H
 
@@ -33,11 +34,11 @@ struct ahead {
 };
 
 /* One block of the inner loop: `rows` (at most ROWS) rows, `pairs` pairs of terms, PANEL columns.
- * weights: [pairs][PANEL][2]; limbs: [rows][pairs][2] words of two int16, rows `width` words apart; sums are stored in
- * or added to `out`, rows `columns` words apart. */
+ * weights: [pairs][PANEL][2]; limbs: [rows][pairs][2] words of two int16, rows `width` words apart; next_limbs: those of
+ * the pass after this one; sums are stored in or added to `out`, rows `columns` words apart. */
 struct block {
     const void *weights;
-    const int32_t *limbs;
+    const int32_t *limbs, *next_limbs;
     int64_t pairs, width;
     int32_t *out;
     int64_t columns;
@@ -103,6 +104,13 @@ INLINE void fetch_ahead(struct ahead *a, const int bytes) {
     if ((a->size & (a->tile - 1)) == 0) a->offset += a->gap;
 }
 
+/* To be called for every pair of terms k: as much of the next pass's limbs as this one reads of its own. That pass may
+ * have fewer rows or terms, hence an address and no pointer; a prefetch from beyond the end does nothing. */
+INLINE void fetch_limbs(const struct block *b, const int rows, int64_t k) {
+    uintptr_t address = (uintptr_t)b->next_limbs + (uintptr_t)k * 2 * rows * sizeof *b->limbs;
+    _mm_prefetch((const char *)address, _MM_HINT_T0);
+}
+
 /* ---- 256 bit: AVX2 and AVX-VNNI differ in one operation ---- */
 
 /* As the intrinsics, around which gcc spills and copies sums (here and below). */
@@ -156,6 +164,7 @@ INLINE TARGET_AVX512 void block_512(const struct block *b, const int rows, const
     for (int64_t k = 0; k < b->pairs; k++) {
         const int32_t *limbs = b->limbs + 2 * k;
         fetch_ahead(&ahead, VECTORS * 32 * weight_bytes);
+        fetch_limbs(b, rows, k);
         __m512i w[VECTORS];
         UNROLL for (int j = 0; j < VECTORS; j++) w[j] = load_512(b->weights, k * VECTORS + j, weight_bytes);
         UNROLL for (int i = 0; i < 2 * rows; i++) {
@@ -311,6 +320,7 @@ EXPORT void ring_product(int32_t isa, int32_t backward, const void *panels, int3
                 rows = count - row == ROWS + 1 ? 2 : least(ROWS, count - row); /* one alone has too few sums to be fast */
                 int32_t *target = out + row * columns + column;
                 b.limbs = limbs + tile * PANEL * count + row * b.width;
+                b.next_limbs = row + rows < count ? b.limbs + rows * b.width : limbs + next_tile * PANEL * count;
                 b.out = width == PANEL ? target : edge;
                 b.columns = width == PANEL ? columns : PANEL;
                 b.add = width == PANEL && tile > 0;

@@ -113,10 +113,17 @@ INLINE void fetch_limbs(const struct block *b, const int rows, int64_t k) {
 
 /* ---- 256 bit: AVX2 and AVX-VNNI differ in one operation ---- */
 
+/* Where an instruction takes its weights from: gcc chooses well, clang takes memory wherever it may. */
+#ifdef __clang__
+#define REGISTER_OR_MEMORY(registers) registers
+#else
+#define REGISTER_OR_MEMORY(registers) registers "m"
+#endif
+
 /* As the intrinsics, around which gcc spills and copies sums (here and below). */
 INLINE TARGET_AVX2 __m256i add_pairs_avx2(__m256i sum, __m256i x, __m256i w) {
     __m256i pair;
-    __asm__("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(pair) : "x"(x), "xm"(w));
+    __asm__("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(pair) : "x"(x), REGISTER_OR_MEMORY("x")(w));
     return sum;
 }
 
@@ -130,7 +137,7 @@ INLINE TARGET_AVX2 __m256i add_pairs_avx2(__m256i sum, __m256i x, __m256i w) {
 
 #if HAVE_AVXVNNI
 INLINE TARGET_AVXVNNI __m256i add_pairs_avxvnni(__m256i sum, __m256i x, __m256i w) {
-    __asm__("%{vex%} vpdpwssd %2, %1, %0" : "+x"(sum) : "x"(x), "xm"(w));
+    __asm__("%{vex%} vpdpwssd %2, %1, %0" : "+x"(sum) : "x"(x), REGISTER_OR_MEMORY("x")(w));
     return sum;
 }
 
@@ -146,7 +153,7 @@ INLINE TARGET_AVXVNNI __m256i add_pairs_avxvnni(__m256i sum, __m256i x, __m256i 
 /* ---- 512 bit ---- */
 
 INLINE TARGET_AVX512 __m512i add_pairs_512(__m512i sum, __m512i x, __m512i w) {
-    __asm__("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(x), "vm"(w));
+    __asm__("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(x), REGISTER_OR_MEMORY("v")(w));
     return sum;
 }
 

@@ -9,6 +9,7 @@ transformers from asking the hub about a folder that is here. Loading also passe
 from __future__ import annotations
 
 import json
+import math
 import re
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import constants
+from safetensors import SafetensorError, safe_open
 
 from symbiosis_priv.errors import CheckpointError, ConfigError, UnsupportedModelError
 
@@ -26,8 +28,10 @@ QUANT_METHOD = "symbiosis-priv"
 _MAX_JSON_BYTES = 16 << 20
 _QUANTISED = ("quantization_config", "compression_config")
 _OTHER_FILES = ("configuration_files", "transformers_weights")
-_COUNTS = re.compile(r"(?:layers?|blocks|experts|stages|labels|depths?)$")
-_MAX_COUNT = 1 << 14  # of layers, experts, ...: models are built of that many pieces, in Python
+_LAYERS = re.compile(r"(?:layers?|blocks|stages|depths?)$")
+_COUNTS = re.compile(r"(?:experts|labels)$")
+_MAX_COUNT = 1 << 14  # of experts, ...: models are built of that many pieces, in Python
+_MAX_LAYERS = 1 << 10  # each of which is many pieces; also of an adapter that repeats a model's
 _KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 
 
@@ -70,7 +74,8 @@ def vet(folder: Path) -> dict[str, Any]:
                 f"{path} carries a {key} of {QUANT_METHOD}, and a checkpoint does not decide how it is masked and "
                 f"verified; if you trust the rest of it, delete that entry"
             )
-        if _COUNTS.search(key) and any(n > _MAX_COUNT for n in _integers(value)):
+        most = _MAX_LAYERS if _LAYERS.search(key) else _MAX_COUNT if _COUNTS.search(key) else math.inf
+        if any(n > most for n in _integers(value)):
             raise CheckpointError(f"{path} says {key} = {str(value)[:40]}, which no model has; fetch it again")
         if key in _OTHER_FILES and value:
             raise CheckpointError(f"{path} points to other files ({key}); delete that entry, or use another checkpoint")
@@ -93,12 +98,13 @@ def vet(folder: Path) -> dict[str, Any]:
     return config
 
 
-def vet_adapter(folder: Path) -> None:
-    """Refuse a PEFT folder that would run code, be unpickled, or load more than itself.
+def vet_adapter(folder: Path) -> dict[str, Any]:
+    """Refuse a PEFT folder that would run code, be unpickled, load more than itself, or take memory for more than it
+    holds; returns its adapter_config.json.
 
     Raises:
         ConfigError: it is no PEFT folder.
-        CheckpointError: it would, or its adapter_config.json is damaged.
+        CheckpointError: it would, or a file of it is damaged.
     """
     path = folder / "adapter_config.json"
     if not path.is_file():
@@ -107,12 +113,51 @@ def vet_adapter(folder: Path) -> None:
     for key, value in _entries(config):
         if key in (*_QUANTISED, "megatron_config", "tokenizer_kwargs") and value:
             raise CheckpointError(f"{path} has an entry {key}, which an adapter does not decide; delete it")
+        if key.endswith(("_path", "_file")) and not key.endswith("name_or_path") and value:
+            raise CheckpointError(f"{path} names a file to load beside it ({key}); delete that entry")
     if str(config.get("peft_type")).upper() == "XLORA":
         raise CheckpointError(f"{folder} is an X-LoRA, which loads further adapters from where it likes; use LoRA")
     if not (folder / "adapter_model.safetensors").is_file():
         raise CheckpointError(
             f"{folder} has no adapter_model.safetensors (a .bin would have to be unpickled); save it again with PEFT"
         )
+    for key, (asked, held) in _sizes(config, folder / "adapter_model.safetensors").items():
+        if not isinstance(asked, int) or asked > held:
+            raise CheckpointError(f"{path} says {key} = {str(asked)[:40]}, and no more than {held} fit its tensors")
+    return config
+
+
+def _sizes(config: dict[str, Any], tensors: Path) -> dict[str, tuple[Any, int]]:
+    """What PEFT makes of a configuration alone, before it looks at the tensors (all else it makes when it has read
+    them), and how much of that there may be.
+    """
+    repeated = config.get("layer_replication")
+    tokens = config.get("num_virtual_tokens")
+    if not repeated and not tokens:
+        return {}
+    try:
+        with safe_open(tensors, framework="pt") as file:
+            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - it is no dict
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{tensors} is damaged ({error}); fetch it again") from error
+    found: dict[str, tuple[Any, int]] = {}
+    if tokens:
+        rows, width = (*shapes.get("prompt_embeddings", ()), 0, 0)[:2]
+        limits = {"num_virtual_tokens": rows if width else 0, "token_dim": width}
+        limits |= dict.fromkeys(("num_layers", "num_attention_heads", "num_transformer_submodules"), _MAX_LAYERS)
+        limits |= dict.fromkeys(("encoder_hidden_size", "num_tasks", "num_ranks"), _MAX_COUNT)
+        found |= {key: (config[key], limit) for key, limit in limits.items() if config.get(key) is not None}
+    if repeated:
+        rank = max((shape[0] for name, shape in shapes.items() if ".lora_A." in name and 0 not in shape), default=0)
+        patterns = config.get("rank_pattern") or {}
+        ranks = {"r": config.get("r"), **(patterns if isinstance(patterns, dict) else {"rank_pattern": patterns})}
+        found |= {key: (value, rank) for key, value in ranks.items()}
+        try:
+            layers = sum(end - start for start, end in repeated)
+        except (TypeError, ValueError):
+            layers = None
+        found["layer_replication"] = layers, _MAX_LAYERS
+    return found
 
 
 def _integers(value: Any) -> Iterator[float]:

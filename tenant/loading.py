@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from peft import PeftModel
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from symbiosis_priv.checkpoint import resolve
@@ -24,6 +30,21 @@ from symbiosis_priv.trust import on_this_machine, vet_adapter
 from tenant.hf import RemoteConfig
 
 _LISTED = 3  # names of missing tensors that an error quotes
+_TASTE = (
+    *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id"),
+    *(
+        "forced_eos_token_id",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "bad_words_ids",
+        "temperature",
+        "top_k",
+        "top_p",
+    ),
+    *("min_p", "typical_p", "repetition_penalty", "no_repeat_ngram_size", "length_penalty"),
+)
+"""What generation_config.json may say: which tokens are special, and which are likely. How many rows are sent for them
+is not its business (rule 10): with prompt lookup, executors would see from that where a text repeats itself."""
 _NEXT_TOKEN = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
 
@@ -78,7 +99,7 @@ def load_model(
 def load_language_model(
     model: str | Path, *, remote: RemoteConfig | None = None, dtype: torch.dtype | str = "auto"
 ) -> Any:
-    """A model that predicts the next token, as `load_model` loads it.
+    """A model that predicts the next token, as `load_model` loads it, and generates one token after the other.
 
     Raises:
         UnsupportedModelError: it predicts something else; an LM head would be random, or see what it predicts.
@@ -91,7 +112,12 @@ def load_language_model(
             f"{kind.__name__}.from_pretrained(path, quantization_config=RemoteConfig(...)) and train that with PEFT; "
             f"`symbiosis-priv tenant check` measures its embeddings"
         )
-    return load_model(model, remote=remote, dtype=dtype)
+    loaded = load_model(model, remote=remote, dtype=dtype)
+    if loaded.can_generate():
+        said = loaded.generation_config.to_dict()
+        taste = {name: said[name] for name in _TASTE if said.get(name) is not None}
+        loaded.generation_config = GenerationConfig(**taste)
+    return loaded
 
 
 def is_language_model(kind: type[PreTrainedModel]) -> bool:
@@ -130,13 +156,19 @@ def load_adapter(model: Any, folder: Path) -> Any:
         ConfigError: no PEFT folder.
         CheckpointError: the folder would decide what it may not, or belongs to another architecture.
     """
-    vet_adapter(folder)
+    config = vet_adapter(folder)
     misfit = f"the adapter in {folder} does not fit this model"
     with on_this_machine(), warnings.catch_warnings():
         # what an adapter does not hold PEFT starts from scratch, and only warns
         warnings.filterwarnings("error", message=".*Found missing adapter keys", category=UserWarning)
         try:
-            adapted = PeftModel.from_pretrained(model, str(folder), local_files_only=True).eval()
+            adapted = PeftModel.from_pretrained(
+                model,
+                str(folder),
+                local_files_only=True,
+                # no memory before the tensors have come, whatever sizes it says; PEFT cannot if it repeats layers
+                low_cpu_mem_usage=not config.get("layer_replication"),
+            ).eval()
         except SymbiosisError:
             raise
         except Exception as error:  # as above

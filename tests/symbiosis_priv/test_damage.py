@@ -200,7 +200,13 @@ def test_weights_of_other_shapes_and_dtypes_are_named(copies: Callable[[str], Pa
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("num_hidden_layers", 2**31), ("num_hidden_layers", 10**30), ("num_labels", 10**9), ("depths", [2, 2**40])],
+    [
+        ("num_hidden_layers", 2**31),
+        ("num_hidden_layers", 16_000),
+        ("num_hidden_layers", 10**30),
+        ("num_labels", 10**9),
+        ("depths", [2, 2**40]),
+    ],
 )
 def test_sizes_that_would_take_all_memory_are_refused(copies: Callable[[str], Path], key: str, value: Any) -> None:
     folder = copies("llama")

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub import constants
+from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from symbiosis_priv.checkpoint import resolve
@@ -117,6 +119,8 @@ ADAPTER = {"peft_type": "LORA", "r": 4}
         {"tokenizer_kwargs": {"trust_remote_code": True}},
         {"quantization_config": OURS},
         {"peft_type": "XLORA", "adapters": {"one": "evil/adapter"}},
+        {"peft_type": "MULTITASK_PROMPT_TUNING", "prompt_tuning_init_state_dict_path": "/elsewhere/evil.bin"},
+        {"corda_config": {"cache_file": "/elsewhere/evil.pt"}},
     ],
 )
 def test_an_adapter_that_would_load_or_run_more_is_refused(tmp_path: Path, entries: dict[str, Any]) -> None:
@@ -125,6 +129,34 @@ def test_an_adapter_that_would_load_or_run_more_is_refused(tmp_path: Path, entri
     vet_adapter(tmp_path)
     (tmp_path / "adapter_config.json").write_text(json.dumps(ADAPTER | entries))
     with pytest.raises(CheckpointError, match=str(tmp_path)):
+        vet_adapter(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 9, "token_dim": 16},
+        {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": "many", "token_dim": 16},
+        {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 8, "token_dim": 10**12},
+        {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 8, "token_dim": 16, "num_layers": 10**7},
+        {"peft_type": "P_TUNING", "num_virtual_tokens": 8, "token_dim": 16, "encoder_hidden_size": 10**9},
+        {"layer_replication": [[0, 2], [0, 2]], "r": 10**6},
+        {"layer_replication": [[0, 2], [0, 2]], "r": 4, "rank_pattern": {"q_proj": 10**6}},
+        {"layer_replication": [[0, 2]] * 2000, "r": 4},
+        {"layer_replication": [1], "r": 4},
+    ],
+)
+def test_an_adapter_takes_no_memory_for_more_than_it_holds(tmp_path: Path, entries: dict[str, Any]) -> None:
+    tensors = {"prompt_embeddings": torch.zeros(8, 16), "model.q_proj.lora_A.weight": torch.zeros(4, 16)}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    honest = {"num_virtual_tokens": 8, "token_dim": 16, "layer_replication": [[0, 2], [0, 2]]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(ADAPTER | honest))
+    assert vet_adapter(tmp_path)["r"] == 4
+    (tmp_path / "adapter_config.json").write_text(json.dumps(ADAPTER | entries))
+    with pytest.raises(CheckpointError, match="fit its tensors"):
+        vet_adapter(tmp_path)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match="damaged"):
         vet_adapter(tmp_path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import signal
@@ -308,6 +309,31 @@ def test_rule_9_a_fixed_length_hides_the_end(model: Path) -> None:
     assert passes == 6
     assert fixed == tokenizer.decode(new[:end])
     assert short.startswith(fixed)
+
+
+def test_rule_10_a_folder_does_not_decide_how_many_rows_are_sent(model: Path, tmp_path: Path) -> None:
+    """With prompt lookup an executor would see from the number of rows where a text repeats itself, also at a fixed
+    length; an early exit would send every layer's rows several times; a maximal time would end it."""
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    path = folder / "generation_config.json"
+    own = json.loads(path.read_bytes()) if path.exists() else {}
+    sent: list[int] = []
+
+    def count(module: Any, args: Any, inputs: dict[str, Any]) -> None:
+        sent.append(inputs["input_ids"].shape[1])
+
+    texts = set()
+    changes: list[dict[str, Any]] = [{"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 1}, {"max_time": 1e-9}]
+    for change in ({}, *changes, {"use_cache": False}, {"stop_strings": ["e"]}):
+        path.write_text(json.dumps(own | change))
+        split, tokenizer = open_model(folder, remote=RemoteConfig(masking="simulate"))
+        split.register_forward_pre_hook(count, with_kwargs=True)
+        sent.clear()
+        decoding = Decoding(max_new_tokens=6, fixed_length=True)
+        texts.add(generate(split, tokenizer, "The weather the weather the weather", decoding=decoding))
+        assert sent == [sent[0], *[1] * 5]
+    assert len(texts) == 1
 
 
 def test_a_prompt_without_tokens_is_told_so(model: Path) -> None:

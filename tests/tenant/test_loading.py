@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import socket
 from collections.abc import Callable
@@ -303,6 +304,21 @@ def test_the_hub_is_not_asked_about_what_is_here(
     with pytest.raises(SymbiosisError):
         load_tokenizer(path)
     assert asked == []
+
+
+def test_an_adapter_takes_memory_for_what_it_holds_and_not_for_what_it_says(llama: Path, tmp_path: Path) -> None:
+    """Its tensors are small, and its rank is not."""
+    adapter = tmp_path / "adapter"
+    lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"])
+    get_peft_model(load_model(llama), lora).save_pretrained(str(adapter))
+    config = json.loads((adapter / "adapter_config.json").read_bytes())
+    for change in ({"r": 1 << 20}, {"rank_pattern": {"q_proj": 1 << 20}}):
+        (adapter / "adapter_config.json").write_text(json.dumps(config | change))
+        model = load_model(llama, remote=RemoteConfig(masking="simulate"))
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        with pytest.raises(CheckpointError, match="does not fit"):
+            load_adapter(model, adapter)
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 18  # KiB
 
 
 # Tensors that are not there

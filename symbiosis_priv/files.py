@@ -37,14 +37,18 @@ def storing(path: Path) -> Iterator[None]:
 def replace_atomically(path: Path, write: Callable[[Path], None]) -> None:
     """Let readers see the old file (or folder, if it is empty) or the whole new one.
 
+    Nobody but its owner can change it, whatever the umask: some of these files are mapped, and whoever cut one short
+    would end the process.
+
     Raises:
         StorageError: it could not be written.
     """
     with storing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             partial = Path(folder) / path.name
             write(partial)
+            partial.chmod(partial.stat().st_mode & ~0o022)
             partial.replace(path)
 
 

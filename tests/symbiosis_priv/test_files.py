@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +36,17 @@ def test_atomic_writes_leave_the_old_file_or_the_new_one(tmp_path: Path, monkeyp
             write_atomically(file, b"new")
     assert file.read_bytes() == b"old"
     assert list(file.parent.iterdir()) == [file]
+
+
+def test_nobody_else_can_change_what_is_written_whatever_the_umask(tmp_path: Path) -> None:
+    """Packed weights are mapped: whoever can cut such a file short ends the process that has it (SIGBUS)."""
+    file = tmp_path / "cache" / "file"
+    before = os.umask(0)
+    try:
+        replace_atomically(file, lambda partial: partial.touch(mode=0o666))
+    finally:
+        os.umask(before)
+    assert not (file.stat().st_mode | file.parent.stat().st_mode) & 0o022
 
 
 def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -465,3 +465,19 @@ def test_context_settings(keys: Keys) -> None:
         assert context.keylog_filename is None
     assert calling.check_hostname
     assert serving.num_tickets == 0
+
+
+def test_no_trust_store_and_no_key_log(keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the environment names: a context of Python's own would write its sessions' keys there."""
+    keylog = tmp_path / "keylog"
+    monkeypatch.setenv("SSLKEYLOGFILE", str(keylog))
+    for name in ("SSL_CERT_FILE", "SSL_CERT_DIR"):
+        monkeypatch.setenv(name, str(keys.sibling.certificate))
+    assert ssl.create_default_context().keylog_filename == str(keylog)  # or this test shows nothing
+    keylog.unlink(missing_ok=True)
+    context = tls.registry_client_context(certificates.load_certificates(keys.authority.certificate))
+    assert context.cert_store_stats()["x509"] == 1
+    assert context.keylog_filename is None
+    test_context_settings(keys)
+    test_the_right_certificates(keys, "provider", "localhost")
+    assert not keylog.exists()

@@ -1,0 +1,40 @@
+"""What the environment can do is what SECURITY.md says: nothing else is read from it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CALLS = ("os.getenv", "os.environ.get", "os.environ.setdefault", "os.environ.pop")
+FOLDERS = ("symbiosis_priv", "provider", "tenant", "threat_model")
+
+
+def named(source: str) -> Iterator[str]:
+    """Names of variables that a module reads: in calls and subscripts of `os.environ`, or compared with it."""
+    for node in ast.walk(ast.parse(source)):
+        parts: list[ast.expr] = []
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in CALLS:
+            parts = node.args[:1]
+        elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":
+            parts = [node.slice]
+        elif isinstance(node, ast.Compare) and ast.unparse(node.comparators[0]) == "os.environ":
+            parts = [node.left]
+        for part in parts:
+            yield str(part.value) if isinstance(part, ast.Constant) else ast.unparse(part)
+
+
+def test_every_variable_that_is_read_is_in_security_md() -> None:
+    text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    section = text.partition("## The environment")[2].partition("\n## ")[0]
+    said = set(re.findall(r"`([A-Z][A-Z_]+)", section))
+    read = {
+        "SYMBIOSIS_PRIV_RANKS" if name == "RANKS_VARIABLE" else name
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("*.py")
+        for name in named(path.read_text(encoding="utf-8"))
+    }
+    assert read, "this test shows nothing"
+    assert read <= said

@@ -7,7 +7,7 @@ before. Both are learned from those who come back.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 from provider.scheduler.jobs import Key, Stage
@@ -63,6 +63,11 @@ class Absent:
             pause = max(0.0, now - absence.since)
             self._pauses[tenant] = (self._pauses.get(tenant, pause) + pause) / 2
             self._next[stage, absence.key] = key
+
+    def after(self, stage: Stage, key: Key) -> Iterator[Key]:
+        """What whoever has asked for this key will ask for next, and then: as far as it is known, around and around."""
+        while (found := self._next.get((stage, key))) is not None:
+            yield (key := found)
 
     def expected(self, now: float, by: float) -> dict[tuple[Stage, Key], Expected]:
         """Who is likely to be back by then, for what."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
@@ -44,8 +45,8 @@ class Job:
     taken: int = 0
     left: bool = False
     """Dropped, expired or taken to the last row: the scheduler does not know it any more."""
-    offered: float | None = None
-    """When it could have gone first: what it waits for company counts from there."""
+    offered: float = math.inf
+    """When it could have gone first: how long it waits for others counts from there."""
 
     @property
     def runnable(self) -> bool:

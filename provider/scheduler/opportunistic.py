@@ -1,14 +1,17 @@
 """`opportunistic`: whoever waits for the same layer group shares a product, and company is waited for where it pays.
 
-* **Waiting.** Company saves the time in which the weights are read once more. So the job whose turn it is waits for no
-  longer than that, nor than `wait_share` of its own product's time (a large request has more patience than a small
-  one), nor than `max_wait_s`; and only while somebody is expected in time who will ask for the same layer group
-  (`Absent`). A tenant alone never waits.
-* **Choice.** Of a stage's tenants, those go first whose layer group most others wait for; nobody is passed over so for
-  longer than a slice.
+* **Choice.** Tenants go through a model in the same order, so that those who are passed over meet those who come behind
+  them, and share all products from there on. A stage's turn therefore goes to those who are farthest ahead of whoever
+  follows them (the followers close up meanwhile), and of these to the largest company. It costs nobody anything: the
+  executor has other work. Nobody leads who has had `max_wait_s` more than the one whose turn it is, and nobody is
+  passed over for longer than a slice.
+* **Waiting.** With nothing else to do, waiting costs all who wait, and company saves the time in which the weights are
+  read once more. So they wait until together they have lost as much as that; none of them for longer than `wait_share`
+  of its own product's time (a large request has more patience than a small one) nor than `max_wait_s`; and only while
+  somebody is expected in time who will ask for the same layer group (`Absent`). A tenant alone never waits.
 * **Riders.** Rows ride where the weights are read anyway: inference, whole, with whatever goes; of fine-tuning what
   is at most a slice from its turn, cut to what is left. When fine-tuning leads, half of the slice is its own. When it
-  is inference's turn, fine-tuning makes the product take half as long again at most: a flood of large requests for the
+  is inference's turn, fine-tuning makes the product take a quarter longer at most: a flood of large requests for the
   same layer group would otherwise make every row of inference wait for a slice.
 * **Inference beside fine-tuning.** When it is inference's turn, fine-tuning is held back for `max_wait_s` at most for a
   tenant that is about to ask for its next layer group, or that waits for company: one row would wait many times longer
@@ -17,7 +20,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from provider.scheduler.absent import Absent, Expected
 from provider.scheduler.discipline import Discipline, whole
@@ -26,8 +29,9 @@ from provider.scheduler.pace import Pace
 from provider.scheduler.policy import Policy
 from provider.scheduler.waiting import Waiting
 
-_HINDRANCE = 0.5  # of its own time: what inference may be slowed down by when it is its turn
+_HINDRANCE = 0.25  # of its own time: what inference may be slowed down by when it is its turn
 _RECENT_WAITS = 10  # a tenant is expected back for so many times the longest wait
+_SIGHT = 8  # layer groups: whoever is farther behind is not waited for
 
 
 class Opportunistic(Discipline[J]):
@@ -54,7 +58,7 @@ class Opportunistic(Discipline[J]):
             times = [self._go_time(job, now, expected) for job in firsts]
             may_go = [job for job, time in zip(firsts, times, strict=True) if time <= now]
             if may_go:
-                return self._in_best_company(may_go, now), None
+                return self._choice(stage, firsts, may_go, now), None
             waiting += times
             if stage == "inference":
                 break  # fine-tuning could keep it waiting for far longer than it waits for company
@@ -62,9 +66,7 @@ class Opportunistic(Discipline[J]):
 
     def _go_time(self, job: J, now: float, expected: Mapping[tuple[Stage, Key], Expected]) -> float:
         """When a job need not wait any more, for company or for inference."""
-        if job.offered is None:
-            job.offered = now
-        time = job.offered
+        time = job.offered = min(job.offered, now)
         company = expected.get((job.stage, job.key))
         if company is not None and not job.taken:
             limit = job.offered + self._worth(job)
@@ -79,13 +81,36 @@ class Opportunistic(Discipline[J]):
     def _worth(self, job: J) -> float:
         """How long company is worth waiting for."""
         patience = self._policy.wait_share * self._pace.seconds(job, job.rows)
-        return min(self._pace.reading(job), patience, self._policy.max_wait_s)
+        return min(self._pace.reading(job) / self._company(job.key), patience, self._policy.max_wait_s)
 
-    def _in_best_company(self, may_go: Sequence[J], now: float) -> J:
-        """The one that most tenants can ride with: whoever is passed over meets company later."""
-        if now - may_go[0].arrival >= self._policy.slice_s:
-            return may_go[0]
-        return max(may_go, key=lambda job: len({other.tenant for other in self._waiting.of_key(job.key)}))
+    def _company(self, key: Key) -> int:
+        """Tenants who wait for a layer group."""
+        return len({job.tenant for job in self._waiting.of_key(key)})
+
+    def _choice(self, stage: Stage, firsts: Sequence[J], may_go: Sequence[J], now: float) -> J:
+        """Whose product it is: of those who may go, in turn, and with whoever rides along."""
+        most = self._waiting.charged(may_go[0]) + self._policy.max_wait_s
+        near = [job for job in may_go if self._waiting.charged(job) <= most]
+        longest = min(near, key=lambda job: job.offered)
+        if now - longest.offered >= self._policy.slice_s:
+            return longest
+        heads: dict[Key, J] = {}  # of each layer group the first one in turn
+        for job in near:
+            heads.setdefault(job.key, job)
+        if len(heads) == 1:
+            return near[0]
+        leads = self._leads(stage, {job.key for job in firsts})
+        return max(heads.values(), key=lambda job: (leads[job.key], self._company(job.key)))
+
+    def _leads(self, stage: Stage, keys: Collection[Key]) -> dict[Key, int]:
+        """By how many layer groups those who wait for one are ahead of the next ones behind them."""
+        leads = dict.fromkeys(keys, _SIGHT)
+        for behind in keys:
+            for steps, ahead in zip(range(1, _SIGHT), self._absent.after(stage, behind), strict=False):
+                if ahead in leads:
+                    leads[ahead] = min(leads[ahead], steps)
+                    break
+        return leads
 
     def batch(self, leader: J) -> list[Piece[J]]:
         room = self._room(leader)
@@ -105,7 +130,7 @@ class Opportunistic(Discipline[J]):
         return pieces + _filling(filling, room - sum(piece.rows for piece in pieces))
 
     def _unhindered(self, leader: J, rows: int) -> int:
-        """Rows of a product that takes half as long again as with so many rows."""
+        """Rows of a product that takes a quarter longer than with so many rows."""
         per_row = self._pace.seconds(leader, 1) - self._pace.reading(leader)
         return rows + int(_HINDRANCE * self._pace.seconds(leader, rows) / max(per_row, 1e-9))
 

@@ -1,8 +1,8 @@
 """A provider and its tenants on a clock of their own: what policies do to throughput and latency, without noise.
 
 Products take what they take of a 4096 wide model on one core: some time to read the weights, and some for every row.
-Tenants go through four layer groups forward, and trainers back again; between two requests each computes on the one
-core that all of them share. It is a model: `symbiosis-priv bench provider` measures.
+Tenants go through a model's layer groups forward, and trainers back again; between two requests each computes on the
+one core that all of them share, and may be held up. It is a model: `symbiosis-priv bench provider` measures.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ ROW = 8.2e-12  # seconds per weight and row
 PRODUCT, REQUEST = 0.6e-3, 0.25e-3  # seconds of the executor besides
 TENANT, VALUE = 0.6e-3, 4.5e-9  # seconds of a tenant per request, and per number of it
 NETWORK = 0.3e-3
+HOLD_UP = 6e-3
 FEW_ROWS = 16
 WARM_UP = 2.0
 
@@ -37,12 +38,14 @@ class Tenant:
         name: of it.
         rows: of each request.
         trains: whether it goes back again.
+        layers: of the model, four layer groups each.
         turns: seconds of each token of a batch, or step, after the first moments.
     """
 
     name: str
     rows: int
     trains: bool = False
+    layers: int = 1
     turns: list[float] = field(default_factory=list)
     _at: int = 0
     _begun: float = 0.0
@@ -53,7 +56,7 @@ class Tenant:
         group, direction = path[self._at % len(path)]
         if self._at % len(path) == 0:
             self._begun = now
-        inputs, outputs = GROUPS[group]
+        inputs, outputs = GROUPS[group % len(GROUPS)]
         return Job(
             tenant=self.name,
             stage="fine_tuning" if self.trains or self.rows > FEW_ROWS else "inference",
@@ -73,10 +76,11 @@ class Tenant:
         self._at += 1
         if self._at % len(path) == 0 and now > WARM_UP:
             self.turns.append(now - self._begun)
-        return TENANT + VALUE * self.rows * sum(GROUPS[group])
+        return TENANT + VALUE * self.rows * sum(GROUPS[group % len(GROUPS)])
 
     def _path(self) -> list[tuple[int, Direction]]:
-        forward: list[tuple[int, Direction]] = [(group, "forward") for group in range(len(GROUPS))]
+        groups = self.layers * len(GROUPS)
+        forward: list[tuple[int, Direction]] = [(group, "forward") for group in range(groups)]
         return forward + ([(group, "backward") for group, _ in reversed(forward)] if self.trains else [])
 
 
@@ -88,21 +92,30 @@ class Outcome:
         tokens_per_s: of all of them.
         latency: mean seconds of a token of a batch.
         idle: the executor's share.
+        company: mean requests of a product.
     """
 
     tokens_per_s: float
     latency: float
     idle: float
+    company: float
 
 
-def rehearse(policy: Policy, tenants: Sequence[Tenant], *, seconds: float = 12.0, seed: int = 0) -> Outcome:
-    """Let them ask; their turns are in them afterwards."""
+def rehearse(
+    policy: Policy, tenants: Sequence[Tenant], *, seconds: float = 12.0, seed: int = 0, held_up: float = 0.0
+) -> Outcome:
+    """Let them ask; their turns are in them afterwards.
+
+    Args:
+        held_up: the share of requests before which a tenant does something else, for `HOLD_UP` on average.
+    """
     chance, order = random.Random(seed), itertools.count()
     subject: Scheduler[Job] = Scheduler(policy)
     by_name = {tenant.name: tenant for tenant in tenants}
     coming = [(chance.uniform(0, 0.01), next(order), tenant) for tenant in tenants]
     heapq.heapify(coming)
     now = idle = core = 0.0  # the last: when the tenants' core is free
+    products = requests = 0
     while now < WARM_UP + seconds:
         while coming and coming[0][0] <= now:
             at, _, tenant = heapq.heappop(coming)
@@ -118,16 +131,19 @@ def rehearse(policy: Policy, tenants: Sequence[Tenant], *, seconds: float = 12.0
         rows = sum(piece.rows for piece in pieces)
         took = PRODUCT + len(pieces) * REQUEST + pieces[0].job.row_work * (READING + rows * ROW)
         now += took
+        products, requests = products + 1, requests + len(pieces)
         subject.done(pieces, now=now, seconds=took)
         for piece in pieces:
             if piece.last:
                 tenant = by_name[str(piece.job.tenant)]
                 busy = tenant.hear(now) * chance.uniform(0.7, 1.4)
                 core = max(core, now) + min(busy, 2e-3)  # whoever needs long is interrupted by the others
-                heapq.heappush(coming, (core + max(0.0, busy - 2e-3) + NETWORK, next(order), tenant))
+                late = chance.expovariate(1 / HOLD_UP) if chance.random() < held_up else 0.0
+                heapq.heappush(coming, (core + max(0.0, busy - 2e-3) + NETWORK + late, next(order), tenant))
     generating = [(tenant.rows, turn) for tenant in tenants if not tenant.trains for turn in tenant.turns]
     return Outcome(
         tokens_per_s=sum(rows for rows, _ in generating) / seconds,
         latency=sum(turn for _, turn in generating) / max(1, len(generating)),
         idle=idle / now,
+        company=requests / max(1, products),
     )

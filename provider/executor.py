@@ -113,6 +113,7 @@ class Executor:
         self._started = time.monotonic()
         self._turn = threading.Lock()  # whose it is uses everything here
         self._resting_since: float | None = None  # nothing to do but to wait for messages
+        self._resting_until = math.inf  # or until somebody has waited for long enough
         self._broken: BaseException | None = None  # by whoever else had the turn
         inbox.lend(self._serve_at_once)
 
@@ -157,9 +158,14 @@ class Executor:
         if self._cold and not self._stopped:
             self._warm_up(self._cold)
             return 0.0
+        return self._rest(now)
+
+    def _rest(self, now: float) -> float:
+        """Nothing can be multiplied; returns for how long."""
         until = self._scheduler.next_deadline(now)
+        self._resting_until = math.inf if until is None else until
         self._resting_since = time.monotonic()
-        return math.inf if until is None else max(0.0, until - self._resting_since)
+        return max(0.0, self._resting_until - self._resting_since)
 
     def _stop_resting(self) -> None:
         if self._resting_since is not None:
@@ -169,22 +175,23 @@ class Executor:
     def _serve_at_once(self, message: Message) -> bool:
         """Take the executor's turn for a request of few rows, in the thread that brings it; whether it was taken in.
 
-        Only while the executor's thread waits and nothing else does: nobody is overtaken.
+        Only while the executor's thread waits, as do jobs that could go if it did not: nobody is overtaken.
         """
-        rests = self._resting_since is not None and not self._jobs
+        rests = self._resting_since is not None
         if not rests or not _is_brief(message.envelope) or not self._model.serves_from_any_thread:
             return False
         if not self._turn.acquire(blocking=False):
             return False
         try:
-            if self._resting_since is None or self._jobs:
+            if self._resting_since is None:
                 return False
             self._stop_resting()
             self._take_in(message)
             if pieces := self._scheduler.take(time.monotonic()):
                 self._run_batch(pieces)
-            self._resting_since = time.monotonic()
-            if self._jobs:  # they wait for company, or a job has more rows than a slice
+            wakes = self._resting_until
+            self._rest(time.monotonic())
+            if self._resting_until < wakes:  # the executor's own thread would sleep for too long
                 self._inbox.post(envelope.Wake())
         except BaseException as error:  # the executor's thread ends with it, as if it had been its own
             self._broken = error

@@ -95,7 +95,9 @@ class Scheduler(Generic[J]):
         """When to call `expire` and `take` again if nothing else happens; None if there is nothing to wait for."""
         while self._deadlines and self._deadlines[0][2].left:
             heapq.heappop(self._deadlines)
-        _, again = self._discipline.turn(now)
+        leader, again = self._discipline.turn(now)
+        if leader is not None:
+            return now
         times = [self._deadlines[0][0]] if self._deadlines else []
         times += [] if again is None else [again]
         return min(times, default=None)

@@ -83,10 +83,12 @@ class Asker:
 
 
 @contextlib.contextmanager
-def running(model: Watched, policy: PolicyName = "opportunistic") -> Iterator[tuple[LocalInbox, Future[None]]]:
+def running(
+    model: Watched, policy: PolicyName = "opportunistic", **scheduling: Any
+) -> Iterator[tuple[LocalInbox, Future[None]]]:
     """An executor in a thread of its own."""
     inbox = LocalInbox()
-    executor = Executor(model, inbox=inbox, scheduling=SchedulerConfig(policy=policy))
+    executor = Executor(model, inbox=inbox, scheduling=SchedulerConfig(policy=policy, **scheduling))
     with ThreadPoolExecutor(1) as pool:
         ended = pool.submit(executor.run)
         yield inbox, ended
@@ -153,6 +155,20 @@ def test_what_waits_for_company_is_left_to_the_executors_thread(store: WeightSto
             bob.ask(1)
             alice.ask(1)  # bob was here just now: it waits for him, and then goes without him
             assert model.taken[-1][0] is not threading.current_thread()
+
+
+def test_who_is_waited_for_multiplies_for_all_who_waited(store: WeightStore, requests: Requests) -> None:
+    """Nobody is woken for the product, though somebody's request was there before."""
+    model = Watched(store)
+    with running(model, "lockstep", lockstep_wait_ms=1000 * TIMEOUT_S / 2) as (inbox, _):
+        alice, bob = (Asker(inbox, requests, store, name) for name in ("alice", "bob"))
+        bob.ask(1)
+        deadline = time.monotonic() + TIMEOUT_S
+        while model.taken[-1] != (threading.current_thread(), 2):  # the executor's thread goes to rest in a moment
+            assert time.monotonic() < deadline
+            alice.send(1)
+            bob.ask(1)
+            assert alice.line.receive(TIMEOUT_S) is not None
 
 
 def test_what_breaks_in_an_askers_thread_ends_the_executor(store: WeightStore, requests: Requests) -> None:

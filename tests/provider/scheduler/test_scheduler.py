@@ -69,6 +69,19 @@ def test_dropped_and_expired_jobs_are_forgotten(arriving: list[Job], dropped: li
     assert set(subject.waiting().values()) == {0}
 
 
+@given(jobs(), st.sampled_from(POLICIES))
+def test_what_can_go_now_is_not_slept_over(arriving: list[Job], name: PolicyName) -> None:
+    subject = scheduler(name)
+    for one in arriving:
+        subject.put(one)
+    now = 1.0
+    while len(subject):
+        again = subject.next_deadline(now)
+        assert again is not None
+        assert bool(subject.take(now)) == (again <= now)
+        now = max(now, again)
+
+
 def test_rows_that_are_not_there_yet_are_not_taken() -> None:
     subject = scheduler()
     effect = job(rows=10, ready=0)

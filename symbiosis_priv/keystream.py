@@ -13,6 +13,7 @@ handed out by `RowCounter` exactly once, and neither secret nor counter survives
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import sys
 import threading
@@ -36,6 +37,7 @@ MAX_BYTES = 1 << 32  # of one expansion; a frame holds no more either
 _BLOCK = 16
 _SLACK = _BLOCK // 4  # words
 _PIECE = 1 << 18  # bytes at a time: enough to hide what a call costs, and they stay in the cache
+_AHEAD = 1 << 17  # bytes of rows that are worth making ahead
 _ZEROS = memoryview(bytes(_PIECE))  # what is encrypted
 
 
@@ -81,6 +83,7 @@ class Keystream:
         self._algorithm, self._width = algorithms.AES256(key), width
         self._padded = -(-4 * width // _BLOCK) * _BLOCK // 4  # columns that a row takes of it: whole blocks
         self._idle: list[CipherContext] = []  # popped and appended: one step each
+        self._ahead: list[tuple[int, NDArray[np.int32]]] = []  # a first row and some rows; at most one of these
 
     def expand(self, first_row: int, rows: int) -> Tensor:
         """Rows from one on; see the function of this name."""
@@ -90,6 +93,11 @@ class Keystream:
         self._idle.append(cipher)
         stream = space[:-_SLACK].view(rows, self._padded)
         return stream if self._padded == self._width else stream[:, : self._width].contiguous()
+
+    def make_ahead(self, first_row: int, rows: int) -> None:
+        """Have rows at hand for `add_to`, if they are few: for whoever has time now, and will have none then."""
+        if 4 * rows * self._padded <= _AHEAD and first_row + rows <= MAX_ROW:
+            self._ahead[:] = [(first_row, self.expand(first_row, rows).numpy())]
 
     def add_to(self, matrix: Tensor, *, first_row: int) -> None:
         """Add rows to a matrix modulo 2^32, piece by piece: no mask as large as the matrix is made.
@@ -102,6 +110,11 @@ class Keystream:
         """
         entries = matrix.numpy()  # whose additions begin at once, and in this thread
         rows, step = len(entries), max(1, _PIECE // (4 * self._padded))
+        with contextlib.suppress(IndexError):
+            begins, ahead = self._ahead.pop()
+            if begins == first_row and len(ahead) == rows:
+                np.add(entries, ahead, out=entries)
+                return
         cipher = self._cipher(first_row, rows)
         space = np.empty(min(step, rows) * self._padded + _SLACK, dtype=np.int32)
         for start in range(0, rows, step):

@@ -79,6 +79,11 @@ class Pad:
         for share in self.shares:
             share.keystream.add_to(rows, first_row=share.first_row)
 
+    def make_next(self) -> None:
+        """Make the masks that come after these, which are likely to be the next ones to be put on."""
+        for share in self.shares:
+            share.keystream.make_ahead(share.first_row + self.rows, self.rows)
+
     def take_off(self, rows: Tensor) -> None:
         """Subtract it again, in place."""
         rows.neg_()

@@ -4,7 +4,7 @@
     take a pad (n, e)          burnt before anything leaves        noise.NoisePool
     choose an executor         that may see rows under this pad    routes.Routes
     send xq + n                one round trip, deadline            executor.Executor
-    order pads for the next    while the answer is under way       noise.NoisePool
+    get ready for the next     while the answer is under way       noise.NoisePool, noise.Pad
     subtract e, check          before anything is used             verifier.VerificationKeys
 
 An executor that is lost, late, busy or refuses is followed by another one that may see rows under these pads, and gets
@@ -209,7 +209,7 @@ class Products:
                 patience_s=patience,
                 deadline=turn.deadline,
                 since=turn.began,
-                meanwhile=partial(self._order_pads, part),
+                meanwhile=partial(self._get_ready, part),
             )
         except QuarantinedError:
             self.routes.given_up(route)
@@ -240,9 +240,11 @@ class Products:
         self.routes.answered(route, seconds=seconds, size=part.size)
         return answer
 
-    def _order_pads(self, part: Part) -> None:
-        """As many as this product took, for the next one."""
+    def _get_ready(self, part: Part) -> None:
+        """For the next product, while the answer is under way: order as many pads as this one took, and make masks."""
         self.runtime.order(part.index, part.direction, self._bucketed(part.rows))
+        for pad in part.pads:
+            pad.make_next()
 
     def _failed(self, route: Route, error: Exception, turn: Turn) -> None:
         if self.runtime.closing.is_set():

@@ -104,13 +104,39 @@ def test_a_keystream_that_is_used_again_starts_where_it_is_told(
         assert got.tolist() == [by_hand(KEY, row=first_row + i, width=width) for i in range(rows)]
 
 
+@given(
+    width=testing.widths(),
+    places=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.booleans()), max_size=30),
+)
+def test_rows_made_ahead_are_those_that_are_asked_for_or_none(width: int, places: list[tuple[int, int, bool]]) -> None:
+    keystream = Keystream(KEY, width=width)
+    for first_row, rows, ahead in places:
+        if ahead:
+            keystream.make_ahead(first_row, rows)
+        else:
+            got = torch.zeros(rows, width, dtype=torch.int32)
+            keystream.add_to(got, first_row=first_row)
+            assert got.tolist() == [by_hand(KEY, row=first_row + i, width=width) for i in range(rows)]
+
+
+def test_nothing_is_made_ahead_that_there_is_not_or_that_is_much() -> None:
+    keystream, width = Keystream(KEY, width=1 << 12), 1 << 12
+    keystream.make_ahead(MAX_ROW - 1, 2)
+    keystream.make_ahead(0, 1 << 40)
+    got = torch.zeros(1, width, dtype=torch.int32)
+    keystream.add_to(got, first_row=MAX_ROW - 1)
+    assert got.tolist() == [by_hand(KEY, row=MAX_ROW - 1, width=width)]
+
+
 def test_threads_share_a_keystream() -> None:
     keystream, width = Keystream(KEY, width=5000), 5000
     want = expand(KEY, first_row=0, rows=64, width=width)
 
     def masked(first_row: int) -> bool:
         rows = torch.zeros(16, width, dtype=torch.int32)
-        keystream.add_to(rows, first_row=first_row)
+        keystream.make_ahead(first_row, 4)
+        keystream.add_to(rows[:4], first_row=first_row)
+        keystream.add_to(rows[4:], first_row=first_row + 4)
         return torch.equal(rows, want[first_row : first_row + 16])
 
     with ThreadPoolExecutor(8) as pool:

@@ -24,13 +24,14 @@ def for_each_slice(work: Callable[[int, int], None], *, total: int, least: int) 
     """Call `work(begin, end)` on slices that cover `range(total)`, in no order, and return when all are done.
 
     Args:
-        least: units that are worth another thread's while.
+        least: units that are worth another thread's while; no slice but the last is smaller.
     """
     threads = torch.get_num_threads()
-    step = max(least, -(-total // (threads * _SLICES_PER_THREAD)))
-    if threads == 1 or total <= step:
+    slices = min(threads * _SLICES_PER_THREAD, total // least)
+    if threads == 1 or slices < 2:
         work(0, total)
         return
+    step = -(-total // slices)
     begins = deque(range(0, total, step))
 
     def drain() -> None:

@@ -36,7 +36,7 @@ def test_several_threads_work_at_once(set_threads: Callable[[int], None]) -> Non
 def test_little_work_stays_on_the_callers_thread(set_threads: Callable[[int], None]) -> None:
     set_threads(3)
     seen: list[threading.Thread] = []
-    parallel.for_each_slice(lambda *_: seen.append(threading.current_thread()), total=4, least=4)
+    parallel.for_each_slice(lambda *_: seen.append(threading.current_thread()), total=7, least=4)
     assert seen == [threading.current_thread()]
 
 

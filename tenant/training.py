@@ -8,9 +8,10 @@ Torch's generator goes back to where that step had left it: a resumed run gives 
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from symbiosis_priv.errors import ConfigError, StorageError, one_line
+from symbiosis_priv.errors import CheckpointError, ConfigError, StorageError, SymbiosisError, one_line
 from symbiosis_priv.files import storing
 from symbiosis_priv.interrupts import Interrupts
+from symbiosis_priv.trust import vet_adapter
 from tenant.ledger import ledger_of, since
 from tenant.output import RunRecord, is_whole, last_checkpoint, save_adapter, write_record
+
+_STATES = ("optimizer.pt", "scheduler.pt", "rng_state.pth")
+_ANEW = "delete it, or start anew in another --output"
+_SHOWN = 160  # letters of somebody else's message
 
 Progress = Callable[[int, int, float], None]
 """Called after every step with (steps done, steps in all, loss in nats per token)."""
@@ -54,8 +60,13 @@ class ResumableTrainer(Trainer):
             the evaluation loss before and after, in nats per token.
 
         Raises:
+            CheckpointError: a file of the checkpoint to go on from is damaged, or would run code.
             BaseException: whatever ended the run early; a note on it says what is saved.
         """
+        if resume_from is not None:
+            vet_adapter(resume_from)
+            if missing := [name for name in _STATES if not (resume_from / name).is_file()]:
+                raise CheckpointError(f"{resume_from} has no {missing[0]}; {_ANEW}")  # it would go on without it
         with self._interrupts.whole():
             try:
                 before = self._loss()
@@ -74,6 +85,18 @@ class ResumableTrainer(Trainer):
     def _loss(self) -> float:
         with self._interrupts.anywhere():
             return float(self.evaluate()["eval_loss"])
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        with _reading(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with _reading(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with _reading(checkpoint):
+            super()._load_rng_state(checkpoint)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         checkpoint = self._output / f"checkpoint-{self.state.global_step}"
@@ -107,6 +130,17 @@ class ResumableTrainer(Trainer):
             except ConfigError:
                 return "nothing is saved: no checkpoint could be written"
             return f"saved before: {last}; once there is room, the same command with --resume goes on from it"
+
+
+@contextlib.contextmanager
+def _reading(checkpoint: str | None) -> Iterator[None]:
+    """Trainer reads numbers and containers from a checkpoint's pickles, and refuses whatever would run code."""
+    try:
+        yield
+    except SymbiosisError:
+        raise
+    except Exception as error:  # whatever torch and PEFT make of such a file
+        raise CheckpointError(f"{checkpoint} is damaged ({one_line(str(error))[:_SHOWN]}); {_ANEW}") from error
 
 
 class _RandomState(TrainerCallback):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
@@ -96,6 +98,41 @@ def test_finetune_writes_a_peft_folder_and_resumes(
     resumed = tenant("finetune", *again, "--steps", "3", "--resume", "--gradient-checkpointing")
     assert "steps" in resumed
     assert (adapter / "checkpoint-3").is_dir()
+
+
+class Evil:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+def test_a_checkpoint_to_go_on_from_runs_no_code_and_is_whole(
+    model: Path, text: Path, local: LocalFederation, adapter: Path, tmp_path: Path
+) -> None:
+    last = max(adapter.glob("checkpoint-*"))
+    marker = tmp_path / "marker"
+    evil = tmp_path / "evil.pt"
+    torch.save({"state": Evil(marker)}, evil)
+    files: dict[str, bytes | None] = {
+        "optimizer.pt": evil.read_bytes(),
+        "scheduler.pt": None,
+    }
+    for name, content in files.items():
+        output = tmp_path / "output"
+        shutil.copytree(last, output / last.name)
+        (output / last.name / name).unlink()
+        if content is not None:
+            (output / last.name / name).write_bytes(content)
+        with pytest.raises(CheckpointError, match="damaged" if content is not None else name):
+            tenant("finetune", *finetuning(model, text, local, output), "--steps", "9", "--resume")
+        shutil.rmtree(output)
+    assert not marker.exists()
+    torch.load(evil, weights_only=False)
+    assert marker.exists()  # or this test shows nothing
 
 
 def test_finetune_refuses_to_resume_from_nothing(

@@ -223,15 +223,12 @@ class Connection:
         if len(answer.payload) == self._answer_bytes(request):
             self._service.register.count_request(self._tenant)
             received, sent = len(payload), len(answer.payload)
-            self._count(Counts(requests=1, rows=request.rows, work=cost, bytes_received=received, bytes_sent=sent))
+            self._bill(Counts(requests=1, rows=request.rows, work=cost, bytes_received=received, bytes_sent=sent))
         elif self._left():  # what was multiplied before anybody knew is on its bill
-            self._count(Counts(abandoned=1, rows=answer.rows, work=cost * answer.rows // max(1, request.rows)))
+            self._bill(Counts(abandoned=1, rows=answer.rows, work=cost * answer.rows // max(1, request.rows)))
         else:  # it is late, or broke
-            self._count(Counts(failed=1))
-        try:
-            self._send(answer.head, answer.payload)
-        finally:  # while the tenant reads: the commit takes as long as many a product
-            self._service.usage.settle()
+            self._bill(Counts(failed=1))
+        self._send(answer.head, answer.payload)
 
     def _answer_bytes(self, request: wire.Execute | wire.Effect) -> int:
         _, outputs = self._service.manifest.groups[request.group].columns(request.direction)
@@ -239,12 +236,9 @@ class Connection:
 
     def _bill(self, counts: Counts) -> None:
         """Count durably: what the tenant hears of next is on its bill."""
-        self._count(counts)
-        self._service.usage.settle()
-
-    def _count(self, counts: Counts) -> None:
         if self._role is not None:
             self._service.usage.count(self._tenant, self._role, counts)
+            self._service.usage.settle()
 
     def _work(self, request: wire.Execute | wire.Effect) -> Work:
         now = time.monotonic()

@@ -1,11 +1,9 @@
 """What each tenant has used, per day and role: a bill that survives any end of this process.
 
-One SQLite file, written ahead. Every count is committed as soon as its answer has left, and before its connection is
-read again, so that after a SIGKILL the bill differs from what tenants have counted by the requests in flight at most.
-Whoever commits does it for all who have counted by then: requests that shared a product share a commit. It is a write
-to the system's cache, without waiting for a disk (15 µs, several times that with caches that a product has emptied); a
-thread brings it to the disk every few seconds, which is what a power cut may cost, and commits for whoever is slow to
-read.
+One SQLite file, written ahead. Every count is committed before its request is answered, so that after a SIGKILL the
+bill differs from what tenants have counted by the requests in flight at most. Whoever commits does it for all who have
+counted by then: requests that shared a product share a commit. It is a write to the system's cache, without waiting
+for a disk (15 µs); a thread brings it to the disk every few seconds, which is what a power cut may cost.
 
 What cannot be written, to a full disk for instance, is kept and tried again, and `unwritten_s` says for how long. A
 file that was deleted is made again within seconds; into one that was put in its place nothing is written.

@@ -147,7 +147,7 @@ def test_a_quota_is_enforced_at_the_door(configure: Configure, connect: Connect,
 def test_counters_survive_sigkill(
     configure: Configure, launch: Launch, connect: Connect, requests: Requests, tmp_path: Path
 ) -> None:
-    """What tenants have received is on the bill, but for what was in flight, of each of them one request."""
+    """What tenants have received is on the bill, and no more than what was in flight beside it."""
     execute, effect = requests
     database = tmp_path / "usage.sqlite"
     service = launch(msgspec.structs.replace(configure(), usage=UsageConfig(database=database)))
@@ -178,7 +178,7 @@ def test_counters_survive_sigkill(
         thread.join(20)
     bill = {str(row["tenant"]): row for row in read(database)}
     for name, count in received.items():
-        assert abs(int(bill[name]["requests"]) - count) <= 1
+        assert 0 <= int(bill[name]["requests"]) - count <= 1  # one in flight
         assert bill[name]["rows"] == 2 * int(bill[name]["requests"])
     assert bill["carol"]["role"] == "helper"
     assert int(bill["carol"]["work"]) / int(bill["carol"]["rows"]) > int(bill["alice"]["work"]) / int(
@@ -213,7 +213,6 @@ def test_refused_and_abandoned_requests_are_counted_apart(
         alice, bob = connect("alice", to=provider), connect("bob", to=provider)
         assert isinstance(alice.ask(execute(0, 1), b"too little"), wire.Failure)
         alice.product(execute(0, 1), ones(1))
-        until(lambda: any(row["requests"] for row in read(database)))
         monkeypatch.setattr(ServedModel, "product", slow)
         bob.send(execute(0, 3), wire.as_bytes(ones(3)))
         assert begun.wait(20)

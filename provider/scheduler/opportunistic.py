@@ -11,7 +11,7 @@
   somebody is expected in time who will ask for the same layer group (`Absent`). A tenant alone never waits.
 * **Riders.** Rows ride where the weights are read anyway: inference, whole, with whatever goes; of fine-tuning what
   is at most a slice from its turn, cut to what is left. When fine-tuning leads, half of the slice is its own. When it
-  is inference's turn, fine-tuning makes the product take a quarter longer at most: a flood of large requests for the
+  is inference's turn, fine-tuning makes the product take half as long again at most: a flood of large requests for the
   same layer group would otherwise make every row of inference wait for a slice.
 * **Inference beside fine-tuning.** When it is inference's turn, fine-tuning is held back for `max_wait_s` at most for a
   tenant that is about to ask for its next layer group, or that waits for company: one row would wait many times longer
@@ -29,7 +29,7 @@ from provider.scheduler.pace import Pace
 from provider.scheduler.policy import Policy
 from provider.scheduler.waiting import Waiting
 
-_HINDRANCE = 0.25  # of its own time: what inference may be slowed down by when it is its turn
+_HINDRANCE = 0.5  # of its own time: what inference may be slowed down by when it is its turn
 _RECENT_WAITS = 10  # a tenant is expected back for so many times the longest wait
 _SIGHT = 8  # layer groups: whoever is farther behind is not waited for
 
@@ -130,7 +130,7 @@ class Opportunistic(Discipline[J]):
         return pieces + _filling(filling, room - sum(piece.rows for piece in pieces))
 
     def _unhindered(self, leader: J, rows: int) -> int:
-        """Rows of a product that takes a quarter longer than with so many rows."""
+        """Rows of a product that takes half as long again as with so many rows."""
         per_row = self._pace.seconds(leader, 1) - self._pace.reading(leader)
         return rows + int(_HINDRANCE * self._pace.seconds(leader, rows) / max(per_row, 1e-9))
 

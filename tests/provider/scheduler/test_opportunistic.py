@@ -34,8 +34,8 @@ def test_rows_of_fine_tuning_fill_the_slice_of_an_inference() -> None:
     assert [(p.job.tenant, p.rows) for p in pieces] == [("chat", 4), ("other", 3), ("trainer", SLICE_ROWS - 7)]
 
 
-@pytest.mark.parametrize(("reading_rows", "riders"), [(0, 1), (20, 6)])
-def test_who_rides_makes_inference_wait_for_a_quarter_longer_at_most(reading_rows: int, riders: int) -> None:
+@pytest.mark.parametrize(("reading_rows", "riders"), [(0, 2), (20, 12)])
+def test_who_rides_makes_inference_wait_for_half_as_long_again_at_most(reading_rows: int, riders: int) -> None:
     """When it is inference's turn: a flood of large requests for the same layer group is in no hurry."""
     row_s = ROW_WORK / RATE
     subject = scheduler(reading=reading_rows * row_s, slice_s=200 * row_s)
@@ -46,7 +46,7 @@ def test_who_rides_makes_inference_wait_for_a_quarter_longer_at_most(reading_row
     assert [p.job.tenant for p in pieces] == ["chat", "flood"]
     assert pieces[1].rows == pytest.approx(riders, abs=1)
     alone, together = (subject.pace.seconds(chat, rows) for rows in (4, 4 + pieces[1].rows))
-    assert together <= 1.25 * alone + 1e-12
+    assert together <= 1.5 * alone + 1e-12
 
 
 def test_who_rides_gets_no_more_than_its_share() -> None:

@@ -25,9 +25,7 @@ def all_of(generating: Sequence[int], training: Sequence[int]) -> list[Tenant]:
     [(ONE_ROW, TRAINING), (BATCHES, TRAINING), (BATCHES, ()), ((2, 16, 64, 256, 2, 16), (2, 16))],
 )
 def test_company_makes_more_tokens_and_each_of_them_faster(generating: Sequence[int], training: Sequence[int]) -> None:
-    """Whether those who generate have one row each or batches of 2 to 256, beside training or alone: there lockstep,
-    whose tokens take six times as long, makes about as many.
-    """
+    """Whether those who generate have one row each or batches of 2 to 256, beside training or alone."""
     found: dict[str, Outcome] = {}
     for name in POLICIES:
         tenants = all_of(generating, training)
@@ -36,7 +34,7 @@ def test_company_makes_more_tokens_and_each_of_them_faster(generating: Sequence[
     company = found["opportunistic"]
     for other in (found["none"], found["lockstep"]):
         assert company.latency < other.latency
-        assert company.tokens_per_s > other.tokens_per_s * (1.0 if training or other is found["none"] else 0.95)
+        assert company.tokens_per_s > other.tokens_per_s
 
 
 def test_those_who_generate_hardly_notice_those_who_train() -> None:

@@ -270,8 +270,8 @@ def test_check_needs_the_full_checkpoint(model: Path, text: Path, local: LocalFe
         tenant("check", "--model", str(tmp_path / "slim"), "--text", str(text))
 
 
-def federation_check(path: Path) -> Any:
-    return CliRunner().invoke(federation_cli.app, ["check", "--federation", str(path), "--timeout", "1"])
+def federation_check(path: Path, *, timeout: str = "20") -> Any:
+    return CliRunner().invoke(federation_cli.app, ["check", "--federation", str(path), "--timeout", timeout])
 
 
 def changed(local: LocalFederation, path: Path, pattern: str, replacement: str) -> Path:
@@ -311,7 +311,7 @@ def test_federation_check_names_the_provider_that_is_down(local: LocalFederation
     with socket.create_server(("127.0.0.1", 0)) as listener:
         nobody = "127.0.0.1:" + str(listener.getsockname()[1])
     path = changed(local, tmp_path / "federation.toml", local.address("helper"), nobody)
-    result = federation_check(path)
+    result = federation_check(path, timeout="1")
     assert result.exit_code == 1
     assert "check its address, and with its operator whether it runs" in result.output
 

@@ -13,6 +13,7 @@ none it raises an error, which takes longer than to decrypt a row.
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import ssl
 import struct
@@ -43,6 +44,8 @@ class RecordStream:
         self.tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname=host)
         """What has been agreed; not for reading or writing."""
         self._arrived = memoryview(bytearray(_READ))
+        self._arrival = select.poll()
+        self._arrival.register(raw, select.POLLIN)
         self._to_send = memoryview(b"")
         self._awaited = 1  # bytes that the system waits for
         self._encrypted = 0  # bytes of the caller's that wait in `_to_send`
@@ -131,7 +134,11 @@ class RecordStream:
                 to wake a thread costs more than a few of them.
         """
         to_arrive = promised - self._incoming.pending - _BEGUN
-        self._await(_READ if to_arrive >= _READ else 1)
+        much = to_arrive >= _READ
+        self._await(_READ if much else 1)
+        # a read that has taken a part and waits for the rest is woken by as much again, which may not be to come
+        if much and not self._arrival.poll(1e3 * self._timeout):
+            raise TimeoutError(_LATE)
         try:
             count = self._raw.recv_into(self._arrived)
         except BlockingIOError as error:

@@ -155,6 +155,26 @@ def test_no_wait_is_for_more_than_what_was_promised(contexts: Contexts) -> None:
     assert time.monotonic() - begun < TIMEOUT_S
 
 
+def test_much_that_comes_in_two_parts_is_read_when_it_is_there(contexts: Contexts) -> None:
+    """Not when the timeout is over: a read that has taken the first part is not woken by less than as much again."""
+    first, rest = LARGE[: 200 << 10], LARGE[200 << 10 : 400 << 10]
+    read = threading.Event()
+
+    def serve(connection: ssl.SSLSocket) -> bool:
+        take(connection, 1)
+        connection.sendall(first)
+        time.sleep(0.2)  # until it has been taken, or is waited for
+        connection.sendall(rest)
+        return read.wait(TIMEOUT_S / 2)
+
+    with connected(contexts, serve, pair=tcp_pair) as (stream, served):
+        stream.handshake(TIMEOUT_S)
+        send_all(stream, b"!")
+        assert read_all(stream, len(first) + len(rest)) == first + rest
+        read.set()
+        assert served.result(TIMEOUT_S)
+
+
 @pytest.mark.parametrize("shaken", [False, True], ids=["handshake", "read"])
 def test_a_trickle_extends_no_timeout(contexts: Contexts, shaken: bool) -> None:
     """A byte at a time, each well within the timeout: nobody waits for all of them."""

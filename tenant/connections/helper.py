@@ -57,7 +57,7 @@ class Helper:
         size = wire.ITEM_BYTES * rows * facts.outputs(direction)
         if not persists and self.route.health.state is State.DOWN:
             raise ConnectionLostError(f"{self.route} is away; pads are made elsewhere meanwhile")
-        until = time.monotonic() + self.route.health.patience_s(size)
+        until = time.monotonic() + self._routes.patience_with_helpers_s(index, [self.peer], size)
         try:
             welcome = channel.welcome() if persists else channel.greet(deadline=until)
             self._routes.greeted(self.route, welcome)

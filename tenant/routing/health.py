@@ -120,13 +120,15 @@ class Health:
             return None
         return (self.latency_s or 0.0) + size * (self.s_per_byte or 0.0)
 
-    def patience_s(self, size: int) -> float:
-        """How long to wait for an answer while there is somebody else to ask. Longer after every failure in a row: if
-        all are slow, one of them gets the time that it needs."""
+    def patience_s(self, size: int, *, others_are_up: bool) -> float:
+        """How long to wait for an answer while there is somebody else to ask. Longer after every failure in a row, but
+        where others are up: if all are slow, one of them gets the time that it needs, and if only this one is, nobody
+        waits for it."""
         expected = self.seconds_for(size)
         if expected is None or self.s_per_byte is None:
             expected = (expected or self._tolerance.unknown_s) + size * _UNKNOWN_S_PER_BYTE
-        return float(max(self._tolerance.least_patience_s, _PATIENCE * expected) * 2**self._failures_in_a_row)
+        times = 1 if others_are_up else 2**self._failures_in_a_row
+        return float(max(self._tolerance.least_patience_s, _PATIENCE * expected) * times)
 
     def is_stale(self, now: float) -> bool:
         """Whether its cost should be measured again."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -144,13 +145,19 @@ class Routes:
                 or able[:1]
             )
 
-    def has_alternative(self, route: Route, group: int) -> bool:
-        """Whether, besides this executor, another that has not lied may serve the group; it may be away now."""
-        return any(
-            other is not route and (other.welcome is None or other.serves(group))
+    def patience_s(self, route: Route, group: int, size: int, *, left_s: float) -> float:
+        """How long to wait for an executor's answer: all the time that is left if nobody else may serve the group."""
+        others = [
+            other
             for other in self.executors
-            if other.peer not in self.quarantined
-        )
+            if other is not route
+            and other.peer not in self.quarantined
+            and (other.welcome is None or other.serves(group))  # it may be away now
+        ]
+        if not others:
+            return left_s
+        up = any(other.health.state is State.UP for other in others)
+        return min(left_s / 2, route.health.patience_s(size, others_are_up=up))  # the next one needs time, too
 
     def uncovered(self, groups: int) -> list[int]:
         """Those of the first so many layer groups that no executor serves which has not lied."""
@@ -250,9 +257,13 @@ class Routes:
                     route.health.failed(self._clock())
                     log.warning("%s is late, others are asked meanwhile", route)
 
-    def patience_s(self, holders: Collection[Peer], size: int) -> float:
+    def patience_with_helpers_s(
+        self, group: int, holders: Collection[Peer], size: int, *, left_s: float = math.inf
+    ) -> float:
         """How long to wait for effects of these helpers while there are others."""
-        return max(route.health.patience_s(size) for route in self.helpers if route.peer in holders)
+        up = all(other.health.state is State.UP for other in self.holders(group, without=holders))
+        asked = (route.health for route in self.helpers if route.peer in holders)
+        return min(left_s / 2, max(health.patience_s(size, others_are_up=up) for health in asked))
 
     def _others(self, route: Route) -> bool:
         """Whether somebody else has its role, and is not needed for every pad anyway."""

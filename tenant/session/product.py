@@ -199,14 +199,13 @@ class Products:
         if route not in self.routes.able(part.index, part.holders()):  # the last word before rows leave (rule 8)
             self.routes.given_up(route)
             return None
-        others = self.routes.has_alternative(route, part.index)
-        patience = route.health.patience_s(part.size) if others else self.options.deadline_s
+        left = turn.deadline - time.monotonic()
         executor, facts = self.runtime.executor(route), self.preparation.facts[part.index]
         try:
             answer, seconds = executor.ask(
                 part,
                 facts,
-                patience_s=patience,
+                patience_s=self.routes.patience_s(route, part.index, part.size, left_s=left),
                 deadline=turn.deadline,
                 since=turn.began,
                 meanwhile=partial(self._get_ready, part),
@@ -290,10 +289,13 @@ class Products:
                 )
             holders = {share_.holder for share_ in missing if share_.holder is not None}
             spare = bool(holders) and self.routes.can_replace(part.index, holders)
-            patience = self.routes.patience_s(holders, part.size) if spare else left
-            if not spare:
+            if spare:
+                in_turn = turn.deadline - time.monotonic()
+                patience = self.routes.patience_with_helpers_s(part.index, holders, part.size, left_s=in_turn)
+            else:
+                patience = min(left, _LOOK_AGAIN_S)
                 self.runtime.greeter.revive(urgent=self.routes.spares(holders))
-            wait([share_.effect for share_ in missing], min(left, patience if spare else _LOOK_AGAIN_S))
+            wait([share_.effect for share_ in missing], max(0.0, patience))
             missing = {share_ for share_ in missing if not share_.effect.done()}
             if missing and spare:
                 turn.late |= {share_.holder for share_ in missing if share_.holder is not None}

@@ -77,18 +77,18 @@ def test_a_cold_start_is_forgotten() -> None:
     assert health.latency_s == pytest.approx(0.01)
 
 
-def test_patience_follows_what_was_measured_and_grows_with_every_failure() -> None:
+def test_patience_follows_what_was_measured_and_grows_while_nobody_else_is_up() -> None:
     health = steady()
-    unknown = health.patience_s(100)
-    assert unknown >= 2.0
-    assert health.patience_s(1 << 26) > 60.0  # a slow line may need so long for 64 MiB
+    assert health.patience_s(100, others_are_up=True) >= 2.0
+    assert health.patience_s(1 << 26, others_are_up=True) > 60.0  # a slow line may need so long for 64 MiB
     for now in range(3):
         health.answered(float(now), seconds=1.0, size=100)
-    known = health.patience_s(100)
+    known = health.patience_s(100, others_are_up=False)
     assert known >= 8.0
     health.failed(3.0)
-    assert health.patience_s(100) == pytest.approx(2 * known)
-    assert steady().patience_s(0) >= 2.0
+    assert health.patience_s(100, others_are_up=False) == pytest.approx(2 * known)
+    assert health.patience_s(100, others_are_up=True) == pytest.approx(known)
+    assert steady().patience_s(0, others_are_up=True) >= 2.0
 
 
 def test_cost_is_measured_again_after_a_while_and_seldom_where_that_is_dear() -> None:

@@ -16,7 +16,7 @@ from symbiosis_priv import wire
 from symbiosis_priv.errors import QuarantinedError
 from symbiosis_priv.federation import Company, Federation, Peer
 from tenant.connections.executor import LANES
-from tenant.routing.health import State
+from tenant.routing.health import USUAL, State
 from tenant.routing.route import Route
 from tenant.routing.routes import Routes
 from tenant.session.pieces import Pieces
@@ -158,6 +158,42 @@ def test_a_single_one_is_asked_whatever_its_breaker_says(new_routes: NewRoutes) 
     routes = new_routes("A")
     routes.failed(routes.executors[0], "lost")
     assert routes.choose(0, SMALL, holders=()) is routes.executors[0]
+
+
+@given(failures=st.integers(0, 40), left_s=st.floats(0.0, 120.0), all_fail=st.booleans())
+def test_one_who_hangs_again_and_again_leaves_time_for_the_others(failures: int, left_s: float, all_fail: bool) -> None:
+    clock = Clock()
+    routes = bare_routes(clock, executors=2)
+    hanging, other = routes.executors
+    for _ in range(failures):
+        for route in (hanging, other) if all_fail else (hanging,):
+            clock.now += 1000.0
+            routes.failed(route, "late")
+            hear(route)
+    patience = routes.patience_s(hanging, 0, SMALL, left_s=left_s)
+    assert patience <= left_s / 2
+    if not (all_fail and failures):
+        assert patience <= 8 * USUAL.unknown_s + 0.1
+
+
+def test_a_helper_that_hangs_again_and_again_leaves_time_for_the_others(new_routes: NewRoutes, clock: Clock) -> None:
+    """It answers greetings, and so has its trials; patience that grew with them would outlast a product's deadline."""
+    routes = new_routes("ab", "cde", pad_helpers=2)
+    hanging, other, third = routes.helpers
+    for _ in range(20):
+        clock.now += 1000.0
+        routes.late([hanging.peer])
+        hanging.health.greeted()
+    assert routes.patience_with_helpers_s(0, [hanging.peer], SMALL, left_s=120.0) <= 8 * USUAL.unknown_s + 0.1
+    routes.late([other.peer, third.peer])  # all are slow: one of them gets the time that it needs
+    assert routes.patience_with_helpers_s(0, [hanging.peer], SMALL, left_s=120.0) == 60.0
+
+
+def test_where_one_executor_serves_a_group_all_the_time_is_its_own(new_routes: NewRoutes) -> None:
+    routes = new_routes("ab")
+    hear(routes.executors[0], 0, 5)
+    hear(routes.executors[1], 5, 9)
+    assert routes.patience_s(routes.executors[0], 3, SMALL, left_s=7.0) == 7.0
 
 
 def test_only_who_serves_a_group_is_asked_for_it(new_routes: NewRoutes) -> None:

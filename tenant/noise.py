@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from symbiosis_priv.errors import QuarantinedError, SymbiosisError, TransportError
+from symbiosis_priv.errors import CertificateError, ProviderError, QuarantinedError, SymbiosisError, TransportError
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.keystream import Keystream, SessionSecret, mask_key
 from symbiosis_priv.ring import Direction
@@ -35,6 +35,12 @@ from tenant.worker import Worker
 log = logging.getLogger(__name__)
 
 _MIN_BLOCK_ROWS, _MIN_BLOCK_BYTES = 64, 1 << 20
+_NEVER = (
+    TransportError,
+    ProviderError,
+    CertificateError,
+    QuarantinedError,
+)  # comes an effect that has met one of these
 
 
 @dataclass(frozen=True)
@@ -263,11 +269,11 @@ def cut(pads: Sequence[Pad], rows: int) -> tuple[list[Pad], list[Pad]]:
 
 
 def is_lost(pad: Pad) -> bool:
-    """A helper was away, or is asked no more, so that some of its effect will never come: another pad is needed. Lies
-    are kept, so that they surface."""
+    """A helper was away, has refused, or is asked no more, so that some of its effect will never come: another pad is
+    needed. Lies are kept, so that they surface."""
     for share in pad.shares:
         try:
-            if isinstance(share.effect.exception(timeout=0), TransportError | QuarantinedError):
+            if isinstance(share.effect.exception(timeout=0), _NEVER):
                 return True
         except TimeoutError:  # it is still being made
             continue

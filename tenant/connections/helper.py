@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from torch import Tensor
 
 from symbiosis_priv import wire
-from symbiosis_priv.errors import ConnectionLostError, TransportError
+from symbiosis_priv.errors import CertificateError, ConnectionLostError, ProviderError, TransportError
 from symbiosis_priv.keystream import SessionSecret
 from symbiosis_priv.ring import Direction
 from tenant.connections.channel import Channel, fresh_nonce
@@ -78,7 +78,7 @@ class Helper:
                     effects.append(channel.request(request, None, outputs=outputs))
                 else:
                     effects.append(channel.attempt(request, None, outputs=outputs, deadline=until))
-        except TransportError as error:
+        except (TransportError, ProviderError, CertificateError) as error:
             if not channel.closed:
                 self._routes.failed(self.route, error)
             raise

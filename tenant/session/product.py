@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv.errors import (
+    CertificateError,
     DeadlineExceededError,
     ProtocolError,
     ProviderError,
@@ -223,7 +224,7 @@ class Products:
             self._failed(route, error, turn)
             executor.lanes.drop_idle()
             return None
-        except ProviderError as error:
+        except (ProviderError, CertificateError) as error:
             self._failed(route, error, turn)
             turn.refused.add(route)
             if turn.refused.issuperset(self.routes.able(part.index)):
@@ -272,6 +273,10 @@ class Products:
             if share_.holder is None or not self.routes.has_spares:
                 raise error
             turn.effect_error = error
+            if isinstance(error, ProviderError | CertificateError):
+                turn.declined.add(share_.holder)
+                if len(self.routes.holders(part.index, without=turn.declined)) < self.routes.helpers_per_pad:
+                    raise error
             return False
         return True
 

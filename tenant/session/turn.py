@@ -29,7 +29,7 @@ class Turn:
         lie: what to raise if nobody is left; lies: how many were met.
         effect_error: why the last effect was lost; redraws: how often rows were put on other pads.
         late: helpers whose effects have not come in time.
-        refused: executors that answered with an error.
+        refused: executors that answered with an error; declined: helpers that did.
     """
 
     def __init__(self, options: SessionOptions, runtime: Runtime) -> None:
@@ -40,6 +40,7 @@ class Turn:
         self.lie: Exception | None = None
         self.late: set[Peer] = set()
         self.refused: set[Route] = set()
+        self.declined: set[Peer] = set()
         self.lies = 0
         self.effect_error: BaseException | None = None
         self.redraws = 0

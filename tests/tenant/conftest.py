@@ -118,9 +118,8 @@ class ScriptedProvider:
         self.closing = threading.Event()
         self.certificate = identity.certificate
         self._model, self._max_rows, self._max_payload = model, max_rows, max_payload
-        self._context = server_context(
-            certificate=identity.certificate, key=identity.key, tenant_authority=authority.certificate
-        )
+        self._authority = authority
+        self.show(identity)
         self._lock = threading.Lock()
         self._connections: list[ssl.SSLSocket] = []
         self._threads: list[threading.Thread] = []
@@ -150,6 +149,12 @@ class ScriptedProvider:
                 direction=request.direction,
                 arithmetic=request.arithmetic,
             )
+
+    def show(self, identity: Identity) -> None:
+        """Its certificate on connections from now on."""
+        self._context = server_context(
+            certificate=identity.certificate, key=identity.key, tenant_authority=self._authority.certificate
+        )
 
     def say(self, data: bytes) -> None:
         """Send bytes on the latest connection."""

@@ -18,7 +18,13 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv import wire
-from symbiosis_priv.errors import DeadlineExceededError, ProviderError, UncoveredError, VerificationError
+from symbiosis_priv.errors import (
+    CertificateError,
+    DeadlineExceededError,
+    ProviderError,
+    UncoveredError,
+    VerificationError,
+)
 from symbiosis_priv.federation import Company
 from symbiosis_priv.layers import LayerRange
 from symbiosis_priv.ring import DIRECTIONS, FORWARD, Direction, quantise_rows
@@ -29,7 +35,7 @@ from tenant.routing.health import State, Tolerance
 from tenant.session.session import Session
 
 if TYPE_CHECKING:
-    from tests.tenant.conftest import Behaviour, Heard, NewProvider, NewSession, ScriptedProvider
+    from tests.tenant.conftest import Behaviour, Heard, Identities, NewProvider, NewSession, ScriptedProvider
 
 QKV, OUT, MLP, DOWN = 0, 1, 2, 3
 Frames = Callable[..., bytes]
@@ -252,6 +258,36 @@ def test_who_is_refused_by_all_is_told_so(
         is_right(session, store, OUT, FORWARD, 3, 0)
 
 
+def test_who_is_refused_by_all_helpers_is_told_so(
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
+) -> None:
+    helpers = [new_provider(), new_provider()]
+    for helper in helpers:
+        helper.behaviour = fails("internal", helper, frames)
+    session = new_session("pad", [new_provider()], helpers, pad_helpers=1)
+    with pytest.raises(ProviderError, match="answered internal: not now"):
+        is_right(session, store, OUT, FORWARD, 3, 0)
+
+
+@pytest.mark.parametrize("role", ["executor", "helper"])
+def test_a_certificate_that_is_not_the_pinned_one_stops_nobody_who_has_another_provider(
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, identities: Identities, role: str
+) -> None:
+    changing, other = new_provider(), new_provider()
+    pair, single = [changing, other], [new_provider()]
+    session = new_session(
+        "pad", *((pair, single) if role == "executor" else (single, pair)), pad_helpers=1, pool_memory=0, deadline_s=3.0
+    )
+    assert all_right(session, store)
+    changing.show(identities.provider())
+    changing.hang_up()
+    assert all_right(session, store)
+    other.show(identities.provider())
+    other.hang_up()
+    with pytest.raises((CertificateError, DeadlineExceededError), match=r"certificate of .* was refused"):
+        all_right(session, store)
+
+
 def test_two_liars_of_three(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
 ) -> None:
@@ -469,7 +505,7 @@ def test_a_replica_that_is_lost_in_the_middle_of_a_large_product(
 # Helpers
 
 
-@pytest.mark.parametrize("how", ["lost", "late", "busy", "lie"])
+@pytest.mark.parametrize("how", ["lost", "late", "busy", "internal", "lie"])
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_pads_of_a_helper_that_fails_are_drawn_anew_elsewhere(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames, k: int, how: str

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -129,11 +131,14 @@ class Register:
         self._requests: Counter[TenantIdentity] = Counter()
         self._roles: dict[TenantIdentity, Counter[Role]] = {}
         self._lock = threading.Lock()
+        self.last_request = -math.inf
+        """When the last product was there, by `time.monotonic`."""
 
     def count_request(self, tenant: TenantIdentity) -> None:
         """One more product for the tenant."""
         with self._lock:
             self._requests[tenant] += 1
+            self.last_request = time.monotonic()
 
     def counts(self, tenant: TenantIdentity) -> tuple[int, int]:
         """(products, open connections) of one tenant: what it may know, and no other."""

@@ -26,6 +26,7 @@ DEFAULT_LISTEN = "127.0.0.1:7401"
 _MAX_SOCKET_PATH = 100  # bytes; sockaddr_un holds 104 on the strictest systems
 
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+_Share = Annotated[float, msgspec.Meta(ge=0.01, le=1)]
 _Rate = Annotated[float, msgspec.Meta(gt=0, le=1e12)]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 
@@ -85,6 +86,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         max_handshakes: connections that have not authenticated; one more closes the oldest of the busiest network.
         handshake_share: of one core's time, what handshakes may take; a second's worth may be saved up. Then they wait,
             each network behind its own. Read again when the file changes.
+        handshake_share_serving: what they may take while products are answered, if that is less. Read again, too.
         min_transfer_mib_per_s: how slowly a matrix of more than a small request's bytes may come or go, on average,
             after the first seconds; bytes that somebody else could have are not held for whoever sends nothing.
         handshake_timeout_s: time for the whole TLS handshake.
@@ -101,7 +103,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_connections: _Count = 256
     max_connections_per_tenant: _Count = 64
     max_handshakes: _Count = 1024
-    handshake_share: Annotated[float, msgspec.Meta(ge=0.01, le=1)] = 0.25
+    handshake_share: _Share = 0.25
+    handshake_share_serving: _Share = 0.1
     min_transfer_mib_per_s: Annotated[float, msgspec.Meta(gt=0, le=1 << 20)] = 1.0
     handshake_timeout_s: _Seconds = 10.0
     frame_timeout_s: _Seconds = 60.0
@@ -114,6 +117,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ValueError("max_inflight_mib_per_tenant must hold a request and its reply: twice max_payload_mib")
         if 4 * self.max_inflight_mib_per_tenant > 3 * self.max_inflight_mib:
             raise ValueError("max_inflight_mib_per_tenant is more than three quarters of max_inflight_mib")
+
+    def share_of_handshakes(self, *, serving: bool) -> float:
+        """Of one core's time, while products are answered or while none are."""
+        return min(self.handshake_share, self.handshake_share_serving) if serving else self.handshake_share
 
     @property
     def small_request(self) -> int:

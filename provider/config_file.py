@@ -103,6 +103,7 @@ tenant_authority = "keys/authority.pem"
 # max_connections_per_tenant = 64
 # max_handshakes = 1024          # not authenticated yet; one more closes the oldest of the busiest network
 # handshake_share = 0.25         # of one core's time; whoever connects beyond that waits
+# handshake_share_serving = 0.1  # and while products are answered
 # min_transfer_mib_per_s = 1.0   # of a large matrix, either way
 # handshake_timeout_s = 10.0
 # frame_timeout_s = 60.0         # to finish a frame once begun

@@ -58,7 +58,6 @@ class Gateway:
         self._limits = config.limits
         self._credentials = credentials
         self._executor = executor
-        self._reception = Reception(config.listen, limits=config.limits, credentials=credentials, welcome=self._begin)
         self._service = Service(
             config=config,
             manifest=manifest,
@@ -69,6 +68,13 @@ class Gateway:
             quotas=QuotaGate(config.quota_of),
             usage=usage,
             started=time.monotonic(),
+        )
+        self._reception = Reception(
+            config.listen,
+            limits=config.limits,
+            credentials=credentials,
+            welcome=self._begin,
+            last_request=lambda: self._service.register.last_request,
         )
         self._lock = threading.Lock()
         self._threads: dict[threading.Thread, ssl.SSLSocket] = {}
@@ -104,7 +110,7 @@ class Gateway:
         return self._reception.handshakes
 
     def renew(self, config: ProviderConfig, credentials: Credentials) -> None:
-        """Take over new quotas, certificates and revocations, and the share of handshakes; who is not let in any more
+        """Take over new quotas, certificates and revocations, and the shares of handshakes; who is not let in any more
         is hung up on.
         """
         self._service.quotas.renew(config.quota_of)

@@ -6,6 +6,9 @@ handshakes never take more than their share of one core, however many clients th
 thread, or anything but its place among `strangers`, before it has authenticated. Whoever takes longer than
 `handshake_timeout_s` is dropped, and so is the oldest of the busiest network when there are too many.
 
+The share is smaller while products are answered: every handshake brings a connection with a thread, frames and an end,
+and tenants who wait for their rows want the same cores. While none are, a crowd that starts together comes in quickly.
+
 Which tenant a certificate stands for takes a quarter of a handshake to find out, and is remembered for as long as the
 authorities stay the same. Sessions are not resumed: OpenSSL takes as long for it, to within a twentieth.
 """
@@ -38,6 +41,7 @@ _BACKLOG = 1024
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _PAUSE_S = 0.1  # when the machine is out of descriptors or threads
 _REMEMBERED = 1024  # certificates
+_SERVING_S = 1.0  # since the last product; each bucket of `turns` holds as much
 
 
 class Handshakes(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +76,7 @@ class Reception:
         limits: of those who have not authenticated.
         credentials: who this provider is, and whom it lets in.
         welcome: takes over a connection, and must not wait; RuntimeError if it cannot, and it is closed.
+        last_request: when a product was answered last, by `time.monotonic`.
     """
 
     def __init__(
@@ -81,12 +86,15 @@ class Reception:
         limits: Limits,
         credentials: Credentials,
         welcome: Callable[[ssl.SSLSocket, Peer], None],
+        last_request: Callable[[], float],
     ) -> None:
         self._timeout_s = limits.handshake_timeout_s
         self._credentials = credentials
         self._welcome = welcome
+        self._last_request = last_request
+        self._share = limits.share_of_handshakes
         self._strangers = Strangers(limits.max_handshakes)
-        self._turns = Turns(limits.handshake_share, time.monotonic())
+        self._turns = Turns(self._share(serving=False), time.monotonic())
         self._known: OrderedDict[tuple[ssl.SSLContext, bytes], Peer] = OrderedDict()
         self._outcomes: Counter[str] = Counter()
         self._since: dict[Stranger, float] = {}  # when its turn could have begun
@@ -124,7 +132,7 @@ class Reception:
 
     def renew(self, limits: Limits, credentials: Credentials) -> None:
         """For connections that come from now on."""
-        self._turns.share = limits.handshake_share
+        self._share = limits.share_of_handshakes
         self._credentials = credentials
         self._known = OrderedDict()  # lets go of the context before
 
@@ -156,7 +164,7 @@ class Reception:
         now, deadline = time.monotonic(), self._strangers.next_deadline
         times = [] if deadline is None else [max(0.0, deadline - now)]
         if self._turns:
-            times.append(self._turns.delay(now))
+            times.append(self._delay(now))
         return min(times, default=None)
 
     def _attempt(self, step: Callable[[], None]) -> None:
@@ -199,6 +207,11 @@ class Reception:
 
     # Handshakes
 
+    def _delay(self, now: float) -> float:
+        """Seconds until somebody's turn, by the share of this moment."""
+        self._turns.share = self._share(serving=now - self._last_request() < _SERVING_S)
+        return self._turns.delay(now)
+
     def _line_up(self, stranger: Stranger) -> None:
         self._selector.unregister(stranger.socket)
         self._turns.wait(stranger)
@@ -209,11 +222,11 @@ class Reception:
         now = time.monotonic()
         if not self._turns:
             self._paced = False
-        elif self._turns.delay(now):
+        elif self._delay(now):
             if not self._paced:
                 self._paced = True
                 address, waiting = self._turns.longest
-                log.often("handshakes_wait", address=address, waiting=waiting)
+                log.often("handshakes_wait", address=address, waiting=waiting, share=self._turns.share)
         else:
             stranger, begun = self._turns.take(), time.thread_time()
             self._waited_s += now - self._since.pop(stranger)

@@ -164,7 +164,12 @@ class Provider:
         if self._announcer is not None:
             self._announcer.now()
         chosen = msgspec.structs.replace(config.model, layers=self.config.model.layers)  # if they were left to us
-        renewed = msgspec.structs.replace(config.limits, handshake_share=self.config.limits.handshake_share)
+        before = self.config.limits
+        renewed = msgspec.structs.replace(
+            config.limits,
+            handshake_share=before.handshake_share,
+            handshake_share_serving=before.handshake_share_serving,
+        )
         fixed = msgspec.structs.replace(
             config,
             limits=renewed,

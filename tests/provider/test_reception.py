@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import signal
 import socket
 import ssl
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
+import torch
 
 from provider import logs, top
 from provider.config import MetricsConfig
@@ -24,7 +26,7 @@ from symbiosis_priv import wire
 from symbiosis_priv.addresses import parse_address
 
 if TYPE_CHECKING:
-    from tests.provider.conftest import Configure, Connect, Keys, Launch
+    from tests.provider.conftest import Configure, Connect, Keys, Launch, Requests
 
 SHARE = 0.02  # some twenty handshakes a second
 
@@ -75,6 +77,27 @@ def test_a_crowd_at_the_door_has_its_share_and_keeps_nobody_out(
         assert "127.0.0.9" in {fields["address"] for fields in named}
 
 
+def test_handshakes_have_a_smaller_share_while_products_are_answered(
+    configure: Configure, connect: Connect, keys: Keys, requests: Requests
+) -> None:
+    execute, _ = requests
+    row = torch.ones(1, 64, dtype=torch.int32)
+    with Provider(configure(handshake_share=1.0, handshake_share_serving=SHARE)) as provider:
+        client = connect(to=provider)
+        client.product(execute(0, 1), row)
+        with crowd(provider.address, keys, source="127.0.0.9", threads=8):
+            begun, before = time.monotonic(), provider.status().handshakes
+            while time.monotonic() < begun + 1.5 or not provider.status().handshakes.waiting:
+                assert time.monotonic() < begun + 20
+                client.product(execute(0, 1), row)
+            elapsed, serving = time.monotonic() - begun, provider.status().handshakes
+            assert serving.seconds - before.seconds <= SHARE * (elapsed + 1) + 0.02
+            resting = time.monotonic()
+            while provider.status().handshakes.accepted < serving.accepted + 400:
+                assert time.monotonic() < resting + 15  # it would take twenty seconds of the smaller share
+                time.sleep(0.01)
+
+
 def test_a_new_share_is_taken_over_while_it_runs(configure: Configure, launch: Launch, keys: Keys) -> None:
     config = configure(handshake_share=0.01)
     service = launch(msgspec.structs.replace(config, metrics=MetricsConfig(listen="127.0.0.1:0")))
@@ -84,6 +107,7 @@ def test_a_new_share_is_taken_over_while_it_runs(configure: Configure, launch: L
 
     with crowd(service.address, keys, source="127.0.0.9", threads=8):
         text = service.config_file.read_text()
+        text = text.replace("handshake_share_serving = 0.1", "handshake_share_serving = 0.2")
         service.config_file.write_text(text.replace("handshake_share = 0.01", "handshake_share = 1.0"))
         service.process.send_signal(signal.SIGHUP)
         before, deadline = accepted(), time.monotonic() + 20
@@ -121,7 +145,13 @@ def test_a_door_that_has_closed_by_itself_can_be_closed(configure: Configure) ->
     """Its thread may see that it is over before it is woken."""
     config = configure()
     credentials = Credentials.load(config.tls)
-    door = Reception("127.0.0.1:0", limits=config.limits, credentials=credentials, welcome=lambda *_: None)
+    door = Reception(
+        "127.0.0.1:0",
+        limits=config.limits,
+        credentials=credentials,
+        welcome=lambda *_: None,
+        last_request=lambda: -math.inf,
+    )
     door.start()
     door.stop(10.0)
     door.stop(10.0)

@@ -16,7 +16,6 @@ import os
 import select
 import socket
 import ssl
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -78,7 +77,7 @@ class Line:
         self._context, self._waiting = context, waiting
         self._socket: socket.socket | None = None
         self._records: RecordStream | None = None
-        self._shut = threading.Event()
+        self._shut = False
         self._end: select.poll | None = None  # while there is a connection
         self._record, self._ahead = bytearray(_RECORD), memoryview(b"")  # what came with what was asked for
         self._heard = False  # a refused certificate shows up at the first read, see tls
@@ -175,7 +174,7 @@ class Line:
 
     def shut(self) -> None:
         """From any thread: whoever waits on this line fails now, and nobody can use it again. Frees nothing."""
-        self._shut.set()
+        self._shut = True
         if (connection := self._socket) is not None:
             with contextlib.suppress(OSError):  # wakes whoever waits for it
                 connection.shutdown(socket.SHUT_RDWR)
@@ -237,7 +236,7 @@ class Line:
 
     def _within(self, deadline: float, operation: Callable[[float], T], why: str) -> T:
         """What an operation gives that is told how long it may take, again from slice to slice up to the deadline."""
-        while (left := deadline - time.monotonic()) > 0 and not self._shut.is_set():
+        while (left := deadline - time.monotonic()) > 0 and not self._shut:
             try:
                 return operation(min(left, SLICE_S))
             except TimeoutError:

@@ -13,7 +13,6 @@ handed out by `RowCounter` exactly once, and neither secret nor counter survives
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import sys
 import threading
@@ -109,13 +108,11 @@ class Keystream:
             RangeError: as for `expand`; nothing was changed.
         """
         entries = matrix.numpy()  # whose additions begin at once, and in this thread
-        rows, step = len(entries), max(1, _PIECE // (4 * self._padded))
-        with contextlib.suppress(IndexError):
-            begins, ahead = self._ahead.pop()
-            if begins == first_row and len(ahead) == rows:
-                np.add(entries, ahead, out=entries)
-                return
-        cipher = self._cipher(first_row, rows)
+        rows = len(entries)
+        if (ahead := self._made_ahead(first_row, rows)) is not None:
+            np.add(entries, ahead, out=entries)
+            return
+        cipher, step = self._cipher(first_row, rows), max(1, _PIECE // (4 * self._padded))
         space = np.empty(min(step, rows) * self._padded + _SLACK, dtype=np.int32)
         for start in range(0, rows, step):
             piece = entries[start : start + step]
@@ -123,6 +120,14 @@ class Keystream:
             _encrypt(cipher, space[: words + _SLACK])
             np.add(piece, space[:words].reshape(len(piece), self._padded)[:, : self._width], out=piece)
         self._idle.append(cipher)
+
+    def _made_ahead(self, first_row: int, rows: int) -> NDArray[np.int32] | None:
+        """These rows, if they are at hand; what was at hand is not, from now on."""
+        try:
+            first, ahead = self._ahead.pop()
+        except IndexError:
+            return None
+        return ahead if first == first_row and len(ahead) == rows else None
 
     def _cipher(self, first_row: int, rows: int) -> CipherContext:
         """One that gives the keystream from a row on, and that nobody else uses until it is put back."""

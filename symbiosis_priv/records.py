@@ -135,7 +135,8 @@ class RecordStream:
         """
         to_arrive = promised - self._incoming.pending - _BEGUN
         much = to_arrive >= _READ
-        self._await(_READ if much else 1)
+        if (size := _READ if much else 1) != self._awaited:
+            self._await(size)
         # a read that has taken a part and waits for the rest is woken by as much again, which may not be to come
         if much and not self._arrival.poll(1e3 * self._timeout):
             raise TimeoutError(_LATE)
@@ -148,10 +149,9 @@ class RecordStream:
 
     def _await(self, size: int) -> None:
         """From now on the system says that something is here when so many bytes are, or the end."""
-        if self._awaited != size:
-            self._awaited = size
-            with contextlib.suppress(OSError):  # a system that cannot do it
-                self._raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
+        self._awaited = size
+        with contextlib.suppress(OSError):  # a system that cannot do it
+            self._raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
 
     def _flush(self, until: float) -> None:
         while self._to_send or self._outgoing.pending:

@@ -18,7 +18,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
@@ -30,7 +29,7 @@ from symbiosis_priv.keystream import Keystream, SessionSecret, mask_key
 from symbiosis_priv.ring import Direction
 from tenant.facts import GroupFacts
 from tenant.routing.route import Route
-from tenant.worker import Worker
+from tenant.worker import Promise, Worker
 
 log = logging.getLogger(__name__)
 
@@ -45,29 +44,19 @@ _NEVER = (
 
 @dataclass(frozen=True)
 class Share:
-    """What one seed gives to a pad: rows of its keystream, and the promise of their effect.
+    """What one seed gives to pads that were drawn together: rows of its keystream, and the promise of their effect.
 
     Args:
         holder: who else knows the seed and computes the effect; None if it is the tenant itself.
         keystream: of this seed, layer group and direction.
         first_row: of the keystream.
-        effect: int32 `[offset + r or more, o]`, unverified.
-        offset: where these rows begin in it.
+        effect: int32 `[r, o]`, unverified.
     """
 
     holder: Peer | None
     keystream: Keystream
     first_row: int
-    effect: Future[Tensor]
-    offset: int = 0
-
-    def rows_of_effect(self, rows: int) -> Tensor:
-        """So many rows of the effect, int32 `[rows, o]`. Raises what became of a broken promise."""
-        return some_rows(self.effect.result(), self.offset, rows)
-
-    def shifted(self, rows: int) -> Share:
-        """From a later row on."""
-        return Share(self.holder, self.keystream, self.first_row + rows, self.effect, self.offset + rows)
+    effect: Promise[Tensor]
 
 
 @dataclass(frozen=True)
@@ -75,20 +64,26 @@ class Pad:
     """Mask rows, which nobody has seen before, and the promises of their effects. Used once.
 
     The mask is the sum of the shares' keystreams, made where it is added: a pad takes no memory but its effects'.
+
+    Args:
+        rows: how many of each share's rows.
+        shares: what the pad is made of.
+        start: where its rows begin in each share.
     """
 
     rows: int
     shares: tuple[Share, ...]
+    start: int = 0
 
     def put_on(self, rows: Tensor) -> None:
         """Add the mask to int32 rows `[r, d]`, in place."""
         for share in self.shares:
-            share.keystream.add_to(rows, first_row=share.first_row)
+            share.keystream.add_to(rows, first_row=share.first_row + self.start)
 
     def make_next(self) -> None:
         """Make the masks that come after these, which are likely to be the next ones to be put on."""
         for share in self.shares:
-            share.keystream.make_ahead(share.first_row + self.rows, self.rows)
+            share.keystream.make_ahead(share.first_row + self.start + self.rows, self.rows)
 
     def take_off(self, rows: Tensor) -> None:
         """Subtract it again, in place."""
@@ -98,7 +93,7 @@ class Pad:
 
     def effects(self) -> list[Tensor]:
         """Every share's effect, int32 `[r, o]` each. Raises what became of a broken promise."""
-        return [share.rows_of_effect(self.rows) for share in self.shares]
+        return [some_rows(share.effect.result(), self.start, self.rows) for share in self.shares]
 
     def holders(self) -> list[Peer]:
         """Who else computes its effects."""
@@ -106,8 +101,7 @@ class Pad:
 
     def split(self, rows: int) -> tuple[Pad, Pad]:
         """Two pads over disjoint rows."""
-        rest = tuple(share.shifted(rows) for share in self.shares)
-        return Pad(rows, self.shares), Pad(self.rows - rows, rest)
+        return Pad(rows, self.shares, self.start), Pad(self.rows - rows, self.shares, self.start + rows)
 
 
 class EffectSource(ABC):

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from symbiosis_priv import wire
-from symbiosis_priv.federation import Peer
 from symbiosis_priv.manifest import GroupEntry
 from symbiosis_priv.modular import Column
 from symbiosis_priv.passes import unmask
 from symbiosis_priv.ring import Direction
-from tenant.noise import Pad, Share, some_rows
+from tenant.noise import Pad, some_rows
 from tenant.rows import Rows
 
 _MOST_PIECES = 4  # of a product, per executor: many small ones cost more than they hide
@@ -33,6 +32,11 @@ class Part:
         expected: int64 `[r]`, what R makes of their true product.
         pads: for these rows; none without masking.
         outputs: columns of the answer.
+
+    Attributes:
+        size: bytes, rows and answer together.
+        shares: all that its pads are made of.
+        holders: who else knows a seed of them.
         requests: as they were sent, by (to whom, rows of each): who is asked again gets identical bytes, nonce
             included.
     """
@@ -46,19 +50,17 @@ class Part:
     expected: Tensor
     pads: Sequence[Pad]
     outputs: int
-    requests: dict[tuple[Hashable, int], list[wire.Execute]] = field(default_factory=dict)
-    _holders: list[Peer] | None = field(default=None, init=False)
+    requests: dict[tuple[Hashable, int], list[wire.Execute]] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        rows, width = self.sent.shape
+        self.size = wire.ITEM_BYTES * rows * (width + self.outputs)
+        self._look_at_pads()
 
     def put_on_pads(self) -> None:
         """Mask the rows. They are what is sent from now on, and they do not change again (rule 3)."""
-        for pad, first in _placed(self.pads):
+        for pad, first in self._places:
             pad.put_on(some_rows(self.sent, first, pad.rows))
-
-    @property
-    def size(self) -> int:
-        """Bytes, rows and answer together."""
-        rows, width = self.sent.shape
-        return wire.ITEM_BYTES * rows * (width + self.outputs)
 
     def change_pads(self, spoilt: Callable[[Pad], bool], draw: Callable[[int], Pad]) -> int:
         """Take rows off pads and put them on fresh ones: another content from now on, for which nothing of the old
@@ -72,7 +74,7 @@ class Part:
             How many rows have changed.
         """
         changed, pads = 0, list(self.pads)
-        for number, (pad, first) in enumerate(_placed(self.pads)):
+        for number, (pad, first) in enumerate(self._places):
             if spoilt(pad):
                 fresh = draw(pad.rows)
                 rows = some_rows(self.sent, first, pad.rows)
@@ -80,26 +82,26 @@ class Part:
                 fresh.put_on(rows)
                 pads[number] = fresh
                 changed += pad.rows
-        self.pads, self._holders = pads, None
+        self.pads = pads
+        self._look_at_pads()
         self.requests.clear()
         return changed
-
-    def shares(self) -> list[Share]:
-        """All that its pads are made of."""
-        return [share for pad in self.pads for share in pad.shares]
-
-    def holders(self) -> list[Peer]:
-        """Who else knows a seed of its pads."""
-        if self._holders is None:  # asked before and after every request
-            self._holders = list(dict.fromkeys(holder for pad in self.pads for holder in pad.holders()))
-        return self._holders
 
     def decode(self, answer: Tensor) -> bool:
         """Take the effects off an answer and hand it on, if it is the product; see `Rows.decode`."""
         if not self.pads:
             return self._decode(answer, 0, self.sent.shape[0], [])
-        places = [(first, pad.rows, pad.effects()) for pad, first in _placed(self.pads)]
-        return all(self._decode(answer, first, count, effects) for first, count, effects in places)
+        return all(self._decode(answer, first, pad.rows, pad.effects()) for pad, first in self._places)
+
+    def _look_at_pads(self) -> None:
+        """What is asked of the pads several times for every request."""
+        self._places: list[tuple[Pad, int]] = []  # one below the other, and the row where each begins
+        first = 0
+        for pad in self.pads:
+            self._places.append((pad, first))
+            first += pad.rows
+        self.shares = [share for pad in self.pads for share in pad.shares]
+        self.holders = tuple(dict.fromkeys([share.holder for share in self.shares if share.holder is not None]))
 
     def _decode(self, answer: Tensor, first: int, count: int, effects: Sequence[Tensor]) -> bool:
         real = min(max(self.rows.count - self.start - first, 0), count)
@@ -113,10 +115,11 @@ class Part:
             )
             if zeros is None or not real:
                 return zeros is not None
+            effects = [effect[:real] for effect in effects]
         return self.rows.decode(
             self.start + first,
             some_rows(answer, first, real),
-            effects=[some_rows(effect, 0, real) for effect in effects],
+            effects=effects,
             column=self.column,
             expected=some_rows(self.expected, first, real),
         )
@@ -131,11 +134,3 @@ def piece_rows(count: int, group: GroupEntry, *, piece_bytes: int, executors: in
 def product_bytes(count: int, group: GroupEntry) -> int:
     """Bytes of a product of so many rows, both ways."""
     return wire.ITEM_BYTES * count * (group.inputs + group.stacked_outputs)
-
-
-def _placed(pads: Sequence[Pad]) -> Iterator[tuple[Pad, int]]:
-    """Pads one below the other, and the row where each begins."""
-    first = 0
-    for pad in pads:
-        yield pad, first
-        first += pad.rows

@@ -18,7 +18,28 @@ from symbiosis_priv.errors import SymbiosisError
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_Job = tuple[Future[Any], Callable[[], Any]]
+
+
+class Promise(Future[T]):
+    """A future that needs no lock once its result is there: a product asks several times for what came long before."""
+
+    _kept: T | None = None
+
+    def set_result(self, result: T) -> None:
+        super().set_result(result)
+        self._kept = result
+
+    def done(self) -> bool:
+        return self._kept is not None or super().done()
+
+    def result(self, timeout: float | None = None) -> T:
+        return super().result(timeout) if self._kept is None else self._kept
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        return super().exception(timeout) if self._kept is None else None
+
+
+_Job = tuple[Promise[Any], Callable[[], Any]]
 
 
 class Worker:
@@ -34,9 +55,9 @@ class Worker:
         self._lock = threading.Lock()
         self._started = self._stopped = False
 
-    def submit(self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+    def submit(self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Promise[T]:
         """Queue a job. Once the worker is stopped, the future fails with `SymbiosisError`."""
-        future: Future[T] = Future()
+        future: Promise[T] = Promise()
         with self._lock:
             if self._stopped:
                 _refuse(future)

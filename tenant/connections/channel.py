@@ -2,9 +2,10 @@
 
 A request is a fixed run of bytes. `attempt` sends it once. `request` persists: if the connection breaks or the provider
 is busy, the *same bytes* are sent again on a new one, until the deadline. Providers keep no state between requests, so
-this is safe, and it never draws a second mask for the same row (rule 3). Whatever comes back is checked against the
-request it should answer (rule 7) before memory is taken for it. Waiting is always bounded by the request's deadline,
-and `tenant.connections.notices` may say what is being waited for.
+this is safe, and it never draws a second mask for the same row (rule 3). Memory for an answer is as large as the
+request makes it, whatever comes, and is taken while the answer is under way; what has come is checked against the
+request that it should answer (rule 7) before it is used. Waiting is always bounded by the request's deadline, and
+`tenant.connections.notices` may say what is being waited for.
 """
 
 from __future__ import annotations
@@ -126,6 +127,11 @@ class Channel:
         """The same, tried once; see `attempt`."""
         return self._used(self._once, self._connect, deadline, began=since, wanted=wanted)
 
+    def heard(self) -> wire.Welcome | None:
+        """The same without waiting: None if there is no connection, or the provider has left it."""
+        with self._lock:
+            return self._heard()
+
     def request(self, message: wire.Execute | wire.Effect, payload: Tensor | None, *, outputs: int) -> Tensor:
         """Send a request and wait for its answer.
 
@@ -159,7 +165,7 @@ class Channel:
         since: float | None = None,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> Tensor:
-        """The same, tried once, right after a `greet`: whether the provider has left is not looked at again.
+        """The same, tried once, right after it was heard: whether the provider has left is not looked at again.
 
         Args:
             deadline: on the clock of `time.monotonic`.
@@ -261,56 +267,59 @@ class Channel:
             self._wiretap.sent(self.peer, message, payload)
         line.send(message, payload, deadline=deadline)
         meanwhile()
-        reply, answer = self._receive(line, message, outputs, deadline)
+        answer = self._buffers.matrix(message.rows, outputs, dtype=wire.payload_dtype(message.arithmetic))
+        reply = self._receive(line, answer, deadline)
         if self._wiretap:
-            self._wiretap.received(self.peer, reply, answer)
+            self._wiretap.received(self.peer, reply, answer if isinstance(reply, wire.Result) else None)
         self.traffic.round_trips += 1
         if isinstance(reply, wire.Failure):
             raise self._failure(reply)
-        if not isinstance(reply, wire.Result) or answer is None or not reply.answers(message):
+        if not isinstance(reply, wire.Result) or not reply.answers(message):
             raise ProtocolError(f"{self._name} answered another request than the one it was asked")
         return answer
 
     def _connect(self, deadline: float) -> wire.Welcome:
-        if self._welcome is None or self._line is None or self._line.peer_left():
-            self._drop()
-            if self._closed.is_set():
-                raise ConnectionLostError(f"{self._name} is asked no more")
-            line = self._line = Line(
-                self._name,
-                host=self.peer.host,
-                port=self.peer.port,
-                pins=self.peer.pins,
-                context=self._context,
-                traffic=self.traffic,
-                waiting=self._say,
-            )
-            if self._closed.is_set():  # since: `close` has not seen this line
-                line.shut()
-            line.open(deadline)
-            line.send(self._hello, deadline=deadline)
-            reply, _ = line.receive(max_payload=0, deadline=deadline)
-            if isinstance(reply, wire.Failure):
-                raise self._failure(reply)
-            if not isinstance(reply, wire.Welcome) or reply.model_digest != self._hello.model_digest:
-                raise ProtocolError(f"{self._name} does not serve the pinned model")
-            self._welcome = reply
-        return self._welcome
+        if (welcome := self._heard()) is not None:
+            return welcome
+        self._drop()
+        if self._closed.is_set():
+            raise ConnectionLostError(f"{self._name} is asked no more")
+        line = self._line = Line(
+            self._name,
+            host=self.peer.host,
+            port=self.peer.port,
+            pins=self.peer.pins,
+            context=self._context,
+            traffic=self.traffic,
+            waiting=self._say,
+        )
+        if self._closed.is_set():  # since: `close` has not seen this line
+            line.shut()
+        line.open(deadline)
+        line.send(self._hello, deadline=deadline)
+        reply, _ = line.receive(max_payload=0, deadline=deadline)
+        if isinstance(reply, wire.Failure):
+            raise self._failure(reply)
+        if not isinstance(reply, wire.Welcome) or reply.model_digest != self._hello.model_digest:
+            raise ProtocolError(f"{self._name} does not serve the pinned model")
+        self._welcome = reply
+        return reply
 
-    def _receive(
-        self, line: Line, request: wire.Binding, outputs: int, deadline: float
-    ) -> tuple[wire.Reply, Tensor | None]:
-        size = request.rows * outputs * wire.ITEM_BYTES
-        reply, payload_size = line.receive(max_payload=size, deadline=deadline)
+    def _heard(self) -> wire.Welcome | None:
+        return None if self._line is None or self._line.peer_left() else self._welcome
+
+    def _receive(self, line: Line, answer: Tensor, deadline: float) -> wire.Reply:
+        """A reply; if it is a result, its payload is in `answer` now."""
+        space = wire.as_bytes(answer)
+        reply, payload_size = line.receive(max_payload=len(space), deadline=deadline)
         if not isinstance(reply, wire.Result):
             if payload_size:
                 raise ProtocolError(f"{self._name} sent a payload where none belongs")
-            return reply, None
-        if payload_size != size:
-            raise ProtocolError(f"{self._name} sent {payload_size} bytes where {request.rows} rows of {outputs} belong")
-        answer = self._buffers.matrix(request.rows, outputs, dtype=wire.payload_dtype(request.arithmetic))
-        line.fill(wire.as_bytes(answer), deadline=deadline)
-        return reply, answer
+            return reply
+        if payload_size != len(space):
+            raise ProtocolError(f"{self._name} sent {payload_size} bytes where {len(space)} belong")
+        line.fill(space, deadline=deadline)
+        return reply
 
     def _say(self, deadline: float, why: str) -> None:
         if self._wanted():

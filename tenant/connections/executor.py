@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -23,6 +24,7 @@ LANES: Final = 2
 """Connections for one product: on one something travels while the other's rows are multiplied."""
 MOST_LANES: Final = 8
 """For products of several threads; a provider allows one tenant 64 by default."""
+_REMEMBERED: Final = 1024  # widths times providers
 
 
 class Executor:
@@ -89,11 +91,11 @@ class Executor:
             if self.route.health.state is State.DOWN and before is not State.DOWN:
                 raise ConnectionLostError(f"{self.route} was lost while its connections were in use")
             until = min(deadline, time.monotonic() + patience_s)
-            welcome = self.route.welcome = channel.greet(deadline=until, since=since)
+            welcome = self.route.welcome = channel.heard() or channel.greet(deadline=until, since=since)
             if not self.route.serves(part.index):
                 raise ConnectionLostError(f"{self.route} does not serve {facts.entry.name} any more")
             started = time.monotonic()
-            limit = row_limit(facts, welcome)
+            limit = row_limit(facts.widest, welcome)
             pieces = part.sent.split(limit) if part.sent.shape[0] > limit else [part.sent]
             for request, rows in zip(self._requests(part, pieces, limit), pieces, strict=True):
                 answers.append(
@@ -121,6 +123,7 @@ class Executor:
         return requests
 
 
-def row_limit(facts: GroupFacts, welcome: wire.Welcome) -> int:
-    """Rows of one request that fit a provider's limits, both ways."""
-    return max(1, min(welcome.max_rows, welcome.max_payload // (wire.ITEM_BYTES * facts.widest)))
+@functools.lru_cache(_REMEMBERED)  # every product asks it of everybody
+def row_limit(widest: int, welcome: wire.Welcome) -> int:
+    """Rows of one request that fit a provider's limits, both ways; of so many columns."""
+    return max(1, min(welcome.max_rows, welcome.max_payload // (wire.ITEM_BYTES * widest)))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 
 from torch import Tensor
 
@@ -24,6 +23,7 @@ from tenant.noise import joined
 from tenant.routing.health import State
 from tenant.routing.route import Route
 from tenant.routing.routes import Routes
+from tenant.worker import Promise
 
 
 class Helper:
@@ -45,7 +45,7 @@ class Helper:
 
     def submit(
         self, index: int, direction: Direction, facts: GroupFacts, *, first_row: int, rows: int, ahead: bool
-    ) -> Future[Tensor]:
+    ) -> Promise[Tensor]:
         """Ask for the effect of rows of its keystream; unverified."""
         channel = self.channels[ahead]
         return channel.worker.submit(self._effect, channel, index, direction, facts, first_row, rows)
@@ -62,7 +62,7 @@ class Helper:
             welcome = channel.welcome() if persists else channel.greet(deadline=until)
             self._routes.greeted(self.route, welcome)
             started, effects = time.monotonic(), []
-            step = row_limit(facts, welcome)
+            step = row_limit(facts.widest, welcome)
             for first in range(first_row, first_row + rows, step):
                 request = wire.Effect(
                     nonce=fresh_nonce(),

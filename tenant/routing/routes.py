@@ -106,6 +106,15 @@ class Routes:
         serving = [route for route in self.executors if route.serves(group) and route.peer not in self.quarantined]
         return self._admissible(serving, holders) if holders else serving
 
+    def may_see(self, route: Route, group: int, holders: Collection[Peer]) -> bool:
+        """Whether an executor is one of those, now."""
+        return (
+            route in self.executors
+            and route.serves(group)
+            and route.peer not in self.quarantined
+            and (not holders or self._admits(route.peer, tuple(holders)))
+        )
+
     def choose(
         self, group: int, size: int, *, holders: Collection[Peer] | None, prefer: Route | None = None
     ) -> Route | None:

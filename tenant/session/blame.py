@@ -46,7 +46,7 @@ class Blame:
             VerificationError: those who are left cannot make the product.
         """
         with self.gate:
-            involved = [executor := route.peer, *part.holders()]
+            involved = [executor := route.peer, *part.holders]
             # another part may have found somebody out just now, and the keys that tell are gone by now
             found = [peer for peer in involved if peer in self.routes.quarantined] or liars(
                 self.preparation, executor, part, answer
@@ -112,19 +112,18 @@ def liars(preparation: Preparation, executor: Peer, part: Part, answer: Tensor) 
         part: what it was asked; its effects are there.
         answer: int32 `[r, o]`, refused.
     """
-    others = [(pad, share) for pad in part.pads for share in pad.shares if share.holder is not None]
-    if not others:
+    if not part.holders:
         return [executor]
     accepts = functools.partial(preparation.blame.accepts, part.index, part.direction)
     found: list[Peer] = []
     try:
         if not accepts(rows=part.sent, answer=answer):
             found.append(executor)
-        for pad, share in others:
-            assert share.holder is not None
-            mask = share.keystream.expand(share.first_row, pad.rows)
-            if not accepts(rows=mask, answer=share.rows_of_effect(pad.rows)):
-                found.append(share.holder)
+        for pad in part.pads:
+            for share, effect in zip(pad.shares, pad.effects(), strict=True):
+                mask = share.keystream.expand(share.first_row + pad.start, pad.rows)
+                if share.holder is not None and not accepts(rows=mask, answer=effect):
+                    found.append(share.holder)
     except (OSError, SafetensorError) as error:
         log.error("cannot read the keys that say who lied: %s", error)
     return found

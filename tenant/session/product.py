@@ -38,6 +38,7 @@ from symbiosis_priv.errors import (
     QuarantinedError,
     TransportError,
 )
+from symbiosis_priv.modular import Column
 from symbiosis_priv.ring import Direction
 from tenant.connections.executor import Executor
 from tenant.connections.lanes import LanesInUseError
@@ -53,7 +54,7 @@ from tenant.session.pieces import share
 from tenant.session.runtime import Runtime
 from tenant.session.tally import Tally
 from tenant.session.turn import Turn
-from tenant.spans import span
+from tenant.spans import clock, took
 
 _LOOK_AGAIN_S = 1.0  # whether by now there is another helper to ask
 
@@ -81,23 +82,24 @@ class Products:
     def multiply(self, index: int, direction: Direction, rows: Rows) -> None:
         """One exact product; see `backend.RingProduct`."""
         self.routes.check(index)
-        xq, expected = self._encoded(index, direction, rows)
+        column, products = self.preparation.keys.columns(index, direction)
+        xq, expected = self._encoded(index, direction, rows, products)
         self.runtime.greeter.meet()
         self.runtime.sweep()
         limit = self.runtime.row_limit(index)
         executors = self._sharers(index, xq, limit)
-        parts = self._parts(index, direction, rows, xq, expected, limit=limit, executors=max(1, len(executors)))
+        parts = self._parts(index, direction, rows, xq, column, expected, limit=limit, executors=max(1, len(executors)))
         share(parts, executors, self._masked)
         self.tally.add(products=1, rows=rows.count)
 
-    def _encoded(self, index: int, direction: Direction, rows: Rows) -> tuple[Tensor, Tensor]:
-        """All rows in the ring, filled up with zeros to the bucket, and what R makes of their true product."""
-        _, products = self.preparation.keys.columns(index, direction)
+    def _encoded(self, index: int, direction: Direction, rows: Rows, products: Column) -> tuple[Tensor, Tensor]:
+        """All rows in the ring, filled up with zeros to the bucket, and what R makes of their true product, by V."""
         count = self._bucketed(rows)
         xq = self.runtime.buffers.matrix(count, self.preparation.facts[index].inputs(direction))
         expected = torch.empty(count, dtype=torch.int64, device="cpu")
-        with span("quantise"):
-            rows.encode(some_rows(xq, 0, rows.count), column=products, expected=some_rows(expected, 0, rows.count))
+        began = clock()
+        rows.encode(some_rows(xq, 0, rows.count), column=products, expected=some_rows(expected, 0, rows.count))
+        took("quantise", since=began)
         if rows.count < count:
             xq[rows.count :] = 0
             expected[rows.count :] = 0
@@ -121,6 +123,7 @@ class Products:
         direction: Direction,
         rows: Rows,
         xq: Tensor,
+        column: Column,
         expected: Tensor,
         *,
         limit: int,
@@ -128,14 +131,14 @@ class Products:
     ) -> list[Part]:
         """Under pads that were burnt for them, in requests of a size that everybody takes."""
         facts = self.preparation.facts[index]
-        column, _ = self.preparation.keys.columns(index, direction)
         count, outputs = xq.shape[0], facts.outputs(direction)
         piece = piece_rows(count, facts.entry, piece_bytes=self.options.piece_bytes, executors=executors)
         parts = []
         for first in range(0, count, limit):
             end = min(first + limit, count)
-            with span("take pads"):
-                pads = self.runtime.take(index, direction, end - first)
+            began = clock()
+            pads = self.runtime.take(index, direction, end - first)
+            took("take pads", since=began)
             for start in range(first, end, piece):
                 size = min(piece, end - start)
                 mine, pads = cut(pads, size)
@@ -145,26 +148,30 @@ class Products:
 
     def _masked(self, part: Part, seat: Route | None) -> None:
         """The product of some rows, by whoever can be had; `seat` is asked first."""
-        with span("mask"):
-            part.put_on_pads()
+        began = clock()
+        part.put_on_pads()
+        took("mask", since=began)
         turn = Turn(self.options, self.runtime)
         while True:
             self._drop_spoilt_pads(part, turn)
             route = self._next(part, seat, turn)
-            with span("network + product"):
-                answer = self._ask(route, part, turn)
+            began = clock()
+            answer = self._ask(route, part, turn)
+            took("network + product", since=began)
             if answer is None:
                 continue
-            with span("wait for effects"):
-                complete = self._wait_for_effects(part, turn)
+            began = clock()
+            complete = self._wait_for_effects(part, turn)
+            took("wait for effects", since=began)
             if not complete:
                 continue
-            with span("unmask + verify + dequantise"):
-                passed = part.decode(answer)
+            began = clock()
+            passed = part.decode(answer)
+            took("unmask + verify + dequantise", since=began)
             if passed:
-                effects = sum(pad.rows for pad in part.pads if pad.holders())
-                self.tally.add(answers_verified=part.sent.shape[0], effects_verified=effects)
-                self.routes.credit(route, part.holders())
+                count = part.sent.shape[0]
+                self.tally.add(answers_verified=count, effects_verified=count if part.holders else 0)
+                self.routes.credit(route, part.holders)
                 turn.over(route, self.tally)
                 return
             self.blame.accuse(route, part, answer, turn)
@@ -180,7 +187,7 @@ class Products:
         while True:
             self.runtime.greeter.revive()
             self.blame.check(part, turn)
-            route = self.routes.choose(part.index, part.size, holders=part.holders(), prefer=seat)
+            route = self.routes.choose(part.index, part.size, holders=part.holders, prefer=seat)
             other = None if route else self.routes.choose(part.index, part.size, holders=None)
             if route is None and other is None:
                 self.runtime.greeter.revive(urgent=self.routes.executors)
@@ -197,7 +204,7 @@ class Products:
 
     def _ask(self, route: Route, part: Part, turn: Turn) -> Tensor | None:
         """An executor's answer, unverified; None if there is none, and somebody may be asked next."""
-        if route not in self.routes.able(part.index, part.holders()):  # the last word before rows leave (rule 8)
+        if not self.routes.may_see(route, part.index, part.holders):  # the last word before rows leave (rule 8)
             self.routes.given_up(route)
             return None
         left = turn.deadline - time.monotonic()
@@ -258,9 +265,8 @@ class Products:
         Raises:
             SymbiosisError: they are not, and nobody else can make them.
         """
-        shares = part.shares()
         self._wait_patiently(part, turn)
-        for share_ in shares:
+        for share_ in part.shares:
             if share_.holder in turn.late:
                 return False
             error = share_.effect.exception()
@@ -282,9 +288,9 @@ class Products:
 
     def _wait_patiently(self, part: Part, turn: Turn) -> None:
         """Until all effects are there, or those that are not are late and can be replaced."""
+        missing = {share_ for share_ in part.shares if not share_.effect.done()}
         waited = self.options.deadline_s  # ordered ahead: behind many that an absent helper owes
         until = time.monotonic() + waited
-        missing = {share_ for share_ in part.shares() if not share_.effect.done()}
         while missing:
             left = until - time.monotonic()
             if left <= 0:

@@ -159,9 +159,9 @@ class Runtime:
 
     def row_limit(self, index: int) -> int:
         """Rows of one request: what the limits of an executor and of every helper allow, both ways."""
-        facts = self._facts[index]
-        able = [row_limit(facts, route.welcome) for route in self._routes.executors if route.welcome is not None]
-        helpers = [row_limit(facts, route.welcome) for route in self._routes.helpers if route.welcome is not None]
+        widest = self._facts[index].widest
+        able = [row_limit(widest, route.welcome) for route in self._routes.executors if route.welcome is not None]
+        helpers = [row_limit(widest, route.welcome) for route in self._routes.helpers if route.welcome is not None]
         return min([max(able, default=1), *helpers])  # an executor that takes fewer is asked several times
 
     def close(self) -> None:

@@ -80,6 +80,8 @@ class Turn:
 
     def over(self, route: Route, tally: Tally) -> None:
         """Somebody has answered, and rightly."""
+        if not self._failed:  # as a rule
+            return
         failed = [(since, other) for other, since in self._failed.items() if other is not route]
         if failed:
             since, other = min(failed, key=lambda pair: pair[0])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
 
 import pytest
 
 from symbiosis_priv.errors import SymbiosisError
-from tenant.worker import Worker
+from tenant.worker import Promise, Worker
 
 TIMEOUT_S = 20.0
 
@@ -62,3 +64,35 @@ def test_an_idle_worker_has_no_thread() -> None:
     assert threading.active_count() == before
     worker.stop()
     assert worker.join(0)
+
+
+def test_a_promise_says_what_a_future_says() -> None:
+    """Before and after, whatever comes of it, and also where the result is None, which it does not tell from none."""
+    for outcome in (7, None, ValueError("why"), "cancelled"):
+        promise, future = Promise[object](), Future[object]()
+        told: list[object] = []
+        promise.add_done_callback(told.append)
+        for one in (promise, future):
+            assert not one.done()
+            with pytest.raises(TimeoutError):
+                one.result(timeout=0)
+            if isinstance(outcome, Exception):
+                one.set_exception(outcome)
+            elif outcome == "cancelled":
+                one.cancel()
+            else:
+                one.set_result(outcome)
+        assert promise.done()
+        assert told == [promise]
+        assert promise.cancelled() == future.cancelled()
+        assert _settled(promise.result) == _settled(future.result)
+        assert _settled(promise.exception) == _settled(future.exception)
+
+
+def _settled(ask: Callable[[], object]) -> object:
+    try:
+        return ask()
+    except CancelledError:
+        return CancelledError
+    except ValueError as error:
+        return error

@@ -13,7 +13,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -33,7 +32,7 @@ from provider.config import INPROC, RANKS_VARIABLE, ProviderConfig, to_json
 from provider.envelope import Ask, Envelope, ExecutorReport
 from provider.executor import build
 from provider.lines import Answer, Context, Line, LocalInbox, SocketLine
-from symbiosis_priv import wire
+from symbiosis_priv import start, wire
 from symbiosis_priv.errors import ConfigError, RankLostError
 
 log = logs.EventLog(__name__)
@@ -216,7 +215,7 @@ class ProcessExecutor(ExecutorHandle):
         return self._process.pid
 
     def _spawn(self) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen([sys.executable, "-m", "provider.executor"], stdin=subprocess.PIPE)
+        process = subprocess.Popen(start.command("provider.executor"), stdin=subprocess.PIPE)
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died at birth: the watcher sees that
             process.stdin.write(to_json(self.config) + b"\n" + self.model_digest.encode() + b"\n")
@@ -275,8 +274,8 @@ class GroupExecutor(ProcessExecutor):
             "OMP_NUM_THREADS": str(max(1, threads // settings.ranks)),
             "GLOO_SOCKET_IFNAME": _LOOPBACK,  # torch.distributed authenticates nobody
         }
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={settings.ranks}"]
-        command = [*torchrun, "-m", "provider.ranks"]
+        torchrun = start.command("torch.distributed.run", "--standalone", f"--nproc-per-node={settings.ranks}")
+        command = [*torchrun, *start.command("provider.ranks")[1:]]
         # stdin reaches rank 0, which ends with it; signals of a terminal are the gateway's to handle
         return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,8 @@ if not torch.cuda.is_available():
 
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from symbiosis_priv.start import collect_rarely
+
 # Examples stay random (a failure prints the blob that reproduces it). Timing is not a property: machines are shared.
 settings.register_profile(
     "default",
@@ -42,6 +45,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="some",
         help="which pairs of architecture and PEFT method to try; write: try all, and write docs/compatibility.md",
     )
+
+
+def pytest_configure() -> None:
+    collect_rarely()  # as in the command line's processes
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # a million objects of torch's and transformers': no test's collection goes through them again
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ import msgspec
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from symbiosis_priv import start
 from symbiosis_priv.errors import DeadlineExceededError, SymbiosisError
 from symbiosis_priv.local import LocalFederation
 from tenant.bench import processes
@@ -165,7 +165,7 @@ class Tenant:
         return msgspec.json.decode(line, type=list[Cost])
 
     def __enter__(self) -> Self:
-        command = [sys.executable, "-m", "tenant.bench.worker", msgspec.json.encode(self._setup).decode()]
+        command = start.command("tenant.bench.worker", msgspec.json.encode(self._setup).decode())
         threads = {"OMP_NUM_THREADS": str(self._setup.threads), "HF_HUB_OFFLINE": "1"}
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from symbiosis_priv import start
 from symbiosis_priv.errors import ConfigError, ConnectionLostError
 from symbiosis_priv.federation import Federation, Peer
 from symbiosis_priv.tls import check_pin, client_context, server_context
@@ -67,7 +68,7 @@ class EchoServer:
         keys = directory / "keys"
         assert isinstance(peer.certificate, Path), "LocalFederation's are in files"
         files = (peer.certificate, peer.certificate.with_suffix(".key"), keys / "authority.pem")
-        self._command = [sys.executable, "-m", "tenant.bench.echo", *map(str, files)]
+        self._command = start.command("tenant.bench.echo", *map(str, files))
 
     def __enter__(self) -> Self:
         self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True)

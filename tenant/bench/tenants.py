@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from symbiosis_priv import certificates
+from symbiosis_priv import certificates, start
 from symbiosis_priv.certificates import Identity
 from symbiosis_priv.errors import ProtocolError
 from symbiosis_priv.local import LocalFederation
@@ -315,7 +314,7 @@ def _ask(load: Load, folder: Path, *, look: Callable[[], None]) -> list[Report]:
     with (
         errors.open("wb") as log,
         subprocess.Popen(
-            [sys.executable, "-m", "tenant.bench.load", str(folder)],
+            start.command("tenant.bench.load", str(folder)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

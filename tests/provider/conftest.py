@@ -263,8 +263,8 @@ class Service:
         self.config_file.write_text(_toml(config), encoding="utf-8")
         self.ready_file = folder / "address"
         self.log_file = folder / "log"
-        program = "from provider.cli import app; app()"
-        command = [sys.executable, "-W", "error", "-c", program, "serve", "-c", str(self.config_file)]
+        python = [sys.executable, "-W", "error", "-m", "symbiosis_priv.cli"]
+        command = [*python, "provider", "serve", "-c", str(self.config_file)]
         with self.log_file.open("wb") as log:
             self.process = subprocess.Popen(
                 [*command, "--ready-file", str(self.ready_file)], stdout=subprocess.PIPE, stderr=log

@@ -24,7 +24,7 @@ import torch
 from provider.config import ExecutorConfig, ProviderConfig
 from provider.server import Provider
 from provider.supervisor import GroupExecutor
-from symbiosis_priv import wire
+from symbiosis_priv import start, wire
 from symbiosis_priv.weights import WeightStore
 
 SCRIPT = Path(__file__).with_name("sharded_products.py")
@@ -37,7 +37,7 @@ Requests = tuple[Callable[..., wire.Execute], Callable[..., wire.Effect]]
 
 def run_group(ranks: int, *arguments: object) -> list[str]:
     """The lines that rank 0 of a group prints; every rank runs `SCRIPT`."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    torchrun = start.command("torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
         [*torchrun, str(SCRIPT), *map(str, arguments)],

@@ -57,7 +57,8 @@ class Helper:
         size = wire.ITEM_BYTES * rows * facts.outputs(direction)
         if not persists and self.route.health.state is State.DOWN:
             raise ConnectionLostError(f"{self.route} is away; pads are made elsewhere meanwhile")
-        until = time.monotonic() + self._routes.patience_with_helpers_s(index, [self.peer], size)
+        began = time.monotonic()
+        until = began + self._routes.patience_with_helpers_s(index, [self.peer], size)
         try:
             welcome = channel.welcome() if persists else channel.greet(deadline=until)
             self._routes.greeted(self.route, welcome)
@@ -80,7 +81,7 @@ class Helper:
                     effects.append(channel.attempt(request, None, outputs=outputs, deadline=until))
         except (TransportError, ProviderError, CertificateError) as error:
             if not channel.closed:
-                self._routes.failed(self.route, error)
+                self._routes.failed(self.route, error, waited_s=0.0 if persists else time.monotonic() - began)
             raise
         self._routes.answered(self.route, seconds=time.monotonic() - started, size=size)
         return joined(effects)

@@ -1,8 +1,9 @@
 """Which helpers share a pad, if the federation says how many do. Pure.
 
 They are as many helpers of as many companies, all of them admissible with an executor that may then see rows under the
-pad. Preferred are those whose breakers are closed, then those with which more of the other executors are admissible, so
-that rows can move on without a new pad, then the quick ones.
+pad. Preferred are those whose breakers are closed and who have been heard, then those with which more of the other
+executors are admissible, so that rows can move on without a new pad, then those that cost least. Who has not been
+measured yet costs nothing, so whoever is slow, whether for little or for much, is left for a spare.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Callable, Sequence
 
 from symbiosis_priv.federation import Federation, Peer
 from tenant.routing.route import Route
+
+_USUAL_BYTES = 1 << 20  # of an effect, to compare costs by
 
 Admits = Callable[[Peer, tuple[Peer, ...]], bool]
 """`Federation.admissible`, remembered."""
@@ -37,9 +40,9 @@ def choose_holders(
         admits: whether an executor may see rows under pads of these holders.
     """
 
-    def order(route: Route) -> tuple[bool, int, float]:
+    def order(route: Route) -> tuple[bool, bool, int, float]:
         refused = sum(not admits(executor.peer, (route.peer,)) for executor in executors)
-        return not route.is_open, refused, route.health.latency_s or 0.0
+        return not route.is_open, route.welcome is None, refused, route.health.seconds_for(_USUAL_BYTES) or 0.0
 
     sorted_helpers = sorted(helpers, key=order)
     most: list[Route] = []

@@ -52,6 +52,11 @@ class Route:
         """Whether its breaker lets a request pass."""
         return self.health.state is State.UP or (self.health.state is State.TRIAL and not self.in_flight)
 
+    @property
+    def is_up(self) -> bool:
+        """Whether it was heard, and has not failed since."""
+        return self.welcome is not None and self.health.state is State.UP
+
     def serves(self, group: int) -> bool:
         """Whether it has said so."""
         welcome = self.welcome

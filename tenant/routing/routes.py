@@ -165,8 +165,9 @@ class Routes:
         ]
         if not others:
             return left_s
-        up = any(other.health.state is State.UP for other in others)
-        return min(left_s / 2, route.health.patience_s(size, others_are_up=up))  # the next one needs time, too
+        up = [other.health.expected_s(size) for other in others if other.serves(group) and other.is_up]
+        others_s = min(up) * max(1, route.in_flight) if up else None  # what this one is being asked beside counts, too
+        return min(left_s / 2, route.health.patience_s(size, others_s=others_s))  # the next one needs time, too
 
     def uncovered(self, groups: int) -> list[int]:
         """Those of the first so many layer groups that no executor serves which has not lied."""
@@ -181,8 +182,8 @@ class Routes:
             return prefer
         now, few = self._clock(), size <= FEW_BYTES
         idle = (r for r in open_ones if not r.in_flight)
-        if unsure := next((r for r in idle if r.health.state is State.TRIAL or r.health.is_stale(now)), None):
-            return unsure
+        if unsure := [r for r in idle if r.health.state is State.TRIAL or r.health.is_stale(now)]:
+            return min(unsure, key=lambda route: route.health.measurements)  # first something to compare with
         if not open_ones:
             return None
         best = min(open_ones, key=lambda route: route.cost(size))
@@ -235,9 +236,15 @@ class Routes:
         others = self.holders(group, without=holders)
         return len(others) == self.helpers_per_pad and all(route.is_open for route in others)
 
-    def spares(self, holders: Collection[Peer]) -> list[Route]:
-        """Helpers that may take the place of these, if they are there."""
-        return [] if self._federation.pad_helpers is None else [r for r in self.helpers if r.peer not in holders]
+    def wanted(self, group: int, holders: Collection[Peer], size: int, *, waited_s: float) -> list[Route]:
+        """Helpers that should take the place of these if they are there, because these are away, or have been waited
+        for too long: not before, or whoever was slow on purpose would be back with every product."""
+        if self._federation.pad_helpers is None:
+            return []
+        away = any(not route.is_up for route in self.helpers if route.peer in holders)
+        if not away and waited_s < self.patience_with_helpers_s(group, holders, size):
+            return []
+        return [route for route in self.helpers if route.peer not in holders]
 
     # What became of a request
 
@@ -250,29 +257,37 @@ class Routes:
             if route.health.answered(now, seconds=seconds, size=size) and self._others(route):
                 log.warning("%s answers again, after %.1f s", route, now - route.health.down_since)
 
-    def failed(self, route: Route, why: object) -> None:
-        """It was lost, late or busy, or has refused."""
+    def failed(self, route: Route, why: object, *, waited_s: float = 0.0) -> None:
+        """It was lost, late or busy, or has refused, after it was waited for so long."""
         with self._lock:
             route.requests += 1
             route.in_flight = max(0, route.in_flight - 1)
-            if route.health.failed(self._clock()) and self._others(route):  # without others, `notices` says so in time
+            opened = route.health.failed(self._clock(), wasted_s=self._wasted(route, waited_s))
+            if opened and self._others(route):  # without others, `notices` says so in time
                 log.warning("%s has failed, others are asked meanwhile: %s", route, why)
 
-    def late(self, holders: Collection[Peer]) -> None:
-        """Helpers whose effects have not come."""
+    def late(self, holders: Collection[Peer], *, waited_s: float = 0.0) -> None:
+        """Helpers whose effects have not come in so long."""
         with self._lock:
             for route in self.helpers:
                 if route.peer in holders and route.health.state is not State.DOWN:
-                    route.health.failed(self._clock())
+                    route.health.failed(self._clock(), wasted_s=self._wasted(route, waited_s))
                     log.warning("%s is late, others are asked meanwhile", route)
 
     def patience_with_helpers_s(
         self, group: int, holders: Collection[Peer], size: int, *, left_s: float = math.inf
     ) -> float:
         """How long to wait for effects of these helpers while there are others."""
-        up = all(other.health.state is State.UP for other in self.holders(group, without=holders))
+        others = self.holders(group, without=holders)
+        up = len(others) == self.helpers_per_pad and all(other.is_up for other in others)
+        others_s = max(other.health.expected_s(size) for other in others) if up else None
         asked = (route.health for route in self.helpers if route.peer in holders)
-        return min(left_s / 2, max(health.patience_s(size, others_are_up=up) for health in asked))
+        return min(left_s / 2, max(health.patience_s(size, others_s=others_s) for health in asked))
+
+    def _wasted(self, route: Route, waited_s: float) -> float:
+        """How much of a wait for a provider others could have had."""
+        same_role = self.helpers if route.peer.role == "helper" else self.executors
+        return waited_s if any(other.is_up for other in same_role if other is not route) else 0.0
 
     def _others(self, route: Route) -> bool:
         """Whether somebody else has its role, and is not needed for every pad anyway."""

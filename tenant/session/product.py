@@ -207,13 +207,14 @@ class Products:
         if not self.routes.may_see(route, part.index, part.holders):  # the last word before rows leave (rule 8)
             self.routes.given_up(route)
             return None
-        left = turn.deadline - time.monotonic()
+        began = time.monotonic()
+        patience = self.routes.patience_s(route, part.index, part.size, left_s=turn.deadline - began)
         executor, facts = self.runtime.executor(route), self.preparation.facts[part.index]
         try:
             answer, seconds = executor.ask(
                 part,
                 facts,
-                patience_s=self.routes.patience_s(route, part.index, part.size, left_s=left),
+                patience_s=patience,
                 deadline=turn.deadline,
                 since=turn.began,
                 meanwhile=partial(self._get_ready, part),
@@ -228,11 +229,11 @@ class Products:
                 f"program. Use fewer threads at once; {self.options.deadline_option} waits longer."
             ) from error
         except TransportError as error:
-            self._failed(route, error, turn)
+            self._failed(route, error, turn, waited_s=min(patience, time.monotonic() - began))  # the rest for a lane
             executor.lanes.drop_idle()
             return None
         except (ProviderError, CertificateError) as error:
-            self._failed(route, error, turn)
+            self._failed(route, error, turn, waited_s=min(patience, time.monotonic() - began))
             turn.refused.add(route)
             if turn.refused.issuperset(self.routes.able(part.index)):
                 raise
@@ -253,10 +254,10 @@ class Products:
         for pad in part.pads:
             pad.make_next()
 
-    def _failed(self, route: Route, error: Exception, turn: Turn) -> None:
+    def _failed(self, route: Route, error: Exception, turn: Turn, *, waited_s: float) -> None:
         if self.runtime.closing.is_set():
             raise error
-        self.routes.failed(route, error)
+        self.routes.failed(route, error, waited_s=waited_s)
         turn.failed(route, error)
 
     def _wait_for_effects(self, part: Part, turn: Turn) -> bool:
@@ -289,13 +290,14 @@ class Products:
     def _wait_patiently(self, part: Part, turn: Turn) -> None:
         """Until all effects are there, or those that are not are late and can be replaced."""
         missing = {share_ for share_ in part.shares if not share_.effect.done()}
-        waited = self.options.deadline_s  # ordered ahead: behind many that an absent helper owes
-        until = time.monotonic() + waited
+        longest = self.options.deadline_s  # ordered ahead: behind many that an absent helper owes
+        began = time.monotonic()
+        until = began + longest
         while missing:
             left = until - time.monotonic()
             if left <= 0:
                 raise DeadlineExceededError(
-                    f"no effects from the helpers within {waited:g} s. Are they running? "
+                    f"no effects from the helpers within {longest:g} s. Are they running? "
                     f"{self.options.deadline_option} waits longer."
                 )
             holders = {share_.holder for share_ in missing if share_.holder is not None}
@@ -305,12 +307,14 @@ class Products:
                 patience = self.routes.patience_with_helpers_s(part.index, holders, part.size, left_s=in_turn)
             else:
                 patience = min(left, _LOOK_AGAIN_S)
-                self.runtime.greeter.revive(urgent=self.routes.spares(holders))
+                waited = time.monotonic() - began
+                wanted = self.routes.wanted(part.index, holders, part.size, waited_s=waited)
+                self.runtime.greeter.revive(urgent=wanted)
             wait([share_.effect for share_ in missing], max(0.0, patience))
             missing = {share_ for share_ in missing if not share_.effect.done()}
             if missing and spare:
                 turn.late |= {share_.holder for share_ in missing if share_.holder is not None}
-                self.routes.late(turn.late)
+                self.routes.late(turn.late, waited_s=patience)
                 return
 
     def _drop_spoilt_pads(self, part: Part, turn: Turn) -> None:

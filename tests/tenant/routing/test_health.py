@@ -79,16 +79,42 @@ def test_a_cold_start_is_forgotten() -> None:
 
 def test_patience_follows_what_was_measured_and_grows_while_nobody_else_is_up() -> None:
     health = steady()
-    assert health.patience_s(100, others_are_up=True) >= 2.0
-    assert health.patience_s(1 << 26, others_are_up=True) > 60.0  # a slow line may need so long for 64 MiB
+    assert health.patience_s(100, others_s=None) >= 2.0
+    assert health.patience_s(1 << 26, others_s=60.0) > 60.0  # a slow line may need so long for 64 MiB
     for now in range(3):
         health.answered(float(now), seconds=1.0, size=100)
-    known = health.patience_s(100, others_are_up=False)
+    known = health.patience_s(100, others_s=None)
     assert known >= 8.0
     health.failed(3.0)
-    assert health.patience_s(100, others_are_up=False) == pytest.approx(2 * known)
-    assert health.patience_s(100, others_are_up=True) == pytest.approx(known)
-    assert steady().patience_s(0, others_are_up=True) >= 2.0
+    assert health.patience_s(100, others_s=None) == pytest.approx(2 * known)
+    assert health.patience_s(100, others_s=1.0) == 8.0
+    assert health.patience_s(100, others_s=10.0) == pytest.approx(known)
+    assert steady().patience_s(0, others_s=1e-3) >= 2.0
+
+
+@given(sizes=st.lists(st.integers(0, 1 << 24), min_size=1, max_size=30))
+def test_who_takes_ever_longer_is_not_waited_for_ever_longer(sizes: list[int]) -> None:
+    """Its own cost would be what it likes: others are the measure."""
+    health = steady()
+    for now, size in enumerate(sizes):
+        patience = health.patience_s(size, others_s=0.3)
+        assert patience <= max(2.0, 8 * 0.3)
+        health.answered(float(now), seconds=0.99 * patience, size=size)
+
+
+def test_who_was_waited_for_in_vain_is_left_alone_for_many_times_as_long() -> None:
+    health = steady()
+    for now in (0.0, 1000.0):
+        health.failed(now, wasted_s=2.0)
+        assert health.retry_at == now + 40.0
+        health.greeted()
+        health.answered(now + 50.0, seconds=0.001, size=10)  # makes no difference to the next time
+    health.failed(2000.0)
+    assert health.retry_at == 2000.25
+    health.failed(2000.1, wasted_s=2.0)  # another request that was lost with the first one
+    assert health.retry_at == pytest.approx(2040.1)
+    health.failed(3000.0, wasted_s=100.0)
+    assert health.retry_at == 3600.0
 
 
 def test_cost_is_measured_again_after_a_while_and_seldom_where_that_is_dear() -> None:
@@ -101,3 +127,8 @@ def test_cost_is_measured_again_after_a_while_and_seldom_where_that_is_dear() ->
     assert quick.is_stale(12.1)
     assert not slow.is_stale(90.0)
     assert slow.is_stale(103.0)
+    slow.answered(200.0, seconds=2.0, size=100)
+    for _ in range(2):
+        slow.answered(200.0, seconds=0.001, size=100)
+    assert not slow.is_stale(300.0)  # what the dearest of late took counts, not what it takes on the whole
+    assert slow.is_stale(400.0)

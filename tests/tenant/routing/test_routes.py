@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from symbiosis_priv import wire
@@ -114,13 +115,15 @@ def test_a_little_noise_moves_nothing(noise: list[float]) -> None:
     assert max(asked.values()) == len(noise)
 
 
-def bare_routes(clock: Clock, *, executors: int) -> Routes:
-    """Without certificates: nothing is looked up in them here."""
+def bare_routes(clock: Clock, *, executors: int, helpers: int = 0) -> Routes:
+    """Without certificates: nothing is looked up in them here. A pad has one helper."""
     nowhere = Path("nowhere")
-    peers = [Peer(f"p{n}", f"O{n}", "executor", "127.0.0.1", 7000 + n, nowhere) for n in range(executors)]
-    federation = Federation("sha256:0", 10, nowhere, nowhere, tuple(peers))
-    routes = Routes(federation, with_helpers=False, clock=clock)
-    for route in routes.executors:
+    executor: wire.Role = "executor"
+    roles: list[wire.Role] = [executor if number < executors else "helper" for number in range(executors + helpers)]
+    peers = [Peer(f"p{n}", f"O{n}", role, "127.0.0.1", 7000 + n, nowhere) for n, role in enumerate(roles)]
+    federation = Federation("sha256:0", 10, nowhere, nowhere, tuple(peers), pad_helpers=1 if helpers else None)
+    routes = Routes(federation, with_helpers=bool(helpers), clock=clock)
+    for route in (*routes.executors, *routes.helpers):
         hear(route)
     return routes
 
@@ -174,6 +177,88 @@ def test_one_who_hangs_again_and_again_leaves_time_for_the_others(failures: int,
     assert patience <= left_s / 2
     if not (all_fail and failures):
         assert patience <= 8 * USUAL.unknown_s + 0.1
+
+
+class SlowOnPurpose:
+    """Plays tricks on requests, one after the other and again from the beginning, beside somebody honest."""
+
+    honest_s = 0.1
+
+    def __init__(self, tricks: Sequence[str]) -> None:
+        self._tricks = itertools.cycle(tricks)
+
+    def answer(self, patience: float) -> tuple[bool, float]:
+        """Whether it answers, and after how long."""
+        trick = next(self._tricks)
+        seconds = {"quick": 1e-3, "busy": 1e-3, "hangs": patience}.get(trick, 0.99 * patience)
+        return trick in ("quick", "in time"), seconds
+
+    def costs_a_tenth(self, seconds: float, products: int) -> bool:
+        """More than if it were away; and once what an unknown line may need, while nothing is known of anybody."""
+        first = 8 * USUAL.unknown_s + 4 * USUAL.least_patience_s
+        return seconds <= 1.1 * products * self.honest_s + first
+
+
+TRICKS = st.lists(st.sampled_from(["quick", "in time", "hangs", "refuses in time", "busy"]), min_size=1, max_size=12)
+PRODUCTS = 3000
+
+
+@settings(max_examples=30)
+@given(tricks=TRICKS)
+def test_an_executor_that_is_slow_on_purpose_costs_a_tenth(tricks: list[str]) -> None:
+    clock, adversary = Clock(), SlowOnPurpose(tricks)
+    routes, began = bare_routes(clock, executors=2), clock.now
+    for _ in range(PRODUCTS):
+        done = False
+        while not done:
+            greet(routes)
+            route = routes.choose(0, SMALL, holders=())
+            assert route is not None
+            patience = routes.patience_s(route, 0, SMALL, left_s=120.0)
+            evil = route is routes.executors[0]
+            done, seconds = adversary.answer(patience) if evil else (True, adversary.honest_s)
+            clock.now += seconds
+            if done:
+                routes.answered(route, seconds=seconds, size=SMALL)
+            else:
+                routes.failed(route, "whatever it says", waited_s=seconds)
+    assert adversary.costs_a_tenth(clock.now - began, PRODUCTS)
+
+
+@settings(max_examples=30)
+@given(tricks=TRICKS)
+def test_a_helper_that_is_slow_on_purpose_costs_a_tenth(tricks: list[str]) -> None:
+    clock, adversary = Clock(), SlowOnPurpose(tricks)
+    routes, began = bare_routes(clock, executors=1, helpers=2), clock.now
+    for _ in range(PRODUCTS):
+        done = False
+        while not done:
+            greet(routes)
+            [route] = routes.holders(0)
+            patience = routes.patience_with_helpers_s(0, [route.peer], SMALL, left_s=120.0)
+            evil = route is routes.helpers[0]
+            done, seconds = adversary.answer(patience) if evil else (True, adversary.honest_s)
+            clock.now += seconds
+            if done:
+                routes.answered(route, seconds=seconds, size=SMALL)
+            else:
+                routes.late([route.peer], waited_s=seconds)
+            assert routes.wanted(0, [routes.helpers[1].peer], SMALL, waited_s=1.0) == []  # the honest one is enough
+    assert adversary.costs_a_tenth(clock.now - began, PRODUCTS)
+
+
+def greet(routes: Routes) -> None:
+    """Everybody answers greetings."""
+    for route in routes.to_greet():
+        hear(route)
+        route.health.greeted()
+
+
+def test_a_helper_that_has_not_been_heard_is_a_spare(new_routes: NewRoutes) -> None:
+    routes = new_routes("a", "bc", pad_helpers=1)
+    silent, heard = routes.helpers
+    silent.welcome = None
+    assert routes.holders(0) == [heard]
 
 
 def test_a_helper_that_hangs_again_and_again_leaves_time_for_the_others(new_routes: NewRoutes, clock: Clock) -> None:

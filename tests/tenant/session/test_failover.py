@@ -536,6 +536,25 @@ def test_pads_of_a_helper_that_fails_are_drawn_anew_elsewhere(
     assert len(set(masked)) == len(masked)  # identical only where identical bytes were sent again: to nobody here
 
 
+def test_a_helper_that_answers_greetings_alone_is_not_tried_again_and_again(
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
+) -> None:
+    """Not because the other one is waited for, either, which every product does for a moment."""
+    hanging, other = new_provider(), new_provider()
+    hanging.behaviour = fails("late", hanging, frames)
+    tolerance = dataclasses.replace(IMPATIENT, grudge_times=1e6)
+    session = new_session("pad", [new_provider()], [hanging, other], pad_helpers=1, pool_memory=0, tolerance=tolerance)
+
+    def take_a_moment(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
+        time.sleep(0.02)  # or no product would wait for it
+        return frames(reply, answer)
+
+    other.behaviour = take_a_moment
+    for _ in range(3):
+        assert all_right(session, store)
+    assert len(hanging.effects) == 1
+
+
 def test_without_spares_a_helper_is_waited_for(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
 ) -> None:

@@ -17,7 +17,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -170,7 +170,7 @@ class NoisePool:
         refill: runs a refill in the background.
         memory: the shared budget.
         row_bytes: what one pad row takes: its effects.
-        max_rows: rows that one draw may have.
+        max_rows: says how many rows one draw may have, which is another number once other providers are there.
     """
 
     def __init__(
@@ -182,13 +182,13 @@ class NoisePool:
         refill: Worker,
         memory: PoolMemory,
         row_bytes: int,
-        max_rows: int,
+        max_rows: Callable[[], int],
     ) -> None:
         self._source = source
         self._index, self._direction = index, direction
         self._refill, self._memory, self._row_bytes = refill, memory, row_bytes
         self._max_rows = max_rows
-        self._min_block = min(_MIN_BLOCK_ROWS, _MIN_BLOCK_BYTES // row_bytes, max_rows)
+        self._min_block = min(_MIN_BLOCK_ROWS, _MIN_BLOCK_BYTES // row_bytes)
         self._ready: deque[Pad] = deque()
         self._ahead = 0
         self._lock = threading.Lock()
@@ -217,7 +217,7 @@ class NoisePool:
 
     def order(self, rows: int) -> None:
         """Start making pads until those for so many rows are there or under way, or memory is at its end."""
-        block = min(max(rows, self._min_block), self._max_rows)
+        block = min(max(rows, self._min_block), self._max_rows())
         while self._is_short_of(rows, block):
             self._refill.submit(self._draw_ahead, block)
 

@@ -158,11 +158,11 @@ class Runtime:
         return self.source.draw(index, direction, rows, ahead=False, executor=executor)
 
     def row_limit(self, index: int) -> int:
-        """Rows of one request: what the limits of an executor and of every helper allow, both ways."""
+        """Rows of one request: what the limits of some executor allow, both ways. Whoever takes fewer, in either role,
+        is asked several times for them: nobody's limits decide what is sent to others."""
         widest = self._facts[index].widest
-        able = [row_limit(widest, route.welcome) for route in self._routes.executors if route.welcome is not None]
-        helpers = [row_limit(widest, route.welcome) for route in self._routes.helpers if route.welcome is not None]
-        return min([max(able, default=1), *helpers])  # an executor that takes fewer is asked several times
+        heard = (route.welcome for route in self._routes.executors if route.welcome is not None)
+        return max((row_limit(widest, welcome) for welcome in heard), default=1)
 
     def close(self) -> None:
         """Stop threads and close connections, for good. Waits for the threads, up to `_JOIN_S` in all."""
@@ -215,7 +215,7 @@ class Runtime:
                     refill=self._refill,
                     memory=self._memory,
                     row_bytes=wire.ITEM_BYTES * facts.outputs(direction) * max(1, self._routes.helpers_per_pad),
-                    max_rows=self.row_limit(index),
+                    max_rows=functools.partial(self.row_limit, index),
                 ),
             )
 

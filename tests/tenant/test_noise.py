@@ -83,7 +83,7 @@ class Pools:
                 refill=self._refill,
                 memory=self.memory,
                 row_bytes=4 * (facts.entry.inputs + facts.entry.stacked_outputs),
-                max_rows=4096,
+                max_rows=lambda: 4096,
             ),
         )
 

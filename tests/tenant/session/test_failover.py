@@ -555,6 +555,21 @@ def test_a_helper_that_answers_greetings_alone_is_not_tried_again_and_again(
     assert len(hanging.effects) == 1
 
 
+@pytest.mark.parametrize("role", ["executor", "helper"])
+@pytest.mark.parametrize("max_rows", [0, 1])
+def test_nobodys_limits_decide_what_is_sent_to_others(
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, role: str, max_rows: int
+) -> None:
+    small, other, single = new_provider(max_rows=max_rows), new_provider(), new_provider()
+    executors, helpers = ([small, other], [single]) if role == "executor" else ([single], [small, other])
+    session = new_session("pad", executors, helpers, pad_helpers=1, pool_memory=0)
+    for seed in range(6):
+        assert is_right(session, store, OUT, FORWARD, 64, seed)
+    for provider in (other, single):
+        assert {heard.request.rows for heard in provider.heard} == {64}
+    assert len(small.heard) <= 3 * 64  # as often as it takes to know what it costs
+
+
 def test_without_spares_a_helper_is_waited_for(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
 ) -> None:

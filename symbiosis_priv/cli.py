@@ -21,7 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command, get_group
 
 from symbiosis_priv.errors import ConfigError, SymbiosisError, one_line
-from symbiosis_priv.start import collect_rarely
+from symbiosis_priv.start import end_quickly
 
 __all__ = ["COMMAND_GROUP", "main"]
 
@@ -119,7 +119,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """
     # Read when torch is loaded, which is later. Threads that spin while they wait take the cores of everybody else.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    collect_rarely()
+    end_quickly()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a letter must not end a run of hours
     try:

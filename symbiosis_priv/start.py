@@ -1,7 +1,8 @@
-"""`python -m symbiosis_priv.start MODULE ...`: as `python -m MODULE ...`, with less time for what is no garbage.
+"""`python -m symbiosis_priv.start MODULE ...`: as `python -m MODULE ...`, and a quick end.
 
-Python looks for garbage after every 700 new objects, and once more when it ends. Importing torch, transformers and peft
-makes a million that stay until then: without this, a third of such a process' start and end is spent on them.
+Python looks for garbage once more when it ends. Importing torch, transformers and peft makes a million objects, and to
+go through them takes a third of such a process' start and end, though its memory goes with it anyway. Until then
+garbage is looked for as usual: what is thrown away may hold a large tensor.
 """
 
 from __future__ import annotations
@@ -11,14 +12,11 @@ import gc
 import runpy
 import sys
 
-__all__ = ["collect_rarely", "command"]
-
-_NEW_OBJECTS = 50_000  # some MB; what is part of no cycle goes at once all the same
+__all__ = ["command", "end_quickly"]
 
 
-def collect_rarely() -> None:
-    """Have this process look for garbage rarely, and at its end not once more: its memory goes with it."""
-    gc.set_threshold(_NEW_OBJECTS)
+def end_quickly() -> None:
+    """Have this process look for no garbage at its end."""
     atexit.register(gc.freeze)
 
 
@@ -29,7 +27,7 @@ def command(module: str, *arguments: str) -> list[str]:
 
 def main() -> None:
     """Run the module that the command line names, as what was started."""
-    collect_rarely()
+    end_quickly()
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 

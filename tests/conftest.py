@@ -24,7 +24,7 @@ if not torch.cuda.is_available():
 
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from symbiosis_priv.start import collect_rarely
+from symbiosis_priv.start import end_quickly
 
 # Examples stay random (a failure prints the blob that reproduces it). Timing is not a property: machines are shared.
 settings.register_profile(
@@ -48,7 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    collect_rarely()  # as in the command line's processes
+    end_quickly()  # as in the command line's processes
 
 
 def pytest_collection_finish() -> None:

@@ -89,7 +89,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         handshake_share_serving: what they may take while products are answered, if that is less. Read again, too.
         min_transfer_mib_per_s: how slowly a matrix of more than a small request's bytes may come or go, on average,
             after the first seconds; bytes that somebody else could have are not held for whoever sends nothing.
-        handshake_timeout_s: time for the whole TLS handshake.
+        handshake_timeout_s: time that a client may take for the whole TLS handshake, without its waits for its turn.
         frame_timeout_s: time to finish a frame once begun, and to accept a reply.
         idle_timeout_s: time between two frames.
         request_timeout_s: time for the executor to answer, and to wait for a share of the bytes.
@@ -104,7 +104,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_connections_per_tenant: _Count = 64
     max_handshakes: _Count = 1024
     handshake_share: _Share = 0.25
-    handshake_share_serving: _Share = 0.1
+    handshake_share_serving: _Share = 0.05
     min_transfer_mib_per_s: Annotated[float, msgspec.Meta(gt=0, le=1 << 20)] = 1.0
     handshake_timeout_s: _Seconds = 10.0
     frame_timeout_s: _Seconds = 60.0

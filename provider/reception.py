@@ -4,7 +4,8 @@ Theory of operation. One thread accepts connections and makes their handshakes, 
 a client: what a client sends is looked at when it has come, in the order and at the pace that `turns` allows. So
 handshakes never take more than their share of one core, however many clients there are, and no client is given a
 thread, or anything but its place among `strangers`, before it has authenticated. Whoever takes longer than
-`handshake_timeout_s` is dropped, and so is the oldest of the busiest network when there are too many.
+`handshake_timeout_s`, its waits for our turns not counted, is dropped, and so is the oldest of the busiest network when
+there are too many.
 
 The share is smaller while products are answered: every handshake brings a connection with a thread, frames and an end,
 and tenants who wait for their rows want the same cores. While none are, a crowd that starts together comes in quickly.
@@ -215,7 +216,13 @@ class Reception:
     def _line_up(self, stranger: Stranger) -> None:
         self._selector.unregister(stranger.socket)
         self._turns.wait(stranger)
-        self._since[stranger] = time.monotonic()
+        self._since[stranger] = now = time.monotonic()
+        self._strangers.pause(stranger, now)
+
+    def _look_again(self, stranger: Stranger, events: int) -> None:
+        """When its client has done something."""
+        self._selector.register(stranger.socket, events, stranger)
+        self._strangers.resume(stranger, time.monotonic())
 
     def _go_on(self) -> None:
         """One step of whose turn it is, if it is time."""
@@ -250,10 +257,10 @@ class Reception:
             connection.do_handshake()
             peer = self._identified(connection)
         except ssl.SSLWantReadError:
-            self._selector.register(stranger.socket, selectors.EVENT_READ, stranger)
+            self._look_again(stranger, selectors.EVENT_READ)
             return
         except ssl.SSLWantWriteError:
-            self._selector.register(stranger.socket, selectors.EVENT_WRITE, stranger)
+            self._look_again(stranger, selectors.EVENT_WRITE)
             return
         except BaseException as error:
             self._end(stranger, "refused")

@@ -3,12 +3,17 @@
 Whoever has the most of them goes first: an IPv4 address, or an IPv6 network of 64 bits, within which anybody has
 addresses without number. Of one network, and of networks with equally many, the silent go before those that shake
 hands, the oldest first. So a crowd from anywhere costs those who come from elsewhere nothing.
+
+Whoever takes too long has to go, too. Its time does not run while it waits for its turn with us: else a crowd whose
+handshakes take seconds would make those late who have done their part.
 """
 
 from __future__ import annotations
 
+import heapq
 import ipaddress
 import itertools
+import math
 import socket
 import threading
 from collections.abc import Iterator
@@ -20,7 +25,7 @@ class Stranger:
     Args:
         connection: not blocking; `speak` replaces it by the one that TLS has taken over.
         host: the peer's address.
-        deadline: when it must have authenticated, by `time.monotonic()`.
+        deadline: when it must have authenticated, by `time.monotonic()`; `Strangers.resume` moves it.
     """
 
     def __init__(self, connection: socket.socket, host: str, *, deadline: float) -> None:
@@ -28,10 +33,11 @@ class Stranger:
         self.network = network_of(host)
         self.deadline = deadline
         self.silent = True
+        self.clock = -1  # which `Strangers` knows, while its time runs
 
 
 class Strangers:
-    """All of them, in order of arrival, which is that of their deadlines. Thread-safe.
+    """All of them, in order of arrival. Thread-safe.
 
     Args:
         limit: places.
@@ -41,6 +47,9 @@ class Strangers:
         self._limit = limit
         self._present: dict[Stranger, None] = {}
         self._crowds: dict[str, dict[Stranger, None]] = {}  # by network
+        self._clocks: dict[int, Stranger] = {}  # of those whose time runs
+        self._due: list[tuple[float, int]] = []  # (deadline, clock), a heap; of clocks that have been stopped, too
+        self._numbers = itertools.count()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -50,6 +59,7 @@ class Strangers:
         """One more; returns who has to go for it, if anybody."""
         with self._lock:
             self._present[stranger] = None
+            self._start_clock(stranger)
             self._crowds.setdefault(stranger.network, {})[stranger] = None
             if len(self._present) <= self._limit:
                 return None
@@ -60,6 +70,24 @@ class Strangers:
         """Of the networks with the most, the first is the one that came first. Quick: this is for all who come."""
         most = max(map(len, self._crowds.values()))
         return (crowd for crowd in self._crowds.values() if len(crowd) == most)
+
+    def pause(self, stranger: Stranger, now: float) -> None:
+        """Its time does not run until `resume`."""
+        with self._lock:
+            if self._clocks.pop(stranger.clock, None) is not None:
+                stranger.deadline -= now
+
+    def resume(self, stranger: Stranger, now: float) -> None:
+        """After `pause`: it has as much time left as it had then."""
+        with self._lock:
+            stranger.deadline += now
+            self._start_clock(stranger)
+
+    def _start_clock(self, stranger: Stranger) -> None:
+        if stranger.deadline < math.inf:
+            stranger.clock = next(self._numbers)
+            self._clocks[stranger.clock] = stranger
+            heapq.heappush(self._due, (stranger.deadline, stranger.clock))
 
     def speak(self, stranger: Stranger, connection: socket.socket) -> bool:
         """Its first bytes have come. Whether it still has its place: else it was hung up on by its socket of before."""
@@ -73,6 +101,7 @@ class Strangers:
             if stranger not in self._present:
                 return
             del self._present[stranger]
+            self._clocks.pop(stranger.clock, None)
             crowd = self._crowds[stranger.network]
             del crowd[stranger]
             if not crowd:
@@ -84,15 +113,22 @@ class Strangers:
             return list(self._present)
 
     def late(self, now: float) -> list[Stranger]:
-        """Those whose time is over."""
+        """Those whose time is over: each of them once."""
+        late = []
         with self._lock:
-            return list(itertools.takewhile(lambda s: s.deadline <= now, self._present))
+            while self._due and self._due[0][0] <= now:
+                _, clock = heapq.heappop(self._due)
+                if clock in self._clocks:
+                    late.append(self._clocks.pop(clock))
+        return late
 
     @property
     def next_deadline(self) -> float | None:
-        """The first; None if nobody is there."""
+        """The first; None if nobody's time runs."""
         with self._lock:
-            return next((s.deadline for s in self._present), None)
+            while self._due and self._due[0][1] not in self._clocks:
+                heapq.heappop(self._due)
+            return self._due[0][0] if self._due else None
 
 
 def network_of(host: str) -> str:

@@ -83,6 +83,29 @@ def test_whoever_takes_too_long_is_late_silent_or_not() -> None:
         one.socket.close()
 
 
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 5)), max_size=20))
+def test_time_that_was_waited_for_a_turn_is_nobodys_delay(steps: list[tuple[float, float]]) -> None:
+    """Who takes its time, in however many steps, has no more of it than who takes it at once."""
+    strangers, now, left = Strangers(10), 0.0, 3.0
+    one = stranger("10.0.0.1", left)
+    strangers.come(one)
+    for own, waited in steps:
+        now, left = now + own, left - own
+        if left <= 1e-6:
+            break
+        assert not strangers.late(now)
+        strangers.pause(one, now)
+        now += waited
+        assert strangers.late(now) == []
+        assert strangers.next_deadline is None
+        strangers.resume(one, now)
+    assert strangers.next_deadline == pytest.approx(now + left)
+    assert strangers.late(now + left + 1e-3) == [one]
+    assert strangers.late(now + left + 1e-3) == []
+    strangers.leave(one)
+    one.socket.close()
+
+
 def test_what_others_cause_fills_no_disk(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("provider.logs.time.monotonic", lambda: now)

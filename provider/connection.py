@@ -24,7 +24,7 @@ from provider.config import MIB, ProviderConfig
 from provider.envelope import Stages, Work, row_cost
 from provider.link import Link
 from provider.quota import QuotaGate
-from provider.supervisor import ExecutorClient
+from provider.supervisor import Condition, ExecutorClient
 from provider.usage import Counts, Usage
 from symbiosis_priv import wire
 from symbiosis_priv.errors import ConnectionLostError, FrameTooLargeError, ProtocolError
@@ -58,6 +58,7 @@ class Service:
     usage: Usage
     started: float
     """`time.monotonic()`"""
+    condition: Condition = field(default_factory=Condition)
     stopping: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -306,7 +307,7 @@ class Connection:
         self._send(wire.encode(welcome))
 
     def _answer_health(self) -> None:
-        executor = self._executor.report(deadline=time.monotonic() + self._limits.request_timeout_s)
+        executor = self._service.condition.report(self._executor, timeout=self._limits.request_timeout_s)
         requests, connections = self._service.register.counts(self._tenant)
         report = wire.HealthReport(
             name=self._service.config.name,

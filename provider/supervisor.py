@@ -39,6 +39,7 @@ log = logs.EventLog(__name__)
 
 _WATCH_S = 0.1  # how often a waiting thread looks whether its executor still lives
 _GUARD_S = 1.0  # how often it is asked how it is
+_FRESH_S = 0.25  # of what the executor says about itself
 _FIRST_BACKOFF_S = 0.5  # so that a start that fails is not tried again before it is reported
 _MAX_BACKOFF_S = 5.0
 _LONG_LIFE_S = 10 * _MAX_BACKOFF_S
@@ -383,10 +384,34 @@ class ExecutorClient:
         self._line = self._handle.line()
 
 
+class Condition:
+    """What the executor said last about itself, for whoever asks for health: no number of askers has it say so more
+    often than once in a while, as nobody's share is charged for that. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._asking = threading.Lock()
+        self._said: tuple[float, ExecutorReport] | None = None
+
+    def report(self, executor: ExecutorClient, *, timeout: float) -> ExecutorReport:
+        """The report, a moment old at most; `executor` is the asker's own. Raises what its `receive` does."""
+        executor.require_present()
+        deadline = time.monotonic() + timeout
+        if not self._asking.acquire(timeout=timeout):
+            raise Refusal(wire.ErrorCode.BUSY, "the executor is late; ask again later")
+        try:
+            if self._said is None or time.monotonic() - self._said[0] > _FRESH_S:
+                self._said = time.monotonic(), executor.report(deadline=deadline)
+            return self._said[1]
+        finally:
+            self._asking.release()
+
+
 def _private_folder(path: Path) -> None:
     """Make the folder of the socket, for this user only; what another user could enter is refused."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if path.stat().st_mode & 0o077:
+    found = path.stat()
+    if found.st_mode & 0o077 or found.st_uid != os.geteuid():  # another user's would let root in as well
         raise ConfigError(f"endpoint: others may enter {path}; choose a new folder for the socket, or chmod 700 it")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import secrets
 import socket
 import ssl
@@ -17,8 +18,10 @@ import torch
 
 from provider.admission import ByteBudget, Refusal
 from provider.config import MIB, Limits
+from provider.envelope import ExecutorReport
 from provider.model import ServedModel
 from provider.server import Provider
+from provider.supervisor import ExecutorClient
 from symbiosis_priv import wire
 from symbiosis_priv.addresses import parse_address
 from symbiosis_priv.errors import ConfigError
@@ -157,6 +160,25 @@ def test_health_needs_no_hello(connect: Connect, provider: Provider, requests: R
     assert report.requests >= 1
     assert report.connections >= 2
     assert report.uptime_s > 0
+
+
+def test_who_asks_for_health_all_the_time_takes_nothing_of_the_executors(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the executor says about itself is in nobody's share, so it says it now and then, and not to everybody."""
+    asked = []
+    report = ExecutorClient.report
+
+    def noted(client: ExecutorClient, *, deadline: float) -> ExecutorReport:
+        asked.append(time.monotonic())
+        return report(client, deadline=deadline)
+
+    clients = [connect(tenant, role=None) for tenant in ("alice", "bob")]
+    monkeypatch.setattr(ExecutorClient, "report", noted)
+    for _ in range(100):
+        for client in clients:
+            assert isinstance(client.ask(wire.Health()), wire.HealthReport)
+    assert all(later - earlier > 0.2 for earlier, later in itertools.pairwise(asked))
 
 
 def test_a_health_report_counts_nobody_else(configure: Configure, connect: Connect, requests: Requests) -> None:

@@ -21,6 +21,7 @@ from provider.status import Status
 from symbiosis_priv import terminal
 from symbiosis_priv.addresses import parse_address
 from symbiosis_priv.errors import ConnectionLostError, ProtocolError, one_line
+from symbiosis_priv.files import UNDECODABLE
 
 _TIMEOUT_S = 5.0
 _MOST_BYTES = 16 << 20  # of an answer
@@ -50,7 +51,7 @@ def ask(address: str, *, timeout_s: float = _TIMEOUT_S) -> Status:
         connection.close()
     try:
         return msgspec.json.decode(body, type=Status)
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise ProtocolError(f"{address} is not the [metrics] address of a provider of this release: {error}") from error
 
 

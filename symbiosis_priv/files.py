@@ -7,10 +7,16 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
+import msgspec
 from safetensors import SafetensorError
 
 from symbiosis_priv.errors import ConfigError, StorageError
+
+UNDECODABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What bytes that are not what they should be have msgspec raise: bad UTF-8 and deep nesting surface as Python's own
+errors, and wrong types as a DecodeError."""
 
 
 def default_cache() -> Path:

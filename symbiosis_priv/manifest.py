@@ -13,6 +13,7 @@ import hashlib
 import msgspec
 
 from symbiosis_priv.errors import CheckpointError
+from symbiosis_priv.files import UNDECODABLE
 from symbiosis_priv.layers import GroupSpec, layers_of
 from symbiosis_priv.ring import FORWARD, Direction
 
@@ -69,7 +70,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         """Parse; CheckpointError if it is not a manifest of this version."""
         try:
             manifest = msgspec.json.decode(data, type=cls)
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             raise CheckpointError(f"not a manifest: {error}") from error
         if manifest.version != MANIFEST_VERSION:
             raise CheckpointError(f"manifest version {manifest.version} is not {MANIFEST_VERSION}; upgrade both sides")

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from symbiosis_priv.errors import FrameTooLargeError, ProtocolError, one_line
+from symbiosis_priv.files import UNDECODABLE
 from symbiosis_priv.limits import Role as Role
 from symbiosis_priv.ring import Direction
 
@@ -224,8 +225,7 @@ def decode(decoder: msgspec.msgpack.Decoder[_M], header: Buffer) -> _M:
     """Parse a header of these messages, or of others that travel in the same frames. ProtocolError if it is none."""
     try:
         return decoder.decode(header)
-    # DecodeError includes ValidationError; bad UTF-8 and deep nesting surface as Python's own errors
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise ProtocolError(f"bad header: {one_line(str(error))}") from error  # it may quote what came
 
 

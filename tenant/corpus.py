@@ -12,6 +12,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from symbiosis_priv.errors import ConfigError, one_line
+from symbiosis_priv.files import UNDECODABLE
 
 T = TypeVar("T")
 
@@ -204,7 +205,7 @@ def _read_lines(path: Path) -> Iterator[tuple[int, Line]]:
         if line.strip():
             try:
                 found, parsed = True, msgspec.json.decode(line, type=Line)
-            except msgspec.DecodeError as error:
+            except UNDECODABLE as error:
                 raise ConfigError(f"{path}, line {number}: {error}; write one of {_FORMS}") from error
             yield number, parsed
     if not found:

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.files import check_unused, storing
+from symbiosis_priv.files import UNDECODABLE, check_unused, storing
 
 _RECORD = "run.json"
 _LAST_WRITTEN = "trainer_state.json"
@@ -106,7 +106,7 @@ def is_whole(checkpoint: Path) -> bool:
     try:
         msgspec.json.decode((checkpoint / _LAST_WRITTEN).read_bytes())
         return bool(re.fullmatch(r"checkpoint-\d+", checkpoint.name)) and (checkpoint / _RECORD).is_file()
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *UNDECODABLE):
         return False
 
 
@@ -124,7 +124,7 @@ def read_record(checkpoint: Path) -> RunRecord:
     """
     try:
         return msgspec.json.decode((checkpoint / _RECORD).read_bytes(), type=RunRecord)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *UNDECODABLE) as error:
         raise ConfigError(f"{checkpoint / _RECORD} cannot be read ({error}); start anew in another --output") from error
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from symbiosis_priv import native
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.files import write_atomically
+from symbiosis_priv.files import UNDECODABLE, write_atomically
 from symbiosis_priv.kernels.base import Kernel
 from symbiosis_priv.kernels.registry import KERNELS, candidates, is_exact, probe_rows
 from symbiosis_priv.ring import DIRECTIONS, Direction
@@ -140,7 +140,7 @@ def _seconds(
 def _recall(memory: Path) -> dict[str, Choice]:
     try:
         return msgspec.json.decode(memory.read_bytes(), type=dict[str, Choice])
-    except (OSError, msgspec.DecodeError):  # none yet, or damaged: measured again
+    except (OSError, *UNDECODABLE):  # none yet, or damaged: measured again
         return {}
 
 

@@ -18,6 +18,7 @@ import msgspec
 from symbiosis_priv import wire
 from symbiosis_priv.descriptor import Digest
 from symbiosis_priv.errors import ProtocolError, one_line
+from symbiosis_priv.files import UNDECODABLE
 from symbiosis_priv.registry.history import Hash, Number
 from symbiosis_priv.statements import MAX_BYTES
 from symbiosis_priv.wire import Failure, Message
@@ -122,5 +123,5 @@ def decode_record(payload: wire.Buffer) -> Record:
 def _parsed(decoder: msgspec.msgpack.Decoder[_P], payload: wire.Buffer) -> _P:
     try:
         return decoder.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise ProtocolError(f"bad payload: {one_line(str(error))}") from error

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from symbiosis_priv.errors import ConfigError, StorageError
-from symbiosis_priv.files import write_atomically
+from symbiosis_priv.files import UNDECODABLE, write_atomically
 from tenant.routing.route import ProviderFigures
 from tenant.session.session import Session
 
@@ -96,5 +96,5 @@ def read_status(path: Path) -> SessionStatus:
         raise ConfigError(
             f"cannot read {path}: {error.strerror}. A session writes it, if RemoteConfig(status=...) names it"
         ) from error
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise ConfigError(f"{path} is not the status of a session of this release: {error}") from error

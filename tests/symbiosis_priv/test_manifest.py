@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from symbiosis_priv.errors import CheckpointError
@@ -28,6 +28,8 @@ def test_manifests_round_trip_and_differ_in_digest(a: Manifest, b: Manifest) -> 
     assert (a == b) is (a.digest == b.digest)
 
 
+@example(b'{"\xff": 1}')
+@example(b'{"later": ' + b"[" * 10_000)
 @given(st.binary(max_size=60) | manifests.map(lambda m: m.to_json()[:-1]))
 def test_what_is_no_manifest_is_a_checkpoint_error(data: bytes) -> None:
     with pytest.raises(CheckpointError):

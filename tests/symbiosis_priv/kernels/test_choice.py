@@ -147,7 +147,10 @@ def test_what_ranks_can_shard_is_chosen_beside_what_is_faster(plant: Callable[..
         assert all(KERNELS[name].block is not None for name in found.kernels.values())
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"a": 1}', b"\xff"])
+DEEP = b'{"a": {"layout": "", "kernels": {}, "later": ' + b"[" * 10_000
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"a": 1}', b"\xff", b'{"\xff": {}}', DEEP])
 def test_a_damaged_memory_is_measured_again(content: bytes, plant: Callable[..., Planted], memory: Path) -> None:
     plant()
     memory.parent.mkdir()

@@ -6,30 +6,27 @@ before. Both are learned from those who come back.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from provider.scheduler.jobs import Key, Stage
 
 _LATE = 2.0  # a tenant is expected back until its pause has been so many times the usual one
 
 
-@dataclass(frozen=True)
-class Expected:
+class Expected(NamedTuple):
     """Somebody will ask for a layer group: the first at `first`, and nobody after `until`."""
 
     first: float
     until: float
 
-    def __or__(self, other: Expected | None) -> Expected:
-        if other is None:
-            return self
-        return Expected(min(self.first, other.first), max(self.until, other.until))
+
+_NOBODY = Expected(math.inf, -math.inf)
 
 
-@dataclass
-class _Absence:
+class _Absence(NamedTuple):
     stage: Stage
     key: Key
     since: float
@@ -72,14 +69,14 @@ class Absent:
     def expected(self, now: float, by: float) -> dict[tuple[Stage, Key], Expected]:
         """Who is likely to be back by then, for what."""
         found: dict[tuple[Stage, Key], Expected] = {}
-        for tenant in reversed(self._absent):
-            absence = self._absent[tenant]
-            if absence.since < now - self._horizon_s:
+        for tenant, (stage, key, since) in reversed(self._absent.items()):
+            if since < now - self._horizon_s:
                 break
             pause = self._pauses.get(tenant)
-            first = absence.since + (pause or 0.0)
-            until = absence.since + (self._horizon_s if pause is None else _LATE * pause)
+            first = since + (pause or 0.0)
+            until = since + (self._horizon_s if pause is None else _LATE * pause)
             if first <= by and now < until:
-                will = absence.stage, self._next.get((absence.stage, absence.key), absence.key)
-                found[will] = Expected(max(now, first), until) | found.get(will)
+                will = stage, self._next.get((stage, key), key)
+                others = found.get(will, _NOBODY)
+                found[will] = Expected(min(max(now, first), others.first), max(until, others.until))
         return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 from symbiosis_priv import wire
 from symbiosis_priv.ring import Direction
@@ -57,8 +57,7 @@ class Job:
 J = TypeVar("J", bound=Job)
 
 
-@dataclass(frozen=True)
-class Piece(Generic[J]):
+class Piece(NamedTuple, Generic[J]):  # is made in a third of a frozen dataclass's time
     """Rows `start .. stop` of a job."""
 
     job: J

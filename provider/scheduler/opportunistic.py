@@ -52,10 +52,12 @@ class Opportunistic(Discipline[J]):
         self._free = now
 
     def turn(self, now: float) -> tuple[J | None, float | None]:
-        expected = self._absent.expected(now, now + self._policy.max_wait_s)
         waiting: list[float] = []
+        if not self._waiting:
+            return None, None
+        expected = self._absent.expected(now, now + self._policy.max_wait_s)
         for stage, firsts in self._waiting.in_turn():
-            times = [self._go_time(job, now, expected) for job in firsts]
+            times = self._go_times(stage, firsts, now, expected)
             may_go = [job for job, time in zip(firsts, times, strict=True) if time <= now]
             if may_go:
                 return self._choice(stage, firsts, may_go, now), None
@@ -64,19 +66,29 @@ class Opportunistic(Discipline[J]):
                 break  # fine-tuning could keep it waiting for far longer than it waits for company
         return None, min(waiting, default=None)
 
-    def _go_time(self, job: J, now: float, expected: Mapping[tuple[Stage, Key], Expected]) -> float:
-        """When a job need not wait any more, for company or for inference."""
-        time = job.offered = min(job.offered, now)
-        company = expected.get((job.stage, job.key))
-        if company is not None and not job.taken:
-            limit = job.offered + self._worth(job)
-            if company.first <= limit:
-                time = min(limit, company.until)
-        if job.stage == "fine_tuning" and self._waiting.inference_is_due():
+    def _go_times(
+        self, stage: Stage, firsts: Sequence[J], now: float, expected: Mapping[tuple[Stage, Key], Expected]
+    ) -> list[float]:
+        """When each of a stage's jobs need not wait any more, for company or for inference."""
+        held_back = now
+        if stage == "fine_tuning" and self._waiting.inference_is_due():
             limit = self._free + self._policy.max_wait_s
-            coming = [e for (stage, _), e in expected.items() if stage == "inference" and e.first <= limit]
-            time = max([time, *(min(limit, e.until) for e in coming)])
-        return time
+            coming = [e for (whose, _), e in expected.items() if whose == "inference" and e.first <= limit]
+            held_back = max([now, *(min(limit, e.until) for e in coming)])
+        times = []
+        worth: dict[tuple[Key, int], float] = {}  # most jobs are like the next one
+        for job in firsts:
+            time = job.offered = min(job.offered, now)
+            company = expected.get((stage, job.key))
+            if company is not None and not job.taken:
+                like = job.key, job.rows
+                if like not in worth:
+                    worth[like] = self._worth(job)
+                limit = job.offered + worth[like]
+                if company.first <= limit:
+                    time = min(limit, company.until)
+            times.append(max(time, held_back))
+        return times
 
     def _worth(self, job: J) -> float:
         """How long company is worth waiting for."""
@@ -89,6 +101,8 @@ class Opportunistic(Discipline[J]):
 
     def _choice(self, stage: Stage, firsts: Sequence[J], may_go: Sequence[J], now: float) -> J:
         """Whose product it is: of those who may go, in turn, and with whoever rides along."""
+        if len(may_go) == 1:
+            return may_go[0]
         most = self._waiting.charged(may_go[0]) + self._policy.max_wait_s
         near = [job for job in may_go if self._waiting.charged(job) <= most]
         longest = min(near, key=lambda job: job.offered)
@@ -115,6 +129,8 @@ class Opportunistic(Discipline[J]):
     def batch(self, leader: J) -> list[Piece[J]]:
         room = self._room(leader)
         others = [job for job in self._waiting.of_key(leader.key) if job is not leader]
+        if not others:
+            return [Piece.next_of(leader, room)]
         others.sort(key=lambda job: (self._waiting.charged(job), job.arrival))
         inference = [job for job in others if job.stage == "inference"]
         fine_tuning = [job for job in others if job.stage == "fine_tuning"]

@@ -72,6 +72,10 @@ class Waiting(Generic[J]):
         self._now = 0.0  # virtual time between the stages
         self._by_key: dict[Key, OrderedDict[J, None]] = {}
 
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._by_key)
+
     def add(self, job: J) -> None:
         """It can be taken."""
         level = self._levels[job.stage]

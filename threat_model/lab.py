@@ -25,7 +25,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from provider.config import ExecutorConfig, ModelConfig, ProviderConfig, TlsConfig
+from provider.config import ExecutorConfig, Limits, ModelConfig, ProviderConfig, TlsConfig
 from provider.server import Provider
 from symbiosis_priv import wire
 from symbiosis_priv.certificates import Kind, create_authority, create_self_signed, issue
@@ -149,6 +149,8 @@ class Lab:
                     tls=TlsConfig(
                         certificate=identity.certificate, key=identity.key, tenant_authority=authority.certificate
                     ),
+                    # sessions are opened by the hundred, and would wait for their share of the time
+                    limits=Limits(handshake_share=1.0, handshake_share_serving=1.0),
                     executor=ExecutorConfig(kernel="int32", float_path=True),
                 )
             )

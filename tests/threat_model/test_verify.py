@@ -83,7 +83,7 @@ class Place:
     def store(self) -> WeightStore:
         return WeightStore(self.checkpoint, cache=self.folder / "cache")
 
-    def config(self, *, checkpoint: Path | None = None, floats: bool = True, **limits: int) -> ProviderConfig:
+    def config(self, *, checkpoint: Path | None = None, floats: bool = True, **limits: float) -> ProviderConfig:
         return ProviderConfig(
             name="alpha",
             listen="127.0.0.1:0",
@@ -94,7 +94,11 @@ class Place:
                 key=self.provider.key,
                 tenant_authority=self.authority.certificate,
             ),
-            limits=msgspec.structs.replace(Limits(max_rows=2048), **limits),
+            limits=msgspec.structs.replace(
+                # hundreds of connections by one tenant, which would wait for their share of the time
+                Limits(max_rows=2048, handshake_share=1.0, handshake_share_serving=1.0),
+                **limits,
+            ),
             executor=ExecutorConfig(threads=1, float_path=floats),
         )
 

@@ -93,8 +93,8 @@ def breaches(world: World, session: Session, k: int, row_of: Callable[[int, Dire
             place = heard.request.group, heard.request.direction
             if place not in streams:
                 streams[place] = explanations(session, seeds, k, *place)
-            for row in heard.rows - row_of(*place):
-                holders = streams[place].get(row[:_PREFIX].numpy().tobytes())
+            for row in prefixes(heard.rows - row_of(*place)):
+                holders = streams[place].get(row)
                 world.explained += holders is not None
                 if holders is None:
                     found.append(f"p{number} has heard a row that is not masked by {k} helpers")
@@ -113,10 +113,16 @@ def explanations(
     keys = {n: mask_key(seed, group_name=facts.entry.name, direction=direction) for n, seed in seeds.items()}
     expanded = {n: expand(key, first_row=0, rows=4096, width=facts.inputs(direction)) for n, key in keys.items()}
     return {
-        row.numpy().tobytes(): holders
+        row: holders
         for holders in itertools.combinations(sorted(seeds), k)
-        for row in sum((expanded[n][:, :_PREFIX] for n in holders), torch.zeros(1, dtype=torch.int32)).contiguous()
+        for row in prefixes(sum((expanded[n] for n in holders), torch.zeros(1, dtype=torch.int32)))
     }
+
+
+def prefixes(rows: Tensor) -> list[bytes]:
+    """How each row begins."""
+    data, size = rows[:, :_PREFIX].contiguous().numpy().tobytes(), _PREFIX * rows.itemsize
+    return [data[i : i + size] for i in range(0, len(data), size)]
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ if not torch.cuda.is_available():
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from symbiosis_priv.start import end_quickly
+from tenant.demo.base_model import Pretraining, make_base_model
 
 # Examples stay random (a failure prints the blob that reproduces it). Timing is not a property: machines are shared.
 settings.register_profile(
@@ -92,6 +93,16 @@ def save_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return path
 
     return save
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama that has learned something of the demo's language, and its tokenizer."""
+    return make_base_model(
+        tmp_path_factory.mktemp("trained") / "base",
+        seconds=600,  # so that the steps alone decide, however busy the machine is
+        recipe=Pretraining(steps=100, window=64, sentences=4_000, vocab=512),
+    )
 
 
 @pytest.fixture(scope="session")

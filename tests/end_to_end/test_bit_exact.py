@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from symbiosis_priv.local import LocalFederation
 from tenant import RemoteConfig, backend_of
-from tenant.demo.base_model import Pretraining, make_base_model
 from tenant.demo.text import public_text
 from tests.builds import BUILDS, build
 
@@ -44,37 +42,67 @@ def base(request: pytest.FixtureRequest) -> tuple[Path, LocalFederation]:
 Base = tuple[Path, LocalFederation]
 
 
+@pytest.fixture(scope="module")
+def simulated() -> dict[tuple[Any, ...], Any]:
+    """What the simulation has made: the same for every scheme that is compared with it."""
+    return {}
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_logits_and_gradients(base: Base, scheme: str, config_for: Config, open_model: Open, equal: Equal) -> None:
+def test_logits_and_gradients(
+    base: Base,
+    scheme: str,
+    config_for: Config,
+    open_model: Open,
+    equal: Equal,
+    simulated: dict[tuple[Any, ...], list[dict[str, Tensor]]],
+) -> None:
     """On a tenant with compiled passes and on one without."""
     path, federation = base
-    seen: list[dict[str, Tensor]] = []
-    for how, name in itertools.product(("simulate", scheme), (BUILDS[0], BUILDS[-1])):
-        with build(name):
-            model = open_model(path, config_for(federation, how))
-            model.get_input_embeddings().weight.requires_grad_(True)  # gradients through every layer
-            out = model(input_ids=IDS, labels=IDS)
-            out.loss.backward()
-        seen.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None} | {"logits": out.logits})
-    assert len(seen[0]) > 10
-    assert all(equal(seen[0], other) for other in seen[1:])
+
+    def seen(how: str) -> list[dict[str, Tensor]]:
+        found = []
+        for name in (BUILDS[0], BUILDS[-1]):
+            with build(name):
+                model = open_model(path, config_for(federation, how))
+                model.get_input_embeddings().weight.requires_grad_(True)  # gradients through every layer
+                out = model(input_ids=IDS, labels=IDS)
+                out.loss.backward()
+            gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+            found.append(gradients | {"logits": out.logits})
+        return found
+
+    expected = simulated.get((path, "gradients")) or simulated.setdefault((path, "gradients"), seen("simulate"))
+    assert len(expected[0]) > 10
+    assert all(equal(expected[0], other) for other in (*expected[1:], *seen(scheme)))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_20_steps_of_training(
-    base: Base, scheme: str, config_for: Config, open_model: Open, train: Train, adapter_of: Adapter, equal: Equal
+    base: Base,
+    scheme: str,
+    config_for: Config,
+    open_model: Open,
+    train: Train,
+    adapter_of: Adapter,
+    equal: Equal,
+    simulated: dict[tuple[Any, ...], tuple[dict[str, Tensor], list[float]]],
 ) -> None:
     path, federation = base
-    adapters, losses = [], []
-    for how in ("simulate", scheme):
-        model = open_model(path, config_for(federation, how))
+
+    def trained(model: Any) -> tuple[dict[str, Tensor], list[float]]:
         trainer = train(model)
-        adapters.append(adapter_of(model))
-        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-    assert equal(*adapters)
-    assert losses[0] == losses[1]
-    assert len(losses[0]) == 20
-    assert losses[0][-1] < losses[0][0]
+        return adapter_of(model), [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    if (path, "training") not in simulated:
+        simulated[path, "training"] = trained(open_model(path, config_for(federation, "simulate")))
+    expected, expected_losses = simulated[path, "training"]
+    model = open_model(path, config_for(federation, scheme))
+    adapter, losses = trained(model)
+    assert equal(expected, adapter)
+    assert expected_losses == losses
+    assert len(losses) == 20
+    assert losses[-1] < losses[0]
     ledger = backend_of(model).products.ledger()  # type: ignore[attr-defined]
     assert ledger.answers_verified == ledger.rows > 0
     assert ledger.answers_rejected == 0
@@ -103,19 +131,28 @@ def padded() -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_64_tokens(base: Base, scheme: str, config_for: Config, open_model: Open) -> None:
+def test_64_tokens(
+    base: Base, scheme: str, config_for: Config, open_model: Open, simulated: dict[tuple[Any, ...], dict[str, Tensor]]
+) -> None:
     """Greedy, sampled with a seed and by beams; a batch with padding; a single prompt."""
     path, federation = base
-    reference, model = (open_model(path, config_for(federation, how)).eval() for how in ("simulate", scheme))
     ids, mask = padded()
-    cases = dict(GENERATIONS) if scheme == "pad-1" else {"greedy": GENERATIONS["greedy"]}
-    for options in cases.values():
-        expected = generate(reference, ids, mask, options)
-        assert expected.shape == (2, 11 + 64)
-        assert torch.equal(generate(model, ids, mask, options), expected)
-    if scheme == "pad-1":
-        alone = generate(reference, IDS[1:], mask[1:], GENERATIONS["greedy"])
-        assert torch.equal(generate(model, IDS[1:], mask[1:], GENERATIONS["greedy"]), alone)
+
+    def tokens(how: str, cases: Collection[str]) -> dict[str, Tensor]:
+        model = open_model(path, config_for(federation, how)).eval()
+        made = {name: generate(model, ids, mask, GENERATIONS[name]) for name in cases if name in GENERATIONS}
+        if "alone" in cases:
+            made["alone"] = generate(model, IDS[1:], mask[1:], GENERATIONS["greedy"])
+        return made
+
+    if (path, "tokens") not in simulated:
+        simulated[path, "tokens"] = tokens("simulate", (*GENERATIONS, "alone"))
+    expected = simulated[path, "tokens"]
+    made = tokens(scheme, expected if scheme == "pad-1" else ["greedy"])
+    assert made["greedy"].shape == (2, 11 + 64)
+    for name, its in made.items():
+        assert torch.equal(its, expected[name]), name
+    assert made.keys() == (expected.keys() if scheme == "pad-1" else {"greedy"})
 
 
 # plain PEFT says so whenever it puts LoRA on GPT-2
@@ -214,15 +251,6 @@ def test_a_resumed_training_ends_where_an_uninterrupted_one_does(
 
 
 # Quality: what the ring's rounding costs, on a model that has learned something
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_base_model(
-        tmp_path_factory.mktemp("trained") / "base",
-        seconds=600,  # so that the steps alone decide, however busy the machine is
-        recipe=Pretraining(steps=100, window=64, sentences=4_000, vocab=512),
-    )
 
 
 def test_quality_against_the_unquantised_model(trained: Path, open_model: Open) -> None:

@@ -59,10 +59,20 @@ def wide(save_llama: Callable[..., Path]) -> Path:
     return path
 
 
-@pytest.fixture
-def federation(wide: Path, tmp_path: Path) -> Iterator[LocalFederation]:
-    with LocalFederation(wide, tmp_path, provider_options={"executor": {"threads": 1}}) as federation:
+@pytest.fixture(scope="module")
+def mortals(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalFederation]:
+    directory = tmp_path_factory.mktemp("federation")
+    with LocalFederation(wide, directory, provider_options={"executor": {"threads": 1}}) as federation:
         yield federation
+
+
+@pytest.fixture
+def federation(mortals: LocalFederation) -> LocalFederation:
+    """All of it, whatever an earlier test has done to it."""
+    for name in mortals.names:
+        if mortals.pid(name) is None:
+            mortals.restart(name)
+    return mortals
 
 
 @pytest.mark.parametrize("fate", ["alive", "killed"])

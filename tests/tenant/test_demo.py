@@ -22,7 +22,6 @@ from typer.testing import CliRunner
 from symbiosis_priv.addresses import parse_address
 from symbiosis_priv.cli import app
 from symbiosis_priv.errors import ConfigError
-from tenant.demo.base_model import Pretraining, make_base_model
 from tenant.demo.claims import Figures, claims
 from tenant.demo.screen import show
 from tenant.demo.text import private_text
@@ -31,13 +30,11 @@ from tenant.session.tally import Ledger
 
 
 @pytest.fixture(scope="module")
-def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def arguments(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A model and a text of somebody's own."""
     folder = tmp_path_factory.mktemp("demo")
-    recipe = Pretraining(steps=60, batch=8, window=64, sentences=3000, vocab=320)
-    model = make_base_model(folder / "base", recipe=recipe)
     (folder / "text.txt").write_text("\n".join(private_text(seed=3, records=60)), encoding="utf-8")
-    return ["demo", "--model", str(model), "--text", str(folder / "text.txt")]
+    return ["demo", "--model", str(trained), "--text", str(folder / "text.txt")]
 
 
 @pytest.fixture(scope="module")

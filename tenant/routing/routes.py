@@ -18,12 +18,13 @@ import logging
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
 from symbiosis_priv import wire
 from symbiosis_priv.errors import QuarantinedError
-from symbiosis_priv.federation import Federation, Peer, in_common, traits
-from tenant.routing.health import FEW_BYTES, USUAL, State, Tolerance
+from symbiosis_priv.federation import Federation, Peer, Traits, in_common, traits
+from tenant.routing.health import FEW_BYTES, USUAL, Health, State, Tolerance
 from tenant.routing.holders import choose_holders
 from tenant.routing.quarantine import Quarantine
 from tenant.routing.route import ProviderFigures, Route
@@ -31,7 +32,7 @@ from tenant.routing.route import ProviderFigures, Route
 log = logging.getLogger(__name__)
 
 _CLEARLY = 0.75  # of the present one's cost
-_REMEMBERED = 4096  # answers of rule 8: an executor from a registry is another one whenever it announces other layers
+_REMEMBERED = 4096  # answers of rule 8, and parties that a registry has brought
 
 
 class Routes:
@@ -65,6 +66,7 @@ class Routes:
         self._federation, self._clock = federation, clock
         self._admits = functools.lru_cache(_REMEMBERED)(federation.admissible)
         self._present: dict[tuple[int, bool], Route] = {}
+        self._reputations: deque[tuple[Traits, Health]] = deque(maxlen=_REMEMBERED)
         self._lock = threading.Lock()
 
     @property
@@ -97,9 +99,20 @@ class Routes:
                     continue
                 parties.append(own)
                 taken.append(peer)
-            self.executors = tuple(known.get(peer) or self._route(peer) for peer in taken)
+            self.executors = tuple(known.get(peer) or self._joining(peer) for peer in taken)
             self._present = {place: route for place, route in self._present.items() if route in self.executors}
             self.version += 1
+
+    def _joining(self, peer: Peer) -> Route:
+        """A route to an executor that has come. How it has been doing is remembered, or it would begin anew whenever it
+        announces other layers."""
+        own, route = traits(peer), self._route(peer)
+        for party, health in self._reputations:
+            if in_common(own, party):
+                route.health = health
+                return route
+        self._reputations.append((own, route.health))
+        return route
 
     def able(self, group: int, holders: Collection[Peer] = ()) -> list[Route]:
         """The executors that may see a group's rows under pads of these holders."""

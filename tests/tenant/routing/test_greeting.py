@@ -15,6 +15,7 @@ from symbiosis_priv.federation import Federation, Peer
 from symbiosis_priv.layers import LayerRange
 from symbiosis_priv.manifest import Manifest
 from tenant.routing.greeting import Greeter
+from tenant.routing.health import State, Tolerance
 from tenant.routing.route import Route
 from tenant.routing.routes import Routes
 from tests.vouching import Vouching
@@ -27,7 +28,7 @@ def test_nothing_is_kept_of_those_who_come_and_go(
     vouching = Vouching.in_folder(tmp_path_factory.mktemp("vouching"))
     certificate = load_certificates(vouching.identity("gamma").certificate)[0]
     peer = Peer("gamma", "gamma AG", "executor", "127.0.0.1", 7001, certificate)
-    routes = Routes(new_federation([]), with_helpers=False)
+    routes = Routes(new_federation([]), with_helpers=False, tolerance=Tolerance(first_pause_s=0.0, last_pause_s=0.0))
     heard = threading.Semaphore(0)
 
     def away(route: Route) -> wire.Welcome:
@@ -50,3 +51,27 @@ def test_nothing_is_kept_of_those_who_come_and_go(
     assert len(greeter.workers) <= 1
     assert len(greeter._errors) <= 1
     assert not [thread for thread in threading.enumerate() if thread.name == "greet-gamma"]
+
+
+def test_who_announces_other_layers_does_not_begin_anew(
+    new_federation: Callable[..., Federation], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """It would be tried, and waited for in vain, whenever it has announced itself once more."""
+    vouching = Vouching.in_folder(tmp_path_factory.mktemp("vouching"))
+
+    def peer(name: str, port: int) -> Peer:
+        certificate = load_certificates(vouching.identity(name).certificate)[0]
+        return Peer(name, f"{name} AG", "executor", "127.0.0.1", port, certificate)
+
+    gamma, delta = peer("gamma", 7001), peer("delta", 7002)
+    routes = Routes(new_federation([]), with_helpers=False)
+    routes.update([gamma])
+    [first] = routes.executors
+    routes.failed(first, "late")
+    routes.update([replace(gamma, layers=LayerRange(0, 3))])
+    [second] = routes.executors
+    assert second is not first
+    assert second.health.state is State.DOWN
+    routes.update([])
+    routes.update([delta, replace(gamma, layers=LayerRange(1, 3))])
+    assert [str(route.health.state) for route in routes.executors] == ["up", "down"]

@@ -41,12 +41,12 @@ def placed(config: ProviderConfig, *, progress: Progress | None = None) -> Provi
         return config
     # Which model it is takes a look at all of it; packed for products is what has been chosen, later.
     manifest = open_store(unplaced(config)).manifest(progress=progress)
-    capacities = coverage(manifest.layers[-1] + 1, _others(config, manifest))
+    served = coverage(manifest.layers[-1] + 1, _others(config, manifest))
     length = config.registry.capacity_layers
     assert length is not None, "the configuration sees to that"
-    chosen = most_needed(capacities, length)
-    least = min(capacities[chosen.first : chosen.last + 1])
-    log.info("placed", layers=str(chosen), capacity_there=least)
+    chosen = most_needed(served, length)
+    least = min(served[chosen.first : chosen.last + 1])
+    log.info("placed", layers=str(chosen), operators_there=least.operators, capacity_there=least.capacity)
     return _with_layers(config, str(chosen))
 
 

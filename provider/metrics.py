@@ -36,6 +36,7 @@ log = logs.EventLog(__name__)
 
 _PREFIX = "symbiosis_provider_"
 _CLIENT_S = 5.0  # for each read of an operator's request
+_CLOSING_S = 0.05  # within which it is noticed that it shall answer no more
 _PLACES = 16  # requests at a time; one more closes the oldest of whoever has the most of them
 
 
@@ -142,7 +143,9 @@ class MetricsServer:
             raise ConfigError(f"[metrics] listen = {listen!r}: {error.strerror}; choose another address") from error
         if is_public(str(self._server.server_address[0])):
             log.warning("metrics_for_everybody", address=self.address)
-        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(_CLOSING_S,), name="metrics", daemon=True
+        )
         self._thread.start()
 
     @property

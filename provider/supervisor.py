@@ -351,7 +351,8 @@ class ExecutorClient:
     def report(self, *, deadline: float) -> ExecutorReport:
         """What the executor says about itself. Raises what `receive` does."""
         self.send(Ask())
-        return msgspec.json.decode(self.receive(deadline=deadline).payload, type=ExecutorReport)
+        answer = self.receive(deadline=deadline - _GRACE_S)  # nobody says that a report is late
+        return msgspec.json.decode(answer.payload, type=ExecutorReport)
 
     def settle(self) -> None:
         """Return when the executor holds nothing of the last request: it has answered, or it is no more."""

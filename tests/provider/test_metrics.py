@@ -18,11 +18,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from provider import top
+from provider.admission import Refusal
 from provider.cli import app
 from provider.config import MetricsConfig
 from provider.metrics import MetricsServer, is_public
 from provider.server import Provider
 from provider.status import Status
+from provider.supervisor import ExecutorClient
 from symbiosis_priv.addresses import parse_address
 from symbiosis_priv.errors import ConfigError, ConnectionLostError, ProtocolError
 
@@ -92,6 +94,10 @@ def test_the_operators_address(configure: Configure, connect: Connect, requests:
         assert get(address, "/healthz")[0] == 200
         assert get(address, "/readyz") == (503, "not ready\n")
         assert top.ask(address).executor is None
+        begun = time.monotonic()
+        with ExecutorClient(provider.executor) as asker, pytest.raises(Refusal):
+            asker.report(deadline=begun)
+        assert time.monotonic() - begun < 1.0  # no grace for a word that it is late
     with pytest.raises(ConnectionLostError, match="metrics"):
         top.ask(address)
 

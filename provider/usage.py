@@ -5,8 +5,9 @@ bill differs from what tenants have counted by the requests in flight at most. W
 counted by then: requests that shared a product share a commit. It is a write to the system's cache, without waiting
 for a disk (15 µs); a thread brings it to the disk every few seconds, which is what a power cut may cost.
 
-What cannot be written, to a full disk for instance, is kept and tried again, and `unwritten_s` says for how long. A
-file that was deleted is made again within seconds; into one that was put in its place nothing is written.
+What cannot be written, to a full disk for instance, or not at once, because somebody else writes or the disk is slow to
+take it, is kept and tried again, and `unwritten_s` says for how long. A file that was deleted is made again within
+seconds; into one that was put in its place nothing is written.
 """
 
 from __future__ import annotations
@@ -115,19 +116,26 @@ class Usage:
             self._pending[key] = self._pending.get(key, _NOTHING) + counts
 
     def settle(self) -> None:
-        """Make everything durable that has been counted before; returns when it is, whoever did it."""
-        with self._writing:
+        """Make everything durable that has been counted before; returns when it is, whoever did it, or after a moment:
+        nobody waits behind others who wait for the database, or for as long as it is brought to a slow disk.
+        """
+        if not self._writing.acquire(timeout=_LOCK_S):
+            with self._lock:
+                if self._pending:
+                    self._failing_since = self._failing_since or time.monotonic()
+            return
+        try:
             with self._lock:
                 pending, self._pending = self._pending, {}
-            if not pending:
-                return
-            if self._write(pending):
+            if not pending or self._write(pending):
                 self._failing_since = None
                 return
             self._failing_since = self._failing_since or time.monotonic()
             with self._lock:  # for the next time
                 for key, counts in pending.items():
                     self._pending[key] = self._pending.get(key, _NOTHING) + counts
+        finally:
+            self._writing.release()
 
     @property
     def unwritten_s(self) -> float:

@@ -384,6 +384,32 @@ def test_two_providers_may_share_a_database_and_who_holds_it_for_long_is_not_wai
     assert bill["requests"] == 41
 
 
+def test_tenants_do_not_wait_behind_each_other_for_who_holds_the_database(tmp_path: Path) -> None:
+    database = tmp_path / "usage.sqlite"
+    usage, waits = Usage(database), list[float]()
+
+    def served() -> None:
+        usage.count(ALICE, "executor", Counts(requests=1))
+        began = time.monotonic()
+        usage.settle()
+        waits.append(time.monotonic() - began)
+
+    with contextlib.closing(sqlite3.connect(database, isolation_level=None)) as holder:
+        holder.execute("BEGIN IMMEDIATE")
+        threads = [threading.Thread(target=served) for _ in range(12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert max(waits) < 1.5  # twelve quarters of a second, if they did
+        assert usage.unwritten_s > 0
+    usage.settle()
+    assert usage.unwritten_s == 0
+    (bill,) = read(database)
+    assert bill["requests"] == 12
+    usage.close()
+
+
 @pytest.mark.parametrize("replaced", [False, True])
 def test_what_is_counted_is_not_written_to_a_file_that_nobody_will_read(tmp_path: Path, replaced: bool) -> None:
     database = tmp_path / "usage.sqlite"

@@ -19,6 +19,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,8 +43,7 @@ _NEVER = (
 )  # comes an effect that has met one of these
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """What one seed gives to pads that were drawn together: rows of its keystream, and the promise of their effect.
 
     Args:
@@ -59,8 +59,7 @@ class Share:
     effect: Promise[Tensor]
 
 
-@dataclass(frozen=True)
-class Pad:
+class Pad(NamedTuple):
     """Mask rows, which nobody has seen before, and the promises of their effects. Used once.
 
     The mask is the sum of the shares' keystreams, made where it is added: a pad takes no memory but its effects'.

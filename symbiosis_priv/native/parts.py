@@ -47,9 +47,11 @@ def has_rows_in_one_piece(matrix: Tensor) -> bool:
 
 
 def _readable(matrix: Tensor) -> Tensor:
+    if matrix.dtype in FORMATS and has_rows_in_one_piece(matrix):
+        return matrix
     matrix = matrix.detach()
     matrix = matrix if matrix.dtype in FORMATS else matrix.to(torch.float32)
-    return matrix if has_rows_in_one_piece(matrix) else matrix.contiguous()
+    return matrix.contiguous()
 
 
 def all_rows(work: Callable[..., int], *arguments: object, rows: int, width: int) -> bool:

@@ -10,7 +10,7 @@ request that it should answer (rule 7) before it is used. Waiting is always boun
 
 from __future__ import annotations
 
-import secrets
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -342,4 +342,4 @@ class Channel:
 
 def fresh_nonce() -> bytes:
     """16 random bytes that bind an answer to its request."""
-    return secrets.token_bytes(wire.NONCE_BYTES)
+    return os.urandom(wire.NONCE_BYTES)

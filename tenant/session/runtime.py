@@ -161,8 +161,8 @@ class Runtime:
         """Rows of one request: what the limits of some executor allow, both ways. Whoever takes fewer, in either role,
         is asked several times for them: nobody's limits decide what is sent to others."""
         widest = self._facts[index].widest
-        heard = (route.welcome for route in self._routes.executors if route.welcome is not None)
-        return max((row_limit(widest, welcome) for welcome in heard), default=1)
+        limits = [row_limit(widest, route.welcome) for route in self._routes.executors if route.welcome is not None]
+        return max(limits, default=1)
 
     def close(self) -> None:
         """Stop threads and close connections, for good. Waits for the threads, up to `_JOIN_S` in all."""

@@ -177,7 +177,7 @@ def test_who_lies_on_one_answer_in_a_hundred_is_caught_at_the_first(
 def test_providers_that_are_killed_at_random_change_no_bit(tmp_path: Path) -> None:
     """A small one of `symbiosis-priv bench chaos`."""
     work = Work(steps=8, generations=1, kills=3)
-    chaos = run_chaos(tmp_path, work, executors=2, helpers=2, pad_helpers=1, every_s=2.0)
+    chaos = run_chaos(tmp_path, work, executors=2, helpers=2, pad_helpers=1, every_s=1.0)
     assert chaos.identical
     assert len(chaos.kills) >= work.kills
     assert len(chaos.disturbed.losses) >= work.steps

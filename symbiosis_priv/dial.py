@@ -16,11 +16,13 @@ import os
 import select
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from torch import Tensor
 
@@ -34,6 +36,8 @@ SLICE_S: Final = 2.0
 """How long one system call waits, before the deadline and `shut` are looked at."""
 _RECORD: Final = 16 * 1024  # the most that a TLS record carries: a head travels, and is read, with what fits beside it
 _GONE: Final = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)  # the last one where there is one
+
+_Found = tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[Any, ...]]  # as `getaddrinfo` gives them
 
 Waiting = Callable[[float, str], None]
 """Told (deadline, why) after every slice of a wait."""
@@ -189,7 +193,7 @@ class Line:
     def _dial(self, deadline: float) -> socket.socket:
         """Like `socket.create_connection`, but `shut` can reach a socket that is still connecting."""
         refusal: OSError | None = None
-        for family, kind, protocol, _, address in socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM):
+        for family, kind, protocol, _, address in self._addresses(deadline):
             candidate = self._socket = socket.socket(family, kind, protocol)
             try:
                 candidate.setblocking(False)
@@ -203,6 +207,20 @@ class Line:
                 candidate.close()
         assert refusal is not None  # getaddrinfo raises if it finds no address
         raise refusal
+
+    def _addresses(self, deadline: float) -> Sequence[_Found]:
+        """What the name means. It is looked up in a thread of its own: `getaddrinfo` knows no deadline, and the servers
+        that answer for a name may be its owner's."""
+        found: Future[Sequence[_Found]] = Future()
+
+        def look_up() -> None:
+            try:
+                found.set_result(socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM))
+            except Exception as error:  # it is the asker's
+                found.set_exception(error)
+
+        threading.Thread(target=look_up, name="look-up", daemon=True).start()
+        return self._within(deadline, found.result, "its name is being looked up")
 
     def _next(self, size: int, deadline: float) -> memoryview:
         """So few bytes; where they came in one record with what was before, they are not copied."""

@@ -163,7 +163,7 @@ class Discovery:
                 thread.start()
             until = time.monotonic() + self._deadline_s
             for thread in askers:
-                thread.join(max(0.0, until - time.monotonic()))  # a name that is being looked up knows no deadline
+                thread.join(max(0.0, until - time.monotonic()))
             return self.update()
 
     def hear(self, listed: Iterable[bytes]) -> Counter[str]:

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 _UNUSED_BYTES = 256 << 20  # a few answers of the size that fills a request, and the effects beside them
 _GREETING_S = 10.0  # of one that is tried in the background
-_JOIN_S = 5.0  # for what a thread is in the middle of: a product, or a name that is being looked up
+_JOIN_S = 5.0  # for what a thread is in the middle of: a product, or a slice of a wait for a name
 
 
 class Runtime:

@@ -417,3 +417,23 @@ def test_tls_is_13_with_both_sides_authenticated(executor: ScriptedProvider, con
     assert connection is not None
     assert connection.version() == "TLSv1.3"
     assert connection.context.verify_mode == ssl.CERT_REQUIRED
+
+
+def test_a_name_that_is_looked_up_for_ever_is_waited_for_until_the_deadline(
+    executor: ScriptedProvider, connect: NewChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who answers for a name may be its owner: then patience with its provider would be without an end."""
+    over = threading.Event()
+
+    def look_up(*_: Any, **__: Any) -> Any:
+        over.wait(30)
+        raise OSError("nobody knows")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    began = time.monotonic()
+    try:
+        with pytest.raises(ConnectionLostError, match="its name is being looked up"):
+            connect(executor).greet(deadline=began + 0.2)
+        assert time.monotonic() - began < 20
+    finally:
+        over.set()

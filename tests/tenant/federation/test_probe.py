@@ -212,7 +212,7 @@ def test_a_name_that_is_looked_up_for_ever_ends_at_the_deadline(
     finding = only(new_federation([slow]), preparation, timeout=0.3)
     assert time.monotonic() - began < 3
     assert finding.failure is not None
-    assert "did not answer within 0.3 s" in finding.failure
+    assert "its name is being looked up" in finding.failure
 
 
 @pytest.fixture

@@ -31,7 +31,6 @@ from symbiosis_priv import wire
 from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.federation import load_federation
 from symbiosis_priv.ring import BACKWARD, FORWARD, Direction
-from tenant.bench.processes import give_way
 from tenant.connections.channel import Channel, fresh_nonce
 
 Kind = Literal["generating", "training"]
@@ -193,7 +192,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     load = msgspec.json.decode(sys.stdin.buffer.read(), type=Load, dec_hook=lambda kind, value: kind(value))
     torch.set_num_threads(1)
-    give_way(_NICE)
+    os.nice(_NICE)
     ready_read, ready_write = os.pipe()
     go_read, go_write = os.pipe()
     lock = folder / "alone"

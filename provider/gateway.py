@@ -4,10 +4,6 @@ Theory of operation. A thread per connection blocks in TLS reads: measured at 55
 TLS takes 90, and a slow client can only ever hold up its own thread. It begins once the tenant has authenticated:
 `reception` sees to that. `connection` parses what tenants send; no exception leaves a thread.
 
-When a product is finished, the executor wakes everybody whose rows were in it. Each of them would interrupt it there
-and then, if no core is free, only to wait for the interpreter's lock, which the executor holds. So the threads of
-connections interrupt nobody when they wake (`SCHED_BATCH`): they go on when a core is free, or when it is their turn.
-
 To stop, the read side of every connection is shut: a thread that waits for the next frame sees its end, one
 that is in the middle of a request finishes it first, and takes no other.
 """
@@ -15,7 +11,6 @@ that is in the middle of a request finishes it first, and takes no other.
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import ssl
 import threading
@@ -163,7 +158,6 @@ class Gateway:
     # A connection's thread
 
     def _run(self, connection: ssl.SSLSocket, peer: Peer) -> None:
-        _interrupt_nobody()
         link = Link(connection)
         try:
             log.often("connection_opened", tenant=str(peer.tenant))
@@ -212,9 +206,3 @@ class Gateway:
     def _forget(self, thread: threading.Thread) -> None:
         with self._lock:
             self._threads.pop(thread, None)
-
-
-def _interrupt_nobody() -> None:
-    """From now on this thread waits for a core when it is woken, and takes it from no other."""
-    with contextlib.suppress(AttributeError, OSError):  # a system that has no such policy, or does not let us choose
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

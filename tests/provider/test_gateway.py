@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import secrets
 import socket
 import ssl
@@ -108,20 +107,6 @@ def test_hello_is_checked(connect: Connect, provider: Provider) -> None:
     assert isinstance(welcome, wire.Welcome)
     assert welcome.max_payload == provider.config.limits.max_payload_mib * MIB
     assert failure(client.hello(provider.model_digest)) == wire.ErrorCode.BAD_REQUEST
-
-
-@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux")
-def test_whoever_is_answered_does_not_interrupt_the_executor(
-    provider: Provider, connect: Connect, requests: Requests
-) -> None:
-    """It wakes them with the interpreter's lock in its hands: there is nothing they could do yet."""
-    assert works(connect(), requests)
-    policies: dict[str, set[int]] = {}
-    for thread in threading.enumerate():
-        assert thread.native_id is not None
-        policies.setdefault(thread.name, set()).add(os.sched_getscheduler(thread.native_id))
-    assert policies["connection"] == {os.SCHED_BATCH}
-    assert policies["executor"] == {os.SCHED_OTHER}
 
 
 def test_a_part_of_the_layers(

@@ -128,8 +128,8 @@ def test_whichever_helper_keeps_to_itself_is_enough(lab: Lab, scheme: Scheme) ->
         assert outcome(Collusion(direction), helpers).success == 1.0
 
 
-# The smallest pool with the least noise is in the quick report, and is read there.
-@pytest.mark.parametrize(("size", "noise"), [(2, 256.0), (4, 1.0), (4, 256.0), (16, 1.0), (16, 256.0)])
+@pytest.mark.parametrize("noise", [1.0, 256.0])
+@pytest.mark.parametrize("size", [2, 4, 16])
 def test_candidate_subtraction_reads_every_layer_at_any_pool_size(lab: Lab, size: int, noise: float) -> None:
     recording = lab.record(paper_pool(size, noise), LONGER)
     for direction in ("forward", "backward"):

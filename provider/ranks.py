@@ -1,13 +1,14 @@
 """The processes of a sharded executor (`shards`), as torchrun starts them: rank 0 serves, the others follow.
 
-On one machine, `[executor] ranks = 4` has the supervisor start such a group beside the gateway. Over several, run on
-each of them
+On one machine, `[executor] ranks = 4` has the supervisor start such a group beside the gateway (`launch`). Over
+several, run on each of them, with numbers from 0,
 
-    torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:PORT \\
+    torchrun --nnodes 2 --node-rank NUMBER --nproc-per-node 1 --master-addr HOST --master-port PORT \\
         -m provider.ranks --config provider.toml
 
 and rank 0 is the whole provider. Between machines, torch.distributed is neither encrypted nor authenticated: keep it
-on a private network (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME).
+on a private network (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME). With `--rdzv-backend c10d`, torchrun unpickles what
+anybody writes to HOST:PORT.
 """
 
 from __future__ import annotations

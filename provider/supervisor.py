@@ -274,8 +274,9 @@ class GroupExecutor(ProcessExecutor):
             RANKS_VARIABLE: f"{self.model_digest} {to_json(self.config).decode()}",
             "OMP_NUM_THREADS": str(max(1, threads // settings.ranks)),
             "GLOO_SOCKET_IFNAME": _LOOPBACK,  # torch.distributed authenticates nobody
+            "NCCL_SOCKET_IFNAME": _LOOPBACK,
         }
-        torchrun = start.command("torch.distributed.run", "--standalone", f"--nproc-per-node={settings.ranks}")
+        torchrun = start.command("provider.launch", f"--nproc-per-node={settings.ranks}")
         command = [*torchrun, *start.command("provider.ranks")[1:]]
         # stdin reaches rank 0, which ends with it; signals of a terminal are the gateway's to handle
         return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +30,7 @@ from symbiosis_priv.weights import WeightStore
 SCRIPT = Path(__file__).with_name("sharded_products.py")
 TWO_NODES = Path(__file__).parents[2] / "examples/deploy/two-nodes.sh"
 WIDTH = 64  # of the tiny Llama
+LISTENING = "0A"  # in /proc/net/tcp
 Configure = Callable[..., ProviderConfig]
 Connect = Callable[..., Any]
 Requests = tuple[Callable[..., wire.Execute], Callable[..., wire.Effect]]
@@ -37,7 +38,7 @@ Requests = tuple[Callable[..., wire.Execute], Callable[..., wire.Effect]]
 
 def run_group(ranks: int, *arguments: object) -> list[str]:
     """The lines that rank 0 of a group prints; every rank runs `SCRIPT`."""
-    torchrun = start.command("torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+    torchrun = start.command("provider.launch", f"--nproc-per-node={ranks}")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
         [*torchrun, str(SCRIPT), *map(str, arguments)],
@@ -94,6 +95,21 @@ def ranks_of(provider: Provider) -> dict[int, int]:
     return found
 
 
+def listening_addresses(pids: Iterable[int]) -> set[str]:
+    """Where processes wait for TCP connections."""
+    found = set()
+    for pid in pids:
+        files = [str(file.readlink()) for file in Path(f"/proc/{pid}/fd").iterdir() if file.is_symlink()]
+        for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == LISTENING and f"socket:[{fields[9]}]" in files:
+                    words = bytes.fromhex(fields[1].partition(":")[0])
+                    address = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
+                    found.add(socket.inet_ntop(family, address))
+    return found
+
+
 def has_ended(pid: int) -> bool:
     """Whoever has not been reaped yet has ended, too."""
     try:
@@ -126,12 +142,13 @@ def test_a_rank_that_hangs_is_named_and_the_group_comes_back(
             assert all(map(has_ended, lost.values()))
 
 
-def test_ranks_end_with_their_torchrun(configure: Configure) -> None:
+def test_ranks_are_reached_from_no_other_machine_and_end_with_their_torchrun(configure: Configure) -> None:
     """Also one that hangs, and would notice nothing."""
     settings = ExecutorConfig(ranks=2, threads=1, warm_up=False)
     with Provider(configure(executor=settings)) as provider:
         assert isinstance(provider.executor, GroupExecutor)
         ranks, agent = ranks_of(provider), provider.executor.pid
+        assert listening_addresses([agent, *ranks.values()]) == {"127.0.0.1"}
         os.kill(ranks[0], signal.SIGSTOP)
         os.kill(agent, signal.SIGKILL)
         deadline = time.monotonic() + 3

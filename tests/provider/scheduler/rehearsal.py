@@ -130,11 +130,10 @@ def rehearse(
             idle, now = idle + then - now, then
             continue
         rows = sum(piece.rows for piece in pieces)
-        product = pieces[0].job.row_work * max(READING, rows * ROW)
-        took = PRODUCT + len(pieces) * REQUEST + product
+        took = PRODUCT + len(pieces) * REQUEST + pieces[0].job.row_work * max(READING, rows * ROW)
         now += took
         products, requests = products + 1, requests + len(pieces)
-        subject.done(pieces, now=now, seconds=product)
+        subject.done(pieces, now=now, seconds=took)
         for piece in pieces:
             if piece.last:
                 tenant = by_name[str(piece.job.tenant)]

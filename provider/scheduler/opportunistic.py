@@ -5,10 +5,11 @@
   follows them (the followers close up meanwhile), and of these to the largest company. It costs nobody anything: the
   executor has other work. Nobody leads who has had `max_wait_s` more than the one whose turn it is, and nobody is
   passed over for longer than a slice.
-* **Waiting.** With nothing else to do, waiting costs all who wait, and company saves the time in which the weights are
-  read once more. So they wait until together they have lost as much as that; none of them for longer than `wait_share`
-  of its own product's time (a large request has more patience than a small one) nor than `max_wait_s`; and only while
-  somebody is expected in time who will ask for the same layer group (`Absent`). A tenant alone never waits.
+* **Waiting.** With nothing else to do, waiting costs all who wait, and company saves what two products take longer than
+  one: the time in which the weights are read once more, until rows are so many that their arithmetic takes as long. So
+  they wait until together they have lost as much as that; none of them for longer than `wait_share` of its own
+  product's time (a large request has more patience than a small one) nor than `max_wait_s`; and only while somebody is
+  expected in time who will ask for the same layer group (`Absent`). A tenant alone never waits.
 * **Riders.** Rows ride where the weights are read anyway: inference, whole, with whatever goes; of fine-tuning what
   is at most a slice from its turn, cut to what is left. When fine-tuning leads, half of the slice is its own. When it
   is inference's turn, fine-tuning makes the product take half as long again at most: a flood of large requests for the
@@ -92,8 +93,11 @@ class Opportunistic(Discipline[J]):
 
     def _worth(self, job: J) -> float:
         """How long company is worth waiting for."""
-        patience = self._policy.wait_share * self._pace.seconds(job, job.rows)
-        return min(self._pace.reading(job) / self._company(job.key), patience, self._policy.max_wait_s)
+        seconds = self._pace.seconds
+        rows = sum(other.ready - other.taken for other in self._waiting.of_key(job.key))
+        saved = seconds(job, rows) + seconds(job, job.rows) - seconds(job, rows + job.rows)
+        patience = self._policy.wait_share * seconds(job, job.rows)
+        return min(saved / self._company(job.key), patience, self._policy.max_wait_s)
 
     def _company(self, key: Key) -> int:
         """Tenants who wait for a layer group."""
@@ -139,16 +143,12 @@ class Opportunistic(Discipline[J]):
             pieces = [first, *whole(inference, room - first.rows)]
             filling = [job for job in fine_tuning if self._near_its_turn(job)]
             if self._waiting.inference_is_due():
-                room = min(room, self._unhindered(leader, sum(piece.rows for piece in pieces)))
+                rows = sum(piece.rows for piece in pieces)  # a kernel has its rate with many: no rider is free
+                room = min(room, rows + self._pace.rows_in(leader, _HINDRANCE * self._pace.seconds(leader, rows)))
         else:
             pieces = whole(inference, room - Piece.next_of(leader, max(1, room // 2)).rows)
             filling = [leader, *fine_tuning]
         return pieces + _filling(filling, room - sum(piece.rows for piece in pieces))
-
-    def _unhindered(self, leader: J, rows: int) -> int:
-        """Rows of a product that takes half as long again as with so many rows."""
-        per_row = self._pace.seconds(leader, 1) - self._pace.reading(leader)
-        return rows + int(_HINDRANCE * self._pace.seconds(leader, rows) / max(per_row, 1e-9))
 
     def _near_its_turn(self, job: J) -> bool:
         """Its tenant has had at most a slice more than whoever of its stage is next."""

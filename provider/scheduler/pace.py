@@ -11,7 +11,8 @@ _TELLING_ROWS = 8  # fewer say little about what a row of many takes
 
 
 class Pace:
-    """A product takes the time in which its weights are read, and then some for every row.
+    """A product takes the time in which its weights are read or that of its rows' arithmetic, whichever is longer:
+    while some weights are multiplied, the next ones are on their way.
 
     Few rows tell about the first, many about the second.
 
@@ -22,33 +23,31 @@ class Pace:
     def __init__(self, slice_s: float) -> None:
         self._slice_s = slice_s
         self._reads: dict[tuple[Direction, wire.Arithmetic], float] = {}  # seconds per weight
-        self._rates: dict[tuple[Direction, wire.Arithmetic], float] = {}  # multiply-adds a second, the weights at hand
+        self._rates: dict[tuple[Direction, wire.Arithmetic], float] = {}  # multiply-adds a second
 
     def rows(self, job: Job) -> int:
         """Rows of the job's kind that take about one slice; never so few that nothing more is learned from them."""
-        seconds = max(self._slice_s / 2, self._slice_s - self.reading(job))
-        return max(_TELLING_ROWS, int(seconds * self._rate(job.key) / max(1, job.row_work)))
+        return max(_TELLING_ROWS, self.rows_in(job, self._slice_s))
 
-    def reading(self, job: Job) -> float:
-        """Seconds that a product of the job's kind takes for any number of rows: what is saved by sharing one."""
-        return self._read(job.key) * job.row_work
+    def rows_in(self, job: Job, seconds: float) -> int:
+        """Rows of the job's kind whose arithmetic takes so long."""
+        return int(seconds * self._rate(job.key) / max(1, job.row_work))
 
     def seconds(self, job: Job, rows: int) -> float:
         """What a product of so many rows of the job's kind takes."""
-        return self.reading(job) + rows * job.row_work / self._rate(job.key) if rows else 0.0
+        return max(self._read(job.key), rows / self._rate(job.key)) * job.row_work if rows else 0.0
 
     def record(self, key: Key, *, rows: int, work: int, seconds: float) -> None:
         """A product of `work` multiply-adds took `seconds`. One outlier moves the estimate by a factor of 2 at most."""
         if not work:
             return
-        weights, kind = work / rows, key[1:]
+        kind, per_weight, rate = key[1:], seconds * rows / work, work / max(seconds, 1e-9)
         if rows < _TELLING_ROWS:
-            self._rates[kind] = max(self._rate(key), work / max(seconds, 1e-9))
-            read = max(0.0, seconds / weights - rows / self._rate(key))
-            self._reads[kind] = _nearer(self._read(key) or read, read)
+            self._reads[kind] = _nearer(self._read(key) or per_weight, per_weight)
+        if rows < _TELLING_ROWS or per_weight < self._read(key):  # it took no longer than fewer rows would have
+            self._rates[kind] = max(self._rate(key), rate)
         else:
-            for_rows = max(seconds / 2, seconds - self._read(key) * weights, 1e-9)
-            self._rates[kind] = _nearer(self._rate(key), work / for_rows)
+            self._rates[kind] = _nearer(self._rate(key), rate)
 
     def _read(self, key: Key) -> float:
         return self._reads.get(key[1:], 0.0)

@@ -51,7 +51,7 @@ def scheduler(name: PolicyName = "opportunistic", *, reading: float = 0.0, **cha
     subject: Scheduler[Job] = Scheduler(replace(POLICY, name=name, **changes))
     for direction in ("forward", "backward"):
         for _ in range(60 if reading else 0):  # it learns by halves
-            subject.pace.record((0, direction, "ring"), rows=1, work=ROW_WORK, seconds=reading + ROW_WORK / RATE)
+            subject.pace.record((0, direction, "ring"), rows=1, work=ROW_WORK, seconds=max(reading, ROW_WORK / RATE))
     return subject
 
 

@@ -130,10 +130,11 @@ def rehearse(
             idle, now = idle + then - now, then
             continue
         rows = sum(piece.rows for piece in pieces)
-        took = PRODUCT + len(pieces) * REQUEST + pieces[0].job.row_work * max(READING, rows * ROW)
+        product = pieces[0].job.row_work * max(READING, rows * ROW)
+        took = PRODUCT + len(pieces) * REQUEST + product
         now += took
         products, requests = products + 1, requests + len(pieces)
-        subject.done(pieces, now=now, seconds=took)
+        subject.done(pieces, now=now, seconds=product)
         for piece in pieces:
             if piece.last:
                 tenant = by_name[str(piece.job.tenant)]

@@ -11,6 +11,7 @@ from provider.scheduler.policy import Policy, PolicyName
 from symbiosis_priv.addresses import parse_address
 from symbiosis_priv.descriptor import MAX_LIFETIME_S
 from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.files import UNDECODABLE
 from symbiosis_priv.kernels import KERNELS
 from symbiosis_priv.layers import LayerRange
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
@@ -342,5 +343,5 @@ def from_json(data: bytes) -> ProviderConfig:
     """What `to_json` wrote."""
     try:
         return msgspec.json.decode(data, type=ProviderConfig, dec_hook=lambda kind, value: kind(value))
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise ConfigError(f"not a provider's configuration: {error}") from error

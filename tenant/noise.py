@@ -35,12 +35,8 @@ from tenant.worker import Promise, Worker
 log = logging.getLogger(__name__)
 
 _MIN_BLOCK_ROWS, _MIN_BLOCK_BYTES = 64, 1 << 20
-_NEVER = (
-    TransportError,
-    ProviderError,
-    CertificateError,
-    QuarantinedError,
-)  # comes an effect that has met one of these
+# An effect that has met one of these will never come.
+_GONE = (TransportError, ProviderError, CertificateError, QuarantinedError)
 
 
 class Share(NamedTuple):
@@ -266,7 +262,7 @@ def is_lost(pad: Pad) -> bool:
     needed. Lies are kept, so that they surface."""
     for share in pad.shares:
         try:
-            if isinstance(share.effect.exception(timeout=0), _NEVER):
+            if isinstance(share.effect.exception(timeout=0), _GONE):
                 return True
         except TimeoutError:  # it is still being made
             continue

@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.files import write_atomically
+from symbiosis_priv.files import UNDECODABLE, write_atomically
 
 SCHEMA = 1
 _DISTRIBUTIONS = ("symbiosis-priv", "torch", "transformers", "peft")
@@ -115,7 +115,7 @@ def read(path: Path) -> Report:
         found = msgspec.json.decode(path.read_bytes(), type=Report)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise ConfigError(f"{path} is no report of `symbiosis-priv bench`: {error}") from error
     if found.schema != SCHEMA:
         raise ConfigError(f"{path} is of schema {found.schema}; this release reads schema {SCHEMA}: measure again")

@@ -116,16 +116,15 @@ class Routes:
 
     def able(self, group: int, holders: Collection[Peer] = ()) -> list[Route]:
         """The executors that may see a group's rows under pads of these holders."""
-        serving = [route for route in self.executors if route.serves(group) and route.peer not in self.quarantined]
+        serving = [route for route in self.executors if self._serves(route, group)]
         return self._admissible(serving, holders) if holders else serving
 
     def may_see(self, route: Route, group: int, holders: Collection[Peer]) -> bool:
         """Whether an executor is one of those, now."""
         return (
             route in self.executors
-            and route.serves(group)
-            and route.peer not in self.quarantined
-            and (not holders or self._admits(route.peer, tuple(holders)))
+            and self._serves(route, group)
+            and bool(not holders or self._admissible([route], holders))
         )
 
     def choose(
@@ -185,6 +184,9 @@ class Routes:
     def uncovered(self, groups: int) -> list[int]:
         """Those of the first so many layer groups that no executor serves which has not lied."""
         return [group for group in range(groups) if not self.able(group)]
+
+    def _serves(self, route: Route, group: int) -> bool:
+        return route.serves(group) and route.peer not in self.quarantined
 
     def _admissible(self, executors: Sequence[Route], holders: Collection[Peer]) -> list[Route]:
         known = tuple(holders)

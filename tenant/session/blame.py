@@ -121,8 +121,10 @@ def liars(preparation: Preparation, executor: Peer, part: Part, answer: Tensor) 
             found.append(executor)
         for pad in part.pads:
             for share, effect in zip(pad.shares, pad.effects(), strict=True):
+                if share.holder is None:
+                    continue
                 mask = share.keystream.expand(share.first_row + pad.start, pad.rows)
-                if share.holder is not None and not accepts(rows=mask, answer=effect):
+                if not accepts(rows=mask, answer=effect):
                     found.append(share.holder)
     except (OSError, SafetensorError) as error:
         log.error("cannot read the keys that say who lied: %s", error)

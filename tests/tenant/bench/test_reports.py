@@ -37,9 +37,9 @@ def test_a_report_says_where_when_and_how(tmp_path: Path, monkeypatch: pytest.Mo
     assert again.command == "symbiosis-priv bench step --json 'a file.json'"
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"rows": []}'])
-def test_what_is_no_report_is_called_that(content: str, tmp_path: Path) -> None:
-    (tmp_path / "r.json").write_text(content)
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"rows": []}', b'{"schema": "\xff"}', b"[" * 100_000])
+def test_what_is_no_report_is_called_that(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "r.json").write_bytes(content)
     with pytest.raises(ConfigError, match="no report of"):
         report.read(tmp_path / "r.json")
 

@@ -227,6 +227,8 @@ class SocketLine(Line):
         self._dealer.linger = 0
         self._dealer.reconnect_ivl = 20
         self._dealer.connect(endpoint)
+        self._arrival = select.poll()  # `select.select` takes no descriptor from 1024 on, and strangers hold as many
+        self._arrival.register(self._dealer.fileno(), select.POLLIN)
 
     def send(self, message: Envelope, payload: memoryview = _NOTHING) -> None:
         self._dealer.send(envelope.encode(message), zmq.SNDMORE)
@@ -238,7 +240,7 @@ class SocketLine(Line):
             left = until - time.monotonic()
             if left <= 0:
                 return None
-            select.select([self._dealer.fileno()], [], [], left)
+            self._arrival.poll(1000 * left)
         head, rows = self._dealer.recv(), self._dealer.recv()
         return Answer(head, self._dealer.recv(copy=False).buffer, int.from_bytes(rows, "big"))
 

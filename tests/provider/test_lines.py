@@ -42,5 +42,6 @@ def test_an_answer_comes_however_many_connections_there_are(tmp_path: Path) -> N
             assert line.receive(0.01) is None  # it waits, and says so
             inbox.answer(asked.sender, Answer(b"head", memoryview(b"rows"), 1))
             answer = line.receive(30.0)
-            assert answer is not None and (answer.head, bytes(answer.payload), answer.rows) == (b"head", b"rows", 1)
+            assert answer is not None
+            assert (answer.head, bytes(answer.payload), answer.rows) == (b"head", b"rows", 1)
         context.term()

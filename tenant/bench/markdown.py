@@ -1,4 +1,8 @@
-"""Reports as the tables of docs/benchmarks.md: each kind between its own pair of markers, everything else untouched."""
+"""Reports as the tables of docs/benchmarks.md: each kind between its own pair of markers, everything else untouched.
+
+What is wanted of the figures, and whether they are that, stands in one table for all kinds, where a document has its
+markers; a kind's lines stay until there is another report of it.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,13 @@ from pathlib import Path
 
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.files import write_atomically
+from tenant.bench.goals import goals
 from tenant.bench.report import Report, Row, Value
 
 _UNITS = {"_per_s": "/s", "_s": " s", "_ms": " ms", "_us": " µs", "_mib": " MiB"}
 _MARK = "<!-- bench:{kind}:{end} -->"
+_GOALS = "goals"
+_GOAL_HEADINGS = ("benchmark", "what", "wanted", "measured", "")
 
 
 def update(path: Path, reports: Sequence[Report]) -> None:
@@ -26,15 +33,43 @@ def update(path: Path, reports: Sequence[Report]) -> None:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
-    for kind in dict.fromkeys(report.benchmark for report in reports):
-        begin, end = (_MARK.format(kind=kind, end=word) for word in ("begin", "end"))
-        block = re.compile(f"{re.escape(begin)}\n.*?{re.escape(end)}", re.DOTALL)
-        old = block.search(text)
-        if old is None:
+    kinds = list(dict.fromkeys(report.benchmark for report in reports))
+    for kind in kinds:
+        block = _block(text, kind)
+        if block is None:
+            begin, end = _marks(kind)
             raise ConfigError(f"{path} has no place for {kind}: write the lines {begin} and {end} where it belongs")
-        tables = "\n".join(render(report) for report in reports if report.benchmark == kind)
-        text = f"{text[: old.start()]}{begin}\n{tables}{end}{text[old.end() :]}"
+        text = _replaced(text, block, [render(report) for report in reports if report.benchmark == kind])
+    if (block := _block(text, _GOALS)) is not None:
+        kept = [line for line in block["lines"].splitlines()[2:] if _kind_of(line) not in kinds]
+        new = [line for report in reports for line in _goal_lines(report)]
+        lines = sorted(kept + new, key=_kind_of)
+        text = _replaced(text, block, [_table(_GOAL_HEADINGS, []) + "".join(f"{line}\n" for line in lines)])
     write_atomically(path, text.encode())
+
+
+def _marks(kind: str) -> tuple[str, str]:
+    return _MARK.format(kind=kind, end="begin"), _MARK.format(kind=kind, end="end")
+
+
+def _block(text: str, kind: str) -> re.Match[str] | None:
+    begin, end = map(re.escape, _marks(kind))
+    return re.search(f"{begin}\n(?P<lines>.*?){end}", text, re.DOTALL)
+
+
+def _replaced(text: str, block: re.Match[str], tables: Sequence[str]) -> str:
+    return text[: block.start("lines")] + "\n".join(tables) + text[block.end("lines") :]
+
+
+def _goal_lines(report: Report) -> list[str]:
+    return [
+        _line([report.benchmark, goal.what, goal.wanted, _cell(goal.measured), goal.verdict])
+        for goal in goals(report.benchmark, report.rows)
+    ]
+
+
+def _kind_of(goal_line: str) -> str:
+    return goal_line.split("|")[1].strip()
 
 
 @dataclass(frozen=True)
@@ -69,8 +104,11 @@ def render(report: Report) -> str:
     lines = [f"`{report.command}`", "", head + ".", ""]
     if table.shared:
         lines += [f"In every row: {'; '.join(f'{name} {value}' for name, value in table.shared.items())}.", ""]
-    lines += [_line(table.headings), _line(["---"] * len(table.headings)), *map(_line, table.rows)]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + _table(table.headings, table.rows)
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "".join(f"{_line(cells)}\n" for cells in (headings, ["---"] * len(headings), *rows))
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -29,8 +29,9 @@ def measuring() -> Iterator[tuple[Path, Callable[[str], None]]]:
 
 
 def finish(benchmark: str, rows: Sequence[Row], json: Path | None) -> None:
-    """Show the figures, and write them."""
+    """Show the figures, and what was wanted of them, and write them."""
     show(rows)
+    show_goals(benchmark, rows)
     write(json, benchmark, rows)
 
 
@@ -41,6 +42,15 @@ def show(rows: Sequence[Row]) -> None:
     table = Table.of(rows)
     title = ", ".join(f"{name} {value}" for name, value in table.shared.items())
     terminal.console().print(terminal.table(table.headings, table.rows, title=title, justify="right"))
+
+
+def show_goals(benchmark: str, rows: Sequence[Row]) -> None:
+    """What these figures should be, where something is wanted of them."""
+    from tenant.bench.goals import goals
+
+    for goal in goals(benchmark, rows):
+        style = "green" if goal.reached else "yellow"
+        terminal.console().print(f"[{style}]{goal.verdict}[/]: {goal.what}: {goal.measured:.3g}, {goal.wanted}")
 
 
 def write(path: Path | None, benchmark: str, rows: Sequence[Row]) -> None:

@@ -1,0 +1,185 @@
+"""Figures held to what is wanted of them: on the limit is enough, beyond it is not, and nothing else counts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tenant.bench import report
+from tenant.bench.goals import Goal, goals
+from tenant.bench.markdown import update
+from tenant.bench.report import Row
+
+BEYOND = 1.01
+
+
+def step_rows(worse: float, width: int = 2048) -> list[Row]:
+    limit = {2048: 0.3, 4096: 0.2}.get(width, 9.0)
+    shape: Row = {"width": width, "layers": 2}
+    return [
+        {**shape, "variant": "whole, fp32", "tenant_cpu_over_whole": 1.0, "tenant_cpu_s": 4.0, "wall_s": 4.0},
+        {**shape, "variant": "split, none", "tenant_cpu_over_whole": 0.1, "tenant_cpu_s": 1.0, "wall_s": 1.0},
+        {
+            **shape,
+            "variant": "split, pad",
+            "tenant_cpu_over_whole": limit * worse,
+            "tenant_cpu_s": 1.2 * worse,
+            "wall_s": 1.2 * worse,
+        },
+    ]
+
+
+def token_rows(worse: float) -> list[Row]:
+    return [
+        {"width": 64, "layers": 2, "variant": "split, none", "token_ms": 10.0, "token_over_whole": worse},
+        {"width": 64, "layers": 2, "variant": "split, pad", "token_ms": 11.5 * worse, "token_over_whole": None},
+    ]
+
+
+def linear_rows(worse: float) -> list[Row]:
+    return [{"width": width, "rows": 1, "masked_over_floor": 1.3 * worse} for width in (2048, 8192)]
+
+
+def kernel_rows(worse: float) -> list[Row]:
+    def row(kernel: str, rows: int, ratio: float | None, *, chosen: bool) -> Row:
+        return {"kernel": kernel, "rows": rows, "over_float32": ratio, "chosen": "yes" if chosen else ""}
+
+    return [
+        row("native-avx512", 1, 0.1, chosen=True),
+        row("native-avx512", 8, 0.7 * worse, chosen=True),
+        row("native-avx512", 64, 1.25 * worse, chosen=True),
+        row("native-avx2", 64, 2.2 * worse, chosen=True),
+        row("limbs", 64, 9.0, chosen=False),
+    ]
+
+
+def start_rows(worse: float) -> list[Row]:
+    return [
+        {"what": "provider, warm cache", "wall_s": 2.0 * worse, "over_reading": 9.0},
+        {"what": "tenant, verification keys", "wall_s": 9.0, "over_reading": 3.0 * worse},
+    ]
+
+
+def provider_rows(worse: float) -> list[Row]:
+    def row(policy: str, generating: int, training: int, *, tokens: float, latency: float, share: float = 1.0) -> Row:
+        return {
+            "policy": policy,
+            "generating": generating,
+            "generating_rows": "1",
+            "training": training,
+            "ranks": 1,
+            "sharding": None,
+            "tokens_per_s": tokens,
+            "token_mean_ms": latency,
+            "token_p50_ms": latency,
+            "product_share": share,
+        }
+
+    return [
+        row("opportunistic", 8, 4, tokens=100 / worse, latency=10 * worse),
+        row("none", 8, 4, tokens=100, latency=10),
+        row("lockstep", 8, 4, tokens=100, latency=10),
+        row("opportunistic", 1, 0, tokens=10, latency=10),
+        row("opportunistic", 16, 0, tokens=40 / worse, latency=10, share=0.9 / worse),
+        row("opportunistic", 6, 0, tokens=1, latency=10),
+        row("opportunistic", 6, 2, tokens=1, latency=15 * worse),
+    ]
+
+
+def abuse_rows(worse: float) -> list[Row]:
+    return [
+        {"abuse": "a flood", "beside_over_alone": 1.5 * worse},
+        {"abuse": "control: a process that only computes", "beside_over_alone": 99.0},
+    ]
+
+
+def rank_rows(worse: float) -> list[Row]:
+    return [
+        {"groups": 1, "lost": "a rank is killed", "meanwhile_over_before": 1000.0},
+        {"groups": 2, "lost": "a rank is killed", "meanwhile_over_before": 1.5 * worse},
+    ]
+
+
+CASES: list[tuple[str, Callable[[float], Sequence[Row]], int]] = [
+    ("step", step_rows, 3),
+    ("token", token_rows, 2),
+    ("linear", linear_rows, 2),
+    ("kernels", kernel_rows, 3),
+    ("start", start_rows, 2),
+    ("provider", provider_rows, 7),
+    ("abuse", abuse_rows, 1),
+    ("ranks", rank_rows, 1),
+]
+
+
+@pytest.mark.parametrize(("benchmark", "rows", "count"), CASES, ids=[case[0] for case in CASES])
+def test_a_figure_on_its_limit_reaches_it_and_one_beyond_does_not(
+    benchmark: str, rows: Callable[[float], Sequence[Row]], count: int
+) -> None:
+    good, bad = goals(benchmark, rows(0.999)), goals(benchmark, rows(BEYOND))
+    assert len(good) == len(bad) == count
+    assert all(goal.reached for goal in good)
+    assert not any(goal.reached for goal in bad)
+    assert len({goal.what for goal in good}) == count
+
+
+def test_a_wider_step_has_a_lower_limit_and_a_narrow_one_none() -> None:
+    assert [goal.at_most for goal in goals("step", step_rows(1.0, width=4096))] == [0.2, 1.2, 1.2]
+    assert [goal.at_most for goal in goals("step", step_rows(1.0, width=1024))] == [1.2, 1.2]
+
+
+@pytest.mark.parametrize("benchmark", ["network", "bits", "nonsense"])
+def test_of_other_benchmarks_nothing_is_wanted(benchmark: str) -> None:
+    assert goals(benchmark, [{"what": "ever"}]) == []
+
+
+@pytest.mark.parametrize(("benchmark", "rows", "count"), CASES, ids=[case[0] for case in CASES])
+def test_what_was_not_measured_has_no_goal_and_what_failed_reaches_none(
+    benchmark: str, rows: Callable[[float], Sequence[Row]], count: int
+) -> None:
+    assert goals(benchmark, []) == []
+    words = {"variant", "kernel", "chosen", "what", "policy", "generating_rows", "sharding", "abuse", "lost"}
+    counts = {"width", "layers", "rows", "generating", "training", "ranks", "groups"}
+    blank = [{name: row[name] if name in words | counts else None for name in row} for row in rows(1.0)]
+    found = goals(benchmark, blank)
+    assert len(found) == count
+    assert not any(goal.reached for goal in found)
+
+
+@given(measured=st.floats(allow_nan=True), limit=st.floats(0.01, 100))
+def test_at_most_and_at_least_are_each_others_mirror(measured: float, limit: float) -> None:
+    most = Goal(what="it", measured=measured, at_most=limit)
+    least = Goal(what="it", measured=measured, at_least=limit)
+    if math.isnan(measured):
+        assert not most.reached
+        assert not least.reached
+    else:
+        assert most.reached or least.reached
+        assert (most.reached and least.reached) == (measured == limit)
+    assert most.wanted.startswith("at most")
+    assert least.wanted.startswith("at least")
+
+
+def test_a_documents_goals_are_those_of_the_last_report_of_each_kind(tmp_path: Path) -> None:
+    page = tmp_path / "benchmarks.md"
+    kinds = ("goals", "step", "token")
+    page.write_text("".join(f"<!-- bench:{kind}:begin -->\n<!-- bench:{kind}:end -->\n" for kind in kinds) + "rest\n")
+    update(page, [report.report("token", token_rows(BEYOND)), report.report("step", step_rows(1.0))])
+    before = lines(page)
+    assert [line.split(" | ")[0] for line in before] == ["| step"] * 3 + ["| token"] * 2
+    assert [line.count("missed") for line in before] == [0, 0, 0, 1, 1]
+    update(page, [report.report("token", token_rows(0.9))])
+    assert lines(page)[:3] == before[:3]
+    assert all("reached" in line for line in lines(page))
+    assert page.read_text().endswith("rest\n")
+
+
+def lines(page: Path) -> list[str]:
+    """Of the table of goals, without its head."""
+    block = page.read_text().partition("<!-- bench:goals:begin -->\n")[2].partition("<!-- bench:goals:end -->")[0]
+    return block.splitlines()[2:]

@@ -37,10 +37,10 @@ def test_an_answer_comes_however_many_connections_there_are(tmp_path: Path) -> N
     with contextlib.closing(SocketInbox(endpoint)) as inbox, crowd():
         with contextlib.closing(SocketLine(context, endpoint)) as line:
             line.send(Ask())
-            inbox.wait(30.0)
-            (asked,) = inbox.arrived()
+            while not (arrived := list(inbox.arrived())):  # ZeroMQ's own greetings wake it, too
+                inbox.wait(30.0)
             assert line.receive(0.01) is None  # it waits, and says so
-            inbox.answer(asked.sender, Answer(b"head", memoryview(b"rows"), 1))
+            inbox.answer(arrived[0].sender, Answer(b"head", memoryview(b"rows"), 1))
             answer = line.receive(30.0)
             assert answer is not None
             assert (answer.head, bytes(answer.payload), answer.rows) == (b"head", b"rows", 1)

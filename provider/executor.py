@@ -32,7 +32,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +46,7 @@ from provider import envelope, logs
 from provider.config import ProviderConfig, SchedulerConfig, from_json
 from provider.envelope import ExecutorReport
 from provider.keystream_maker import KeystreamMaker
+from provider.lifeline import when_stdin_closes
 from provider.lines import Answer, Inbox, Message, SocketInbox
 from provider.model import ServedModel, open_store
 from provider.operands import Operands
@@ -475,16 +476,9 @@ def main() -> None:
         executor = build(config, model_digest=model_digest, inbox=inbox)
     except SymbiosisError as error:
         sys.exit(f"error: {error}")
-    threading.Thread(target=wait_for_eof, args=(executor.stop,), name="lifeline", daemon=True).start()
+    when_stdin_closes(executor.stop)
     gc.freeze()  # see `server.serve`
     executor.run()
-
-
-def wait_for_eof(then: Callable[[], None]) -> None:
-    """Call `then` when stdin has closed."""
-    while os.read(0, 4096):  # unbuffered: a thread inside sys.stdin would hold its lock when the process ends
-        pass
-    then()
 
 
 if __name__ == "__main__":

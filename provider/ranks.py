@@ -18,7 +18,6 @@ import ctypes
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -29,7 +28,8 @@ import torch.distributed as dist
 from provider import logs, server
 from provider.config import RANKS_VARIABLE, ProviderConfig, from_json
 from provider.config_file import load
-from provider.executor import build, wait_for_eof
+from provider.executor import build
+from provider.lifeline import when_stdin_closes
 from provider.lines import SocketInbox
 from provider.model import open_store
 from provider.shards import ShardedOperands
@@ -86,7 +86,7 @@ def _run(config: ProviderConfig, *, lead: Callable[[], None]) -> None:
 def _serve_executor(config: ProviderConfig, *, model_digest: str) -> None:
     """As `executor.main`: until stdin closes, which rank 0 has from the gateway by way of torchrun."""
     executor = build(config, model_digest=model_digest, inbox=SocketInbox(config.executor.endpoint))
-    threading.Thread(target=wait_for_eof, args=(executor.stop,), name="lifeline", daemon=True).start()
+    when_stdin_closes(executor.stop)
     executor.run()
 
 

@@ -18,8 +18,8 @@ from provider.announcer import Announcer
 from provider.config import AUTO, ProviderConfig
 from provider.config_file import load
 from provider.credentials import Credentials
-from provider.executor import wait_for_eof
 from provider.gateway import Gateway
+from provider.lifeline import when_stdin_closes
 from provider.model import open_store
 from provider.placement import placed
 from provider.plan import check_plan, memory_plan
@@ -237,7 +237,7 @@ def serve(
                 ready["metrics"] = provider.metrics_address
             print(json.dumps(ready), flush=True)
             if lifeline:
-                threading.Thread(target=wait_for_eof, args=(stop.set,), name="lifeline", daemon=True).start()
+                when_stdin_closes(stop.set)
             stop.wait()
     finally:
         provider.stop()

@@ -161,7 +161,7 @@ def show(
 
 def _run(server: RegistryServer, follower: Follower | None = None, *, ready_file: Path | None, lifeline: bool) -> None:
     from provider import logs
-    from provider.executor import wait_for_eof
+    from provider.lifeline import when_stdin_closes
     from symbiosis_priv.files import write_atomically
 
     logs.setup("info")
@@ -175,7 +175,7 @@ def _run(server: RegistryServer, follower: Follower | None = None, *, ready_file
             write_atomically(ready_file, server.address.encode())
         print(json.dumps({"event": "listening", "address": server.address, "registry": server.name}), flush=True)
         if lifeline:
-            threading.Thread(target=wait_for_eof, args=(stop.set,), name="lifeline", daemon=True).start()
+            when_stdin_closes(stop.set)
         try:
             stop.wait()
         finally:

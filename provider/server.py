@@ -20,9 +20,9 @@ from provider.config_file import load
 from provider.credentials import Credentials
 from provider.gateway import Gateway
 from provider.lifeline import when_stdin_closes
+from provider.memory_plan import check_plan, memory_plan
 from provider.model import open_store
 from provider.placement import placed
-from provider.plan import check_plan, memory_plan
 from provider.reload import Reloader
 from provider.status import Status, StatusSource
 from provider.usage import Usage

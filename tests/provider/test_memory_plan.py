@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from provider import plan
 from provider.config import MIB, ExecutorConfig
-from provider.plan import check_plan, memory_plan
+from provider.memory_plan import check_plan, memory_plan
 from provider.server import Provider
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.weights import WeightStore
@@ -57,7 +56,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers(configure: Configure, mon
     numbers = r"needs [\d,]+ MiB on cpu and there are [\d,]+ MiB .* in flight 1,048,576 MiB"
     with pytest.raises(ConfigError, match=numbers):
         Provider(configure(max_inflight_mib=1 << 20)).start()
-    monkeypatch.setattr(plan, "_container_limit", lambda: 10 * MIB)
+    monkeypatch.setattr("provider.memory_plan._container_limit", lambda: 10 * MIB)
     with pytest.raises(ConfigError, match="there are 10 MiB"):
         Provider(configure()).start()
 

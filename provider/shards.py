@@ -27,23 +27,23 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
 from typing import NoReturn, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from provider import logs
 from provider.operands import Operands
 from provider.roll_call import RollCall
-from symbiosis_priv.errors import CheckpointError, ConfigError, RankLostError
-from symbiosis_priv.kernels import Choice, Packed, kernel_of, probe_rows
+from provider.shard_unit import Unit
+from symbiosis_priv.errors import CheckpointError, RankLostError
+from symbiosis_priv.kernels import probe_rows
 from symbiosis_priv.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.weights import WeightStore
 
@@ -89,61 +89,6 @@ class _Plan:
         """Inverse of `encode`."""
         sequence, mode, group, direction, *rows = plan.tolist()
         return cls(sequence, Mode(mode), group, DIRECTIONS[direction], tuple(rows))
-
-
-class _Unit(nn.Module):
-    """One layer group's packed weights: what FSDP shards, gathers and lets go of."""
-
-    def __init__(self, whole: Packed, choice: Choice) -> None:
-        super().__init__()
-        block = kernel_of(choice.layout).block
-        if block is None:
-            raise ConfigError(f"weights packed as {choice.layout!r} cannot be sharded: choose another kernel")
-        self._block = block
-        nothing = torch.empty(0, dtype=whole.data.dtype, device="cpu")  # a view of the data would keep its file mapped
-        self.whole = replace(whole, data=nothing)
-        self.choice = choice
-        self._dtype = whole.data.dtype
-        shape = whole.data.view(torch.int8).shape
-        self.weight = nn.Parameter(torch.empty(shape, dtype=torch.int8, device="meta"), requires_grad=False)
-
-    def forward(self, rows: Tensor, direction: Direction, out: Tensor) -> None:
-        """The product with all of the weights, which are here while this runs."""
-        self._product(replace(self.whole, data=self.weight.view(self._dtype)), rows, direction, out)
-
-    def load(self, whole: Tensor, *, rank: int, world: int, device: torch.device) -> None:
-        """Copy this rank's shard from the mapped file; pages of other shards are not touched."""
-        self.to_empty(device=device)
-        local = self._local()
-        first = _chunk(len(whole), world) * rank
-        local.copy_(whole.view(torch.int8)[first : first + len(local)])
-
-    def columns_of(self, rank: int, world: int) -> slice:
-        """The outputs in a rank's shard."""
-        each = _chunk(self.weight.shape[0], world) * self._block
-        return slice(min(self.whole.outputs, each * rank), min(self.whole.outputs, each * (rank + 1)))
-
-    def multiply_shard(self, columns: slice, rows: Tensor, direction: Direction, out: Tensor) -> None:
-        """The product with this rank's shard alone, which holds those outputs."""
-        outputs = columns.stop - columns.start
-        weights = replace(self.whole, outputs=outputs, data=self._local().view(self._dtype))
-        if outputs:
-            self._product(weights, rows, direction, out)
-        else:
-            out.zero_()
-
-    def _local(self) -> Tensor:
-        assert isinstance(self.weight, DTensor)  # outside `forward`
-        return self.weight.to_local()
-
-    def _product(self, weights: Packed, rows: Tensor, direction: Direction, out: Tensor) -> None:
-        if out.numel():
-            self.choice.kernel(direction, len(rows)).product(weights, rows, direction, out)
-
-
-def _chunk(blocks: int, world: int) -> int:
-    """How `Shard(0)` cuts: every rank gets so many, the last ones fewer or none."""
-    return -(-blocks // world)
 
 
 class ShardedOperands(Operands):
@@ -276,7 +221,7 @@ class ShardedOperands(Operands):
         else:
             self._columns_backward(plan, unit, rows, out)
 
-    def _gathered(self, plan: _Plan, unit: _Unit, rows: Tensor | None, out: Tensor | None) -> None:
+    def _gathered(self, plan: _Plan, unit: Unit, rows: Tensor | None, out: Tensor | None) -> None:
         inputs, outputs = self._entries[plan.group].columns(plan.direction)
         if rows is not None and out is not None:
             parts, results = rows.split(list(plan.rows)), out.split(list(plan.rows))
@@ -292,7 +237,7 @@ class ShardedOperands(Operands):
         else:
             self._return(product)
 
-    def _columns_forward(self, plan: _Plan, unit: _Unit, rows: Tensor | None, out: Tensor | None) -> None:
+    def _columns_forward(self, plan: _Plan, unit: Unit, rows: Tensor | None, out: Tensor | None) -> None:
         inputs, _ = self._entries[plan.group].columns(FORWARD)
         shards = [unit.columns_of(rank, self._world) for rank in range(self._world)]
         shared = (self._matrix(plan.rows[self._rank], inputs) if rows is None else rows).to(self._device)
@@ -307,7 +252,7 @@ class ShardedOperands(Operands):
         self._collect(parts)
         torch.cat(parts, dim=1, out=out)
 
-    def _columns_backward(self, plan: _Plan, unit: _Unit, rows: Tensor | None, out: Tensor | None) -> None:
+    def _columns_backward(self, plan: _Plan, unit: Unit, rows: Tensor | None, out: Tensor | None) -> None:
         _, outputs = self._entries[plan.group].columns(BACKWARD)
         shards = [unit.columns_of(rank, self._world) for rank in range(self._world)]
         columns, count = shards[self._rank], plan.rows[self._rank]
@@ -359,9 +304,9 @@ class ShardedOperands(Operands):
         crossover = self._crossover.get((entry.inputs, entry.stacked_outputs, direction), _NEVER)
         return Mode.GATHERED if rows >= crossover else Mode.COLUMNS
 
-    def _load(self, index: int, mesh: DeviceMesh) -> _Unit:
+    def _load(self, index: int, mesh: DeviceMesh) -> Unit:
         whole, choice = self._store.packed(index)
-        unit = _Unit(whole, choice)
+        unit = Unit(whole, choice)
         fully_shard(unit, mesh=mesh, reshard_after_forward=True)
         unit.load(whole.data, rank=self._rank, world=self._world, device=self._device)
         return unit

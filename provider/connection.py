@@ -22,9 +22,9 @@ from provider import logs
 from provider.admission import ByteBudget, Refusal, Register
 from provider.config import MIB, ProviderConfig
 from provider.envelope import Stages, Work, row_cost
+from provider.executor_client import Condition, ExecutorClient
 from provider.link import Link
 from provider.quota import QuotaGate
-from provider.supervisor import Condition, ExecutorClient
 from provider.usage import Counts, Usage
 from symbiosis_priv import wire
 from symbiosis_priv.errors import ConnectionLostError, FrameTooLargeError, ProtocolError

@@ -21,10 +21,11 @@ from provider.admission import ByteBudget, Refusal, Register
 from provider.config import ProviderConfig
 from provider.connection import Connection, Service, refuse
 from provider.credentials import Credentials, Peer
+from provider.executor_client import ExecutorClient
+from provider.executor_handle import ExecutorHandle
 from provider.link import Link, hang_up
 from provider.quota import QuotaGate
 from provider.reception import Handshakes, Reception
-from provider.supervisor import ExecutorClient, ExecutorHandle
 from provider.usage import Usage
 from symbiosis_priv.errors import ProtocolError, TransportError
 from symbiosis_priv.manifest import Manifest

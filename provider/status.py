@@ -9,10 +9,11 @@ import msgspec
 from provider.admission import Refusal
 from provider.announcer import Announcer
 from provider.envelope import ExecutorReport
+from provider.executor_client import ExecutorClient
+from provider.executor_handle import ExecutorHandle
 from provider.gateway import Gateway
 from provider.reception import Handshakes
 from provider.reload import Reloader
-from provider.supervisor import ExecutorClient, ExecutorHandle
 from provider.usage import Counts
 from symbiosis_priv.wire import Role
 

@@ -1,9 +1,6 @@
-"""Keeps an executor running, as a thread or as a child process, and lets the gateway's threads ask it.
+"""Keeps an executor running: as a thread, as a child process, or as a group of ranks.
 
-Either kind counts its executor's ends in `generation`: a thread that waits for an answer notices that the
-executor it asked is gone, and tells its tenant to ask again (`BUSY`) instead of waiting for nothing, as it tells
-everybody while the next one starts: a tenant may know another provider. A guard asks the executor how it is: a process
-that gives no answer for too long is killed, and started again like one that died.
+A process that ends is started again; one that hangs is killed, and then started again like one that died.
 """
 
 from __future__ import annotations
@@ -16,103 +13,30 @@ import subprocess
 import tempfile
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
 import msgspec
 import torch
 import torch.distributed as dist
 import zmq
 
-from provider import envelope, logs
+from provider import logs
 from provider.admission import Refusal
 from provider.config import INPROC, RANKS_VARIABLE, ProviderConfig, to_json
-from provider.envelope import Ask, Envelope, ExecutorReport
 from provider.executor import build
-from provider.lines import Answer, Context, Line, LocalInbox, SocketLine
-from symbiosis_priv import start, wire
+from provider.executor_client import ExecutorClient
+from provider.executor_handle import STARTUP_S, ExecutorHandle
+from provider.lines import Context, Line, LocalInbox, SocketLine
+from symbiosis_priv import start
 from symbiosis_priv.errors import ConfigError, RankLostError
 
 log = logs.EventLog(__name__)
 
-_WATCH_S = 0.1  # how often a waiting thread looks whether its executor still lives
-_GUARD_S = 1.0  # how often it is asked how it is
-_FRESH_S = 0.25  # of what the executor says about itself
 _FIRST_BACKOFF_S = 0.5  # so that a start that fails is not tried again before it is reported
 _MAX_BACKOFF_S = 5.0
 _LONG_LIFE_S = 10 * _MAX_BACKOFF_S
-_STARTUP_S = 300.0
-_GRACE_S = 1.0  # for the executor's own word that it is late, which comes after the slice that it is at
 _LOOPBACK = "lo"
-_NOTHING = memoryview(b"")
 _SPARE_SOCKETS = 64  # the executor's own, and of connections that are being told that there are too many
-
-
-class ExecutorHandle(ABC):
-    """A running executor, seen from the gateway.
-
-    Args:
-        config: the provider's.
-        model_digest: what it must serve, also when it is started again.
-    """
-
-    def __init__(self, config: ProviderConfig, *, model_digest: str) -> None:
-        self.config = config
-        self.model_digest = model_digest
-        self.generation = 0
-        self.hangs = 0
-        self._answered = -1  # the last generation that has
-        self.stopping = threading.Event()
-        self._guard = threading.Thread(target=self._run_guard, name="executor-guard", daemon=True)
-
-    @property
-    def present(self) -> bool:
-        """Whether the executor has answered since it was started last, and has not ended."""
-        return self._answered == self.generation
-
-    @abstractmethod
-    def start(self) -> None:
-        """Start; returns when the executor answers. Raises what it failed with."""
-
-    @abstractmethod
-    def stop(self, timeout: float) -> None:
-        """Stop, after the gateway has. Does nothing to an executor that was not started."""
-
-    @abstractmethod
-    def line(self) -> Line:
-        """For one of the gateway's threads."""
-
-    def close(self) -> None:  # noqa: B027 - not every kind has something left
-        """After `stop`, when every line is closed."""
-
-    @abstractmethod
-    def _hung(self) -> None:
-        """It does not answer any more."""
-
-    def _run_guard(self) -> None:
-        while not self.stopping.wait(_GUARD_S):
-            generation, settings = self.generation, self.config.executor
-            patience = settings.hang_timeout_s + (settings.group_timeout_s if settings.ranks > 1 else 0.0)
-            if not self.present:  # one that starts may take its time
-                patience = max(patience, _STARTUP_S)
-            if self._answers(within=patience):
-                self._answered = generation
-            elif generation == self.generation and not self.stopping.is_set():
-                self.hangs += 1
-                log.warning("executor_hangs", seconds=round(patience, 1))
-                self._hung()
-
-    def _answers(self, *, within: float) -> bool:
-        """Whether it says how it is in time. It may be started again meanwhile, or stopped: then it does not."""
-        generation, deadline = self.generation, time.monotonic() + within
-        with contextlib.closing(self.line()) as line:
-            line.send(Ask())
-            while line.receive(_WATCH_S) is None:
-                if time.monotonic() > deadline or generation != self.generation or self.stopping.is_set():
-                    return False
-        return True
 
 
 class ThreadExecutor(ExecutorHandle):
@@ -190,7 +114,7 @@ class ProcessExecutor(ExecutorHandle):
         self._watcher.start()
         with ExecutorClient(self) as client:
             try:
-                client.report(deadline=time.monotonic() + _STARTUP_S)
+                client.report(deadline=time.monotonic() + STARTUP_S)
             except Refusal as error:
                 raise ConfigError("the executor's process ended at once; its reason is in the log above") from error
             self._answered = client.generation
@@ -288,125 +212,6 @@ def make(config: ProviderConfig, *, model_digest: str) -> ExecutorHandle:
     if config.executor.ranks > 1 and not dist.is_initialized():  # else this is rank 0 of a group already
         kind = GroupExecutor
     return kind(config, model_digest=model_digest)
-
-
-class ExecutorClient:
-    """One gateway thread's line to the executor: one request at a time, always with a deadline.
-
-    Every request gets one answer, also one that was cancelled or is late, unless its executor is lost. Until then the
-    executor may hold the request's memory.
-    """
-
-    def __init__(self, handle: ExecutorHandle) -> None:
-        self._handle = handle
-        self._line = handle.line()
-        self._generation = handle.generation
-        self._owed = False  # an answer
-
-    @property
-    def generation(self) -> int:
-        """Of the executor that was asked last."""
-        return self._generation
-
-    def __enter__(self) -> ExecutorClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._line.close()
-
-    def require_present(self) -> None:
-        """Raises `Refusal` BUSY while the executor is being started again."""
-        if not self._handle.present:
-            self._give_up("the executor is being started again; ask again later")
-
-    def send(self, message: Envelope, payload: memoryview = _NOTHING) -> None:
-        """Send a request; `receive` its answer."""
-        if self._owed:
-            self._reconnect()
-        self._generation = self._handle.generation
-        self._owed = True
-        self._line.send(message, payload)
-
-    def receive(self, *, deadline: float, gone: Callable[[], bool] = lambda: False) -> Answer:
-        """The answer.
-
-        Args:
-            deadline: by `time.monotonic()`; the executor keeps it too, and answers that it is late.
-            gone: whether nobody waits for the answer any more: then it is cancelled, and comes soon.
-
-        Raises:
-            Refusal: BUSY if the executor died or does not even say that it is late, STOPPING if the provider is.
-        """
-        cancelled = False
-        while (answer := self._receive()) is None:
-            if self._lost:
-                self._reconnect()
-                self._give_up("the executor was lost; ask again")
-            if not cancelled and gone():
-                self.cancel()
-                cancelled = True
-            if time.monotonic() > deadline + _GRACE_S:
-                self._give_up("the executor is late; ask again later")
-        return answer
-
-    def report(self, *, deadline: float) -> ExecutorReport:
-        """What the executor says about itself. Raises what `receive` does."""
-        self.send(Ask())
-        answer = self.receive(deadline=deadline - _GRACE_S)  # nobody says that a report is late
-        return msgspec.json.decode(answer.payload, type=ExecutorReport)
-
-    def settle(self) -> None:
-        """Return when the executor holds nothing of the last request: it has answered, or it is no more."""
-        while self._owed:
-            if self._receive() is None and (self._lost or self._handle.stopping.is_set()):
-                self._reconnect()
-
-    @property
-    def _lost(self) -> bool:
-        return self._handle.generation != self._generation
-
-    def _receive(self) -> Answer | None:
-        answer = self._line.receive(_WATCH_S)
-        if answer is not None:
-            self._owed = False
-        return answer
-
-    def cancel(self) -> None:
-        """Say that nobody waits for the answer any more; it still comes, soon."""
-        self._line.send(envelope.Cancel())
-
-    def _give_up(self, detail: str) -> NoReturn:
-        stopping = self._handle.stopping.is_set()
-        raise Refusal(wire.ErrorCode.STOPPING if stopping else wire.ErrorCode.BUSY, detail)
-
-    def _reconnect(self) -> None:
-        # A late answer must not be taken for the next one's: it goes to a line that is no more.
-        self._owed = False
-        self._line.close()
-        self._line = self._handle.line()
-
-
-class Condition:
-    """What the executor said last about itself, for whoever asks for health: no number of askers has it say so more
-    often than once in a while, as nobody's share is charged for that. Thread-safe.
-    """
-
-    def __init__(self) -> None:
-        self._asking = threading.Lock()
-        self._said: tuple[float, ExecutorReport] | None = None
-
-    def report(self, executor: ExecutorClient, *, timeout: float) -> ExecutorReport:
-        """The report, a moment old at most; `executor` is the asker's own. Raises what its `receive` does."""
-        executor.require_present()
-        deadline = time.monotonic() + timeout
-        if not self._asking.acquire(timeout=timeout):
-            raise Refusal(wire.ErrorCode.BUSY, "the executor is late; ask again later")
-        try:
-            if self._said is None or time.monotonic() - self._said[0] > _FRESH_S:
-                self._said = time.monotonic(), executor.report(deadline=deadline)
-            return self._said[1]
-        finally:
-            self._asking.release()
 
 
 def _private_folder(path: Path) -> None:

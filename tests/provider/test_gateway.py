@@ -19,9 +19,9 @@ import torch
 from provider.admission import ByteBudget, Refusal
 from provider.config import MIB, Limits
 from provider.envelope import ExecutorReport
+from provider.executor_client import ExecutorClient
 from provider.model import ServedModel
 from provider.server import Provider
-from provider.supervisor import ExecutorClient
 from symbiosis_priv import wire
 from symbiosis_priv.addresses import parse_address
 from symbiosis_priv.errors import ConfigError

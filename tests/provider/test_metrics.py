@@ -21,10 +21,10 @@ from provider import top
 from provider.admission import Refusal
 from provider.cli import app
 from provider.config import MetricsConfig
+from provider.executor_client import ExecutorClient
 from provider.metrics import MetricsServer, is_public
 from provider.server import Provider
 from provider.status import Status
-from provider.supervisor import ExecutorClient
 from symbiosis_priv.addresses import parse_address
 from symbiosis_priv.errors import ConfigError, ConnectionLostError, ProtocolError
 

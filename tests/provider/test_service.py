@@ -26,9 +26,10 @@ from provider import server
 from provider.cli import app
 from provider.config import ExecutorConfig
 from provider.executor import build
+from provider.executor_client import ExecutorClient
 from provider.lines import LocalInbox
 from provider.server import Provider
-from provider.supervisor import ExecutorClient, ProcessExecutor, make
+from provider.supervisor import ProcessExecutor, make
 from symbiosis_priv import wire
 from symbiosis_priv.errors import CheckpointError, ConfigError
 

@@ -26,10 +26,10 @@ from typer.testing import CliRunner
 from provider.admission import Refusal
 from provider.cli import app
 from provider.config import QuotaConfig, SchedulerConfig, UsageConfig
+from provider.executor_client import ExecutorClient
 from provider.model import ServedModel
 from provider.quota import Meter, QuotaGate
 from provider.server import Provider
-from provider.supervisor import ExecutorClient
 from provider.usage import Counts, Usage, read
 from symbiosis_priv import certificates, keys_cli, wire
 from symbiosis_priv.certificates import Identity, Kind

@@ -73,7 +73,12 @@ class ExecutorHandle(ABC):
             patience = settings.hang_timeout_s + (settings.group_timeout_s if settings.ranks > 1 else 0.0)
             if not self.present:  # one that starts may take its time
                 patience = max(patience, STARTUP_S)
-            if self._answers(within=patience):
+            try:
+                answers = self._answers(within=patience)
+            except Exception as error:  # it was not even asked: the machine may be out of descriptors, for now
+                log.failure("executor_not_asked", error)
+                continue
+            if answers:
                 self._answered = generation
             elif generation == self.generation and not self.stopping.is_set():
                 self.hangs += 1

@@ -167,7 +167,14 @@ class ProcessExecutor(ExecutorHandle):
             if self.stopping.wait(backoff):
                 return
             backoff = min(max(_FIRST_BACKOFF_S, 2 * backoff), _MAX_BACKOFF_S)
-            self._process = self._spawn()
+            while True:
+                try:
+                    self._process = self._spawn()
+                    break
+                except OSError as error:  # out of processes, descriptors or memory, for now
+                    log.failure("executor_not_started", error)
+                if self.stopping.wait(backoff):
+                    return
             if self.stopping.is_set():  # `stop` may have closed the pipe of the one before
                 _close_pipe(self._process)
             log.info("executor_restarted", pid=self._process.pid)

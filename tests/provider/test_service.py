@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
 import signal
 import socket
 import stat
+import subprocess
 import tempfile
 import threading
 import time
@@ -113,8 +115,18 @@ def test_executor_in_its_own_process_comes_back(
     socket_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """SIGKILL in the middle of a request: BUSY, which is worth the same bytes again, and then the same answer."""
+    """SIGKILL in the middle of a request: BUSY, which is worth the same bytes again, and then the same answer.
+    Also if the machine has no room for another process at first.
+    """
     execute, _ = requests
+    starts, popen = [0], subprocess.Popen
+
+    def full_at_first(*args: Any, **kwargs: Any) -> Any:
+        starts[0] += 1
+        if starts[0] == 1:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return popen(*args, **kwargs)
+
     endpoint = f"ipc://{socket_folder}/executor.sock"
     with Provider(configure(executor=ExecutorConfig(endpoint=endpoint, threads=1))) as provider:
         assert stat.S_IMODE(socket_folder.stat().st_mode) == 0o700
@@ -127,6 +139,7 @@ def test_executor_in_its_own_process_comes_back(
         with in_flight(monkeypatch) as forwarded:
             client.send(execute(0, 4), wire.as_bytes(x))
             assert forwarded.wait(20)
+        monkeypatch.setattr(subprocess, "Popen", full_at_first)
         os.kill(first, signal.SIGKILL)
         reply, _ = client.receive()
         assert isinstance(reply, wire.Failure)
@@ -137,6 +150,7 @@ def test_executor_in_its_own_process_comes_back(
         after, _ = client.until_served(execute(0, 4), x, within=60)
         assert torch.equal(before, after)
         assert provider.executor.pid != first
+        assert starts == [2]
         child = provider.executor.pid
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)

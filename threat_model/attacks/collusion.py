@@ -15,6 +15,7 @@ from torch import Tensor
 from symbiosis_priv.keystream import expand, mask_key
 from symbiosis_priv.ring import FORWARD, Direction
 from threat_model.attacks.base import Attack, Outcome, Rows, score_rows
+from threat_model.attacks.reading import deal
 from threat_model.attacks.uniformity import Distinguisher, Verdicts
 from threat_model.public import Public
 from threat_model.truth import Truth
@@ -39,8 +40,9 @@ class _Collusion(Attack[CollusionView, Rows]):
             _, pads = pad_rows(view.helpers, public, group, self.direction)
             if not len(pads):
                 continue
-            for exchange in view.executor.of(group=group, direction=self.direction):
-                rows[exchange.order] = (exchange.rows - pads[matching(exchange.rows, pads)]).double()
+            exchanges = view.executor.of(group=group, direction=self.direction)
+            masked = torch.cat([e.rows for e in exchanges])
+            rows |= deal((masked - pads[matching(masked, pads)]).double(), exchanges)
         return rows or None
 
     def score(self, guess: Rows, truth: Truth) -> Outcome:

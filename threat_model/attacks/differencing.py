@@ -23,15 +23,20 @@ _PAIRS, _SMALL = 3000, 1 << 27
 
 
 @dataclass(frozen=True, eq=False)
-class Difference:
-    """A claim: row `i` of request `a` minus row `j` of request `b` is `value` `[d]`."""
+class Differences:
+    """Claims about one group: the row at place `a[n]` (request, row) minus the row at place `b[n]` is `value[n]`.
 
-    a: tuple[int, int]
-    b: tuple[int, int]
+    Args:
+        a, b: int64 `[n, 2]`.
+        value: float64 `[n, d]`.
+    """
+
+    a: Tensor
+    b: Tensor
     value: Tensor
 
 
-class Differencing(Attack[ExecutorView, list[Difference]]):
+class Differencing(Attack[ExecutorView, list[Differences]]):
     """Claims differences for the pairs whose difference is too small for two masks."""
 
     family = "noise removal"
@@ -45,28 +50,38 @@ class Differencing(Attack[ExecutorView, list[Difference]]):
         self.direction = direction
         self.name = f"differencing, {direction}"
 
-    def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> list[Difference]:
-        claims: list[Difference] = []
+    def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> list[Differences]:
+        claims: list[Differences] = []
         for group in sorted({e.group for e in view.of(direction=self.direction)}):
             _, online = noises(view, group, self.direction)
-            place = [(e.order, i) for e in online for i in range(len(e.rows))]
+            place = torch.tensor([(e.order, i) for e in online for i in range(len(e.rows))])
             x = torch.cat([e.rows for e in online])
             i, j = torch.randint(len(x), (2, _PAIRS), generator=rng)
             gap = x[i] - x[j]  # int32 wraps, as the ring does
             size = gap.double().abs().amax(dim=1) if online[0].arithmetic == "ring" else gap.double().norm(dim=1)
             limit = float(_SMALL) if online[0].arithmetic == "ring" else _valley(size)
-            for k in ((size < limit) & (i != j)).nonzero()[:, 0].tolist():
-                claims.append(Difference(place[int(i[k])], place[int(j[k])], gap[k].double()))
+            near = (size < limit) & (i != j)
+            claims.append(Differences(place[i[near]], place[j[near]], gap[near].double()))
         return claims
 
-    def score(self, guess: list[Difference], truth: Truth) -> Outcome:
-        if not guess:  # nothing claimed, nothing learned
+    def score(self, guess: list[Differences], truth: Truth) -> Outcome:
+        claimed = sum(len(claims.value) for claims in guess)
+        if not claimed:  # nothing claimed, nothing learned
             return Outcome(0, _PAIRS, 0.0, 1.0, {"pairs claimed": 0})
         right = 0
-        for claim in guess:
-            x, y = (truth.calls[order].rows[row].double() for order, row in (claim.a, claim.b))
-            right += float((claim.value - (x - y)).norm()) <= RECOVERED * float(x.norm() + y.norm())
-        return Outcome(right, len(guess), 0.0, 0.0 if right else 1.0, {"pairs claimed": len(guess)})
+        for claims in guess:
+            x, y = _rows(truth, claims.a), _rows(truth, claims.b)
+            error = (claims.value - (x - y)).norm(dim=1)
+            right += int((error <= RECOVERED * (x.norm(dim=1) + y.norm(dim=1))).sum())
+        return Outcome(right, claimed, 0.0, 0.0 if right else 1.0, {"pairs claimed": claimed})
+
+
+def _rows(truth: Truth, places: Tensor) -> Tensor:
+    """The true rows at places `[n, 2]` (request, row), all of one group; float64 `[n, d]`."""
+    orders, request = places[:, 0].unique(return_inverse=True)
+    calls = [truth.calls[order].rows for order in orders.tolist()]
+    first = torch.tensor([0, *map(len, calls)]).cumsum(0)
+    return torch.cat(calls)[first[request] + places[:, 1]].double() if calls else torch.zeros((0, 1))
 
 
 def _valley(size: Tensor) -> float:

@@ -96,19 +96,23 @@ def subtract_candidates(view: ExecutorView) -> Subtraction:
 
 
 def _best(x: Tensor, candidates: Tensor) -> Tensor:
-    basis = torch.eye(x.shape[1], dtype=torch.float64)
-    best = x
-    for _ in range(_PASSES):
-        # one product per matrix instead of a [rows, k, d] tensor: |a - b|^2 = |a|^2 - 2ab + |b|^2, up to |a|^2
-        a, b = x @ basis, candidates @ basis
-        pick = (b.square().sum(dim=1) - 2 * a @ b.t()).argmin(dim=1)
-        best = x - candidates[pick]
-        length = (best @ basis).square().mean(dim=1, keepdim=True)
+    best, even = _less_nearest(x, candidates, torch.eye(x.shape[1], dtype=torch.float64))
+    for _ in range(_PASSES - 1):
+        length = even.square().mean(dim=1, keepdim=True)
         weight = 1 / (length + 1e-12 * length.mean()).clamp(min=1e-300)
         scatter = (best * weight).t() @ best / weight.sum()
         values, vectors = torch.linalg.eigh(scatter)
         basis = vectors * (values + 1e-2 * values.mean()).clamp(min=1e-300).rsqrt()
+        best, even = _less_nearest(x, candidates, basis)
     return best
+
+
+def _less_nearest(x: Tensor, candidates: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows less the candidate that leaves the shortest in a basis: (as they were given, in that basis)."""
+    # one product per matrix instead of a [rows, k, d] tensor: |a - b|^2 = |a|^2 - 2ab + |b|^2, up to |a|^2
+    a, b = x @ basis, candidates @ basis
+    pick = (b.square().sum(dim=1) - 2 * a @ b.t()).argmin(dim=1)
+    return x - candidates[pick], a - b[pick]
 
 
 def unfold(public: Public, exchange: Exchange, rows: Tensor) -> Tensor:

@@ -67,7 +67,8 @@ def _without_repeats(x: Tensor, known: Tensor) -> Tensor:
 def _repeated(x: Tensor) -> Tensor:
     """The rows that come back most often, give or take a gradient that is only nearly zero; `[k, d]`."""
     size = x.norm(dim=1)
-    near = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist") <= _SAME * size.median()
+    # by a product of matrices, whose rounding in float64 is 1e-8 of a row's length and not 1e-3 of it
+    near = torch.cdist(x, x) <= _SAME * size.median()
     found: list[Tensor] = []
     most = 0
     while len(found) < _MAX_NOISES:

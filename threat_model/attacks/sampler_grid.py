@@ -10,6 +10,7 @@ them. Real numbers would hide the row perfectly up to `gaussian_channel_bits`; f
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -44,20 +45,20 @@ class SamplerGrid(Attack[ExecutorView, Labels]):
         x = stack(kept)
         table = public.vocabulary_rows.double()
         # a few rows tell how loud the noise is
-        scale = max(_SCALES, key=lambda scale: float(_fits(x[:_SCALE_ROWS], table, scale).amax(dim=1).mean()))
-        return deal(_fits(x, table, scale).argmax(dim=1), kept)
+        loud = _fits(x[:_SCALE_ROWS], table, _SCALES).amax(dim=2).mean(dim=1).argmax()
+        return deal(_fits(x, table, (_SCALES[int(loud)],))[0].argmax(dim=1), kept)
 
     def score(self, guess: Labels, truth: Truth) -> Outcome:
         return score_labels(guess, {o: t for o, t in first_layer_tokens(truth).items() if o in guess})
 
 
-def _fits(x: Tensor, table: Tensor, scale: float) -> Tensor:
-    """How well every token `[v]` explains every row; `[n, v]`."""
-    return torch.stack([_on_grid((row - table) / scale) for row in x])
+def _fits(x: Tensor, table: Tensor, scales: Sequence[float]) -> Tensor:
+    """How well every token `[v]` explains every row, by the scale of the noise; `[scales, n, v]`."""
+    return torch.stack([_on_grid(row - table, scales) for row in x], dim=1)
 
 
-def _on_grid(noise: Tensor) -> Tensor:
-    """Log-likelihood ratio, up to a factor, that each row `[v, d]` of noise came from the sampler."""
+def _on_grid(noise: Tensor, scales: Sequence[float]) -> Tensor:
+    """Log-likelihood ratio, up to a factor, that each row `[v, d]` of noise came from the sampler; `[scales, v]`."""
     width = noise.shape[1] // 16 * 16
     blocks = noise[:, :width].view(len(noise), -1, 2, 8)
     cosine, sine = blocks[:, :, 0], blocks[:, :, 1]
@@ -66,8 +67,12 @@ def _on_grid(noise: Tensor) -> Tensor:
     # the sampler multiplies in float32, and rounds on the way: so does this
     angles = torch.stack([((nearest + k).float() / _GRID * _TURN).double() for k in (-1, 0, 1)])
     off_angle = torch.cos(_GRID * (angles - angle).abs().amin(dim=0))
+    square = cosine.square() + sine.square()
+    return torch.stack([(off_angle + _radius_on_grid(square / scale**2)).sum(dim=(1, 2)) for scale in scales])
+
+
+def _radius_on_grid(square: Tensor) -> Tensor:
     # 1 - u of the radius is exp(-r^2/2); rounding of r blurs it unless it is small
-    inner = torch.exp(-0.5 * (cosine.square() + sine.square()))
+    inner = torch.exp(-0.5 * square)
     sharp = (inner * (1 - 2 * inner.clamp(min=1e-30).log()) < 0.3).double()
-    off_radius = torch.cos(2 * math.pi * torch.remainder(inner * _GRID, 1.0)) * sharp
-    return (off_angle + off_radius).sum(dim=(1, 2))
+    return torch.cos(2 * math.pi * torch.remainder(inner * _GRID, 1.0)) * sharp

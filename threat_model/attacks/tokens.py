@@ -16,7 +16,6 @@ from threat_model.truth import Truth
 from threat_model.views import ExecutorView
 
 FIRST = 0
-_AT_ONCE = 16
 _RIDGE, _SHRINKAGE = 0.01, 0.05
 
 
@@ -93,15 +92,13 @@ class DeepLayerTokens(Attack[ExecutorView, Labels]):
 
 def _read(rows: Tensor, public: Public, group: int, *, drift: Tensor, metric: Tensor) -> Tensor:
     """Tokens `[b, t]` whose activations, moved by the drift, are nearest to rows `[b, t, d]`."""
-    read = []
-    for seen in rows.split(_AT_ONCE):
-        said = torch.empty((len(seen), 0), dtype=torch.long)
-        for t in range(rows.shape[1]):
-            tries = normalize(public.next_inputs(group, said).double(), dim=-1)
-            distance = torch.cdist(tries @ (drift @ metric), seen[:, t, None] @ metric)[..., 0]
-            said = torch.cat([said, distance.argmin(dim=1, keepdim=True)], dim=1)
-        read.append(said)
-    return torch.cat(read)
+    prefixes, which = torch.empty((1, 0), dtype=torch.long), torch.zeros(len(rows), dtype=torch.long)
+    for t in range(rows.shape[1]):
+        tries = normalize(public.next_inputs(group, prefixes).double(), dim=-1) @ (drift @ metric)
+        distance = torch.cdist(tries[which], rows[:, t, None] @ metric)[..., 0]
+        said = torch.cat([prefixes[which], distance.argmin(dim=1, keepdim=True)], dim=1)
+        prefixes, which = said.unique(dim=0, return_inverse=True)  # many prompts begin alike
+    return prefixes[which]
 
 
 def _drift(public: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:

@@ -68,6 +68,8 @@ class Workload:
 
 FULL = Workload()
 QUICK = Workload(steps=8, generations=5, new_tokens=3, game_rows=2048)
+PLANTED = Workload(steps=4, generations=2, prompts=16, new_tokens=3, game_rows=512)
+"""Where a fault gives every row away, a few thousand rows leave chance nothing to explain."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,7 +22,7 @@ from tenant.connections.channel import Channel, fresh_nonce
 from threat_model.public import Public
 from threat_model.views import NeighbourView
 
-_HEALTH_EVERY_S = 0.05
+_ASK_EVERY_S, _HEALTH_EVERY_S = 0.05, 0.5  # a report takes a connection of its own
 _START_S = 120.0
 _GROUP, _ROWS = 0, 4  # of each of its requests
 
@@ -68,24 +68,29 @@ class Neighbour:
         )
         entry = self._public.manifest.groups[_GROUP]
         weight = self._public.quantised(_GROUP).weight.to(torch.int32)
-        started, asked = time.monotonic(), 0
+        started, asked, due = time.monotonic(), 0, 0.0
         while True:
             last = self._stop.is_set()
             mine = expand(secrets.token_bytes(SEED_BYTES), first_row=0, rows=_ROWS, width=entry.inputs)
             request = wire.Execute(nonce=fresh_nonce(), group=_GROUP, direction=FORWARD, arithmetic="ring", rows=_ROWS)
             answer = channel.request(request, mine, outputs=entry.stacked_outputs)
             self._own.append((answer - mine @ weight.t()).double())
-            assert isinstance(self._executor.certificate, Path)
-            report = ask_health(
-                f"{self._executor.host}:{self._executor.port}",
-                provider_certificate=self._executor.certificate,
-                tenant_certificate=self._identity.certificate,
-                tenant_key=self._identity.key,
-            )
             asked += 1
-            self._seen.append((time.monotonic() - started, report.requests - asked))
+            if last or time.monotonic() >= due:
+                due = time.monotonic() + _HEALTH_EVERY_S
+                report = self._report()
+                self._seen.append((time.monotonic() - started, report.requests - asked))
             self._ready.set()
             if last:
                 break
-            self._stop.wait(_HEALTH_EVERY_S)
+            self._stop.wait(_ASK_EVERY_S)
         channel.close()
+
+    def _report(self) -> wire.HealthReport:
+        assert isinstance(self._executor.certificate, Path)
+        return ask_health(
+            f"{self._executor.host}:{self._executor.port}",
+            provider_certificate=self._executor.certificate,
+            tenant_certificate=self._identity.certificate,
+            tenant_key=self._identity.key,
+        )

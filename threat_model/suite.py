@@ -12,7 +12,7 @@ import torch
 
 from threat_model.active import ActiveReport, attack_actively
 from threat_model.attacks import ATTACKS, Attack, Outcome
-from threat_model.lab import FULL, QUICK, Lab, Recording
+from threat_model.lab import FULL, PLANTED, QUICK, Lab, Recording
 from threat_model.planted import blind_to_companies, one_company_faults, plant, reused_pad_faults, reused_pads
 from threat_model.schemes import NONE, PAD, QUICK_SCHEMES, SCHEMES, Scheme
 
@@ -122,10 +122,10 @@ def run_suite(
     faults = plant(kept[True], kept[False], lab.public)
     with reused_pads():
         step("planted faults: a tenant that reuses pads")
-        faults += reused_pad_faults(lab.record(PAD, workload), lab.public)
+        faults += reused_pad_faults(lab.record(PAD, PLANTED), lab.public)
     with blind_to_companies():
         step("planted faults: a tenant whose helper is of its executor's company")
-        faults += one_company_faults(lab.record(PAD, QUICK, federation=lab.one_company), lab.public)
+        faults += one_company_faults(lab.record(PAD, PLANTED, federation=lab.one_company), lab.public)
     planted = tuple(PlantedCell(f.name, f.rule, f.attack.name, f.outcome()) for f in faults)
     step("active adversaries")
     active = attack_actively(lab, repeats=4 if quick else 24, rng=torch.Generator().manual_seed(5))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from threat_model import cli, suite
-from threat_model.lab import Lab
+from threat_model.lab import Lab, Recording, Workload
+from threat_model.schemes import Scheme
 from threat_model.suite import Suite
+
+Recorded = Callable[[Scheme, Workload], Recording]
 
 
 @pytest.fixture(scope="session")
@@ -41,3 +44,16 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """Four providers and a base model."""
     with Lab(tmp_path_factory.mktemp("lab")) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def recorded(lab: Lab) -> Recorded:
+    """`lab.record`, once for a scheme and a workload: nobody changes a recording."""
+    made: dict[tuple[str, Workload], Recording] = {}
+
+    def record(scheme: Scheme, workload: Workload) -> Recording:
+        if (scheme.name, workload) not in made:
+            made[scheme.name, workload] = lab.record(scheme, workload)
+        return made[scheme.name, workload]
+
+    return record

@@ -6,7 +6,6 @@ import math
 import warnings
 
 import pytest
-import torch
 from cryptography.hazmat.primitives.serialization import Encoding
 from transformers.quantizers.base import HfQuantizer
 
@@ -15,16 +14,18 @@ from symbiosis_priv.federation import Federation
 from symbiosis_priv.statements import Trust
 from tenant import RemoteConfig
 from tenant.hf import RemoteQuantizer
-from threat_model.active import ActiveReport, attack_actively, mutual_information
+from threat_model.active import ActiveReport, mutual_information
 from threat_model.folders import attack_folders
 from threat_model.lab import Lab
 from threat_model.registries import attack_registry
 from threat_model.statistics import clopper_pearson
+from threat_model.suite import Suite
 
 
-@pytest.fixture(scope="module")
-def report(lab: Lab) -> ActiveReport:
-    return attack_actively(lab, repeats=4, rng=torch.Generator().manual_seed(1))
+@pytest.fixture(scope="session")
+def report(quick: Suite) -> ActiveReport:
+    """Four sessions per lie: what the quick report has seen."""
+    return quick.active
 
 
 def test_every_lie_is_caught(report: ActiveReport) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -33,18 +34,21 @@ from threat_model.schemes import LOCAL, NONE, PAD, PADS, paper_pool
 from threat_model.suite import examine
 from threat_model.views import CollusionView, ExecutorView
 
-SMALL = Workload(steps=4, generations=2, prompts=16, new_tokens=3, game_rows=256)
+if TYPE_CHECKING:
+    from tests.threat_model.conftest import Recorded
+
+SMALL = Workload(steps=4, generations=2, prompts=16, new_tokens=3, game_rows=512)
 
 
 @pytest.fixture(scope="module")
-def faults(lab: Lab) -> dict[str, Fault]:
-    planted = plant(lab.record(NONE, SMALL), lab.record(paper_pool(2, 1.0), SMALL), lab.public)
+def faults(lab: Lab, recorded: Recorded) -> dict[str, Fault]:
+    planted = plant(recorded(NONE, SMALL), recorded(paper_pool(2, 1.0), SMALL), lab.public)
     return {fault.name: fault for fault in planted}
 
 
 @pytest.fixture(scope="module", params=[PAD, LOCAL], ids=lambda scheme: scheme.name)
-def sound(lab: Lab, request: pytest.FixtureRequest) -> Recording:
-    return lab.record(request.param, SMALL)
+def sound(recorded: Recorded, request: pytest.FixtureRequest) -> Recording:
+    return recorded(request.param, SMALL)
 
 
 @pytest.mark.parametrize(
@@ -94,13 +98,13 @@ def test_reused_pad_rows_are_found_in_a_real_session(lab: Lab) -> None:
         assert outcome.broken
 
 
-def test_two_helpers_with_one_key_are_found_in_a_real_session(lab: Lab) -> None:
+def test_two_helpers_with_one_key_are_found_in_a_real_session(lab: Lab, recorded: Recorded) -> None:
     with twin_helpers():
         recording = lab.record(PADS, SMALL)
     outcome = twin_helper_fault(recording, lab.public).outcome()
     assert outcome.success >= 0.99
     assert outcome.broken
-    sound = examine(EvenMasks(), lab.record(PADS, SMALL), lab).outcome
+    sound = examine(EvenMasks(), recorded(PADS, replace(SMALL, game_rows=2048)), lab).outcome
     assert sound is not None
     assert not sound.broken
 

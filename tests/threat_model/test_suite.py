@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -25,6 +26,9 @@ from threat_model.schemes import LOCAL, NONE, PAD, PADS, PADS_3, QUICK_SCHEMES, 
 from threat_model.statistics import FALSE_ALARM
 from threat_model.suite import Suite, Verdict, examine
 from threat_model.views import CollusionView, HelperView
+
+if TYPE_CHECKING:
+    from tests.threat_model.conftest import Recorded
 
 SMALL = Workload(steps=4, generations=2, prompts=16, new_tokens=3, game_rows=512)
 # 1,152 gradients a layer: about one in a thousand fits another noise better where noises are as small as rows
@@ -106,9 +110,9 @@ def test_one_honest_helper_is_enough(quick: Suite, direction: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", [PADS, PADS_3], ids=lambda s: s.name)
-def test_whichever_helper_keeps_to_itself_is_enough(lab: Lab, scheme: Scheme) -> None:
+def test_whichever_helper_keeps_to_itself_is_enough(lab: Lab, recorded: Recorded, scheme: Scheme) -> None:
     """Executor and any k - 1 of k helpers tell nothing apart and read no row; all k of them do both."""
-    recording = lab.record(scheme, replace(SMALL, game_rows=2048))
+    recording = recorded(scheme, replace(SMALL, game_rows=2048))
     executor, helpers = recording.views.executor, recording.views.helpers
     assert len(helpers) == scheme.helpers
 
@@ -152,8 +156,8 @@ def test_a_tied_head_hides_logit_gradients_and_labels_fall_all_the_same(tmp_path
     assert outcome.broken
 
 
-def test_an_attack_gets_a_view_and_no_truth(lab: Lab) -> None:
-    views = lab.record(PAD, SMALL).views
+def test_an_attack_gets_a_view_and_no_truth(recorded: Recorded) -> None:
+    views = recorded(PAD, SMALL).views
     for attack in ATTACKS:
         seen = vars(views.of(attack.party))
         assert not {"truth", "calls", "tokens", "labels_of_rows", "updates"} & seen.keys()

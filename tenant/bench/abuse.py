@@ -183,17 +183,16 @@ class _Abuse:
 
 
 def _abuses(visits: int) -> dict[str, _Abuse]:
+    flooding = {"connections": _CONNECTIONS, "requests": _CONNECTIONS}
     return {
         "control: a process that only computes": _Abuse(_compute),
-        "a flood of large requests": _Abuse(_flood, _CONNECTIONS, seen={"connections": _CONNECTIONS}),
+        "a flood of large requests": _Abuse(_flood, _CONNECTIONS, seen=flooding),
         "answers that nobody reads": _Abuse(_read_nothing, seen={"requests": _READERS}),
         "payloads that never come": _Abuse(_send_nothing, seen={"connections": _READERS}),
         "requests whose tenant leaves": _Abuse(_leave, _CONNECTIONS, seen={"connections": _CONNECTIONS}),
         f"{visits:,} connections": _Abuse(_come_and_go, seen={"connections": 1}, ends=True),
         f"{_SILENT_A_SECOND} silent connections a second": _Abuse(_say_nothing, seen={"strangers": _SILENT_FROM}),
-        "a tenant revoked in mid-request": _Abuse(
-            _flood, _CONNECTIONS, seen={"connections": _CONNECTIONS}, revoked=True
-        ),
+        "a tenant revoked in mid-request": _Abuse(_flood, _CONNECTIONS, seen=flooding, revoked=True),
     }
 
 

@@ -111,7 +111,7 @@ class Follower:
             except DescriptorError as error:
                 log.warning("not_followed", reason=str(error))
             except StorageError as error:
-                log.often("not_written", reason=str(error))
+                log.often("not_stored", reason=str(error))
             except SymbiosisError as error:
                 log.often("unreachable", source=self._source, error=type(error).__name__)
             if self._stopping.wait(self._interval_s):

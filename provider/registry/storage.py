@@ -42,7 +42,7 @@ PRAGMA user_version = {_VERSION};
 
 
 class Log:
-    """The log of one registry. Thread-safe.
+    """The log of one registry. Thread-safe. Whatever cannot be read or written is a `StorageError`.
 
     Args:
         database: a file, made if there is none; None keeps it in memory.
@@ -59,12 +59,15 @@ class Log:
             self._connection = sqlite3.connect(
                 database or ":memory:", isolation_level=None, check_same_thread=False, timeout=_WAIT_S
             )
-            self._connection.execute("PRAGMA journal_mode = WAL")
-            self._connection.execute("PRAGMA synchronous = FULL")
-            (page,) = self._connection.execute("PRAGMA page_size").fetchone()
-            self._connection.execute(f"PRAGMA max_page_count = {max(1, max_bytes // page)}")
-            self._create(name)
-            self._check(name)
+            with contextlib.ExitStack() as failing:
+                failing.callback(self._connection.close)
+                self._connection.execute("PRAGMA journal_mode = WAL")
+                self._connection.execute("PRAGMA synchronous = FULL")
+                (page,) = self._connection.execute("PRAGMA page_size").fetchone()
+                self._connection.execute(f"PRAGMA max_page_count = {max(1, max_bytes // page)}")
+                self._create(name)
+                self._check(name)
+                failing.pop_all()
         except (sqlite3.Error, DescriptorError) as error:
             raise ConfigError(
                 f"{database} is not the log of registry {name!r} ({error}): choose another file with --database; "
@@ -109,25 +112,25 @@ class Log:
     @property
     def position(self) -> tuple[int, bytes]:
         """Number and hash of the last entry."""
-        with self._lock:
+        with self._reading():
             return self._position()
 
     @property
     def expires(self) -> float:
         """When the last of its entries does, in seconds since 1970; 0 if it is empty."""
-        with self._lock:
+        with self._reading():
             return float(self._one("SELECT coalesce(max(expires), 0) FROM log")[0] / MS)
 
     @property
     def head(self) -> bytes:
         """The newest signed head that a replica has been given; empty if there is none."""
-        with self._lock:
+        with self._reading():
             data: bytes = self._one("SELECT head FROM state")[0]
             return data
 
     def listed(self, model: str, *, now: float, vouched: Callable[[bytes], bool] = lambda data: True) -> list[bytes]:
         """The newest descriptor of every key, if it is of this model, has not expired, and somebody vouches for it."""
-        with self._lock:
+        with self._reading():
             rows = self._connection.execute(
                 "SELECT data FROM newest JOIN log USING (number) WHERE model = ? AND expires > ? "
                 "ORDER BY number DESC LIMIT ?",
@@ -138,7 +141,7 @@ class Log:
 
     def span(self, after: int) -> Span:
         """Up to a page of entries after a number, or from the first one that is known."""
-        with self._lock:
+        with self._reading():
             start, before = self._one("SELECT after, before FROM state")
             after = max(start, after)
             if after > start:
@@ -214,16 +217,25 @@ class Log:
         return row
 
     @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        with self._lock:
+            try:
+                yield
+            except sqlite3.Error as error:
+                raise StorageError(f"cannot read the registry's log ({error}): look at the disk where it is") from error
+
+    @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
         with self._lock:
             try:
                 self._connection.execute("BEGIN IMMEDIATE")
                 try:
                     yield
+                    self._connection.execute("COMMIT")
                 except BaseException:
-                    self._connection.execute("ROLLBACK")
+                    if self._connection.in_transaction:  # some errors have rolled it back
+                        self._connection.execute("ROLLBACK")
                     raise
-                self._connection.execute("COMMIT")
             except sqlite3.Error as error:
                 raise StorageError(
                     f"cannot write the registry's log ({error}): make room where it is, or raise --max-log-mib"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from provider.registry.storage import Log
 from symbiosis_priv.descriptor import Announced, newest
-from symbiosis_priv.errors import ConfigError, DescriptorError
+from symbiosis_priv.errors import ConfigError, DescriptorError, StorageError
 from symbiosis_priv.registry.history import beginning, link
 from symbiosis_priv.registry.protocol import PAGE
 from symbiosis_priv.statements import MS
@@ -148,4 +148,28 @@ def test_a_replica_takes_no_log_that_goes_back_in_time(vouching: Vouching) -> No
     with pytest.raises(DescriptorError, match="as new"):
         log.extend([vouching.said("gamma", after_ms=5), vouching.said("delta"), vouching.said("gamma")], head=b"")
     assert log.position == (0, beginning("registry"))  # all of it or nothing
+    log.close()
+
+
+def test_what_cannot_be_read_is_an_error_of_this_project() -> None:
+    log = Log(None, name="registry")
+    log.close()  # as a disk that is gone
+    reads = (lambda: log.position, lambda: log.expires, lambda: log.head, lambda: log.span(0))
+    for read in (*reads, lambda: log.listed(DIGEST, now=0.0)):
+        with pytest.raises(StorageError, match="cannot read"):
+            read()
+
+
+def test_a_full_log_says_so_and_goes_on_when_there_is_room(vouching: Vouching, tmp_path: Path) -> None:
+    log = Log(tmp_path / "log.sqlite", name="registry", max_bytes=16 * 4096)
+
+    def fill() -> None:
+        for step in range(1000):
+            log.append(vouching.said("gamma", issued=vouching.began + step))
+
+    with pytest.raises(StorageError, match="full"):
+        fill()
+    entries, _ = log.position
+    assert log.forget(expired_before=2 * vouching.began / MS) == entries
+    assert log.append(vouching.said("delta")) == entries + 1
     log.close()

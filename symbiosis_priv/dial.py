@@ -100,9 +100,9 @@ class Line:
         """
         try:
             raw = self._dial(deadline)
-        except (OSError, UnicodeError) as error:  # a host like a..b is no name at all
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except (OSError, UnicodeError, RuntimeError) as error:  # a host like a..b is no name at all; out of threads
             raise ConnectionLostError(f"cannot reach {self._name}: {error}") from error
-        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._end = select.poll()
         self._end.register(raw, _GONE)
         try:

@@ -63,8 +63,8 @@ class Worker:
                 _refuse(future)
                 return future
             if not self._started:
-                self._started = True
                 self._thread.start()
+                self._started = True
             self._jobs.put((future, lambda: work(*args, **kwargs)))
         return future
 

@@ -224,7 +224,10 @@ class Discovery:
 
     def _run(self) -> None:
         while not self._closed.wait(self._interval_s * random.uniform(1 - _JITTER, 1 + _JITTER)):
-            self.refresh()
+            try:
+                self.refresh()
+            except Exception as error:  # out of threads, for now: who is known stays known, and is asked about again
+                log.warning("the registries were not asked: %s", type(error).__name__)
 
     def _ask(self, address: str) -> None:
         registry = RegistryClient(address, self._context, deadline_s=self._deadline_s)

@@ -437,3 +437,17 @@ def test_a_name_that_is_looked_up_for_ever_is_waited_for_until_the_deadline(
         assert time.monotonic() - began < 20
     finally:
         over.set()
+
+
+def test_a_machine_without_room_for_a_thread_cannot_reach_anybody(
+    executor: ScriptedProvider, connect: NewChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For now: whoever asks in the background asks again later, as after any failure of the network."""
+
+    def full(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    channel = connect(executor)
+    monkeypatch.setattr(threading.Thread, "start", full)
+    with pytest.raises(ConnectionLostError, match="can't start new thread"):
+        channel.greet(deadline=time.monotonic() + 5)

@@ -50,6 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure() -> None:
     end_quickly()  # as in the command line's processes
+    torch.set_num_threads(1)  # here, too: what the session shares is made before any module begins
 
 
 def pytest_collection_finish() -> None:
@@ -101,7 +102,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_base_model(
         tmp_path_factory.mktemp("trained") / "base",
         seconds=600,  # so that the steps alone decide, however busy the machine is
-        recipe=Pretraining(steps=100, window=64, sentences=4_000, vocab=512),
+        recipe=Pretraining(steps=100, window=64, sentences=4_000, vocab=512, width=128, blocks=2),
     )
 
 

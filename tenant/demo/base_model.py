@@ -47,6 +47,8 @@ class Pretraining:
         peak_lr: AdamW's learning rate after warm-up; a cosine takes it to zero.
         sentences: sentences of public text to learn from.
         vocab: tokens of the byte-level BPE, at least 259 (the bytes and three special tokens).
+        width: of the model, a multiple of 16.
+        blocks: how many it has.
         seed: of the text, the initial weights and the order of the windows.
     """
 
@@ -56,6 +58,8 @@ class Pretraining:
     peak_lr: float = 3e-3
     sentences: int = 16_000
     vocab: int = 1024
+    width: int = 256
+    blocks: int = 4
     seed: int = 0
 
     def text(self) -> str:
@@ -179,7 +183,7 @@ def _pretrain(
 ) -> LlamaForCausalLM:
     with torch.random.fork_rng(devices=[]):  # the caller's random state is none of our business
         torch.manual_seed(recipe.seed)
-        model = LlamaForCausalLM(_config(tokenizer))
+        model = LlamaForCausalLM(_config(tokenizer, recipe))
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     started = time.monotonic()
@@ -202,13 +206,13 @@ def _pretrain(
     return model
 
 
-def _config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
+def _config(tokenizer: PreTrainedTokenizerFast, recipe: Pretraining) -> LlamaConfig:
     """Grouped-query attention (8 heads on 2), and a tied head, which therefore stays with the tenant."""
     return LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=256,
-        intermediate_size=688,
-        num_hidden_layers=4,
+        hidden_size=recipe.width,
+        intermediate_size=recipe.width * 43 // 16,
+        num_hidden_layers=recipe.blocks,
         num_attention_heads=8,
         num_key_value_heads=2,
         max_position_embeddings=512,

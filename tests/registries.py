@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from provider.registry.server import RegistryConfig, RegistryServer
+from provider.registry.config import RegistryConfig
+from provider.registry.server import RegistryServer
 from provider.registry.storage import Log
 from tests.vouching import Vouching
 

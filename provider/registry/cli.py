@@ -53,7 +53,8 @@ def serve(
     lifeline: Lifeline = False,
 ) -> None:
     """Take announcements and answer until SIGTERM or Ctrl-C."""
-    from provider.registry.server import RegistryConfig, RegistryServer
+    from provider.registry.config import RegistryConfig
+    from provider.registry.server import RegistryServer
 
     config = RegistryConfig(
         listen=listen,
@@ -83,8 +84,9 @@ def replicate(
     lifeline: Lifeline = False,
 ) -> None:
     """Follow a registry's log and pass it on until SIGTERM or Ctrl-C; what contradicts it is reported, not followed."""
+    from provider.registry.config import RegistryConfig
     from provider.registry.replica import Follower
-    from provider.registry.server import RegistryConfig, RegistryServer
+    from provider.registry.server import RegistryServer
 
     config = RegistryConfig(
         listen=listen,

@@ -12,131 +12,32 @@ from __future__ import annotations
 import contextlib
 import functools
 import socket
-import ssl
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
-from cryptography.hazmat.primitives.serialization import Encoding
-
 from provider import logs
 from provider.link import Link, bound_address, hang_up, listen
+from provider.registry.config import DAY_S, RegistryConfig
+from provider.registry.credentials import RegistryCredentials
 from provider.registry.rates import Rates
-from provider.registry.storage import MAX_LOG_BYTES, Log
+from provider.registry.storage import Log
 from provider.reload import Reloader
 from provider.strangers import Stranger, Strangers
 from symbiosis_priv import wire
-from symbiosis_priv.certificates import Identity, load_certificates, provider_name
-from symbiosis_priv.descriptor import MAX_LIFETIME_S, verify
-from symbiosis_priv.errors import (
-    CertificateError,
-    ConfigError,
-    DescriptorError,
-    ProtocolError,
-    StorageError,
-    TransportError,
-)
+from symbiosis_priv.descriptor import verify
+from symbiosis_priv.errors import ConfigError, DescriptorError, ProtocolError, StorageError, TransportError
 from symbiosis_priv.registry import protocol
 from symbiosis_priv.registry.history import Head, sign_head, verify_head
 from symbiosis_priv.statements import MAX_BYTES, MS, Trust
-from symbiosis_priv.tls import registry_server_context
 
 log = logs.EventLog(__name__)
 
 _BACKLOG: Final = 256
 _ACCEPT_S: Final = 0.5  # how long a stop may go unnoticed
 _TIDY_S: Final = 600.0
-_DAY_S: Final = 86_400
 _TOO_MANY: Final = wire.Failure(code=wire.ErrorCode.BUSY, detail="too many requests from this network")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RegistryConfig:
-    """One registry.
-
-    Args:
-        listen: `host:port`; port 0 takes a free one.
-        certificate: a provider's, issued by the federation's authority for this registry's hosts. The name in it is the
-            registry's.
-        key: its private key.
-        authority: of the federation, whose executors are listed. All of these files are read again when they change.
-        revoked: list of certificates that it does not vouch for any more.
-        database: of the log; in memory if None.
-        max_connections: at a time; one more closes the oldest of the busiest network.
-        frame_timeout_s: for the handshake, for a frame, and for the next one to begin.
-        connection_s: how long a connection may last.
-        requests_per_s: of one network; ten seconds' worth at once. Who asks for more is told so, and hung up on.
-        announcements_per_h: of one executor, on average; a quarter of them at once.
-        max_log_mib: that its log may take: also what a registry that is replicated makes up.
-        retain_days: how long the log keeps what has expired: at least for as long as any descriptor may live, so that
-            an older one of a key cannot come back.
-    """
-
-    listen: str
-    certificate: Path
-    key: Path
-    authority: Path
-    revoked: Path | None = None
-    database: Path | None = None
-    max_connections: int = 256
-    frame_timeout_s: float = 10.0
-    connection_s: float = 60.0
-    requests_per_s: float = 10.0
-    announcements_per_h: float = 60.0
-    max_log_mib: int = MAX_LOG_BYTES >> 20
-    retain_days: float = 7.0
-
-    def __post_init__(self) -> None:
-        if self.retain_days * _DAY_S < MAX_LIFETIME_S:
-            raise ConfigError(f"retain_days = {self.retain_days:g} is below {MAX_LIFETIME_S / _DAY_S:g}")
-
-
-@dataclass(frozen=True)
-class _Credentials:
-    """As the files were when they were read."""
-
-    context: ssl.SSLContext
-    trust: Trust
-    name: str
-    certificate: bytes
-    key: PrivateKeyTypes
-    vouches: Callable[[bytes], bool]
-
-    @classmethod
-    def load(cls, config: RegistryConfig, *, revoked: frozenset[str] = frozenset()) -> Self:
-        context = registry_server_context(certificate=config.certificate, key=config.key)
-        certificate = load_certificates(config.certificate)[0]
-        trust = Trust.load(config.authority, config.revoked, known=revoked)
-        try:
-            trust.check(certificate, at=datetime.now(UTC))
-        except DescriptorError as error:
-            raise CertificateError(
-                f"{config.certificate} cannot be a registry's: {error}. Ask for one with `symbiosis-priv keys request "
-                f"--provider`, and have it signed by {config.authority}"
-            ) from error
-        return cls(
-            context,
-            trust=trust,
-            name=provider_name(certificate) or "",
-            certificate=certificate.public_bytes(Encoding.DER),
-            key=Identity(config.certificate, config.key).private_key(),
-            vouches=functools.lru_cache(2 * protocol.MAX_LISTED)(functools.partial(_is_vouched, trust)),
-        )
-
-
-def _is_vouched(trust: Trust, data: bytes) -> bool:
-    """Whether a descriptor of the log's would still be taken: its executor may have been revoked since."""
-    try:
-        verify(data, trust, now=None)
-    except DescriptorError:
-        return False
-    return True
 
 
 class RegistryServer:
@@ -158,7 +59,7 @@ class RegistryServer:
         self.replica_of = replica_of
         files = (config.certificate, config.key, config.authority, config.revoked)
         self._reloader = Reloader(lambda: filter(None, files), self._reload)
-        self._credentials = _Credentials.load(config)
+        self._credentials = RegistryCredentials.load(config)
         self.log = Log(config.database, name=replica_of or self._credentials.name, max_bytes=config.max_log_mib << 20)
         self._visits = Rates(per_s=config.requests_per_s, burst=10 * config.requests_per_s)
         per_h = config.announcements_per_h
@@ -225,7 +126,7 @@ class RegistryServer:
         self.stop()
 
     def _reload(self) -> None:
-        credentials = _Credentials.load(self.config, revoked=self.trust.revoked)
+        credentials = RegistryCredentials.load(self.config, revoked=self.trust.revoked)
         if credentials.name != self.name:
             raise ConfigError(f"{self.config.certificate} names another registry: start one anew for it")
         self._credentials = credentials
@@ -234,7 +135,7 @@ class RegistryServer:
     def _tidy(self) -> None:
         while not self._stopping.wait(_TIDY_S):
             try:
-                forgotten = self.log.forget(expired_before=time.time() - _DAY_S * self.config.retain_days)
+                forgotten = self.log.forget(expired_before=time.time() - DAY_S * self.config.retain_days)
             except StorageError as error:
                 log.failure("tidying_failed", error)
             else:

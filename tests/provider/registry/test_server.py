@@ -19,9 +19,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from provider.registry.config import RegistryConfig
 from provider.registry.rates import Rates
 from provider.registry.replica import Follower
-from provider.registry.server import RegistryConfig, RegistryServer
+from provider.registry.server import RegistryServer
 from symbiosis_priv import certificates, wire
 from symbiosis_priv.addresses import parse_address
 from symbiosis_priv.certificates import Kind

@@ -8,8 +8,9 @@ rows, which a thread of their own makes a slice ahead; it joins the ring batch o
 on what else is in the batch; float results may, within rounding. With nothing to do it loads what nobody has asked for
 yet, one small step at a time, so that no tenant waits for the whole of it.
 
-Rows are bytes all the way, and a matrix for the product only: every operation of torch's lets go of the interpreter's
-lock, and getting it back from the gateway's threads took a third of this thread's time when sixteen tenants asked.
+Rows are bytes all the way (`row_bytes`), and a matrix for the product only: every operation of torch's lets go of the
+interpreter's lock, and getting it back from the gateway's threads took a third of this thread's time when sixteen
+tenants asked.
 
 A thread that is woken begins 20 to 50 µs later, and a small product takes no longer than two of those. So a thread of
 the gateway in this process that brings a few rows while the executor rests computes them itself, as the executor, whose
@@ -25,35 +26,31 @@ it, so that whoever reads slowly keeps no more in memory than its own rows.
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
 import os
-import signal
-import sys
 import threading
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from provider import envelope, logs
-from provider.config import ProviderConfig, SchedulerConfig, from_json
+from provider.config import ProviderConfig, SchedulerConfig
 from provider.envelope import ExecutorReport
 from provider.keystream_maker import KeystreamMaker
-from provider.lifeline import when_stdin_closes
-from provider.lines import Answer, Inbox, Message, SocketInbox
+from provider.lines import Answer, Inbox, Message
 from provider.model import ServedModel, open_store
 from provider.operands import Operands
+from provider.row_bytes import copy_of, empty, fill, joined
 from provider.scheduler.jobs import Job, Piece
 from provider.scheduler.scheduler import Scheduler
 from symbiosis_priv import wire
-from symbiosis_priv.errors import CheckpointError, RankLostError, SymbiosisError
+from symbiosis_priv.errors import CheckpointError, RankLostError
 
 log = logs.EventLog(__name__)
 
@@ -61,7 +58,6 @@ _KEYSTREAM_SLICE = 4 << 20  # bytes
 _SHARED_BYTES = 1 << 20  # of a product whose parts may all be kept by whoever is last to read one
 _SHARED_PARTS = 4  # or of one with so few equal parts
 _NOTHING = memoryview(b"")
-_BRIEF_BYTES = 1 << 18  # to copy them takes less time than to get the interpreter's lock back
 
 
 @dataclass(kw_only=True, eq=False)
@@ -253,7 +249,7 @@ class Executor:
         report = self._report
         report.groups_loaded = self._model.groups_loaded
         report.waiting = self._scheduler.waiting()
-        report.resident = resident_bytes()
+        report.resident = _resident_bytes()
         report.uptime = time.monotonic() - self._started
         self._inbox.answer(sender, Answer(b"", memoryview(msgspec.json.encode(report)), 0))
 
@@ -279,7 +275,7 @@ class Executor:
             if isinstance(rows, Exception):
                 self._break([job], rows)
                 continue
-            job.made = _joined([job.made, wire.as_bytes(rows)])
+            job.made = joined([job.made, wire.as_bytes(rows)])
             self._scheduler.make_ready(job, len(rows))
             self._order_keystream(job)
 
@@ -302,7 +298,7 @@ class Executor:
         try:
             group, direction, arithmetic = pieces[0].job.key
             inputs, _ = self._model.manifest.groups[group].columns(direction)
-            flat = _joined([self._rows(piece) for piece in pieces])
+            flat = joined([self._rows(piece) for piece in pieces])
             rows = wire.as_matrix(flat, rows=sum(piece.rows for piece in pieces), arithmetic=arithmetic)
             rows = rows if flat else rows.reshape(0, inputs)
             begun = time.monotonic()
@@ -327,7 +323,7 @@ class Executor:
             start += len(part)
             shared = len(body) > max(_SHARED_BYTES, _SHARED_PARTS * len(part))
             whole = piece.rows == piece.job.rows  # else it is copied anyway
-            self._finish(piece, _copy_of(part) if shared and whole else part)
+            self._finish(piece, copy_of(part) if shared and whole else part)
 
     def _note(self, pieces: list[Piece[_Job]], begun: float, now: float) -> None:
         report, rows = self._report, sum(piece.rows for piece in pieces)
@@ -356,8 +352,8 @@ class Executor:
         if piece.rows < job.rows:
             row_bytes = len(product) // max(1, piece.rows)
             if job.result is None:
-                job.result = _empty(job.rows * row_bytes)
-            _copy(job.result[piece.start * row_bytes : piece.stop * row_bytes], product)
+                job.result = empty(job.rows * row_bytes)
+            fill(job.result[piece.start * row_bytes : piece.stop * row_bytes], product)
             if not piece.last:
                 self._order_keystream(job)
                 return
@@ -396,36 +392,7 @@ def _is_brief(message: envelope.Envelope) -> bool:
     )
 
 
-def _joined(parts: Sequence[memoryview]) -> memoryview:
-    """All of them in one piece of memory: their own if only one has anything in it."""
-    parts = [part for part in parts if part]
-    if len(parts) == 1:
-        return parts[0]
-    whole, start = _empty(sum(map(len, parts))), 0
-    for part in parts:
-        _copy(whole[start : start + len(part)], part)
-        start += len(part)
-    return whole
-
-
-def _copy_of(part: memoryview) -> memoryview:
-    copy = _empty(len(part))
-    _copy(copy, part)
-    return copy
-
-
-def _copy(target: memoryview, source: memoryview) -> None:
-    if len(source) <= _BRIEF_BYTES:
-        target[:] = source
-    else:  # numpy lets others go on meanwhile
-        np.frombuffer(target, dtype=np.uint8)[:] = np.frombuffer(source, dtype=np.uint8)
-
-
-def _empty(size: int) -> memoryview:
-    return np.empty(size, dtype=np.uint8).data
-
-
-def resident_bytes() -> int:
+def _resident_bytes() -> int:
     """Memory of this process, where the system says so; else 0."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -456,30 +423,3 @@ def build(config: ProviderConfig, *, model_digest: str, inbox: Inbox) -> Executo
         scheduling=config.scheduler,
         warm_up=settings.warm_up,
     )
-
-
-def main() -> None:
-    """An executor as a process of its own, started by `supervisor.ProcessExecutor`.
-
-    Its configuration and the model's digest are the first lines of stdin. The gateway keeps that pipe open: when it
-    closes, for whatever reason, the executor ends too. Signals are the gateway's to handle.
-    """
-    for ignored in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(ignored, signal.SIG_IGN)
-    config = from_json(sys.stdin.buffer.readline())
-    model_digest = sys.stdin.buffer.readline().decode().strip()
-    logs.setup(config.log_level)
-    if config.executor.threads:
-        torch.set_num_threads(config.executor.threads)
-    try:
-        inbox = SocketInbox(config.executor.endpoint)
-        executor = build(config, model_digest=model_digest, inbox=inbox)
-    except SymbiosisError as error:
-        sys.exit(f"error: {error}")
-    when_stdin_closes(executor.stop)
-    gc.freeze()  # see `server.serve`
-    executor.run()
-
-
-if __name__ == "__main__":
-    main()

@@ -84,7 +84,7 @@ def _run(config: ProviderConfig, *, lead: Callable[[], None]) -> None:
 
 
 def _serve_executor(config: ProviderConfig, *, model_digest: str) -> None:
-    """As `executor.main`: until stdin closes, which rank 0 has from the gateway by way of torchrun."""
+    """As `executor_process`: until stdin closes, which rank 0 has from the gateway by way of torchrun."""
     executor = build(config, model_digest=model_digest, inbox=SocketInbox(config.executor.endpoint))
     when_stdin_closes(executor.stop)
     executor.run()

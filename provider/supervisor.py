@@ -140,7 +140,7 @@ class ProcessExecutor(ExecutorHandle):
         return self._process.pid
 
     def _spawn(self) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(start.command("provider.executor"), stdin=subprocess.PIPE)
+        process = subprocess.Popen(start.command("provider.executor_process"), stdin=subprocess.PIPE)
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died at birth: the watcher sees that
             process.stdin.write(to_json(self.config) + b"\n" + self.model_digest.encode() + b"\n")

@@ -9,23 +9,34 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from typing import Annotated
 
 import msgspec
 
 from symbiosis_priv.errors import CheckpointError
 from symbiosis_priv.files import UNDECODABLE
 from symbiosis_priv.layers import GroupSpec, layers_of
+from symbiosis_priv.limits import MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
 from symbiosis_priv.ring import FORWARD, Direction
 
 MANIFEST_VERSION = 1
 
+_Width = Annotated[int, msgspec.Meta(ge=1, lt=1 << 30)]  # a row of more would fit no frame
+
 
 class GroupEntry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """One layer group of a manifest. `outputs` are the members' widths, in order."""
+    """One layer group of a manifest.
 
-    members: tuple[str, ...]
-    inputs: int
-    outputs: tuple[int, ...]
+    Args:
+        members: names of the linears, which share their input.
+        inputs: features of that.
+        outputs: the members' output features, in order.
+        digest: SHA-256 of integers, scales and bias, in hex.
+    """
+
+    members: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
+    inputs: _Width
+    outputs: Annotated[tuple[_Width, ...], msgspec.Meta(min_length=1)]
     digest: str
 
     @property
@@ -48,7 +59,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """What a quantised base model is. Two parties with equal digests hold the same bits."""
 
     version: int
-    weight_bits: int
+    weight_bits: Annotated[int, msgspec.Meta(ge=MIN_WEIGHT_BITS, le=MAX_WEIGHT_BITS)]
     groups: tuple[GroupEntry, ...]
 
     @property

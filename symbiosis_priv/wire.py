@@ -45,6 +45,9 @@ Arithmetic = Literal["ring", "float", "float_bias_free"]
 
 Text = Annotated[str, msgspec.Meta(max_length=512)]
 Rows = Annotated[int, msgspec.Meta(ge=0, le=MAX_ROWS)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+"""A number: neither infinite nor nan."""
 Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 Seed = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
@@ -85,6 +88,8 @@ class Welcome(Message, frozen=True, tag="welcome"):
 
     Args:
         first_group, end_group: it serves the groups of `range(first_group, end_group)`, at least one.
+        max_rows: of one request.
+        max_payload: bytes of a request's matrix, and of a reply's.
     """
 
     version: int
@@ -158,12 +163,12 @@ class HealthReport(Message, frozen=True, tag="health_report"):
 
     name: Text
     model_digest: Text
-    time: float
-    uptime_s: float
-    groups: int
-    groups_loaded: int
-    requests: int
-    connections: int
+    time: Seconds
+    uptime_s: Seconds
+    groups: Count
+    groups_loaded: Count
+    requests: Count
+    connections: Count
 
 
 class Failure(Message, frozen=True, tag="failure"):

@@ -40,3 +40,16 @@ def test_a_manifest_of_the_future_is_refused() -> None:
     future = Manifest(version=MANIFEST_VERSION + 1, weight_bits=10, groups=())
     with pytest.raises(CheckpointError, match="upgrade"):
         Manifest.from_json(msgspec.json.encode(future))
+
+
+@pytest.mark.parametrize(
+    "change", [{"inputs": 0}, {"inputs": 1 << 30}, {"outputs": ()}, {"outputs": (-1,)}, {"members": ()}]
+)
+def test_a_group_without_width_is_refused(change: dict[str, object]) -> None:
+    entry = {"members": ("a",), "inputs": 1, "outputs": (1,), "digest": "0" * 64}
+    document = {"version": MANIFEST_VERSION, "weight_bits": 10, "groups": [entry]}
+    assert Manifest.from_json(msgspec.json.encode(document))
+    with pytest.raises(CheckpointError):
+        Manifest.from_json(msgspec.json.encode(document | {"groups": [entry | change]}))
+    with pytest.raises(CheckpointError):
+        Manifest.from_json(msgspec.json.encode(document | {"weight_bits": 0}))

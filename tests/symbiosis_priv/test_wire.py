@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tracemalloc
 from typing import Any, get_args
 
@@ -44,8 +45,8 @@ replies: SearchStrategy[wire.Reply] = (
         wire.HealthReport,
         name=texts.map(lambda text: text[:64]),
         model_digest=texts.map(lambda text: text[:64]),
-        time=st.floats(allow_nan=False),
-        uptime_s=st.floats(allow_nan=False),
+        time=st.floats(0, 1e12),
+        uptime_s=st.floats(0, 1e12),
         groups=counts,
         groups_loaded=counts,
         requests=counts,
@@ -226,6 +227,18 @@ def test_a_welcome_that_serves_nothing_is_refused(groups: tuple[int, int | None]
     document = {"type": "welcome", "version": 3, "model_digest": "x", "max_rows": 1, "max_payload": 4}
     with pytest.raises(ProtocolError):
         wire.decode_reply(msgspec.msgpack.encode(document | {"first_group": first, "end_group": end}))
+
+
+@pytest.mark.parametrize(
+    "change", [{"time": math.nan}, {"uptime_s": math.inf}, {"time": -1.0}, {"groups": -1}, {"requests": -1}], ids=str
+)
+def test_a_report_of_what_is_no_number_is_refused(change: dict[str, Any]) -> None:
+    """A clock of nan seconds would be compared with the own one, and found neither ahead nor behind."""
+    counted = dict.fromkeys(("groups", "groups_loaded", "requests", "connections"), 1)
+    document = {"type": "health_report", "name": "x", "model_digest": "y", "time": 1.0, "uptime_s": 1.0, **counted}
+    assert wire.decode_reply(msgspec.msgpack.encode(document))
+    with pytest.raises(ProtocolError):
+        wire.decode_reply(msgspec.msgpack.encode(document | change))
 
 
 def test_no_message_has_a_field_for_a_secret() -> None:

@@ -43,6 +43,7 @@ class _Tenant:
         identity: the tenant's own.
         masking: the scheme.
         rows: of each product.
+        pause_s: between two of them.
     """
 
     federation: Path
@@ -51,6 +52,7 @@ class _Tenant:
     identity: Identity
     masking: str
     rows: int
+    pause_s: float
 
 
 class Answer(NamedTuple):
@@ -62,7 +64,9 @@ class Answer(NamedTuple):
 
 
 @contextmanager
-def asking(local: LocalFederation, *, tenants: int, rows: int, masking: str) -> Iterator[Callable[[], list[Answer]]]:
+def asking(
+    local: LocalFederation, *, tenants: int, rows: int, masking: str, pause_s: float = 0.0
+) -> Iterator[Callable[[], list[Answer]]]:
     """Tenants that ask until the call that collects what they got."""
     keys = local.directory / "keys"
     authority = Identity(certificate=keys / "authority.pem", key=keys / "authority.key")
@@ -84,6 +88,7 @@ def asking(local: LocalFederation, *, tenants: int, rows: int, masking: str) -> 
                 identity=identity,
                 masking=masking,
                 rows=rows,
+                pause_s=pause_s,
             )
             here, there = context.Pipe()
             process: BaseProcess = context.Process(target=_run, args=(tenant, there), daemon=True)
@@ -141,4 +146,5 @@ def _ask(tenant: _Tenant, pipe: Connection) -> None:
             asked = time.monotonic()
             product = session.product(_GROUP, FORWARD, rows)
             answers.append(Answer(asked, time.monotonic(), torch.equal(product, expected)))
+            time.sleep(tenant.pause_s)
     pipe.send(answers)

@@ -78,6 +78,7 @@ def measure_ranks(
     rows: int,
     masking: str,
     seconds: float,
+    pause_s: float = 0.0,
     apart: bool = True,
     on_event: Callable[[str], None] = lambda _: None,
 ) -> list[Row]:
@@ -93,6 +94,7 @@ def measure_ranks(
         rows: of each of their products.
         masking: the scheme.
         seconds: before each loss, and after each return.
+        pause_s: of a tenant between two products, which leaves its machine to the group that starts again.
         apart: where there is another group, let the one that was lost start again with little priority.
         on_event: told what happens.
 
@@ -118,7 +120,7 @@ def measure_ranks(
             provider_options=options,
             deadline_s=START_S,
         )
-        with local, asking(local, tenants=tenants, rows=rows, masking=masking) as collect:
+        with local, asking(local, tenants=tenants, rows=rows, masking=masking, pause_s=pause_s) as collect:
             loss = _lose(local, what, seconds=seconds, apart=apart and executors > 1)
             found.append(_row(loss, collect(), seconds=seconds, executors=executors, ranks=ranks, tenants=tenants))
     return found

@@ -145,7 +145,7 @@ def test_provider_compares_policies_bit_by_bit(tmp_path: Path) -> None:
         "--layers",
         "1",
         "--seconds",
-        "0.5",
+        "0.3",
         "--threads",
         "1",
     ]
@@ -185,7 +185,8 @@ def test_a_lost_rank_keeps_nobody_waiting_who_has_another_executor(tmp_path: Pat
         tenants=1,
         rows=1,
         masking="none",
-        seconds=1.0,
+        seconds=0.5,
+        pause_s=0.02,
         apart=False,
     )
     assert row["wrong"] == row["left_processes"] == 0

@@ -26,12 +26,7 @@ def load(path: str | Path, *, whole: bool = False) -> ProviderConfig:
         ConfigError: unreadable, an unknown or missing key, a value out of its range; the message names the key.
     """
     path = Path(path)
-    if whole and not path.read_bytes().endswith(b"\n"):
-        raise ConfigError(
-            f"{path} ends in the middle of a line: if it was cut short, write it again; if not, end it with a line "
-            f"break"
-        )
-    config = load_toml(path, ProviderConfig)
+    config = load_toml(path, ProviderConfig, whole=whole)
     if config.usage.database is None:
         usage = msgspec.structs.replace(config.usage, database=path.with_suffix(".usage.sqlite"))
         config = msgspec.structs.replace(config, usage=usage)

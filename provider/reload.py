@@ -45,11 +45,11 @@ class Reloader:
         """Reload soon, whatever the files look like. Safe in a signal handler."""
         self._said.set()
 
-    def close(self) -> None:
-        """Look no more; waits for a reload that is under way."""
+    def close(self, timeout: float) -> None:
+        """Look no more; waits for a reload that is under way, but not for a file system that does not answer."""
         self._closed = True
         self._said.set()
-        self._thread.join()
+        self._thread.join(timeout)
 
     def _run(self) -> None:
         last = self._seen

@@ -137,7 +137,7 @@ class Provider:
         if self._announcer is not None:
             self._announcer.leave()
             self._announcer = None
-        self._reloader.close()
+        self._reloader.close(timeout)
         clean = self._gateway.stop(timeout)
         requests = self._gateway.requests
         self.executor.stop(timeout)

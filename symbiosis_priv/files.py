@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +19,26 @@ from symbiosis_priv.errors import ConfigError, StorageError
 UNDECODABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What bytes that are not what they should be have msgspec raise: bad UTF-8 and deep nesting surface as Python's own
 errors, and wrong types as a DecodeError."""
+
+
+def read_limited(path: Path, limit: int) -> bytes:
+    """The whole of a file, which holds no more than so many bytes. A pipe, where one would wait for somebody to write,
+    or a device without an end is none.
+
+    Raises:
+        OSError: it cannot be read, is no file, or is larger; its `strerror` says which.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is a pipe, a folder or a device and not a file", str(path))
+        with open(descriptor, "rb", closefd=False) as file:
+            data = file.read(limit + 1)
+    finally:
+        os.close(descriptor)
+    if len(data) > limit:
+        raise OSError(errno.EFBIG, f"it is larger than {limit:,} bytes", str(path))
+    return data
 
 
 def default_cache() -> Path:

@@ -20,10 +20,11 @@ from cryptography import x509
 
 from symbiosis_priv.certificates import load_certificates, provider_name, tenant_name
 from symbiosis_priv.errors import CertificateError
-from symbiosis_priv.files import write_atomically
+from symbiosis_priv.files import read_limited, write_atomically
 
 __all__ = ["load_revoked", "mark_of", "revoke"]
 
+_MAX_BYTES = 64 << 20  # half a million marks
 _LINE = re.compile(r"\s*(tbs-sha256:[0-9a-f]{64})?\s*(#.*)?")
 
 
@@ -46,7 +47,7 @@ def load_revoked(path: Path | None, *, known: frozenset[str] = frozenset()) -> f
     if path is None:
         return known
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_limited(path, _MAX_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise CertificateError(
             f"cannot read {path} ({error}): an empty file revokes nobody, `symbiosis-priv keys revoke` adds to it"
@@ -76,7 +77,7 @@ def revoke(path: Path, certificates: list[Path]) -> list[str]:
     be read or written.
     """
     known = load_revoked(path) if path.exists() else frozenset()
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    text = read_limited(path, _MAX_BYTES).decode() if path.exists() else ""
     added = []
     listed = [(file, certificate) for file in certificates for certificate in load_certificates(file)]
     for file, certificate in listed:

@@ -9,17 +9,30 @@ from typing import Any, TypeVar
 import msgspec
 
 from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.files import read_limited
+
+MAX_BYTES = 16 << 20
+"""Of a file that is read: more than any list of tenants or peers needs."""
 
 T = TypeVar("T")
 
 
-def load_toml(path: Path, kind: type[T]) -> T:
+def load_toml(path: Path, kind: type[T], *, whole: bool = False) -> T:
     """Read a TOML file into a typed, closed structure; every error names the file and the key.
 
     Fields of type `Path` are read relative to the file.
+
+    Args:
+        whole: refuse a file that ends in the middle of a line. Half a file may be a valid one, with fewer limits.
     """
     try:
-        data: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = read_limited(path, MAX_BYTES).decode()
+        if whole and not text.endswith("\n"):
+            raise ConfigError(
+                f"{path} ends in the middle of a line: if it was cut short, write it again; if not, end it with a line "
+                f"break"
+            )
+        data: dict[str, Any] = tomllib.loads(text)
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:

@@ -102,7 +102,7 @@ class RegistryServer:
     def stop(self) -> None:
         """Close connections and the log; returns within twice `frame_timeout_s`."""
         self._stopping.set()
-        self._reloader.close()
+        self._reloader.close(self.config.frame_timeout_s)
         hang_up(self._listener, socket.SHUT_RDWR)  # wakes `accept` where the system does so
         self._acceptor.join()
         self._listener.close()

@@ -11,6 +11,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from symbiosis_priv.errors import CertificateError
+from symbiosis_priv.files import read_limited
 
 MAX_BYTES = 1 << 20
 """Of a file that is read: far more than any bundle of certificates needs."""
@@ -31,15 +32,11 @@ def key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 def read_file(path: Path) -> bytes:
     """The file's bytes, at most `MAX_BYTES`. Raises `CertificateError`."""
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
+        return read_limited(path, MAX_BYTES)
     except OSError as error:
         raise CertificateError(
             f"cannot read {path}: {error.strerror}; check the path, or create it with `symbiosis-priv keys`"
         ) from error
-    if len(data) > MAX_BYTES:
-        raise CertificateError(f"{path} is larger than any certificate or key: check the path")
-    return data
 
 
 def make_folder(directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 import time
@@ -21,7 +22,7 @@ from provider.model import open_store
 from provider.reload import Reloader
 from provider.server import Provider
 from symbiosis_priv import certificates, wire
-from symbiosis_priv.errors import SymbiosisError
+from symbiosis_priv.errors import CertificateError, SymbiosisError
 from symbiosis_priv.revocation import revoke
 from symbiosis_priv.statements import Trust
 from symbiosis_priv.weights import WeightStore
@@ -87,6 +88,32 @@ def test_a_provider_toml_that_ends_within_a_line_is_refused(tmp_path: Path) -> N
         if size not in lines:
             with pytest.raises(SymbiosisError):
                 load(path, whole=True)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_pipe_is_not_waited_for(tls: TlsConfig, name: str) -> None:
+    """Nor is what it would bring kept; else nothing would be reloaded any more, and nobody could stop the provider."""
+    path: Path = getattr(tls, name)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(CertificateError, match="not a file"):
+        Credentials.load(tls)
+
+
+def test_a_provider_stops_while_a_file_does_not_answer() -> None:
+    begun, over = threading.Event(), threading.Event()
+
+    def reload() -> None:
+        begun.set()
+        over.wait(20)
+
+    reloader = Reloader(list, reload)
+    reloader.start()
+    reloader.now()
+    assert begun.wait(20)
+    reloader.close(0.01)
+    assert not over.is_set()
+    over.set()
 
 
 def test_who_was_revoked_stays_out_until_a_restart(
@@ -175,4 +202,4 @@ def test_files_are_read_when_they_hold_still_and_whatever_happened_before(tmp_pa
         assert read.acquire(timeout=20)
         until(lambda: reloader.succeeded)
     finally:
-        reloader.close()
+        reloader.close(20)

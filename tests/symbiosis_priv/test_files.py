@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from symbiosis_priv.errors import ConfigError, StorageError
-from symbiosis_priv.files import check_unused, default_cache, replace_atomically, write_atomically
+from symbiosis_priv.files import check_unused, default_cache, read_limited, replace_atomically, write_atomically
+from symbiosis_priv.toml import load_toml
 
 
 def test_the_tests_do_not_use_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,6 +70,28 @@ def test_a_full_disk_is_one_error_whoever_writes(tmp_path: Path) -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_has_no_end_or_is_no_file_is_not_read(tmp_path: Path) -> None:
+    """Nobody waits for whoever writes into a pipe, and no memory is taken for what no file of ours holds."""
+    path, pipe, open_files = tmp_path / "file", tmp_path / "pipe", len(list(Path("/dev/fd").iterdir()))
+    path.write_bytes(b"abc")
+    assert read_limited(path, 3) == b"abc"
+    (tmp_path / "link").symlink_to(path)
+    assert read_limited(tmp_path / "link", 3) == b"abc"
+    os.mkfifo(pipe)
+    for other in (pipe, Path("/dev/zero"), tmp_path):
+        with pytest.raises(OSError, match="not a file"):
+            read_limited(other, 3)
+    with pytest.raises(OSError, match="larger than 2 bytes"):
+        read_limited(path, 2)
+    with path.open("ab") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(OSError, match="larger"):
+        read_limited(path, 1 << 20)
+    with pytest.raises(ConfigError, match="larger"):
+        load_toml(path, dict)
+    assert len(list(Path("/dev/fd").iterdir())) == open_files
 
 
 def test_only_a_new_or_empty_folder_is_unused(tmp_path: Path) -> None:

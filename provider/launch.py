@@ -9,6 +9,7 @@ is pickled. Users of the same machine can still disturb the group; see docs/prov
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 
@@ -24,6 +25,7 @@ from torch.distributed.elastic.rendezvous import (
 
 _BACKEND = "loopback"
 _HOST = "127.0.0.1"
+_OPTIONS = "PET_"  # torchrun's own, in the environment
 
 
 class Loopback(RendezvousHandler):
@@ -84,7 +86,9 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def main() -> None:
-    """As torchrun's."""
+    """As torchrun's, but for options in the environment: `PET_STANDALONE` would have it listen on all interfaces."""
+    for name in [name for name in os.environ if name.startswith(_OPTIONS)]:
+        del os.environ[name]
     rendezvous_handler_registry.register(_BACKEND, _create)
     torchrun.main(["--rdzv-backend", _BACKEND, *sys.argv[1:]])
 

@@ -142,8 +142,11 @@ def test_a_rank_that_hangs_is_named_and_the_group_comes_back(
             assert all(map(has_ended, lost.values()))
 
 
-def test_ranks_are_reached_from_no_other_machine_and_end_with_their_torchrun(configure: Configure) -> None:
-    """Also one that hangs, and would notice nothing."""
+def test_ranks_are_reached_from_no_other_machine_and_end_with_their_torchrun(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever torchrun finds in the environment; also one that hangs, and would notice nothing."""
+    monkeypatch.setenv("PET_STANDALONE", "1")
     settings = ExecutorConfig(ranks=2, threads=1, warm_up=False)
     with Provider(configure(executor=settings)) as provider:
         assert isinstance(provider.executor, GroupExecutor)

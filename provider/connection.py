@@ -118,6 +118,7 @@ class Connection:
         except ProtocolError as error:
             too_large = isinstance(error, FrameTooLargeError)
             code = wire.ErrorCode.TOO_LARGE if too_large else wire.ErrorCode.BAD_FRAME
+            self._bill(Counts(refused=1))
             self._refuse(Refusal(code, str(error)))
             raise
         try:
@@ -126,7 +127,16 @@ class Connection:
             self._bill(Counts(refused=1))
             self._link.discard(self._unread, deadline=self._deadline)
             self._refuse(refusal)
+            self._pause(size=self._unread)
         return True
+
+    def _pause(self, *, size: int) -> None:
+        """After what is no product, and the bytes that came with it: who asks for little else is not listened to all
+        the time.
+        """
+        if seconds := self._service.quotas.pause(self._tenant, size=size):
+            log.often("paused", tenant=str(self._tenant))
+            self._service.stopping.wait(seconds)
 
     def _read_header(self, begun: int) -> bytearray:
         self._link.receive(self._prefix[begun:], deadline=self._deadline)
@@ -179,6 +189,7 @@ class Connection:
             case wire.Health():
                 self._expect_payload(0)
                 self._answer_health()
+                self._pause(size=0)
 
     def _answer_product(self, request: wire.Execute | wire.Effect) -> None:
         begun = time.perf_counter()
@@ -237,9 +248,8 @@ class Connection:
 
     def _bill(self, counts: Counts) -> None:
         """Count durably: what the tenant hears of next is on its bill."""
-        if self._role is not None:
-            self._service.usage.count(self._tenant, self._role, counts)
-            self._service.usage.settle()
+        self._service.usage.count(self._tenant, self._role or "none", counts)
+        self._service.usage.settle()
 
     def _work(self, request: wire.Execute | wire.Effect) -> Work:
         now = time.monotonic()

@@ -3,6 +3,10 @@
 A rate is a bucket of one second's worth. A request is let in while its bucket is not empty and may leave it in debt,
 so that a large one passes too and the next ones wait for it; over time no more than the rate comes through. Who would
 have to wait long is refused (BUSY, which is worth the same bytes again), so that nothing piles up here.
+
+Refusals and reports cost no product, and so they have a rate of their own, the same for everybody: they take the
+gateway's time, which everybody shares. They are given at once, and what a tenant asks next is read when it is within
+the rate.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from provider.admission import Refusal
-from provider.config import QuotaConfig
+from provider.config import MIB, QuotaConfig
 from symbiosis_priv.tls import TenantIdentity
 from symbiosis_priv.wire import ErrorCode
 
@@ -22,6 +26,7 @@ _PATIENCE_S = 1.0
 _GIGA = 1e9
 _REMEMBERED = 1024  # tenants
 _AT_ONCE = nullcontext()
+_ASIDES = QuotaConfig(requests_per_s=1000.0, rows_per_s=100.0 * MIB)  # whose rows are bytes that are read past
 
 
 class Meter:
@@ -61,6 +66,7 @@ class QuotaGate:
     def __init__(self, quotas: Callable[[TenantIdentity], QuotaConfig]) -> None:
         self.renew(quotas)
         self._meters: dict[TenantIdentity, Meter] = {}
+        self._asides: dict[TenantIdentity, Meter] = {}
         self._changed = threading.Condition()
 
     def renew(self, quotas: Callable[[TenantIdentity], QuotaConfig]) -> None:
@@ -75,6 +81,18 @@ class QuotaGate:
         """
         quota = self.of(tenant)
         return _AT_ONCE if quota.limits_nothing else self._in_turn(tenant, quota, rows=rows, work=work)
+
+    def pause(self, tenant: TenantIdentity, *, size: int) -> float:
+        """For how many seconds nothing is read from where a tenant was given a refusal or a report.
+
+        Args:
+            size: bytes that were read past for it.
+        """
+        with self._changed:
+            meter, now = self._asides.setdefault(tenant, Meter(time.monotonic())), time.monotonic()
+            meter.delay(_ASIDES, now)
+            meter.take(rows=size, work=0)
+            return meter.delay(_ASIDES, now)
 
     @contextmanager
     def _in_turn(self, tenant: TenantIdentity, quota: QuotaConfig, *, rows: int, work: int) -> Iterator[None]:

@@ -14,8 +14,7 @@ from provider.executor_handle import ExecutorHandle
 from provider.gateway import Gateway
 from provider.reception import Handshakes
 from provider.reload import Reloader
-from provider.usage import Counts
-from symbiosis_priv.wire import Role
+from provider.usage import Counts, Served
 
 _ASK_S = 1.0
 
@@ -24,7 +23,7 @@ class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One tenant in one role since the provider started."""
 
     tenant: str
-    role: Role
+    role: Served
     counts: Counts
 
 

@@ -7,7 +7,8 @@ for a disk (15 µs); a thread brings it to the disk every few seconds, which is 
 
 What cannot be written, to a full disk for instance, or not at once, because somebody else writes or the disk is slow to
 take it, is kept and tried again, and `unwritten_s` says for how long. A file that was deleted is made again within
-seconds; into one that was put in its place nothing is written.
+seconds; into one that was put in its place nothing is written, nor into one that somebody has damaged until it is
+whole again.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -69,6 +71,10 @@ class Counts(msgspec.Struct, frozen=True):  # is made and added up in a tenth of
 _NOTHING = Counts()
 COUNTED = Counts.__struct_fields__
 _values = msgspec.structs.astuple
+
+Served = Role | Literal["none"]
+"""In which role a tenant is served: in none before it has said hello."""
+
 COLUMNS = ("day", "tenant", "authority", "role", *COUNTED)
 
 _CREATE = f"""
@@ -98,17 +104,18 @@ class Usage:
         self._database = database
         self._connection = _open(database)
         self._file = _identity(database)
+        self._damaged = False
         self._failing_since: float | None = None
         self._lock = threading.Lock()
         self._writing = threading.Lock()
-        self._pending: dict[tuple[str, str, str, Role], Counts] = {}
-        self._totals: dict[tuple[TenantIdentity, Role], Counts] = {}
+        self._pending: dict[tuple[str, str, str, Served], Counts] = {}
+        self._totals: dict[tuple[TenantIdentity, Served], Counts] = {}
         self._day = (0, "")
         self._closed = threading.Event()
         self._flusher = threading.Thread(target=self._flush, name="usage", daemon=True)
         self._flusher.start()
 
-    def count(self, tenant: TenantIdentity, role: Role, counts: Counts) -> None:
+    def count(self, tenant: TenantIdentity, role: Served, counts: Counts) -> None:
         """Add to a tenant's counters; durable over the end of this process after the next `settle`."""
         with self._lock:
             self._totals[tenant, role] = self._totals.get((tenant, role), _NOTHING) + counts
@@ -143,7 +150,7 @@ class Usage:
         since = self._failing_since
         return 0.0 if since is None else time.monotonic() - since
 
-    def totals(self) -> dict[tuple[TenantIdentity, Role], Counts]:
+    def totals(self) -> dict[tuple[TenantIdentity, Served], Counts]:
         """What has been counted since this process started."""
         with self._lock:
             return dict(self._totals)
@@ -156,7 +163,7 @@ class Usage:
         with self._writing:
             self._connection.close()  # the last connection also checkpoints
 
-    def _write(self, counted: dict[tuple[str, str, str, Role], Counts]) -> bool:
+    def _write(self, counted: dict[tuple[str, str, str, Served], Counts]) -> bool:
         """Whether it could be."""
         rows = [(*key, *_values(counts)) for key, counts in counted.items()]
         try:
@@ -184,7 +191,7 @@ class Usage:
             self.keep()
 
     def keep(self) -> None:
-        """Bring to the disk what is written, unless its file has gone: nobody would read that."""
+        """Bring to the disk what is written, unless its file has gone or is damaged: nobody would read that."""
         found = _identity(self._database)
         if found != self._file:
             log.often("usage_database_gone", path=str(self._database), replaced=found is not None)
@@ -193,6 +200,13 @@ class Usage:
                 if found is None:
                     with contextlib.suppress(ConfigError):
                         self._connection, self._file = _open(self._database), _identity(self._database)
+        elif self._damaged or _is_damaged(self._database):
+            log.often("usage_database_damaged", path=str(self._database))
+            with self._writing:
+                self._damaged = True
+                self._connection.close()  # which may mend it: what is newer lies beside it
+                with contextlib.suppress(ConfigError):
+                    self._connection, self._damaged = _open(self._database), False
         self.settle()
         with self._writing, contextlib.suppress(sqlite3.Error):
             self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
@@ -223,6 +237,16 @@ def _open(database: Path | None) -> sqlite3.Connection:
             f"[usage] database = {database}: {error}; make room and let it be written, or choose another file"
         ) from error
     return connection
+
+
+def _is_damaged(database: Path | None) -> bool:
+    """Whether somebody else could not read it: a connection that is open has in memory what was there before."""
+    try:
+        with contextlib.closing(sqlite3.connect(database or ":memory:", timeout=_LOCK_S)) as connection:
+            (damage,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+            return bool(damage != "ok")
+    except sqlite3.Error as error:
+        return getattr(error, "sqlite_errorcode", None) in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT)
 
 
 def _identity(database: Path | None) -> tuple[int, int] | None:

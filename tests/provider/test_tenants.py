@@ -7,6 +7,7 @@ import csv
 import json
 import os
 import resource
+import secrets
 import signal
 import sqlite3
 import ssl
@@ -25,7 +26,7 @@ from typer.testing import CliRunner
 
 from provider.admission import Refusal
 from provider.cli import app
-from provider.config import QuotaConfig, SchedulerConfig, UsageConfig
+from provider.config import MIB, QuotaConfig, SchedulerConfig, UsageConfig
 from provider.executor_client import ExecutorClient
 from provider.model import ServedModel
 from provider.quota import Meter, QuotaGate
@@ -139,6 +140,36 @@ def test_a_quota_is_enforced_at_the_door(configure: Configure, connect: Connect,
         assert reply.code == wire.ErrorCode.BUSY
         for _ in range(3):
             bob.product(execute(0, 100), ones(100))
+
+
+def test_refusals_and_reports_have_a_rate_of_their_own() -> None:
+    """Whoever asks for nothing else is listened to a thousand times a second, with a second's worth at once."""
+    gate = QuotaGate(lambda _: QuotaConfig())
+    assert [gate.pause(ALICE, size=0) for _ in range(1000)] == [0.0] * 1000
+    assert 0.5 < [gate.pause(ALICE, size=0) for _ in range(1000)][-1] <= 1.0
+    assert not gate.pause(BOB, size=0)
+    assert gate.pause(BOB, size=512 * MIB) > 3.0
+    with gate.admitted(ALICE, rows=1, work=1):  # products do not wait for it
+        pass
+
+
+def test_who_is_refused_all_the_time_is_not_listened_to_all_the_time_and_is_named(
+    configure: Configure, connect: Connect, requests: Requests, tmp_path: Path
+) -> None:
+    """Also before it has said hello, which needs no role: what it asks for in vain takes time from all others."""
+    execute, _ = requests
+    database, matrix = tmp_path / "usage.sqlite", bytes(8 * MIB)
+    with Provider(msgspec.structs.replace(configure(), usage=UsageConfig(database=database))) as provider:
+        alice, begun = connect("alice", to=provider, role=None), time.monotonic()
+        for _ in range(20):
+            assert isinstance(alice.ask(execute(0, 0), matrix), wire.Failure)
+        assert isinstance(alice.ask(wire.Health()), wire.HealthReport)
+        assert time.monotonic() - begun > 0.5
+        broken = connect("bob", to=provider)
+        broken.socket.sendall(b"HTTP" + bytes(8))
+        assert isinstance(broken.receive()[0], wire.Failure)
+    bill = {(row["tenant"], row["role"]): row["refused"] for row in read(database)}
+    assert bill == {("alice", "none"): 20, ("bob", "executor"): 1}
 
 
 # Bills
@@ -410,20 +441,30 @@ def test_tenants_do_not_wait_behind_each_other_for_who_holds_the_database(tmp_pa
     usage.close()
 
 
-@pytest.mark.parametrize("replaced", [False, True])
-def test_what_is_counted_is_not_written_to_a_file_that_nobody_will_read(tmp_path: Path, replaced: bool) -> None:
+@pytest.mark.parametrize("fate", ["moved", "replaced", "damaged"])
+def test_what_is_counted_is_not_written_to_a_file_that_nobody_will_read(tmp_path: Path, fate: str) -> None:
     database = tmp_path / "usage.sqlite"
     usage = Usage(database)
     usage.count(ALICE, "executor", Counts(requests=1))
-    usage.settle()
-    database.rename(tmp_path / "rotated")
-    if replaced:
+    usage.keep()
+    whole = database.read_bytes()
+    if fate == "damaged":  # by somebody else: the pages that this connection has read are as they were
+        with database.open("r+b") as file:
+            file.write(secrets.token_bytes(4096))
+    else:
+        database.rename(tmp_path / "rotated")
+    if fate == "replaced":
         database.write_bytes(b"")
     usage.keep()
     usage.count(ALICE, "executor", Counts(requests=2))
     usage.settle()
-    assert (usage.unwritten_s > 0) == replaced
-    if not replaced:
+    assert (usage.unwritten_s > 0) == (fate != "moved")
+    if fate == "damaged":  # it is brought back, from a copy
+        database.write_bytes(whole)
+        usage.keep()
+        assert usage.unwritten_s == 0
+        assert [row["requests"] for row in read(database)] == [3]
+    if fate == "moved":
         assert [row["requests"] for row in read(database)] == [2]
     usage.close()
 

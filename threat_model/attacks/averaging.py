@@ -10,24 +10,20 @@ import torch
 from torch.nn.functional import normalize
 
 from symbiosis_priv.ring import FORWARD
-from threat_model.attacks.base import Attack, Labels, Outcome, score_labels
+from threat_model.attacks.base import Labels
+from threat_model.attacks.first_layer import FIRST, FirstLayerAttack
 from threat_model.attacks.reading import noises
-from threat_model.attacks.tokens import FIRST, first_layer_tokens
 from threat_model.public import Public
-from threat_model.truth import Truth
 from threat_model.views import ExecutorView
 
 
-class Averaging(Attack[ExecutorView, Labels]):
+class Averaging(FirstLayerAttack):
     """Mean over sibling requests, then a matched filter against the vocabulary; noises are never looked at."""
 
     name = "averaging siblings"
     family = "noise removal"
-    party = "executor"
     sees = "rows of every group that reads the embedding, no noise"
     source = "DESIGN §3"
-    metric = "tokens"
-    chance = "guesses dealt to random rows"
 
     def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Labels:
         siblings = next(group for group in public.siblings if FIRST in group)
@@ -41,6 +37,3 @@ class Averaging(Attack[ExecutorView, Labels]):
             filters = normalize(table, dim=1) if same[0].arithmetic == "ring" else table
             said[same[0].order] = (mean @ filters.t() - bias).argmax(dim=1)
         return said
-
-    def score(self, guess: Labels, truth: Truth) -> Outcome:
-        return score_labels(guess, first_layer_tokens(truth))

@@ -14,26 +14,22 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from symbiosis_priv.ring import FORWARD
-from threat_model.attacks.base import Attack, Labels, Outcome, score_labels
+from threat_model.attacks.base import Labels
+from threat_model.attacks.first_layer import FIRST, FirstLayerAttack
 from threat_model.attacks.reading import deal, first_rows, noises, stack
-from threat_model.attacks.tokens import FIRST, first_layer_tokens
 from threat_model.public import Public
-from threat_model.truth import Truth
 from threat_model.views import ExecutorView
 
 _MAX_CLUSTERS, _MAX_ROWS, _ROUNDS, _EM_ROUNDS = 16, 1500, 15, 12
 
 
-class BlindClustering(Attack[ExecutorView, Labels]):
+class BlindClustering(FirstLayerAttack):
     """K-means, then expectation-maximisation against the vocabulary, in the first layer."""
 
     name = "blind clustering"
     family = "noise removal"
-    party = "executor"
     sees = "rows of the first layer group, no noise"
     source = "DESIGN §6"
-    metric = "tokens"
-    chance = "guesses dealt to random rows"
 
     def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Labels:
         _, online = noises(view, FIRST, FORWARD)
@@ -51,9 +47,6 @@ class BlindClustering(Attack[ExecutorView, Labels]):
                 best = cost, said
         assert best is not None
         return deal(best[1], online)
-
-    def score(self, guess: Labels, truth: Truth) -> Outcome:
-        return score_labels(guess, {o: t for o, t in first_layer_tokens(truth).items() if o in guess})
 
 
 def _k_means(x: Tensor, count: int, rng: torch.Generator) -> Tensor:

@@ -9,7 +9,7 @@ from torch.nn.functional import normalize
 from symbiosis_priv.ring import FORWARD
 from threat_model.attacks.base import Attack, Outcome
 from threat_model.attacks.collusion import pad_rows
-from threat_model.attacks.tokens import FIRST, first_layer_tokens
+from threat_model.attacks.first_layer import FIRST, first_layer_tokens
 from threat_model.public import Public
 from threat_model.statistics import agreement_by_chance, binomial_tail
 from threat_model.truth import Truth

@@ -10,31 +10,24 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv.ring import FORWARD
-from threat_model.attacks.base import Attack, Labels, Outcome, score_labels
-from threat_model.attacks.tokens import FIRST, first_layer_tokens
+from threat_model.attacks.base import Labels
+from threat_model.attacks.first_layer import FIRST, FirstLayerAttack
 from threat_model.public import Public
-from threat_model.truth import Truth
 from threat_model.views import ExecutorView
 
 
-class EvenMasks(Attack[ExecutorView, Labels]):
+class EvenMasks(FirstLayerAttack):
     """The token of the vocabulary whose integers are odd in most of the places where those of the row are."""
 
     name = "even masks"
     family = "text"
-    party = "executor"
     sees = "the lowest bit of each entry, first layer group"
     source = "rule 11"
-    metric = "tokens"
-    chance = "guesses dealt to random rows"
 
     def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Labels | None:
         table = _signs(public.in_ring(FIRST, FORWARD, public.vocabulary_rows)[0])
         exchanges = [e for e in view.of(group=FIRST, direction=FORWARD) if e.arithmetic == "ring"]
         return {e.order: (_signs(e.rows) @ table.t()).argmax(dim=1) for e in exchanges} or None
-
-    def score(self, guess: Labels, truth: Truth) -> Outcome:
-        return score_labels(guess, first_layer_tokens(truth))
 
 
 def _signs(rows: Tensor) -> Tensor:

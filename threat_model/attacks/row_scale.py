@@ -8,23 +8,19 @@ from __future__ import annotations
 import torch
 
 from symbiosis_priv.ring import FORWARD
-from threat_model.attacks.base import Attack, Labels, Outcome, score_labels
-from threat_model.attacks.tokens import FIRST, first_layer_tokens
+from threat_model.attacks.base import Labels
+from threat_model.attacks.first_layer import FIRST, FirstLayerAttack
 from threat_model.public import Public
-from threat_model.truth import Truth
 from threat_model.views import ExecutorView
 
 
-class RowScale(Attack[ExecutorView, Labels]):
+class RowScale(FirstLayerAttack):
     """Any header field with one number per row, against the scales that tokens have."""
 
     name = "row scale in clear"
     family = "protocol"
-    party = "executor"
     sees = "header fields of the first layer group"
     source = "DESIGN §6"
-    metric = "tokens"
-    chance = "guesses dealt to random rows"
 
     def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Labels | None:
         _, scales = public.in_ring(FIRST, FORWARD, public.vocabulary_rows)
@@ -36,6 +32,3 @@ class RowScale(Attack[ExecutorView, Labels]):
                     sent = torch.tensor(value, dtype=torch.float64).log()
                     said[exchange.order] = (sent[:, None] - table).abs().argmin(dim=1)
         return said or None
-
-    def score(self, guess: Labels, truth: Truth) -> Outcome:
-        return score_labels(guess, first_layer_tokens(truth))

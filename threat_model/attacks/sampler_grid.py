@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv.ring import FORWARD
-from threat_model.attacks.base import Attack, Labels, Outcome, score_labels
+from threat_model.attacks.base import Labels
+from threat_model.attacks.first_layer import FIRST, FirstLayerAttack
 from threat_model.attacks.reading import deal, first_rows, noises, stack
-from threat_model.attacks.tokens import FIRST, first_layer_tokens
 from threat_model.public import Public
-from threat_model.truth import Truth
 from threat_model.views import ExecutorView
 
 _SCALES = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0)
@@ -28,16 +27,13 @@ _MAX_ROWS, _SCALE_ROWS = 300, 32
 _GRID, _TURN = float(1 << 24), 2 * math.pi
 
 
-class SamplerGrid(Attack[ExecutorView, Labels]):
+class SamplerGrid(FirstLayerAttack):
     """For every token, how close the implied uniforms come to multiples of 2^-24."""
 
     name = "sampler grid"
     family = "generator"
-    party = "executor"
     sees = "rows of the first layer group, no noise"
     source = "DESIGN §6; Mironov, CCS 2012"
-    metric = "tokens"
-    chance = "guesses dealt to random rows"
 
     def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Labels:
         _, online = noises(view, FIRST, FORWARD)
@@ -47,9 +43,6 @@ class SamplerGrid(Attack[ExecutorView, Labels]):
         # a few rows tell how loud the noise is
         loud = _fits(x[:_SCALE_ROWS], table, _SCALES).amax(dim=2).mean(dim=1).argmax()
         return deal(_fits(x, table, (_SCALES[int(loud)],))[0].argmax(dim=1), kept)
-
-    def score(self, guess: Labels, truth: Truth) -> Outcome:
-        return score_labels(guess, {o: t for o, t in first_layer_tokens(truth).items() if o in guess})
 
 
 def _fits(x: Tensor, table: Tensor, scales: Sequence[float]) -> Tensor:

@@ -10,24 +10,20 @@ import torch
 from torch.nn.functional import normalize
 
 from symbiosis_priv.ring import FORWARD
-from threat_model.attacks.base import Attack, Labels, Outcome, score_labels
+from threat_model.attacks.base import Labels
+from threat_model.attacks.first_layer import FIRST, FirstLayerAttack
 from threat_model.attacks.reading import deal, noises, stack
-from threat_model.attacks.tokens import FIRST, first_layer_tokens
 from threat_model.public import Public
-from threat_model.truth import Truth
 from threat_model.views import ExecutorView
 
 
-class SubspaceProjection(Attack[ExecutorView, Labels]):
+class SubspaceProjection(FirstLayerAttack):
     """PCA; the rank is where the spectrum falls most."""
 
     name = "subspace projection (PCA)"
     family = "noise removal"
-    party = "executor"
     sees = "rows of the first layer group, no noise"
     source = "DESIGN §6"
-    metric = "tokens"
-    chance = "guesses dealt to random rows"
 
     def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Labels:
         _, online = noises(view, FIRST, FORWARD)
@@ -46,6 +42,3 @@ class SubspaceProjection(Attack[ExecutorView, Labels]):
                 best = sure, fit.argmax(dim=1)
         assert best is not None
         return deal(best[1], online)
-
-    def score(self, guess: Labels, truth: Truth) -> Outcome:
-        return score_labels(guess, first_layer_tokens(truth))

@@ -10,18 +10,13 @@ from torch.nn.functional import normalize
 
 from symbiosis_priv.ring import FORWARD
 from threat_model.attacks.base import Attack, Labels, Outcome, score_labels
+from threat_model.attacks.first_layer import FIRST, FirstLayerAttack
 from threat_model.attacks.reading import prefills, subtract_candidates
 from threat_model.public import Public
 from threat_model.truth import Truth
 from threat_model.views import ExecutorView
 
-FIRST = 0
 _RIDGE, _SHRINKAGE = 0.01, 0.05
-
-
-def first_layer_tokens(truth: Truth) -> dict[int, Tensor]:
-    """The token behind each row of the first group."""
-    return {o: c.tokens for o, c in truth.of(group=FIRST, direction=FORWARD) if c.tokens is not None}
 
 
 def nearest_tokens(rows: Mapping[int, Tensor], public: Public, orders: set[int]) -> dict[int, Tensor]:
@@ -30,24 +25,18 @@ def nearest_tokens(rows: Mapping[int, Tensor], public: Public, orders: set[int])
     return {o: (normalize(r, dim=1) @ table.t()).argmax(dim=1) for o, r in rows.items() if o in orders}
 
 
-class FirstLayerTokens(Attack[ExecutorView, Labels]):
+class FirstLayerTokens(FirstLayerAttack):
     """Candidate subtraction, then `argmax_v cos(x, norm(embedding_v))`."""
 
     name = "tokens, first layer"
     family = "text"
-    party = "executor"
     decisive = True
     sees = "rows of the first layer group"
     source = "DESIGN §6"
-    metric = "tokens"
-    chance = "guesses dealt to random rows"
 
     def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Labels:
         wanted = {e.order for e in view.of(group=FIRST, direction=FORWARD)}
         return nearest_tokens(subtract_candidates(view).rows, public, wanted)
-
-    def score(self, guess: Labels, truth: Truth) -> Outcome:
-        return score_labels(guess, first_layer_tokens(truth))
 
 
 class DeepLayerTokens(Attack[ExecutorView, Labels]):

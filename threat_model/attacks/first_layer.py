@@ -1,0 +1,29 @@
+"""What all attacks have in common that read tokens from the first layer group, whose rows come from a public table."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from symbiosis_priv.ring import FORWARD
+from threat_model.attacks.base import Attack, Labels, Outcome, score_labels
+from threat_model.truth import Truth
+from threat_model.views import ExecutorView
+
+FIRST = 0
+"""The layer group."""
+
+
+def first_layer_tokens(truth: Truth) -> dict[int, Tensor]:
+    """The token behind each row of the first group, by request: int64 `[n]`."""
+    return {o: c.tokens for o, c in truth.of(group=FIRST, direction=FORWARD) if c.tokens is not None}
+
+
+class FirstLayerAttack(Attack[ExecutorView, Labels]):
+    """Guesses a token for each row of the first group, or of some requests for it."""
+
+    party = "executor"
+    metric = "tokens"
+    chance = "guesses dealt to random rows"
+
+    def score(self, guess: Labels, truth: Truth) -> Outcome:
+        return score_labels(guess, first_layer_tokens(truth))

@@ -12,11 +12,9 @@ from symbiosis_priv.addresses import parse_address
 from symbiosis_priv.descriptor import MAX_LIFETIME_S
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.files import UNDECODABLE
-from symbiosis_priv.kernels import KERNELS
 from symbiosis_priv.layers import LayerRange
-from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
+from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_PAYLOAD, MAX_ROWS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, Role
 from symbiosis_priv.tls import TenantIdentity
-from symbiosis_priv.wire import MAX_PAYLOAD, MAX_ROWS, Role
 
 MIB = 1 << 20
 INPROC = "inproc://executor"
@@ -168,8 +166,11 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.float_memory_mib * MIB if self.float_path else None
 
     def __post_init__(self) -> None:
-        if self.kernel != "auto" and self.kernel not in KERNELS:
-            raise ValueError(f"kernel = {self.kernel!r} is unknown; choose auto, {', '.join(KERNELS)}")
+        if self.kernel != "auto":
+            from symbiosis_priv.kernels import KERNELS  # and torch: what only reads a configuration starts without
+
+            if self.kernel not in KERNELS:
+                raise ValueError(f"kernel = {self.kernel!r} is unknown; choose auto, {', '.join(KERNELS)}")
         if self.endpoint != INPROC and not self.endpoint.startswith("ipc:///"):
             raise ValueError(f"endpoint = {self.endpoint!r}: use {INPROC} or ipc:///absolute/path")
         if len(self.endpoint.encode()) > _MAX_SOCKET_PATH:

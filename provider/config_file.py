@@ -12,8 +12,8 @@ import msgspec
 from provider.config import DEFAULT_LISTEN, ProviderConfig
 from symbiosis_priv.certificates import check_name
 from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.limits import Role
 from symbiosis_priv.toml import load_toml
-from symbiosis_priv.wire import Role
 
 
 def load(path: str | Path, *, whole: bool = False) -> ProviderConfig:

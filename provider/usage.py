@@ -28,8 +28,8 @@ import msgspec
 
 from provider import logs
 from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.limits import Role
 from symbiosis_priv.tls import TenantIdentity
-from symbiosis_priv.wire import Role
 
 log = logs.EventLog(__name__)
 

@@ -27,6 +27,8 @@ from torch import Tensor
 
 from symbiosis_priv.errors import FrameTooLargeError, ProtocolError, one_line
 from symbiosis_priv.files import UNDECODABLE
+from symbiosis_priv.limits import MAX_PAYLOAD as MAX_PAYLOAD
+from symbiosis_priv.limits import MAX_ROWS as MAX_ROWS
 from symbiosis_priv.limits import Role as Role
 from symbiosis_priv.ring import Direction
 
@@ -34,8 +36,6 @@ VERSION = 3
 MAGIC = b"SYM1"
 PREFIX = struct.Struct("<4sII")
 MAX_HEADER = 4096
-MAX_PAYLOAD = (1 << 32) - 1
-MAX_ROWS = 1 << 24
 MAX_GROUPS = 1 << 20
 ITEM_BYTES = 4
 NONCE_BYTES = 16

@@ -63,7 +63,7 @@ def test_every_command_loads(name: str, capsys: pytest.CaptureFixture[str]) -> N
     assert f"symbiosis-priv {name}" in capsys.readouterr().out
 
 
-def test_no_help_of_any_command_waits_for_torch() -> None:
+def test_neither_help_nor_what_only_writes_a_configuration_waits_for_torch(tmp_path: Path) -> None:
     program = """
 import contextlib, io, sys
 from typer.main import get_command
@@ -85,8 +85,10 @@ def walk(path, command):
 
 run("--version")
 walk([], get_command(cli.app))
+run("provider", "init", sys.argv[1])
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-c", program, str(tmp_path / "provider.toml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,5 +1,5 @@
 """Run by `test_shards.py` on every rank of a group: rank 0 compares sharded products with those of one process, and
-then every rank loads its shard of a large model under a limit on its memory."""
+then, if there is one, every rank loads its shard of a large model under a limit on its memory."""
 
 from __future__ import annotations
 
@@ -72,9 +72,8 @@ def limited(store: WeightStore, *, whole: int) -> None:
         operands.follow()
 
 
-def main(
-    checkpoint: str, cache: str, weight_bits: str, kernel: str, layers: str, large: str, large_cache: str, whole: str
-) -> None:
+def main(checkpoint: str, cache: str, weight_bits: str, kernel: str, layers: str, *large: str) -> None:
+    """`large`: a checkpoint, its cache and the bytes of its weights; or nothing."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     store = WeightStore(
         Path(checkpoint),
@@ -86,7 +85,9 @@ def main(
     )
     with torch.no_grad():
         products(store)
-        limited(WeightStore(Path(large), cache=Path(large_cache), shardable=True), whole=int(whole))
+        if large:
+            path, large_cache, whole = large
+            limited(WeightStore(Path(path), cache=Path(large_cache), shardable=True), whole=int(whole))
     dist.destroy_process_group()
 
 

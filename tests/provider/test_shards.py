@@ -52,33 +52,31 @@ def run_group(ranks: int, *arguments: object) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.fixture(scope="module")
-def large(save_llama: Callable[..., Path]) -> Path:
-    """128 MiB of packed weights."""
-    return save_llama(hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, num_key_value_heads=4)
-
-
 @pytest.mark.parametrize(
     ("ranks", "weight_bits", "kernel", "layers"), [(2, 10, "auto", ""), (4, 8, "int32", "1")], ids=str
 )
 def test_sharded_products_are_those_of_one_process(
     save_gpt2: Callable[..., Path],
-    large: Path,
+    save_llama: Callable[..., Path],
     tmp_path: Path,
     ranks: int,
     weight_bits: int,
     kernel: str,
     layers: str,
 ) -> None:
-    """Products of a whole model, and of the second of two layers, beside which no other one is packed; and a model that
-    is larger than what every rank may allocate (RLIMIT_DATA)."""
+    """Products of a whole model, and of the second of two layers, beside which no other one is packed. The group that
+    has a whole model also loads one that is larger than what every rank may allocate (RLIMIT_DATA): 128 MiB packed."""
     path = save_gpt2(vocab_size=61, n_positions=32, n_embd=48, n_layer=2 if layers else 1)
-    store = WeightStore(large, cache=tmp_path / "large", shardable=True)
-    whole = sum(store.matrix(group).nbytes for group in range(len(store.manifest().groups)))
-    small = path, tmp_path / "small", weight_bits, kernel, layers
-    printed = run_group(ranks, *small, large, tmp_path / "large", whole)
+    wanted = [f"equal: {way} on {ranks} ranks" for way in ("columns", "gathered", "auto")]
+    large: tuple[object, ...] = ()
+    if not layers:
+        checkpoint = save_llama(hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, num_key_value_heads=4)
+        store = WeightStore(checkpoint, cache=tmp_path / "large", shardable=True)
+        whole = sum(store.matrix(group).nbytes for group in range(len(store.manifest().groups)))
+        large = checkpoint, tmp_path / "large", whole
+        wanted.append("loaded")
+    assert run_group(ranks, path, tmp_path / "small", weight_bits, kernel, layers, *large) == wanted
     assert len(list(tmp_path.glob("small/weights/*-*.safetensors"))) == 4
-    assert printed == [*(f"equal: {way} on {ranks} ranks" for way in ("columns", "gathered", "auto")), "loaded"]
 
 
 def ranks_of(provider: Provider) -> dict[int, int]:
@@ -118,15 +116,25 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-def test_a_rank_that_hangs_is_named_and_the_group_comes_back(
-    configure: Configure, connect: Connect, requests: Requests, capfd: pytest.CaptureFixture[str]
+def test_a_group_meets_on_loopback_comes_back_from_ranks_that_hang_and_ends_with_its_torchrun(
+    configure: Configure,
+    connect: Connect,
+    requests: Requests,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whichever it is, and long before the group's timeout: a busy provider for a while, which says so at once, and
-    then the same bits. What becomes of one that dies: `tests/tenant/bench/test_bench.py`.
+    """Whatever torchrun finds in the environment. Whichever rank hangs, and long before the group's timeout: a busy
+    provider for a while, which says so at once, and then the same bits. What becomes of one that dies:
+    `tests/tenant/bench/test_bench.py`.
+
+    In one test, because every group is three processes that import torch.
     """
+    monkeypatch.setenv("PET_STANDALONE", "1")
     execute, _ = requests
     settings = ExecutorConfig(ranks=2, threads=1, warm_up=False, group_timeout_s=300, hang_timeout_s=300)
     with Provider(configure(executor=settings)) as provider:
+        assert isinstance(provider.executor, GroupExecutor)
+        reached_from_no_other_machine(provider.executor.pid, *ranks_of(provider).values())
         client = connect(to=provider)
         rows = torch.arange(4 * WIDTH, dtype=torch.int32).reshape(4, WIDTH)
         before = client.product(execute(0, 4), rows)
@@ -140,24 +148,21 @@ def test_a_rank_that_hangs_is_named_and_the_group_comes_back(
             assert provider.status().restarts == restarts
             assert f"not answering: rank {rank}" in capfd.readouterr().err
             assert all(map(has_ended, lost.values()))
+        end_with_their_torchrun(provider.executor.pid, ranks_of(provider))
 
 
-def test_ranks_are_reached_from_no_other_machine_and_end_with_their_torchrun(
-    configure: Configure, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever torchrun finds in the environment; also one that hangs, and would notice nothing."""
-    monkeypatch.setenv("PET_STANDALONE", "1")
-    settings = ExecutorConfig(ranks=2, threads=1, warm_up=False)
-    with Provider(configure(executor=settings)) as provider:
-        assert isinstance(provider.executor, GroupExecutor)
-        ranks, agent = ranks_of(provider), provider.executor.pid
-        assert listening_addresses([agent, *ranks.values()]) == {"127.0.0.1"}
-        os.kill(ranks[0], signal.SIGSTOP)
-        os.kill(agent, signal.SIGKILL)
-        deadline = time.monotonic() + 3
-        while not all(map(has_ended, ranks.values())):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+def reached_from_no_other_machine(*pids: int) -> None:
+    assert listening_addresses(pids) == {"127.0.0.1"}
+
+
+def end_with_their_torchrun(agent: int, ranks: dict[int, int]) -> None:
+    """Also one that hangs, and would notice nothing."""
+    os.kill(ranks[0], signal.SIGSTOP)
+    os.kill(agent, signal.SIGKILL)
+    deadline = time.monotonic() + 3
+    while not all(map(has_ended, ranks.values())):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_two_machines_serve_one_model(

@@ -123,6 +123,12 @@ def resident(pid: int) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
 
 
+@pytest.fixture(scope="module")
+def forty_eight_mib(save_llama: Callable[..., Path]) -> Path:
+    """Of float weights, and some more."""
+    return save_llama(hidden_size=512, intermediate_size=1536, num_hidden_layers=4)
+
+
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 @pytest.mark.parametrize("on", [False, True])
 def test_one_row_requests_do_not_keep_the_model_in_memory(
@@ -130,7 +136,7 @@ def test_one_row_requests_do_not_keep_the_model_in_memory(
     connect: Connect,
     launch: Launch,
     requests: Requests,
-    save_llama: Callable[..., Path],
+    forty_eight_mib: Path,
     cache: Path,
     monkeypatch: pytest.MonkeyPatch,
     on: bool,
@@ -138,11 +144,10 @@ def test_one_row_requests_do_not_keep_the_model_in_memory(
     """Of 48 MiB of float weights, a provider keeps what it is allowed, or nothing."""
     bound = 8
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(1 << 16))  # what is freed goes back to the system at once
-    path = save_llama(hidden_size=512, intermediate_size=1536, num_hidden_layers=4)
-    store = WeightStore(path, cache=cache)
+    store = WeightStore(forty_eight_mib, cache=cache)
     assert sum(sizes(store)) > 48 * MIB
     executor = ExecutorConfig(threads=1, warm_up=False, float_path=on, float_memory_mib=bound)
-    service = launch(configure(checkpoint=path, executor=executor))
+    service = launch(configure(checkpoint=forty_eight_mib, executor=executor))
     client = connect(to=service)
     grown = ask_every_group(service, client, store, requests)
     assert grown < (2 * bound if on else 2) * MIB  # while a group is loaded, its checkpoint dtype lies beside it

@@ -115,10 +115,10 @@ GENERATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def generate(model: Any, ids: Tensor, mask: Tensor, options: dict[str, Any]) -> Tensor:
+def generate(model: Any, ids: Tensor, mask: Tensor, options: dict[str, Any], *, new: int = 64) -> Tensor:
     torch.manual_seed(13)
     tokens: Tensor = model.generate(
-        input_ids=ids, attention_mask=mask, max_new_tokens=64, min_new_tokens=64, pad_token_id=0, **options
+        input_ids=ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, pad_token_id=0, **options
     )
     return tokens
 
@@ -134,15 +134,19 @@ def padded() -> tuple[Tensor, Tensor]:
 def test_64_tokens(
     base: Base, scheme: str, config_for: Config, open_model: Open, simulated: dict[tuple[Any, ...], dict[str, Tensor]]
 ) -> None:
-    """Greedy, sampled with a seed and by beams; a batch with padding; a single prompt."""
+    """Greedy, sampled with a seed and, fewer of them, by beams; a batch with padding; a single prompt."""
     path, federation = base
     ids, mask = padded()
 
     def tokens(how: str, cases: Collection[str]) -> dict[str, Tensor]:
         model = open_model(path, config_for(federation, how)).eval()
-        made = {name: generate(model, ids, mask, GENERATIONS[name]) for name in cases if name in GENERATIONS}
+        made = {
+            name: generate(model, ids, mask, GENERATIONS[name], new=20 if name == "beams" else 64)
+            for name in cases
+            if name in GENERATIONS
+        }
         if "alone" in cases:
-            made["alone"] = generate(model, IDS[1:], mask[1:], GENERATIONS["greedy"])
+            made["alone"] = generate(model, IDS[1:], mask[1:], GENERATIONS["greedy"], new=20)
         return made
 
     if (path, "tokens") not in simulated:

@@ -47,6 +47,33 @@ class Assassin:
     def received(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None: ...
 
 
+STEPS = 6
+
+
+@pytest.fixture
+def undisturbed(
+    llama: Path,
+    llama_federation: LocalFederation,
+    config_for: Config,
+    open_model: Open,
+    train: Train,
+    adapter_of: Callable[[Any], dict[str, Tensor]],
+    simulated: dict[str, dict[str, Tensor]],
+) -> dict[str, Tensor]:
+    """What the simulation comes to."""
+    if "adapter" not in simulated:
+        reference = open_model(llama, config_for(llama_federation, "simulate"))
+        train(reference, steps=STEPS)
+        simulated["adapter"] = adapter_of(reference)
+    return simulated["adapter"]
+
+
+@pytest.fixture(scope="module")
+def simulated() -> dict[str, dict[str, Tensor]]:
+    """The same for every test; filled in by the first that needs it."""
+    return {}
+
+
 @pytest.mark.parametrize(
     ("role", "frame"),
     [
@@ -63,18 +90,17 @@ def test_training_goes_on_when_a_provider_comes_back(
     train: Train,
     adapter_of: Callable[[Any], dict[str, Tensor]],
     equal: Callable[[dict[str, Tensor], dict[str, Tensor]], bool],
+    undisturbed: dict[str, Tensor],
     role: wire.Role,
     frame: int,
 ) -> None:
-    reference = open_model(llama, config_for(llama_federation, "simulate"))
-    train(reference, steps=6)
     assassin = Assassin(llama_federation, role, frame=frame)
     model = open_model(llama, config_for(llama_federation, "pad-1", wiretap=assassin))
-    train(model, steps=6)
+    train(model, steps=STEPS)
     assassin.starting.join(120)
     assert assassin.before != llama_federation.pid(NAMES[role])
     assert assassin.count > frame
-    assert equal(adapter_of(model), adapter_of(reference))
+    assert equal(adapter_of(model), undisturbed)
     assert backend_of(model).products.ledger().answers_rejected == 0  # type: ignore[attr-defined]
 
 

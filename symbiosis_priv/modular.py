@@ -1,4 +1,4 @@
-"""Arithmetic modulo p = 2^61 - 1: one secret column checks a product of integers (DESIGN §4, tenant.verifier).
+"""Arithmetic modulo p = 2^61 - 1: one secret column checks a product of integers (`tenant.verifier`).
 
 A column R of residues is multiplied with int32 rows, and with the int16 weights once, when keys are made. All of it
 is exact. The compiled library splits residues into limbs of 21, 20 and 20 bits: products with int32 stay below 2^52,

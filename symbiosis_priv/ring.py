@@ -22,7 +22,7 @@ at most `(RANGE - 1) (1 + 2 eps)`, where the last term is for the roundings of l
 RANGE - 1/2, and products are integers: `|y| <= RANGE - 1`. Entries of xq are no larger than either norm, so they, too,
 are below RANGE and fit int32.
 
-Everything here is public arithmetic (DESIGN §2); masks are in `keystream`, products in `kernels`, and the compiled form
+Everything here is public arithmetic; masks are in `keystream`, products in `kernels`, and the compiled form
 of what stands here is in `passes`.
 """
 

@@ -1,4 +1,4 @@
-"""Freivalds' check over the integers: a row is used only if it is the product of the pinned weights (DESIGN §4).
+"""Freivalds' check over the integers: a row is used only if it is the product of the pinned weights.
 
 For a secret column R of residues modulo p = 2^61 - 1 the tenant keeps `V = W.T @ R` mod p. Once the effects are off,
 a row y is read as signed integers and accepted iff `y @ R == xq @ V` mod p. Both sides are inner products with R: of y,

@@ -1,7 +1,7 @@
 """Exact matrix products modulo 2^32, and the choice between them.
 
 A kernel packs a weight matrix once and multiplies in both directions from that one copy, 2 bytes per weight or 1 at up
-to 8 weight bits (DESIGN §2, Kernels). `RingMatrix` is what products are taken of.
+to 8 weight bits. `RingMatrix` is what products are taken of.
 
     native-*   compiled, by instruction set: int16 limbs, `vpdpwssd` or `pmaddwd` (compiled)
     int32      torch's integer matmul, which wraps (plain)

@@ -60,7 +60,7 @@ class AdapterExtraction(Attack[ExecutorView, Mapping[str, Stolen]]):
     party = "executor"
     decisive = True
     sees = "forward rows of generations"
-    source = "Symbiosis Figure 8; DESIGN §6"
+    source = "Symbiosis Figure 8"
     metric = "v, o and down projections with BA within 1 %"
     chance = "0; the verdict uses 9,999 decoys per projection"
 

@@ -23,7 +23,7 @@ class Averaging(FirstLayerAttack):
     name = "averaging siblings"
     family = "noise removal"
     sees = "rows of every group that reads the embedding, no noise"
-    source = "DESIGN §3"
+    source = "rule 4"
 
     def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Labels:
         siblings = next(group for group in public.siblings if FIRST in group)

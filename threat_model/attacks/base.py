@@ -82,6 +82,7 @@ class Outcome:
 class Attack(ABC, Generic[V, G]):
     """One named attack.
 
+    `source` says where it is argued or published: a section or a rule of docs/threat-model.md, or a paper.
     `by_design` marks what no scheme hides: it must succeed everywhere, and the report lists it under "not hidden".
     `decisive` marks what must succeed wherever a scheme promises nothing against its party: an attack that fails there
     proves nothing by failing elsewhere.

@@ -1,7 +1,7 @@
 """Candidate subtraction: the executor computed the noises' effects, so it has the noises.
 
 The paper (Symbiosis §3.8) counts `pool ^ layers` combinations. Nobody needs to guess a combination: each layer is
-decided on its own, so the cost is `rows x pool` distances, summed over layers (DESIGN §6).
+decided on its own, so the cost is `rows x pool` distances, summed over layers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class CandidateSubtraction(Attack[ExecutorView, Subtraction]):
     party = "executor"
     decisive = True
     sees = "rows, and noises whose effect it was asked for"
-    source = "DESIGN §6; against Symbiosis §3.8"
+    source = "against Symbiosis §3.8"
     metric = "rows within 1 %"
     chance = "0; the verdict uses a line-up with chance 1/2"
 

@@ -29,7 +29,7 @@ class BlindClustering(FirstLayerAttack):
     name = "blind clustering"
     family = "noise removal"
     sees = "rows of the first layer group, no noise"
-    source = "DESIGN §6"
+    source = "threat model, paper-pool"
 
     def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Labels:
         _, online = noises(view, FIRST, FORWARD)

@@ -56,7 +56,7 @@ class Collusion(_Collusion):
     party = "executor+helper"
     decisive = True
     sees = "masked rows, every seed and row range"
-    source = "DESIGN §3, rule 8"
+    source = "rule 8"
 
     def __init__(self, direction: Direction) -> None:
         super().__init__(direction)
@@ -68,7 +68,7 @@ class PartialCollusion(_Collusion):
 
     party = "all but a helper"
     sees = "masked rows, seeds and row ranges of all helpers but one"
-    source = "DESIGN §3"
+    source = "threat model, pad"
 
     def __init__(self, direction: Direction) -> None:
         super().__init__(direction)
@@ -83,7 +83,7 @@ class Coalition(Attack[CollusionView, Verdicts]):
     family = "statistics"
     party = "all but a helper"
     sees = "rows of a game with two rows that it chose, less the shares of all helpers but one"
-    source = "DESIGN §3"
+    source = "threat model, pad"
     metric = "coins called right"
     chance = "1/2"
 

@@ -42,7 +42,7 @@ class Differencing(Attack[ExecutorView, list[Differences]]):
     family = "noise removal"
     party = "executor"
     sees = "rows, no noise"
-    source = "DESIGN §6; two-time pad"
+    source = "rule 3; two-time pad"
     metric = "claimed differences within 1 %"
     chance = "0: no pair of one-time masks is close"
 

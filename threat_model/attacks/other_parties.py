@@ -23,7 +23,7 @@ class HelperAlone(Attack[HelperView, Tensor]):
     family = "collusion"
     party = "helper"
     sees = "seeds, row ranges, effects"
-    source = "DESIGN §1"
+    source = "threat model, pad"
     metric = "tokens"
     chance = "guesses dealt to random rows"
 
@@ -48,7 +48,7 @@ class MixedBatches(Attack[NeighbourView, Tensor]):
     family = "protocol"
     party = "neighbour"
     sees = "its own rows and answers"
-    source = "DESIGN §5"
+    source = "threat model, between tenants"
     metric = "answers that are not its own product"
     chance = "0"
 

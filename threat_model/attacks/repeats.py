@@ -25,7 +25,7 @@ class RepeatedRows(Attack[ExecutorView, Rows]):
     family = "noise removal"
     party = "executor"
     sees = "rows, no noise"
-    source = "DESIGN §6"
+    source = "threat model, paper-pool"
     metric = "rows within 1 %"
     chance = "0; the verdict uses a line-up with chance 1/2"
 

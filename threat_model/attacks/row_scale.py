@@ -20,7 +20,7 @@ class RowScale(FirstLayerAttack):
     name = "row scale in clear"
     family = "protocol"
     sees = "header fields of the first layer group"
-    source = "DESIGN §6"
+    source = "rule 5"
 
     def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Labels | None:
         _, scales = public.in_ring(FIRST, FORWARD, public.vocabulary_rows)

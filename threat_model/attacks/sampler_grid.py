@@ -33,7 +33,7 @@ class SamplerGrid(FirstLayerAttack):
     name = "sampler grid"
     family = "generator"
     sees = "rows of the first layer group, no noise"
-    source = "DESIGN §6; Mironov, CCS 2012"
+    source = "rule 1; Mironov, CCS 2012"
 
     def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Labels:
         _, online = noises(view, FIRST, FORWARD)

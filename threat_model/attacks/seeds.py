@@ -27,7 +27,7 @@ class SeedRecovery(Attack[ExecutorView, Rows]):
     family = "generator"
     party = "executor"
     sees = "rows, in order"
-    source = "DESIGN §4 rule 1"
+    source = "rule 1"
     metric = "rows within 1 %"
     chance = "0; the verdict uses a line-up with chance 1/2"
 

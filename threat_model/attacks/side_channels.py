@@ -56,7 +56,7 @@ class ExecutorShapes(_SideChannel, Attack[ExecutorView, Facts]):
     name = "shapes, executor"
     party = "executor"
     sees = "row counts, directions, order"
-    source = "DESIGN §4 rule 9"
+    source = "rule 9"
 
     def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Facts:
         last = len(public.manifest.groups) - 1

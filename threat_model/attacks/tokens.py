@@ -32,7 +32,7 @@ class FirstLayerTokens(FirstLayerAttack):
     family = "text"
     decisive = True
     sees = "rows of the first layer group"
-    source = "DESIGN §6"
+    source = "threat model, none"
 
     def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Labels:
         wanted = {e.order for e in view.of(group=FIRST, direction=FORWARD)}
@@ -53,7 +53,7 @@ class DeepLayerTokens(Attack[ExecutorView, Labels]):
     party = "executor"
     decisive = True
     sees = "rows of the second block alone"
-    source = "activation matching; DESIGN §6"
+    source = "activation matching"
     metric = "tokens"
     chance = "guesses dealt to random rows"
 

@@ -194,7 +194,7 @@ class PreparedOracle(Oracle):
         keys = self._preparation.blame
         if keys.accepts(index, direction, rows=rows, answer=answer):
             return None
-        # Whoever sees which requests are shrunk learns verdicts: these keys have served (DESIGN §4).
+        # Whoever sees which requests are shrunk learns verdicts: these keys have served.
         self._preparation.forget_keys()
         row = next(
             r

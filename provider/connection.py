@@ -207,6 +207,10 @@ class Connection:
             except TimeoutError:
                 self._bill(Counts(slow=1))
                 raise
+            except (OSError, ConnectionLostError):
+                if self._unread and not self._service.stopping.is_set():  # it left in the middle of its rows
+                    self._bill(Counts(abandoned=1))
+                raise
         seconds = time.perf_counter() - begun
         if log.detailed:
             log.debug(

@@ -97,8 +97,11 @@ def write(folder: Path, digest: str, packed: Packed, products: Products) -> None
 
 def read(folder: Path, digest: str, layout: str, *, weight_bits: int) -> tuple[Packed, Products] | None:
     """Map a packed group; None if there is none or it is another one's or cut short."""
+    path = path_of(folder, digest, layout)
+    if not path.is_file():  # a pipe would be waited for
+        return None
     try:
-        with safe_open(path_of(folder, digest, layout), framework="pt") as file:
+        with safe_open(path, framework="pt") as file:
             metadata = file.metadata()
             outputs, inputs = int(metadata["outputs"]), int(metadata["inputs"])
             packed = Packed(layout, outputs, inputs, weight_bits, file.get_tensor("weight"))

@@ -22,7 +22,7 @@ from torch import Tensor
 from symbiosis_priv import packed
 from symbiosis_priv.checkpoint import Checkpoint
 from symbiosis_priv.errors import CheckpointError, ConfigError
-from symbiosis_priv.files import default_cache, replace_atomically, write_atomically
+from symbiosis_priv.files import default_cache, read_limited, replace_atomically, write_atomically
 from symbiosis_priv.kernels import Choice, Packed, RingMatrix, choose, kernel_of, tune
 from symbiosis_priv.layers import LayerRange, layers_of
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # discovery brings transformers, whose import takes longer th
 
 log = logging.getLogger(__name__)
 
+_MAX_MANIFEST = 1 << 30  # bytes; it has a few hundred for each layer group
 _STORED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 T = TypeVar("T")
@@ -240,7 +241,7 @@ class WeightStore:
 
     def _cached_manifest(self) -> Manifest | None:
         try:
-            return Manifest.from_json(self._manifest_path().read_bytes())
+            return Manifest.from_json(read_limited(self._manifest_path(), _MAX_MANIFEST))
         except (OSError, CheckpointError):  # a damaged one is made again
             return None
 
@@ -306,6 +307,8 @@ class WeightStore:
 
     def _read(self, digest: str) -> QuantisedGroup | None:
         path = self._cache / f"{digest}.safetensors"
+        if not path.is_file():
+            return None
         try:
             tensors = load_file(path)
             group = QuantisedGroup(tensors["weight"], tensors["channel_scale"], tensors.get("bias"))

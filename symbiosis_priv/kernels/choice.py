@@ -22,7 +22,7 @@ from torch import Tensor
 
 from symbiosis_priv import native
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.files import UNDECODABLE, write_atomically
+from symbiosis_priv.files import UNDECODABLE, read_limited, write_atomically
 from symbiosis_priv.kernels.base import Kernel
 from symbiosis_priv.kernels.registry import KERNELS, candidates, is_exact, probe_rows
 from symbiosis_priv.ring import DIRECTIONS, Direction
@@ -33,6 +33,7 @@ _FEW_LIMIT = 8
 _COUNTS = {"few": 4, "many": 64}  # rows that stand for their class when timing
 _CLASSES = {f"{direction} {rows}" for direction in DIRECTIONS for rows in _COUNTS}
 _TIMED_WEIGHTS = 1 << 22  # a slice of the matrix is enough to compare
+_MAX_CHOICES = 16 << 20  # bytes of all that is remembered
 _REPEATS = 3
 
 
@@ -139,7 +140,7 @@ def _seconds(
 
 def _recall(memory: Path) -> dict[str, Choice]:
     try:
-        return msgspec.json.decode(memory.read_bytes(), type=dict[str, Choice])
+        return msgspec.json.decode(read_limited(memory, _MAX_CHOICES), type=dict[str, Choice])
     except (OSError, *UNDECODABLE):  # none yet, or damaged: measured again
         return {}
 

@@ -244,13 +244,17 @@ def test_refused_and_abandoned_requests_are_counted_apart(
         alice, bob = connect("alice", to=provider), connect("bob", to=provider)
         assert isinstance(alice.ask(execute(0, 1), b"too little"), wire.Failure)
         alice.product(execute(0, 1), ones(1))
+        carol = connect("carol", to=provider)
+        carol.send(execute(0, 1), b"half of it", announced=4 * WIDTH)
+        carol.close()
         monkeypatch.setattr(ServedModel, "product", slow)
         bob.send(execute(0, 3), wire.as_bytes(ones(3)))
         assert begun.wait(20)
         alice.send(execute(1, 1), wire.as_bytes(ones(1)))
         alice.close()
         assert cancelled.wait(20)
-        assert {row["tenant"]: row["requests"] for row in read(database)} == {"alice": 1}  # not what is under way
+        until(lambda: provider.status().connections == 2)
+        assert {row["tenant"]: row["requests"] for row in read(database)} == {"alice": 1, "carol": 0}  # not bob's
         go_on.set()
         assert isinstance(bob.receive()[0], wire.Result)
         until(lambda: provider.status().connections == 1)
@@ -261,6 +265,7 @@ def test_refused_and_abandoned_requests_are_counted_apart(
     counted = ("requests", "rows", "refused", "abandoned")
     assert [bill["alice"][name] for name in counted] == [1, 1, 1, 1]
     assert [bill["bob"][name] for name in counted] == [1, 3, 0, 0]
+    assert [bill["carol"][name] for name in counted] == [0, 0, 0, 1]
 
 
 def test_nothing_is_multiplied_for_who_has_left_before(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,19 @@ def test_the_second_start_maps_and_makes_nothing(
         assert all(str(file_of(cache, entry.digest)) in text for entry in entries)
     assert len(list(cache.rglob("*.safetensors"))) == len(entries)  # nothing else is kept
     del matrices
+
+
+def test_a_pipe_in_the_cache_is_not_waited_for(llama_path: Path, tmp_path: Path) -> None:
+    """Whatever it takes the place of is made again."""
+    digest = WeightStore(llama_path, cache=tmp_path).manifest().digest
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    for path in {*files, tmp_path / "weights" / "kernels.json"}:
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+    again = WeightStore(llama_path, cache=tmp_path)
+    assert again.manifest().digest == digest
+    assert again.matrix(0).columns("forward")[0] == again.manifest().groups[0].inputs
+    assert not any(path.is_fifo() for path in files)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from symbiosis_priv.weights import WeightStore
+
 
 @pytest.fixture(scope="session")
 def llama() -> PreTrainedModel:
@@ -55,6 +57,16 @@ def gpt2_path(gpt2: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -
     path = tmp_path_factory.mktemp("gpt2")
     gpt2.save_pretrained(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def gpt2_cache(gpt2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a `WeightStore` of the GPT-2 leaves behind, packed groups and plain ones. To be copied."""
+    cache = tmp_path_factory.mktemp("gpt2") / "cache"
+    store = WeightStore(gpt2_path, cache=cache)
+    for index in range(len(store.manifest().groups)):
+        store.group(index)
+    return cache
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -123,9 +124,9 @@ def test_one_altered_weight_always_shows(data: DataObject, bits: int) -> None:
 @settings(max_examples=25)
 @given(data=st.data())
 def test_a_damaged_file_is_noticed_and_made_again(
-    data: DataObject, gpt2_path: Path, tmp_path_factory: pytest.TempPathFactory
+    data: DataObject, gpt2_path: Path, gpt2_cache: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    cache = tmp_path_factory.mktemp("cache")
+    cache = Path(shutil.copytree(gpt2_cache, tmp_path_factory.mktemp("copy") / "cache"))
     store = WeightStore(gpt2_path, cache=cache)
     entry = store.manifest().groups[0]
     file = file_of(cache, entry.digest)

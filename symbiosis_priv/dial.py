@@ -102,7 +102,9 @@ class Line:
             raw = self._dial(deadline)
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except (OSError, UnicodeError, RuntimeError) as error:  # a host like a..b is no name at all; out of threads
-            raise ConnectionLostError(f"cannot reach {self._name}: {error}") from error
+            raise ConnectionLostError(
+                f"cannot reach {self._name}: {getattr(error, 'strerror', None) or error}"
+            ) from error
         self._end = select.poll()
         self._end.register(raw, _GONE)
         try:

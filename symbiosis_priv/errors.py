@@ -82,11 +82,17 @@ class UnsupportedModelError(SymbiosisError):
 
 
 class UnsupportedMethodError(SymbiosisError):
-    """The method needs the base weight, which never exists on the tenant (DoRA, PiSSA, LoHa, merge)."""
+    """The method needs the base weight, which never exists on the tenant (DoRA, PiSSA, merging)."""
 
 
 class NonFiniteError(SymbiosisError, ValueError):
     """An activation or gradient holds inf or nan. Raised before a byte is sent."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "an activation or gradient holds inf or nan; nothing was sent. Training that diverges wants a lower "
+            "learning rate, from the start; a model made for bfloat16 overflows in float16"
+        )
 
 
 class RangeError(SymbiosisError, ValueError):

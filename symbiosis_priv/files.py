@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import stat
 import tempfile
@@ -48,6 +49,32 @@ def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "symbiosis-priv"
 
 
+def read_text(path: Path) -> str:
+    """A text that somebody has written, without the byte order mark that some editors begin it with.
+
+    Raises:
+        ConfigError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        return decode_text(path.read_bytes(), name=str(path))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def decode_text(data: bytes, *, name: str) -> str:
+    """The same of bytes, with one character for every end of a line; `name` is what errors call them.
+
+    Raises:
+        ConfigError: not UTF-8.
+    """
+    try:
+        return io.IncrementalNewlineDecoder(None, translate=True).decode(data.decode("utf-8-sig"), final=True)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name} is no UTF-8 text ({error.reason}, byte {error.start}); save it as UTF-8") from error
+
+
 @contextmanager
 def storing(path: Path) -> Iterator[None]:
     """Turns what any library raises when `path` cannot be written into a StorageError that names it."""
@@ -78,6 +105,26 @@ def replace_atomically(path: Path, write: Callable[[Path], None]) -> None:
             write(partial)
             partial.chmod(partial.stat().st_mode & ~0o022)
             partial.replace(path)
+
+
+def output_file(path: Path | None) -> Path | None:
+    """A file that an option names to write to, found out before hours of work and not after them; of a link its target.
+
+    Raises:
+        ConfigError: it is a folder or a device: with a file in place of `/dev/null`, the whole machine would suffer.
+        StorageError: nothing could be written there.
+    """
+    if path is None:
+        return None
+    if path.is_symlink():
+        path = path.resolve()
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is no file; name one to write to")
+    with storing(path):
+        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent):
+            pass
+    return path
 
 
 def check_unused(folder: Path) -> None:

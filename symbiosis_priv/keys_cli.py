@@ -221,9 +221,15 @@ def revoke(
 
 
 @app.command()
-def show(*, name: OptionalName = None, directory: Directory = KEYS) -> None:
+def show(
+    files: Annotated[list[Path] | None, typer.Argument(help="These; those in --directory if left out.")] = None,
+    *,
+    name: OptionalName = None,
+    directory: Directory = KEYS,
+) -> None:
     """Show certificates: kind, hosts, lifetime and the fingerprint to compare by another channel."""
-    paths = sorted(directory.glob("*.pem")) if name is None else [_identity(directory, name).certificate]
+    named = [] if name is None else [_identity(directory, name).certificate]
+    paths = [*(files or []), *named] or sorted(directory.glob("*.pem"))
     if not paths:
         raise CertificateError(
             f"no certificates in {directory}: create some with `symbiosis-priv keys authority` or "

@@ -84,7 +84,7 @@ def encode(
         width=width,
     )
     if not finite:
-        raise NonFiniteError("an activation or gradient holds inf or nan; nothing was sent")
+        raise NonFiniteError
     return scale
 
 

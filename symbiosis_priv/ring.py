@@ -128,7 +128,7 @@ def _quantise(rows: Tensor, bound: Bound, fold: Tensor | None, v: Tensor, u: Ten
         v.mul_(fold)
     peak = torch.abs(v, out=u).amax(dim=1, keepdim=True)
     if not bool((peak < math.inf).all()):
-        raise NonFiniteError("an activation or gradient holds inf or nan; nothing was sent")
+        raise NonFiniteError
     peak.masked_fill_(peak == 0, 1.0)
     torch.abs(v.div_(peak), out=u).mul_(_RESOLUTION).ceil_()
     s1 = u.sum(dim=1, keepdim=True).clamp_(min=1.0)

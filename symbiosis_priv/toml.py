@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.files import read_limited
+from symbiosis_priv.files import decode_text, read_limited
 
 MAX_BYTES = 16 << 20
 """Of a file that is read: more than any list of tenants or peers needs."""
@@ -26,7 +26,7 @@ def load_toml(path: Path, kind: type[T], *, whole: bool = False) -> T:
         whole: refuse a file that ends in the middle of a line. Half a file may be a valid one, with fewer limits.
     """
     try:
-        text = read_limited(path, MAX_BYTES).decode()
+        text = decode_text(read_limited(path, MAX_BYTES), name=str(path))
         if whole and not text.endswith("\n"):
             raise ConfigError(
                 f"{path} ends in the middle of a line: if it was cut short, write it again; if not, end it with a line "
@@ -35,7 +35,9 @@ def load_toml(path: Path, kind: type[T], *, whole: bool = False) -> T:
         data: dict[str, Any] = tomllib.loads(text)
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
 
     def relative(kind: type, value: object) -> Path:

@@ -12,13 +12,14 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from symbiosis_priv.errors import ConfigError, one_line
-from symbiosis_priv.files import UNDECODABLE
+from symbiosis_priv.files import UNDECODABLE, read_text
 
 T = TypeVar("T")
 
 NOT_LEARNED = -100
 """The label of a token that is read and not predicted; transformers' losses leave it out."""
 
+_JSON_LINES = (".jsonl", ".ndjson")
 _MAX_HELD_OUT = 16  # loss is measured on them twice, and every block costs round trips
 _FORMS = '{"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [{"role": ..., "content": ...}, ...]}'
 
@@ -72,7 +73,10 @@ def load_examples(path: Path, tokenizer: PreTrainedTokenizerBase, *, length: int
     Raises:
         ConfigError: unreadable or empty; the message names the line.
     """
-    if path.suffix != ".jsonl":
+    suffix = path.suffix.lower()
+    if suffix == ".json":  # as plain text, its braces would be learned
+        raise ConfigError(f"{path}: write a line per example, as {_FORMS}, and name the file .jsonl")
+    if suffix not in _JSON_LINES:
         return _packed(read_documents(path), tokenizer, length=length), 0
     lines = list(_read_lines(path))
     form = lines[0][1].form
@@ -103,7 +107,7 @@ def read_documents(path: Path) -> list[str]:
     Raises:
         ConfigError: unreadable, not UTF-8, or empty.
     """
-    text = _read_text(path)
+    text = read_text(path)
     parts = text.split("\n\n") if "\n\n" in text.strip() else text.splitlines()
     documents = [part.strip() for part in parts if part.strip()]
     if not documents:
@@ -201,7 +205,7 @@ def _ended(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def _read_lines(path: Path) -> Iterator[tuple[int, Line]]:
     found = False
-    for number, line in enumerate(_read_text(path).split("\n"), start=1):
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
         if line.strip():
             try:
                 found, parsed = True, msgspec.json.decode(line, type=Line)
@@ -210,12 +214,3 @@ def _read_lines(path: Path) -> Iterator[tuple[int, Line]]:
             yield number, parsed
     if not found:
         raise ConfigError(f"{path} holds no lines")
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} cannot be read as UTF-8 text: {error}") from error

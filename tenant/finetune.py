@@ -276,4 +276,4 @@ def _arguments(output: Path, options: FineTuning) -> TrainingArguments:
 def _check_length(model: Any, length: int) -> None:
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and length > limit:
-        raise ConfigError(f"sequence_length = {length} is more than the model's {limit} positions")
+        raise ConfigError(f"--sequence-length {length} is more than the model's {limit} positions; choose fewer")

@@ -79,11 +79,12 @@ def generate(
         stream: print words as they come (beam search prints its result at the end).
 
     Raises:
-        ConfigError: the prompt has no tokens.
+        ConfigError: the prompt has no tokens, or there may be more tokens than the model has positions.
     """
     encoded = tokenizer(prompt, return_tensors="pt").to(model.device)
     if not encoded["input_ids"].numel():
         raise ConfigError("the prompt has no tokens; there is nothing to continue")
+    _check_length(model, encoded["input_ids"].shape[1], decoding.max_new_tokens)
     streams = stream and decoding.beams == 1 and not decoding.fixed_length
     endless = {"eos_token_id": None} if decoding.fixed_length else {}
     set_seed(decoding.seed)
@@ -108,6 +109,15 @@ def generate(
     if stream and not streams:
         print(text)
     return text
+
+
+def _check_length(model: Any, prompt: int, new: int) -> None:
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if limit is not None and prompt + new > limit:
+        raise ConfigError(
+            f"{prompt} tokens of prompt and --max-new-tokens {new} are more than the model's {limit} positions; "
+            f"shorten the prompt or ask for fewer"
+        )
 
 
 def _end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> set[int | None]:

@@ -92,6 +92,12 @@ class OffloadedParameter(nn.Parameter):
         memo[id(self)] = twin = self._of(torch.empty(0, dtype=self.dtype, device=self.device), self._whole)
         return twin
 
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise UnsupportedMethodError(
+            "a split model cannot be pickled: its weights stay at the providers, its session in this process. Save the "
+            "adapter with model.save_pretrained(...), or model.state_dict(), and load that into a model split anew"
+        )
+
     def __repr__(self) -> str:  # type: ignore[override]  # torch's takes a keyword that torch alone knows
         return f"{type(self).__name__}({tuple(self._whole)}, dtype={self.dtype}, device='{self.device}')"
 

@@ -11,12 +11,15 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from symbiosis_priv import terminal
+from symbiosis_priv.files import output_file, write_atomically
 
 
 def threat_model(
     *,
-    json: Annotated[Path | None, typer.Option("--json", help="Write every figure here.")] = None,
-    html: Annotated[Path | None, typer.Option("--html", help="Write one page with pictures here.")] = None,
+    json: Annotated[Path | None, typer.Option("--json", callback=output_file, help="Write every figure here.")] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", callback=output_file, help="Write one page with pictures here.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer schemes and rows; under 90 seconds.")] = False,
 ) -> None:
     """Attack every masking scheme on a real run and report what leaks. Status 1 if a verdict is not as promised."""
@@ -54,9 +57,9 @@ def threat_model(
     console = terminal.console()
     show(suite, console)
     if json is not None:
-        json.write_text(to_json(suite), encoding="utf-8")
+        write_atomically(json, to_json(suite).encode())
     if html is not None:
-        html.write_text(to_html(suite), encoding="utf-8")
+        write_atomically(html, to_html(suite).encode())
     if suite.as_expected:
         console.print(f"Every verdict is the promised one ({suite.seconds:.0f} s).", style="green")
     else:

@@ -12,7 +12,7 @@ import typer
 
 from symbiosis_priv import terminal
 from symbiosis_priv.errors import CheckpointError, ConfigError
-from symbiosis_priv.files import write_atomically
+from symbiosis_priv.files import output_file, write_atomically
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, Role
 
 if TYPE_CHECKING:  # torch, Hypothesis and the tenant's packages: not for --help
@@ -49,9 +49,11 @@ def verify(
         bool, typer.Option("--float", help="Fail an executor that serves no floats (only paper-pool needs them).")
     ] = False,
     examples: Annotated[int, typer.Option(min=1, help="Random requests per property.")] = 40,
-    seed: Annotated[int | None, typer.Option(help="Repeat the run that printed this seed.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Repeat the run that printed this seed.")] = None,
     deadline: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for one answer.")] = 30.0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write every outcome here.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", callback=output_file, help="Write every outcome here.")
+    ] = None,
 ) -> None:
     """Test live providers for exactness, property by property.
 

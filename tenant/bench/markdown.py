@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.files import write_atomically
+from symbiosis_priv.files import read_text, write_atomically
 from tenant.bench.goals import goals
 from tenant.bench.report import Report, Row, Value
 
@@ -29,10 +29,7 @@ def update(path: Path, reports: Sequence[Report]) -> None:
         ConfigError: the document lacks a kind's markers.
         StorageError: it cannot be written.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+    text = read_text(path)
     kinds = list(dict.fromkeys(report.benchmark for report in reports))
     for kind in kinds:
         block = _block(text, kind)

@@ -43,7 +43,7 @@ def finetune(
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the PEFT folder goes.")] = Path("adapter"),
     masking: Masking = "pad",
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps; instead of --epochs.")] = None,
-    epochs: Annotated[float, typer.Option(min=0.0, help="Passes over the text.")] = 1.0,
+    epochs: Annotated[float, typer.Option(min=0.0, max=1e6, help="Passes over the text.")] = 1.0,
     rank: Annotated[int, typer.Option(min=1, help="Rank of LoRA.")] = 8,
     alpha: Annotated[int | None, typer.Option(min=1, help="Alpha of LoRA; twice the rank by default.")] = None,
     dropout: Annotated[float, typer.Option(min=0.0, max=0.99, help="Dropout of LoRA.")] = 0.0,

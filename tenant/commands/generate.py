@@ -10,6 +10,7 @@ import typer
 
 from symbiosis_priv import terminal
 from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.files import decode_text, read_text
 from tenant.commands.options import Deadline, Federation, Full, Masking, Model, Seed, Status, quiet, remote_config
 
 
@@ -71,9 +72,9 @@ def _prompt(given: str | None, file: Path | None) -> str:
     if (given is None) == (file is None):
         raise ConfigError("say what to continue: --prompt-file FILE (- for stdin), or --prompt, which others can read")
     if given is not None:
-        return given
-    try:
-        text = sys.stdin.read() if file == Path("-") else Path(str(file)).read_text(encoding="utf-8")
-        return text.removesuffix("\n")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--prompt-file {file} is no UTF-8 text: {error}") from error
+        return decode_text(given.encode(errors="surrogateescape"), name="--prompt")
+    if file != Path("-"):
+        return read_text(Path(str(file))).removesuffix("\n")
+    if sys.stdin is None:  # as after <&-
+        raise ConfigError("--prompt-file -: stdin is closed; pipe the prompt into it, or name a file")
+    return decode_text(sys.stdin.buffer.read(), name="stdin").removesuffix("\n")

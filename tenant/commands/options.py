@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from symbiosis_priv.files import output_file
+
 if TYPE_CHECKING:  # imports torch: not for --help
     from tenant.hf import RemoteConfig
 
@@ -20,7 +22,10 @@ Full = Annotated[
 ]
 Deadline = Annotated[float, typer.Option(help="Seconds that one request may take, a provider's restart included.")]
 Status = Annotated[
-    Path | None, typer.Option(help="Keep how each provider is doing in this file, for `federation top --status`.")
+    Path | None,
+    typer.Option(
+        callback=output_file, help="Keep how each provider is doing in this file, for `federation top --status`."
+    ),
 ]
 Text = Annotated[
     Path,
@@ -33,7 +38,9 @@ Text = Annotated[
     ),
 ]
 Length = Annotated[int, typer.Option(min=2, help="Tokens per block.")]
-Seed = Annotated[int, typer.Option(help="Of what is random in training or sampling; never of a mask.")]
+Seed = Annotated[
+    int, typer.Option(min=0, max=2**32 - 1, help="Of what is random in training or sampling; never of a mask.")
+]
 
 
 def remote_config(

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from symbiosis_priv import terminal
-from symbiosis_priv.files import default_cache, write_atomically
+from symbiosis_priv.files import default_cache, output_file, write_atomically
 from symbiosis_priv.interrupts import Interrupts
 
 _DEFAULT_STEPS = 40
@@ -22,7 +22,9 @@ _DEFAULT_STEPS = 40
 def demo(
     model: Annotated[str | None, typer.Option(help="A checkpoint of your own instead of the demo's.")] = None,
     text: Annotated[Path | None, typer.Option(help="Private text of your own: UTF-8, one document per line.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write every figure to this file.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", callback=output_file, help="Write every figure to this file.")
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = _DEFAULT_STEPS,
 ) -> None:
     """Fine-tune and generate on untrusted providers on this machine, and prove what that claims.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
@@ -230,7 +231,7 @@ def _cells(finding: Finding, preparation: Preparation | None) -> list[str]:
         peer.role,
         f"{peer.host}:{peer.port}",
         none if preparation is None or not groups else _layers(groups, preparation),
-        none if finding.days_left is None else f"{finding.days_left:,.0f} days",
+        none if finding.days_left is None else f"{math.floor(finding.days_left):,} days",
         none if finding.clock_ahead_s is None else f"{round(finding.clock_ahead_s, 1) + 0.0:+.1f} s",
         none if finding.round_trip_s is None else f"{1e3 * finding.round_trip_s:.2f} ms",
         _throughput(finding),

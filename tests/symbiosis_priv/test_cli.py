@@ -158,6 +158,27 @@ def test_a_file_that_cannot_be_used_is_one_line(plug: Plug, capsys: pytest.Captu
     assert capsys.readouterr().err.startswith(f"error: cannot use {tmp_path / 'cache' / 'weights'}: Not a directory; ")
 
 
+REPORTS = [("bench", name, "--json") for name in ("linear", "step", "provider", "chaos", "scale", "gpu", "abuse")] + [
+    ("bench", "provider", "--picture"),
+    ("tenant", "finetune", "--status"),
+    ("tenant", "generate", "--status"),
+    ("demo", "--json"),
+    ("verify", "--json"),
+    ("threat-model", "--json"),
+    ("threat-model", "--html"),
+]
+
+
+@pytest.mark.parametrize("words", REPORTS, ids=" ".join)
+def test_a_report_that_cannot_be_written_is_no_surprise_after_the_work(
+    words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    assert run(*words, str(file / "report")) == 1
+    assert capsys.readouterr().err.startswith(f"error: cannot write {file / 'report'}: ")
+
+
 def test_a_full_disk_is_one_line(plug: Plug, capsys: pytest.CaptureFixture[str]) -> None:
     def fill() -> None:
         with Path("/dev/full").open("w") as file:

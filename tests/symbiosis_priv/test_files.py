@@ -12,7 +12,14 @@ import torch
 from safetensors.torch import save_file
 
 from symbiosis_priv.errors import ConfigError, StorageError
-from symbiosis_priv.files import check_unused, default_cache, read_limited, replace_atomically, write_atomically
+from symbiosis_priv.files import (
+    check_unused,
+    default_cache,
+    output_file,
+    read_limited,
+    replace_atomically,
+    write_atomically,
+)
 from symbiosis_priv.toml import load_toml
 
 
@@ -102,3 +109,17 @@ def test_only_a_new_or_empty_folder_is_unused(tmp_path: Path) -> None:
     for used in (tmp_path, tmp_path / "file", tmp_path / "link"):
         with pytest.raises(ConfigError, match="in use"):
             check_unused(used)
+
+
+def test_what_cannot_be_written_is_said_before_the_work(tmp_path: Path) -> None:
+    assert output_file(None) is None
+    assert output_file(tmp_path / "new" / "report.json") == tmp_path / "new" / "report.json"
+    assert list((tmp_path / "new").iterdir()) == []
+    for wrong in (tmp_path, Path(os.devnull)):  # root would leave a plain file where /dev/null was
+        with pytest.raises(ConfigError, match="is no file; name one"):
+            output_file(wrong)
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("file")
+    assert output_file(tmp_path / "link") == tmp_path / "file"
+    with pytest.raises(StorageError, match="cannot write"):
+        output_file(tmp_path / "file" / "report.json")

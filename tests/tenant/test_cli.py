@@ -26,6 +26,7 @@ from symbiosis_priv.certificates import Identity, Kind, issue
 from symbiosis_priv.errors import CheckpointError, ConfigError, DeadlineExceededError
 from symbiosis_priv.local import LocalFederation
 from tenant import cli, progress
+from tenant.commands.generate import generate as generate_command
 from tenant.demo.base_model import Pretraining, make_base_model
 from tenant.demo.text import private_text
 from tenant.federation import cli as federation_cli
@@ -194,17 +195,37 @@ def test_nothing_is_written_into_the_models_own_folder(model: Path, text: Path, 
     assert sorted(model.iterdir()) == before
 
 
-def test_a_prompt_need_not_stand_in_the_list_of_processes(model: Path, local: LocalFederation, tmp_path: Path) -> None:
+def test_a_prompt_need_not_stand_in_the_list_of_processes(
+    model: Path, local: LocalFederation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     where = ["--model", str(model), "--federation", str(local.federation), "--max-new-tokens", "4", "--masking", "none"]
-    (tmp_path / "prompt").write_text("The weather\n")
+    (tmp_path / "prompt").write_bytes("The weather\r\n".encode("utf-8-sig"))  # as some editors write it
     given = tenant("generate", *where, "--prompt", "The weather")
     assert tenant("generate", *where, "--prompt-file", str(tmp_path / "prompt")) == given
     assert tenant("generate", *where, "--prompt-file", "-", stdin="The weather\n") == given
+    with pytest.raises(ConfigError, match="--prompt is no UTF-8 text"):
+        tenant("generate", *where, "--prompt", os.fsdecode(b"M\xfcller"))
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(ConfigError, match="stdin is closed"):
+        generate_command(model=str(model), federation=local.federation, prompt_file=Path("-"), prompt=None)
     for wrong in ([], ["--prompt", "a", "--prompt-file", "-"]):
         with pytest.raises(ConfigError, match="--prompt-file FILE"):
             tenant("generate", *where, *wrong)
     shown = CliRunner().invoke(cli.app, ["generate", "--help"], env={"COLUMNS": "200"}).output
     assert "list of processes" in shown
+
+
+def test_more_than_can_be_computed_is_refused_before_it_is(model: Path, text: Path, local: LocalFederation) -> None:
+    """Torch, numpy and transformers would say so too, each in its own way, and late."""
+    where = ["--model", str(model), "--federation", str(local.federation), "--masking", "simulate"]
+    with pytest.raises(ConfigError, match=r"2 tokens of prompt and --max-new-tokens 99999 .* positions; shorten"):
+        tenant("generate", *where, "--prompt", "a", "--max-new-tokens", "99999")
+    training = ["finetune", *where, "--text", str(text), "--output", str(model.parent / "never")]
+    for command in (["generate", *where, "--prompt", "a"], training):
+        for seed in ("-1", str(2**32)):
+            assert CliRunner().invoke(cli.app, [*command, "--seed", seed]).exit_code == 2
+    assert CliRunner().invoke(cli.app, [*training, "--epochs", "inf"]).exit_code == 2
+    assert not (model.parent / "never").exists()
 
 
 def test_prepare_writes_a_slim_checkpoint_that_generates_the_same(

@@ -124,3 +124,24 @@ def test_chats_need_a_template(
     lines = write(tmp_path / "c.jsonl", {"messages": [{"role": "assistant", "content": "a"}]})
     with pytest.raises(ConfigError, match="prompt and completion instead"):
         load_examples(lines, tokenizer, length=10)
+
+
+def test_how_an_editor_wrote_a_file_makes_no_difference(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Windows' begin with a byte order mark, which is no text, and end lines in two characters."""
+    for name, words in (("t.txt", "one\n\ntwo\n"), ("t.jsonl", '{"text": "one"}\n{"text": "two"}\n')):
+        file = tmp_path / name
+        file.write_text(words)
+        plain = load_examples(file, tokenizer, length=100)
+        file.write_bytes(words.replace("\n", "\r\n").encode("utf-8-sig"))
+        assert load_examples(file, tokenizer, length=100) == plain
+    file.write_bytes("Müller".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"no UTF-8 text .*byte 1.; save it as UTF-8"):
+        load_examples(file, tokenizer, length=100)
+
+
+def test_json_is_not_learned_as_plain_text(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    for name in ("p.JSONL", "p.ndjson"):
+        (example,), _ = load_examples(write(tmp_path / name, {"prompt": "a", "completion": "b"}), tokenizer, length=100)
+        assert learned(example, tokenizer) == "b</s>"
+    with pytest.raises(ConfigError, match=r"a line per example, as .* name the file \.jsonl"):
+        load_examples(write(tmp_path / "p.json", [{"prompt": "a", "completion": "b"}]), tokenizer, length=100)

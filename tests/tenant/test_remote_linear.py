@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -373,6 +374,8 @@ def test_copies_of_a_weight_are_as_empty(qkv: Siblings) -> None:
         assert (twin.size(0), twin.dim(), twin.ndim, len(twin), twin.nbytes) == (32, 2, 2, 32, 0)
     assert qkv[0].to(torch.float64).weight.dtype == torch.float64
     assert repr(weight) == "OffloadedWeight((32, 64), dtype=torch.float32, device='cpu')"
+    with pytest.raises(UnsupportedMethodError, match="cannot be pickled"):
+        pickle.dumps(qkv)
 
 
 @pytest.mark.parametrize(

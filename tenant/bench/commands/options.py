@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.files import output_file
 
 if TYPE_CHECKING:  # imports torch: not for --help
     from tenant.bench.contest import Shape
@@ -17,7 +18,9 @@ HALF_THE_CORES = max(1, (os.cpu_count() or 1) // 2)
 
 Rows = Annotated[str, typer.Option(help="Rows per call, separated by commas.")]
 Repeat = Annotated[int, typer.Option(min=1, help="Repetitions.")]
-Json = Annotated[Path | None, typer.Option("--json", help="Also write every figure to this file.")]
+Json = Annotated[
+    Path | None, typer.Option("--json", callback=output_file, help="Also write every figure to this file.")
+]
 Threads = Annotated[int, typer.Option(min=1, help="Torch threads of each process.")]
 Width = Annotated[int, typer.Option(min=64, help="Of the Llama; a multiple of 64.")]
 Layers = Annotated[int, typer.Option(min=1, help="Of the Llama.")]

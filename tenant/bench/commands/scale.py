@@ -37,11 +37,12 @@ def scale(
 
     The first of each list stays while another one grows.
     """
-    from symbiosis_priv.files import write_atomically
+    from symbiosis_priv.files import output_file, write_atomically
     from tenant.bench.scale import AXES, measure_scale, picture
 
     widths = [multiple_of_64(size, "--width") for size in numbers(width, "--width")]
     row_counts, depths = numbers(rows, "--rows"), numbers(layers, "--layers")
+    pictures = {axis: file for axis in AXES if svg and (file := output_file(svg / f"scale-{axis}.svg"))}
     with measuring() as (folder, tell):
         results = measure_scale(
             folder,
@@ -54,7 +55,6 @@ def scale(
             pool_memory_mib=pool_memory_mib,
             on_turn=tell,
         )
-    if svg is not None:
-        for axis in AXES:
-            write_atomically(svg / f"scale-{axis}.svg", picture(results, axis).encode())
     finish("scale", results, json)
+    for axis, file in pictures.items():
+        write_atomically(file, picture(results, axis).encode())

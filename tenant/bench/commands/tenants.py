@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from symbiosis_priv.errors import ConfigError, ProtocolError
+from symbiosis_priv.files import output_file
 from tenant.bench.commands.options import HALF_THE_CORES, Json, Threads, numbers
 from tenant.bench.commands.showing import finish, measuring
 
@@ -39,7 +40,9 @@ def provider(
     seconds: Annotated[float, typer.Option(min=0.1, help="Of each measurement.")] = 8.0,
     threads: Threads = HALF_THE_CORES,
     json: Json = None,
-    picture: Annotated[Path | None, typer.Option(help="Also draw tokens per second and latency, as SVG.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(callback=output_file, help="Also draw tokens per second and latency, as SVG.")
+    ] = None,
 ) -> None:
     """Let many tenants ask one provider, with each batching policy by turns; answers are compared bit by bit."""
     from tenant.bench.picture import draw

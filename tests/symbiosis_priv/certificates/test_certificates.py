@@ -444,6 +444,7 @@ def test_keys_commands(tmp_path: Path) -> None:
     for path in (tmp_path / "keys").glob("*.pem"):
         assert certificates.fingerprint(path) in shown
     assert keys("show", "--name", "gpu").count("sha256:") == 1
+    assert keys("show", str(tmp_path / "keys" / "gpu.pem")).endswith(keys("show", "--name", "gpu").partition("\n")[2])
 
 
 def test_a_certificate_says_no_more_on_a_terminal_than_what_it_is(tmp_path: Path) -> None:

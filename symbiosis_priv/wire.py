@@ -129,6 +129,10 @@ class Effect(Binding, frozen=True, tag="effect"):
     seed: Seed
     first_row: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
+    def __repr__(self) -> str:
+        """Without the seed: whoever logs a request by mistake gives no pad away."""
+        return f"Effect(group={self.group}, direction={self.direction!r}, first_row={self.first_row}, rows={self.rows})"
+
 
 class Result(Binding, frozen=True, tag="result"):
     """The product. Payload: `[rows, outputs]` (`[rows, inputs]` backward)."""

@@ -214,6 +214,11 @@ def test_impossible_effects_are_refused(change: dict[str, Any]) -> None:
         wire.decode_request(msgspec.msgpack.encode(EFFECT | change))
 
 
+@given(effects)
+def test_a_seed_is_not_shown(effect: wire.Effect) -> None:
+    assert repr(effect.seed)[2:-1] not in f"{effect} {effect!r} {[effect]}"
+
+
 @pytest.mark.parametrize("name", sorted(EFFECT))
 def test_missing_fields_are_refused(name: str) -> None:
     document = {key: value for key, value in EFFECT.items() if key != name}

@@ -50,6 +50,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure() -> None:
     end_quickly()  # as in the command line's processes
+    # Matrices here are tiny and providers need the other core: more threads would only wait for each other. Here, so
+    # that fixtures of the whole session have one, too.
+    torch.set_num_threads(1)
     torch.set_num_threads(1)  # here, too: what the session shares is made before any module begins
 
 
@@ -67,11 +70,9 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Matrices here are tiny and providers need the other core: more threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    """Whatever a test sets, the next module has one again."""
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ def named(source: str) -> Iterator[str]:
         if isinstance(node, ast.Call) and ast.unparse(node.func) in CALLS:
             parts = node.args[:1]
         elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":
-            parts = [node.slice]
+            parts = [] if isinstance(node.ctx, ast.Del) else [node.slice]  # what is taken out of it is not read
         elif isinstance(node, ast.Compare) and ast.unparse(node.comparators[0]) == "os.environ":
             parts = [node.left]
         for part in parts:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
@@ -78,6 +79,7 @@ class WeightStore:
         self._skeleton: Skeleton | None = None
         self._manifest: Manifest | None = None
         self._cache_failed = False
+        self._warn_of_exposed_cache()
 
     @property
     def skeleton(self) -> Skeleton:
@@ -152,6 +154,17 @@ class WeightStore:
                 f"no packed weights of {entry.name} in {self._cache}: make it a folder that can be written"
             )
         return found[0], choice
+
+    def _warn_of_exposed_cache(self) -> None:
+        """What is mapped from there is multiplied by, and whoever cuts it short ends the process."""
+        with contextlib.suppress(OSError):  # there is none yet
+            found = self._cache.stat()
+            if found.st_mode & 0o022 or found.st_uid not in (0, os.geteuid()):
+                log.warning(
+                    "others can change the weights in %s: chown it to this user and chmod go-w it, or choose another "
+                    "folder (`cache` in provider.toml, SYMBIOSIS_PRIV_CACHE)",
+                    self._cache,
+                )
 
     def _quantise(self, entry: GroupEntry) -> QuantisedGroup:
         with Checkpoint(self.path) as checkpoint:

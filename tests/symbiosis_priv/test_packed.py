@@ -74,6 +74,19 @@ def test_the_second_start_maps_and_makes_nothing(
     del matrices
 
 
+def test_a_cache_that_others_can_change_is_said(
+    llama_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "weights"
+    for mode, said in ((None, False), (0o755, False), (0o775, True), (0o777, True)):
+        if mode is not None:
+            folder.mkdir(exist_ok=True)
+            folder.chmod(mode)
+        caplog.clear()
+        WeightStore(llama_path, cache=tmp_path)
+        assert ("others can change the weights" in caplog.text) == said
+
+
 def test_a_pipe_in_the_cache_is_not_waited_for(llama_path: Path, tmp_path: Path) -> None:
     """Whatever it takes the place of is made again."""
     digest = WeightStore(llama_path, cache=tmp_path).manifest().digest

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from symbiosis_priv import terminal
+from tenant.commands.options import quiet
 
 if TYPE_CHECKING:  # imports torch: not for --help
     from tenant.bench.report import Row
@@ -17,9 +18,7 @@ if TYPE_CHECKING:  # imports torch: not for --help
 @contextmanager
 def measuring() -> Iterator[tuple[Path, Callable[[str], None]]]:
     """A folder that is gone afterwards, and how to say what is going on."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
+    quiet()
     console = terminal.console(stderr=True)
     with (
         tempfile.TemporaryDirectory(prefix="symbiosis-priv-bench-") as folder,

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from symbiosis_priv.errors import ConfigError
 from tenant import spans
 from tenant.bench import processes, report
+from tenant.bench.commands.showing import measuring
 from tenant.bench.markdown import Table, render, update
 from tenant.bench.scale import picture, slope
 
@@ -147,3 +149,9 @@ def test_parts_are_recorded_only_while_somebody_records() -> None:
     assert inner.keys() == {"quantise"}
     spans.took("mask", since=began)
     assert outer["mask"] == seconds
+
+
+def test_no_librarys_warnings_stand_between_the_figures() -> None:
+    """As in the tenant's commands: transformers tells of names that peft still uses."""
+    with measuring():
+        warnings.warn_explicit("old name", FutureWarning, "modeling_utils.py", 1, module="transformers.modeling_utils")

@@ -7,6 +7,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import (
     PreTrainedTokenizerBase,
     TextStreamer,
@@ -79,7 +80,7 @@ def generate(
         stream: print words as they come (beam search prints its result at the end).
 
     Raises:
-        ConfigError: the prompt has no tokens, or there may be more tokens than the model has positions.
+        ConfigError: the prompt has no tokens, or there may be more tokens than a model with a table of positions has.
     """
     encoded = tokenizer(prompt, return_tensors="pt").to(model.device)
     if not encoded["input_ids"].numel():
@@ -112,8 +113,11 @@ def generate(
 
 
 def _check_length(model: Any, prompt: int, new: int) -> None:
+    """Positions that are looked up in a table end with it; rotary ones go on, as well as the model does."""
     limit = getattr(model.config, "max_position_embeddings", None)
-    if limit is not None and prompt + new > limit:
+    words = model.get_input_embeddings()
+    looked_up = any(isinstance(module, torch.nn.Embedding) and module is not words for module in model.modules())
+    if looked_up and limit is not None and prompt + new > limit:
         raise ConfigError(
             f"{prompt} tokens of prompt and --max-new-tokens {new} are more than the model's {limit} positions; "
             f"shorten the prompt or ask for fewer"

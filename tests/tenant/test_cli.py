@@ -20,6 +20,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from symbiosis_priv.certificates import Identity, Kind, issue
@@ -218,8 +219,6 @@ def test_a_prompt_need_not_stand_in_the_list_of_processes(
 def test_more_than_can_be_computed_is_refused_before_it_is(model: Path, text: Path, local: LocalFederation) -> None:
     """Torch, numpy and transformers would say so too, each in its own way, and late."""
     where = ["--model", str(model), "--federation", str(local.federation), "--masking", "simulate"]
-    with pytest.raises(ConfigError, match=r"2 tokens of prompt and --max-new-tokens 99999 .* positions; shorten"):
-        tenant("generate", *where, "--prompt", "a", "--max-new-tokens", "99999")
     training = ["finetune", *where, "--text", str(text), "--output", str(model.parent / "never")]
     for command in (["generate", *where, "--prompt", "a"], training):
         for seed in ("-1", str(2**32)):
@@ -399,3 +398,18 @@ def test_a_prompt_without_tokens_is_told_so(model: Path) -> None:
     bare: Any = partial(cast(Any, tokenizer), add_special_tokens=False)  # as those of GPT-2
     with pytest.raises(ConfigError, match="no tokens"):
         generate(split, bare, "")
+
+
+def test_positions_in_a_table_end_with_it_and_rotary_ones_do_not(model: Path) -> None:
+    tokenizer, decoding = load_tokenizer(model), Decoding(max_new_tokens=40, fixed_length=True)
+    small: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    table = GPT2LMHeadModel(GPT2Config(**small, n_positions=32))
+    with pytest.raises(ConfigError, match=r"2 tokens of prompt and --max-new-tokens 40 .* 32 positions; shorten"):
+        generate(table, tokenizer, "a", decoding=decoding)
+    rotary = LlamaForCausalLM(LlamaConfig(**small, intermediate_size=16, max_position_embeddings=32))
+    assert generate(rotary, tokenizer, "a", decoding=decoding)

@@ -35,6 +35,7 @@ log = logs.EventLog(__name__)
 
 _VERSION = 1  # of the file
 _FLUSH_S = 5.0
+_REST = 20  # times what it took, at least, before the next time
 _LOCK_S = 0.25  # for another process that writes: tenants wait for it
 _DAY_S = 86_400
 
@@ -187,8 +188,11 @@ class Usage:
         return self._day[1]
 
     def _flush(self) -> None:
-        while not self._closed.wait(_FLUSH_S):
+        pause = _FLUSH_S
+        while not self._closed.wait(pause):
+            begun = time.monotonic()
             self.keep()
+            pause = max(_FLUSH_S, _REST * (time.monotonic() - begun))  # a long bill takes a while to look through
 
     def keep(self) -> None:
         """Bring to the disk what is written, unless its file has gone or is damaged: nobody would read that."""
@@ -223,15 +227,14 @@ def _open(database: Path | None) -> sqlite3.Connection:
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute("PRAGMA wal_autocheckpoint = 0")  # not while a tenant waits
-        (damage,) = connection.execute("PRAGMA quick_check(1)").fetchone()
-        if damage != "ok":
-            raise sqlite3.DatabaseError(damage)
         connection.execute(_CREATE)
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         columns = tuple(name for _, name, *_ in connection.execute("PRAGMA table_info(usage)"))
         if version > _VERSION or columns != COLUMNS:
             raise sqlite3.DatabaseError("it is another release's")
         connection.execute(f"PRAGMA user_version = {_VERSION}")  # writes: a full disk is found now
+        if _is_damaged(database):  # here already: its descriptor stays for as long as this connection is open
+            raise sqlite3.DatabaseError("it is damaged")
     except (sqlite3.Error, OSError) as error:
         raise ConfigError(
             f"[usage] database = {database}: {error}; make room and let it be written, or choose another file"

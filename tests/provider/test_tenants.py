@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 WIDTH = 64
 ALICE, BOB = (TenantIdentity(name, authority="sha256:a") for name in ("alice", "bob"))
+OPEN_FILES = Path("/proc/self/fd")
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -471,6 +472,16 @@ def test_what_is_counted_is_not_written_to_a_file_that_nobody_will_read(tmp_path
         assert [row["requests"] for row in read(database)] == [3]
     if fate == "moved":
         assert [row["requests"] for row in read(database)] == [2]
+    usage.close()
+
+
+@pytest.mark.skipif(not OPEN_FILES.exists(), reason="open files are read from /proc")
+def test_looking_for_damage_leaves_no_file_open(tmp_path: Path) -> None:
+    usage = Usage(tmp_path / "usage.sqlite")
+    before = len(list(OPEN_FILES.iterdir()))
+    for _ in range(3):
+        usage.keep()
+        assert len(list(OPEN_FILES.iterdir())) == before
     usage.close()
 
 

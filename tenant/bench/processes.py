@@ -14,7 +14,6 @@ from symbiosis_priv.errors import ConfigError
 _PROC = Path("/proc")
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _KIB_PER_MIB = 1024
-_AUTOGROUP = _PROC / "self" / "autogroup"
 
 
 def check_supported() -> None:
@@ -53,8 +52,22 @@ def give_way(nice: int) -> None:
     """
     os.setsid()
     os.nice(nice)
-    with contextlib.suppress(OSError):  # a system that shares cores out among processes only
-        _AUTOGROUP.write_text(str(nice))
+    push_back(os.getpid(), nice)
+
+
+def push_back(pid: int, nice: int) -> None:
+    """Have a process' whole session get what other sessions leave.
+
+    Args:
+        nice: the session's priority, 1 to 19.
+    """
+    with contextlib.suppress(OSError):  # a system that shares cores out among processes only, or it has ended
+        (_PROC / str(pid) / "autogroup").write_text(str(nice))
+
+
+def sessions(pid: int) -> set[int]:
+    """Of a process and its living descendants."""
+    return {int(stat[3]) for member in tree(pid) if (stat := _stat(member))}
 
 
 def _trees(pids: Iterable[int]) -> set[int]:

@@ -135,7 +135,7 @@ def _lose(local: LocalFederation, what: str, *, seconds: float, apart: bool) -> 
     victim = max(executors, key=lambda name: _requests(statuses[name]) - _requests(earlier[name]))
     gateway, said = local.pid(victim), len(local.logs(victim))
     assert gateway is not None, "it has just answered"
-    before, ranks = _held(gateway), _ranks(gateway)
+    before, ranks, sessions = _held(gateway), _ranks(gateway), processes.sessions(gateway)
     last = max(ranks)
     if apart:
         _give_way(gateway)
@@ -144,6 +144,11 @@ def _lose(local: LocalFederation, what: str, *, seconds: float, apart: bool) -> 
     while not ((now := status_of(local, victim))["ready"] and now["restarts"] > statuses[victim]["restarts"]):
         if time.monotonic() > at + _PATIENCE_S:
             raise DeadlineExceededError(f"{victim} is not back {_PATIENCE_S:g} s after {what}")
+        if apart:  # Linux shares cores out among sessions first, and torchrun gives every rank one
+            new = processes.sessions(gateway) - sessions
+            for leader in new:
+                processes.push_back(leader, _NICE)
+            sessions |= new
         time.sleep(_LOOK_S)
     back = time.monotonic()
     time.sleep(seconds)

@@ -150,6 +150,12 @@ def train(tmp_path: Path) -> Train:
     return train
 
 
+@pytest.fixture(scope="module")
+def simulated() -> dict[tuple[Any, ...], Any]:
+    """What the simulation has made: the same for every test of a file that compares something with it."""
+    return {}
+
+
 @pytest.fixture(scope="session")
 def adapter_of() -> Callable[[Any], dict[str, Tensor]]:
     """The trained tensors of a PEFT model."""

@@ -42,12 +42,6 @@ def base(request: pytest.FixtureRequest) -> tuple[Path, LocalFederation]:
 Base = tuple[Path, LocalFederation]
 
 
-@pytest.fixture(scope="module")
-def simulated() -> dict[tuple[Any, ...], Any]:
-    """What the simulation has made: the same for every scheme that is compared with it."""
-    return {}
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_logits_and_gradients(
     base: Base,

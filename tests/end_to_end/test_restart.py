@@ -58,20 +58,14 @@ def undisturbed(
     open_model: Open,
     train: Train,
     adapter_of: Callable[[Any], dict[str, Tensor]],
-    simulated: dict[str, dict[str, Tensor]],
+    simulated: dict[tuple[Any, ...], dict[str, Tensor]],
 ) -> dict[str, Tensor]:
     """What the simulation comes to."""
-    if "adapter" not in simulated:
+    if (llama, "adapter") not in simulated:
         reference = open_model(llama, config_for(llama_federation, "simulate"))
         train(reference, steps=STEPS)
-        simulated["adapter"] = adapter_of(reference)
-    return simulated["adapter"]
-
-
-@pytest.fixture(scope="module")
-def simulated() -> dict[str, dict[str, Tensor]]:
-    """The same for every test; filled in by the first that needs it."""
-    return {}
+        simulated[llama, "adapter"] = adapter_of(reference)
+    return simulated[llama, "adapter"]
 
 
 @pytest.mark.parametrize(

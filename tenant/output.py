@@ -1,6 +1,6 @@
 """The folder that a fine-tuning run writes: the adapter itself, and beside it checkpoints to go on from.
 
-    OUTPUT/adapter_config.json, adapter_model.safetensors     the PEFT folder: whole at any time, or not there yet
+    OUTPUT/adapter_config.json, adapter_model.safetensors     the PEFT folder: whole, and as new as the last checkpoint
     OUTPUT/checkpoint-N/                                      Trainer's, after N steps, with `run.json`
 
 A checkpoint counts only if it is whole: `trainer_state.json` is the last that Trainer writes.

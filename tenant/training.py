@@ -113,6 +113,14 @@ class ResumableTrainer(Trainer):
             shutil.rmtree(checkpoint, ignore_errors=True)  # of no use, and somebody needs the room
             raise
 
+    def _save_rng_state(self, output_dir: str) -> None:
+        """The last file before trainer_state.json, which makes a checkpoint whole.
+
+        The adapter is refreshed here, so that it is never older than the newest whole checkpoint, even after SIGKILL.
+        """
+        super()._save_rng_state(output_dir)
+        save_adapter(self.model, self._output)
+
     def _rescue(self) -> str:
         """Save what can be saved, and say what that is."""
         done, total = self.state.global_step, self.state.max_steps

@@ -110,6 +110,16 @@ def test_a_run_that_ended_early_goes_on_bit_for_bit(
     assert equal(output, whole)
 
 
+def test_the_adapter_is_as_new_as_the_newest_checkpoint(run: Run, tmp_path: Path) -> None:
+    """SIGKILL lets nothing be saved: what stands in the folder at any time is what is left."""
+    output = tmp_path / "adapter"
+    with pytest.raises(LostError):
+        run(output, at=1, event=lose)
+    fresh = []
+    run(output, resume=True, at=3, event=lambda: fresh.append(equal(output, output / "checkpoint-2")))
+    assert fresh == [True]
+
+
 def test_a_run_that_broke_in_its_first_step_has_nothing_to_save(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,7 +159,8 @@ def test_a_full_disk_leaves_the_last_whole_checkpoint(run: Run, whole: Path, tmp
     assert raised.value.__notes__ == [
         f"saved before: {saved}; once there is room, the same command with --resume goes on from it"
     ]
-    assert [path.name for path in output.iterdir()] == ["checkpoint-2"]
+    assert list(output.glob("checkpoint-*")) == [saved]
+    assert equal(output, saved)
     run(output, resume=True)
     assert equal(output, whole)
 

@@ -196,6 +196,9 @@ class Connection:
         size = self._check(request)
         if not self._service.counts:
             raise Refusal(wire.ErrorCode.BUSY, "this provider cannot count what it serves; ask again later")
+        if not request.rows:
+            self._answer_empty_product(request)
+            return
         work = row_cost(request, self._service.manifest.groups[request.group]) * request.rows
         with (
             self._service.quotas.admitted(self._tenant, rows=request.rows, work=work),
@@ -222,6 +225,14 @@ class Connection:
                 ms=round(1000 * seconds, 3),
             )
 
+    def _answer_empty_product(self, request: wire.Execute | wire.Effect) -> None:
+        """Answer a request of zero rows here: it takes nothing of the executor, and the gateway limits its rate."""
+        with self._service.quotas.admitted(self._tenant, rows=0, work=0):
+            self._service.register.count_request(self._tenant)
+            self._bill(Counts(requests=1))
+            self._send(wire.encode(wire.Result.answering(request)))
+        self._pause(size=0)
+
     def _multiply(self, request: wire.Execute | wire.Effect, payload: memoryview, *, cost: int) -> None:
         """Have a product of so many multiply-adds computed, and send it."""
         work = self._work(request)
@@ -241,7 +252,7 @@ class Connection:
             received, sent = len(payload), len(answer.payload)
             self._bill(Counts(requests=1, rows=request.rows, work=cost, bytes_received=received, bytes_sent=sent))
         elif self._left():  # what was multiplied before anybody knew is on its bill
-            self._bill(Counts(abandoned=1, rows=answer.rows, work=cost * answer.rows // max(1, request.rows)))
+            self._bill(Counts(abandoned=1, rows=answer.rows, work=cost * answer.rows // request.rows))
         else:  # it is late, or broke
             self._bill(Counts(failed=1))
         self._send(answer.head, answer.payload)

@@ -297,10 +297,8 @@ class Executor:
     def _run_batch(self, pieces: list[Piece[_Job]]) -> None:
         try:
             group, direction, arithmetic = pieces[0].job.key
-            inputs, _ = self._model.manifest.groups[group].columns(direction)
             flat = joined([self._rows(piece) for piece in pieces])
             rows = wire.as_matrix(flat, rows=sum(piece.rows for piece in pieces), arithmetic=arithmetic)
-            rows = rows if flat else rows.reshape(0, inputs)
             begun = time.monotonic()
             product = self._model.product(rows, group=group, direction=direction, arithmetic=arithmetic)
         except RankLostError:  # what computes has ended, and so must this process
@@ -340,9 +338,9 @@ class Executor:
         job = piece.job
         if isinstance(job.request, wire.Execute):
             assert job.payload is not None  # it is not answered yet
-            row_bytes = len(job.payload) // max(1, job.rows)
+            row_bytes = len(job.payload) // job.rows
             return job.payload[piece.start * row_bytes : piece.stop * row_bytes]
-        size = piece.rows * (len(job.made) // max(1, job.ready - piece.start))
+        size = piece.rows * (len(job.made) // (job.ready - piece.start))
         rows, job.made = job.made[:size], job.made[size:]
         return rows
 
@@ -350,7 +348,7 @@ class Executor:
         """Answer a job whose last rows these are; keep them if more will come."""
         job = piece.job
         if piece.rows < job.rows:
-            row_bytes = len(product) // max(1, piece.rows)
+            row_bytes = len(product) // piece.rows
             if job.result is None:
                 job.result = empty(job.rows * row_bytes)
             fill(job.result[piece.start * row_bytes : piece.stop * row_bytes], product)

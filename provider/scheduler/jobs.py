@@ -22,7 +22,7 @@ class Job:
         tenant: whose turn it takes.
         stage: of the tenant's work.
         key: layer group, direction and arithmetic: what it can share a product with.
-        rows: may be 0.
+        rows: at least 1. The gateway answers requests of zero rows: they have no work to be charged with.
         row_work: multiply-adds of one row's product.
         row_cost: what one row is charged with; more than `row_work` if it takes other work too.
         arrival: when it came.
@@ -48,10 +48,14 @@ class Job:
     offered: float = math.inf
     """When it could have gone first: how long it waits for others counts from there."""
 
+    def __post_init__(self) -> None:
+        if self.rows < 1:
+            raise ValueError("a job has at least one row: answer a request of zero rows without the scheduler")
+
     @property
     def runnable(self) -> bool:
         """Whether `Scheduler.take` could hand it out."""
-        return self.taken < self.ready or not self.rows
+        return self.taken < self.ready
 
 
 J = TypeVar("J", bound=Job)

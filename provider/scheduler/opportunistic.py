@@ -160,7 +160,7 @@ def _filling(jobs: list[J], room: int) -> list[Piece[J]]:
     pieces = []
     for job in jobs:
         piece = Piece.next_of(job, room)
-        if piece.rows or not job.rows:
+        if piece.rows:
             pieces.append(piece)
             room -= piece.rows
     return pieces

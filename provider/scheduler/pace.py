@@ -35,7 +35,7 @@ class Pace:
 
     def seconds(self, job: Job, rows: int) -> float:
         """What a product of so many rows of the job's kind takes."""
-        return max(self._read(job.key), rows / self._rate(job.key)) * job.row_work if rows else 0.0
+        return max(self._read(job.key), rows / self._rate(job.key)) * job.row_work
 
     def record(self, key: Key, *, rows: int, work: int, seconds: float) -> None:
         """A product of `work` multiply-adds took `seconds`. One outlier moves the estimate by a factor of 2 at most."""

@@ -88,7 +88,7 @@ class Scheduler(Generic[J]):
         total = sum(piece.rows for piece in pieces)
         seconds = self.pace.seconds(leader, total)
         for piece in pieces:
-            self._hand_out(piece, seconds * piece.rows / max(1, total))
+            self._hand_out(piece, seconds * piece.rows / total)
         return pieces
 
     def next_deadline(self, now: float) -> float | None:

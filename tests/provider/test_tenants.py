@@ -173,6 +173,26 @@ def test_who_is_refused_all_the_time_is_not_listened_to_all_the_time_and_is_name
     assert bill == {("alice", "none"): 20, ("bob", "executor"): 1}
 
 
+def test_requests_of_zero_rows_take_nothing_of_the_executor_and_have_a_rate(
+    configure: Configure, connect: Connect, requests: Requests
+) -> None:
+    """No work could be charged for them: as jobs they would go before every other tenant's, for ever."""
+    execute, effect = requests
+    with Provider(configure()) as provider:
+        alice, carol = connect("alice", to=provider), connect("carol", to=provider, role="helper")
+        alice.product(execute(0, 1), ones(1))
+        carol.product(effect(0, 0, seed=bytes(32)))
+        begun = time.monotonic()
+        for _ in range(1200):  # a second's worth at once, and then the rate
+            assert alice.product(execute(0, 0), ones(0)).shape[0] == 0
+        assert time.monotonic() - begun > 0.15
+        executor = provider.status().executor
+        assert executor is not None
+        assert sum(executor.batch_requests.counts) == 1
+        bill = {tenant.tenant.partition("@")[0]: tenant.counts for tenant in provider.status().tenants}
+    assert (bill["alice"].requests, bill["alice"].rows, bill["carol"].requests) == (1201, 1, 1)
+
+
 # Bills
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -80,6 +81,12 @@ def test_what_can_go_now_is_not_slept_over(arriving: list[Job], name: PolicyName
         assert again is not None
         assert bool(subject.take(now)) == (again <= now)
         now = max(now, again)
+
+
+def test_a_job_without_rows_is_refused() -> None:
+    """Nothing could be charged for it, and its tenant would be first for ever."""
+    with pytest.raises(ValueError, match="at least one row"):
+        job(rows=0)
 
 
 def test_rows_that_are_not_there_yet_are_not_taken() -> None:

@@ -19,12 +19,12 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from symbiosis_priv import terminal
+from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, Role
 
 if TYPE_CHECKING:  # what imports torch is imported by the commands: not for --help
-    from symbiosis_priv import weights
+    from symbiosis_priv.checkpoints import weights
 
 app = typer.Typer(no_args_is_help=True, help="Serve the frozen layers of a public model.")
 
@@ -45,8 +45,8 @@ def serve(
     lifeline: Annotated[bool, typer.Option("--lifeline", help="Also stop when stdin closes.")] = False,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C. One line of JSON on stdout says that it is ready; logs go to stderr."""
-    from provider import server
-    from provider.config_file import load
+    from provider import serve as server
+    from provider.config.provider_toml import load
 
     settings = load(config)
     with _quantising() as progress:
@@ -61,11 +61,11 @@ def manifest(
     weight_bits: WeightBits = DEFAULT_WEIGHT_BITS,
 ) -> None:
     """Print the digest to pin in federation.toml; the layer groups behind it go to stderr."""
-    from provider.config_file import load
-    from provider.model import open_store
-    from provider.placement import unplaced
-    from symbiosis_priv.checkpoint import resolve
-    from symbiosis_priv.weights import WeightStore
+    from provider.announce.placement import unplaced
+    from provider.config.provider_toml import load
+    from provider.products.model import open_store
+    from symbiosis_priv.checkpoints.checkpoint import resolve
+    from symbiosis_priv.checkpoints.weights import WeightStore
 
     if (model is None) == (config is None):
         raise ConfigError("name the model: a checkpoint folder, or --config provider.toml")
@@ -93,8 +93,8 @@ def health(
     timeout: Annotated[float, typer.Option(help="Seconds to wait.")] = 10.0,
 ) -> None:
     """Print a running provider's report as JSON; status 1 if there is none."""
-    from provider.config_file import load
-    from provider.health import ask_health
+    from provider.config.provider_toml import load
+    from provider.operations.health import ask_health
 
     if config is not None:
         settings = load(config)
@@ -128,8 +128,8 @@ def usage(
     ] = None,
 ) -> None:
     """Print what each tenant has used, per day and role; the provider may be running."""
-    from provider.config_file import load
-    from provider.usage import COLUMNS, read
+    from provider.config.provider_toml import load
+    from provider.gateway.usage import COLUMNS, read
 
     database = load(config).usage.database
     assert database is not None, "load() names one"
@@ -151,8 +151,8 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print one look, and end.")] = False,
 ) -> None:
     """Show a running provider, live: tenants, queue, batches, rows per second, busiest layers. Ctrl-C ends it."""
-    from provider.config_file import load
-    from provider.top import watch
+    from provider.config.provider_toml import load
+    from provider.operations.top import watch
 
     address = address or (None if config is None else load(config).metrics.listen)
     if address is None:
@@ -173,7 +173,7 @@ def init(
     listen: Annotated[str, typer.Option(help="host:port; port 0 takes a free one.")] = "127.0.0.1:7401",
 ) -> None:
     """Write a commented provider.toml, and say what is still missing."""
-    from provider.config_file import template
+    from provider.config.provider_toml import template
 
     if Path(checkpoint).is_dir() and not Path(checkpoint).is_absolute():
         checkpoint = os.path.relpath(checkpoint, path.parent)

@@ -21,7 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command, get_group
 
 from symbiosis_priv.errors import ConfigError, SymbiosisError, one_line
-from symbiosis_priv.start import end_quickly
+from symbiosis_priv.system.processes import end_quickly
 
 __all__ = ["COMMAND_GROUP", "main"]
 

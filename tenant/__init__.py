@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # both import torch: see `__getattr__`
-    from tenant.hf import RemoteConfig, backend_of
+    from tenant.model.hf import RemoteConfig, backend_of
 
 __all__ = ["RemoteConfig", "backend_of"]
 
@@ -22,4 +22,4 @@ def __getattr__(name: str) -> Any:
     """The public names, imported when they are asked for: a command's `--help` must not wait for torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("tenant.hf"), name)
+    return getattr(import_module("tenant.model.hf"), name)

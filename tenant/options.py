@@ -1,4 +1,4 @@
-"""What the user of a split model chooses, for all who read it: `RemoteConfig` (`tenant.hf`) is the same, vetted."""
+"""The options of a split model. `RemoteConfig` (`tenant.model.hf`) has the same fields, vetted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from tenant.connections.channel import Wiretap
-from tenant.verifier import DEFAULT_COLUMNS
+from tenant.core.verifier import DEFAULT_COLUMNS
 
 
 @dataclass(kw_only=True)

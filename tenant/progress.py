@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from rich.progress import Progress as Bar
 
-from symbiosis_priv import terminal
-from symbiosis_priv.weights import Progress
+from symbiosis_priv.checkpoints.weights import Progress
+from symbiosis_priv.display import terminal
 
 
 @contextmanager

@@ -24,8 +24,8 @@ if not torch.cuda.is_available():
 
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from symbiosis_priv.start import end_quickly
-from tenant.demo.base_model import Pretraining, make_base_model
+from symbiosis_priv.harness.base_model import Pretraining, make_base_model
+from symbiosis_priv.system.processes import end_quickly
 
 # Examples stay random (a failure prints the blob that reproduces it). Timing is not a property: machines are shared.
 settings.register_profile(

@@ -106,6 +106,6 @@ def test_the_error_tree_is_whole() -> None:
 
 def test_a_provider_starts_without_transformers() -> None:
     """Whose import takes longer than everything else: only who must look at a checkpoint anew waits for it."""
-    names = "import sys, provider.server; print('transformers' in sys.modules)"
+    names = "import sys, provider.serve; print('transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", names], check=True, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "False"

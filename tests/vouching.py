@@ -9,11 +9,11 @@ from typing import Any
 
 from symbiosis_priv import certificates
 from symbiosis_priv.certificates import Identity, Kind
-from symbiosis_priv.descriptor import Announced, describe, verify
-from symbiosis_priv.layers import LayerRange
-from symbiosis_priv.registry.client import RegistryClient
-from symbiosis_priv.statements import MS, Trust
-from symbiosis_priv.tls import registry_client_context
+from symbiosis_priv.checkpoints.layers import LayerRange
+from symbiosis_priv.network.tls import registry_client_context
+from symbiosis_priv.registry.descriptor import Announced, describe, verify
+from symbiosis_priv.registry.queries import RegistryClient
+from symbiosis_priv.registry.statements import MS, Trust
 
 DIGEST = "sha256:" + "7" * 64
 DEADLINE_S = 20.0

@@ -19,18 +19,18 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from symbiosis_priv import wire
+from symbiosis_priv.arithmetic.keystream import SEED_BYTES, expand
+from symbiosis_priv.arithmetic.passes import unmask
+from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, RANGE, Direction
 from symbiosis_priv.errors import QuarantinedError, VerificationError
 from symbiosis_priv.federation import Peer
-from symbiosis_priv.keystream import SEED_BYTES, expand
-from symbiosis_priv.passes import unmask
-from symbiosis_priv.ring import DIRECTIONS, FORWARD, RANGE, Direction
-from tenant.facts import Preparation
-from tenant.preparation import prepare
-from tenant.rows import RingRows
+from symbiosis_priv.network import wire
+from tenant.core.facts import Preparation
+from tenant.core.rows import RingRows
+from tenant.core.verifier import BlameKeys
+from tenant.preparation.keys import prepare
 from tenant.session.options import SessionOptions
 from tenant.session.session import Session
-from tenant.verifier import BlameKeys
 from threat_model.folders import attack_folders
 from threat_model.lab import Lab
 from threat_model.registries import attack_registry

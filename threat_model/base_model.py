@@ -9,7 +9,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tenant.demo.text import public_text
+from symbiosis_priv.harness.text import public_text
 
 _PAD = "<pad>"
 

@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from symbiosis_priv import terminal
-from symbiosis_priv.files import output_file, write_atomically
+from symbiosis_priv.display import terminal
+from symbiosis_priv.system.files import output_file, write_atomically
 
 
 def threat_model(

@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from symbiosis_priv.checkpoints.vetting import QUANT_METHOD
+from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import SymbiosisError
-from symbiosis_priv.trust import QUANT_METHOD
-from symbiosis_priv.weights import WeightStore
-from tenant.hf import RemoteConfig, backend_of
-from tenant.preparation import prepare
+from tenant.model.hf import RemoteConfig, backend_of
+from tenant.preparation.keys import prepare
 from threat_model.lab import Lab
 
 Change = Callable[[Path], None]

@@ -25,16 +25,16 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from provider.config import ExecutorConfig, Limits, ModelConfig, ProviderConfig, TlsConfig
-from provider.server import Provider
-from symbiosis_priv import wire
+from provider.config.schema import ExecutorConfig, Limits, ModelConfig, ProviderConfig, TlsConfig
+from provider.serve import Provider
+from symbiosis_priv.arithmetic.keystream import SEED_BYTES, expand
+from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, Direction
 from symbiosis_priv.certificates import Kind, create_authority, create_self_signed, issue
+from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.federation import load_federation
-from symbiosis_priv.keystream import SEED_BYTES, expand
-from symbiosis_priv.ring import BACKWARD, DIRECTIONS, Direction
-from symbiosis_priv.weights import WeightStore
+from symbiosis_priv.harness.text import private_text, public_text
+from symbiosis_priv.network import wire
 from tenant import RemoteConfig, backend_of
-from tenant.demo.text import private_text, public_text
 from threat_model.attacks.collusion import matching, pad_rows
 from threat_model.base_model import make_base_model
 from threat_model.neighbour import Neighbour

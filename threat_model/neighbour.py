@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from provider.health import ask_health
-from symbiosis_priv import wire
+from provider.operations.health import ask_health
+from symbiosis_priv.arithmetic.keystream import SEED_BYTES, expand
+from symbiosis_priv.arithmetic.ring import FORWARD
 from symbiosis_priv.certificates import Identity
 from symbiosis_priv.federation import Peer
-from symbiosis_priv.keystream import SEED_BYTES, expand
-from symbiosis_priv.ring import FORWARD
+from symbiosis_priv.network import wire
 from tenant.connections.channel import Channel, fresh_nonce
 from threat_model.public import Public
 from threat_model.views import NeighbourView

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from symbiosis_priv import wire
-from symbiosis_priv.manifest import Manifest
-from symbiosis_priv.quantise import QuantisedGroup
-from symbiosis_priv.ring import BACKWARD, Bound, Direction, quantise_rows
-from symbiosis_priv.weights import WeightStore
+from symbiosis_priv.arithmetic.quantise import QuantisedGroup
+from symbiosis_priv.arithmetic.ring import BACKWARD, Bound, Direction, quantise_rows
+from symbiosis_priv.checkpoints.manifest import Manifest
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.network import wire
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from symbiosis_priv.certificates import Identity, Kind, create_authority, issue
-from symbiosis_priv.descriptor import describe
+from symbiosis_priv.certificates.revocation import revoke
+from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.federation import Federation, Registries
-from symbiosis_priv.layers import LayerRange
-from symbiosis_priv.revocation import revoke
-from symbiosis_priv.statements import MS
+from symbiosis_priv.registry.descriptor import describe
+from symbiosis_priv.registry.statements import MS
 from tenant.routing.discovery import Discovery
 from threat_model.twins import twin_of
 

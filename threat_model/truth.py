@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from symbiosis_priv.ring import Direction
-from tenant.backend import Backend, RingBackend
-from tenant.remote_linear import RemoteLayer
+from symbiosis_priv.arithmetic.ring import Direction
+from tenant.core.backend import Backend, RingBackend
+from tenant.model.remote_linear import RemoteLayer
 from threat_model.public import Public
 from threat_model.views import Recorder
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from symbiosis_priv import terminal
+from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import CheckpointError, ConfigError
-from symbiosis_priv.files import output_file, write_atomically
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, Role
+from symbiosis_priv.system.files import output_file, write_atomically
 
 if TYPE_CHECKING:  # torch, Hypothesis and the tenant's packages: not for --help
     from symbiosis_priv.federation import Peer
@@ -119,8 +119,8 @@ def _single(
     seed: int,
     deadline: float,
 ) -> list[Subject]:
-    from symbiosis_priv.addresses import parse_address
     from symbiosis_priv.federation import Peer
+    from symbiosis_priv.network.addresses import parse_address
     from threat_model.conformance import Dialler, Subject
 
     if address is None:
@@ -140,11 +140,11 @@ def _single(
 
 
 def _oracle(model: str | None, *, weight_bits: int, digest: str | None, seed: int) -> Oracle:
-    from symbiosis_priv.checkpoint import resolve
-    from symbiosis_priv.weights import WeightStore
-    from tenant.preparation import prepare
+    from symbiosis_priv.checkpoints.checkpoint import resolve
+    from symbiosis_priv.checkpoints.weights import WeightStore
+    from tenant.core.verifier import DEFAULT_COLUMNS
+    from tenant.preparation.keys import prepare
     from tenant.progress import progress_bar
-    from tenant.verifier import DEFAULT_COLUMNS
     from threat_model.conformance import CheckpointOracle, PreparedOracle
 
     if model is None:

@@ -23,9 +23,9 @@ from typing import Literal, get_args
 import msgspec
 from torch import Tensor
 
-from symbiosis_priv import wire
+from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.federation import Peer
-from symbiosis_priv.ring import Direction
+from symbiosis_priv.network import wire
 
 Party = Literal["executor", "helper", "executor+helper", "all but a helper", "network", "neighbour"]
 PARTIES: tuple[Party, ...] = get_args(Party)

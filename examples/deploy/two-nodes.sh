@@ -13,4 +13,4 @@ interface=${INTERFACE:-eth0}
 export GLOO_SOCKET_IFNAME="$interface" NCCL_SOCKET_IFNAME="$interface"
 exec "${PYTHON:-python3}" -m torch.distributed.run --nnodes 2 --node-rank "$node" \
     --nproc-per-node "${PER_NODE:-1}" --master-addr "$first" --master-port "${PORT:-29400}" \
-    -m provider.ranks --config "${CONFIG:-provider.toml}"
+    -m provider.processes.rank --config "${CONFIG:-provider.toml}"

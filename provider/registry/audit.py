@@ -11,13 +11,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from symbiosis_priv.descriptor import MAX_LIFETIME_S, Announced, newest, verify_past
 from symbiosis_priv.errors import DescriptorError, ProviderError, TransportError
-from symbiosis_priv.registry.client import RegistryClient
+from symbiosis_priv.network.tls import registry_client_context
+from symbiosis_priv.network.wire import ErrorCode
+from symbiosis_priv.registry.descriptor import MAX_LIFETIME_S, Announced, newest, verify_past
 from symbiosis_priv.registry.history import Span, VouchedHead
-from symbiosis_priv.statements import CLOCK_TOLERANCE_S, MS, Trust
-from symbiosis_priv.tls import registry_client_context
-from symbiosis_priv.wire import ErrorCode
+from symbiosis_priv.registry.queries import RegistryClient
+from symbiosis_priv.registry.statements import CLOCK_TOLERANCE_S, MS, Trust
 
 _DEADLINE_S = 60.0
 _PATIENCE_S = 600.0  # with a registry that asks to come again

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from symbiosis_priv import terminal
+from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import SymbiosisError, one_line
 
 if TYPE_CHECKING:  # what imports torch is imported by the commands: not for --help
@@ -111,7 +111,7 @@ def audit(
 ) -> None:
     """Check all of their logs, and compare them. Status 1 if one is broken, or a registry contradicts itself."""
     from provider.registry.audit import View, contradictions, differences, view
-    from symbiosis_priv.statements import Trust
+    from symbiosis_priv.registry.statements import Trust
 
     trust = Trust.load(authority, revoked)
     views: list[View] = []
@@ -147,7 +147,7 @@ def show(
 ) -> None:
     """Show who is listed, as their own signatures say."""
     from provider.registry.audit import view
-    from symbiosis_priv.statements import MS, Trust
+    from symbiosis_priv.registry.statements import MS, Trust
 
     found = view(address, Trust.load(authority, revoked))
     headings = ("executor", "operator", "address", "model", "layers", "capacity", "until", "state")
@@ -163,8 +163,8 @@ def show(
 
 def _run(server: RegistryServer, follower: Follower | None = None, *, ready_file: Path | None, lifeline: bool) -> None:
     from provider import logs
-    from provider.lifeline import when_stdin_closes
-    from symbiosis_priv.files import write_atomically
+    from symbiosis_priv.system.files import write_atomically
+    from symbiosis_priv.system.parent_watch import when_stdin_closes
 
     logs.setup("info")
     stop = threading.Event()

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Final
 
 from provider.registry.storage import MAX_LOG_BYTES
-from symbiosis_priv.descriptor import MAX_LIFETIME_S
 from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.registry.descriptor import MAX_LIFETIME_S
 
 DAY_S: Final = 86_400
 

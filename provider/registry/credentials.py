@@ -14,11 +14,11 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from provider.registry.config import RegistryConfig
 from symbiosis_priv.certificates import Identity, load_certificates, provider_name
-from symbiosis_priv.descriptor import verify
 from symbiosis_priv.errors import CertificateError, DescriptorError
+from symbiosis_priv.network.tls import registry_server_context
 from symbiosis_priv.registry import protocol
-from symbiosis_priv.statements import Trust
-from symbiosis_priv.tls import registry_server_context
+from symbiosis_priv.registry.descriptor import verify
+from symbiosis_priv.registry.statements import Trust
 
 
 @dataclass(frozen=True)

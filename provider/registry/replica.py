@@ -15,12 +15,12 @@ from collections.abc import Callable
 
 from provider import logs
 from provider.registry.storage import Log
-from symbiosis_priv.descriptor import MAX_LIFETIME_S, verify_past
 from symbiosis_priv.errors import DescriptorError, StorageError, SymbiosisError
-from symbiosis_priv.registry.client import RegistryClient
+from symbiosis_priv.network.tls import registry_client_context
+from symbiosis_priv.registry.descriptor import MAX_LIFETIME_S, verify_past
 from symbiosis_priv.registry.history import Span, VouchedHead
-from symbiosis_priv.statements import CLOCK_TOLERANCE_S, Trust
-from symbiosis_priv.tls import registry_client_context
+from symbiosis_priv.registry.queries import RegistryClient
+from symbiosis_priv.registry.statements import CLOCK_TOLERANCE_S, Trust
 
 log = logs.EventLog(__name__)
 

@@ -1,7 +1,7 @@
 """A registry's server: TLS 1.3, a thread for each place, and a bound for everything that a client can make it hold.
 
-Nobody has to say who they are, so connections and requests are bounded by network (`provider.strangers`): a crowd from
-anywhere costs those who come from elsewhere nothing. A descriptor is stored only if the federation's authority vouches
+Clients are not authenticated, so connections and requests are bounded by network (`provider.gateway.strangers`):
+a crowd from one network costs other networks nothing. A descriptor is stored only if the federation's authority vouches
 for its executor, if its host is the executor's own, and if it is newer than the one before; each key may announce so
 often and no oftener, and what has expired is forgotten after some days. So the log is bounded by the executors that the
 authority has vouched for, whoever else comes.
@@ -18,19 +18,19 @@ from types import TracebackType
 from typing import Final, Self
 
 from provider import logs
-from provider.link import Link, bound_address, hang_up, listen
+from provider.config.reload import Reloader
+from provider.gateway.link import Link, bound_address, hang_up, listen
+from provider.gateway.strangers import Stranger, Strangers
 from provider.registry.config import DAY_S, RegistryConfig
 from provider.registry.credentials import RegistryCredentials
 from provider.registry.rates import Rates
 from provider.registry.storage import Log
-from provider.reload import Reloader
-from provider.strangers import Stranger, Strangers
-from symbiosis_priv import wire
-from symbiosis_priv.descriptor import verify
 from symbiosis_priv.errors import ConfigError, DescriptorError, ProtocolError, StorageError, TransportError
+from symbiosis_priv.network import wire
 from symbiosis_priv.registry import protocol
+from symbiosis_priv.registry.descriptor import verify
 from symbiosis_priv.registry.history import Head, sign_head, verify_head
-from symbiosis_priv.statements import MAX_BYTES, MS, Trust
+from symbiosis_priv.registry.statements import MAX_BYTES, MS, Trust
 
 log = logs.EventLog(__name__)
 

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from symbiosis_priv.descriptor import Announced
 from symbiosis_priv.errors import ConfigError, DescriptorError, StorageError
+from symbiosis_priv.registry.descriptor import Announced
 from symbiosis_priv.registry.history import Span, beginning, link
 from symbiosis_priv.registry.protocol import MAX_LISTED, PAGE
-from symbiosis_priv.statements import MS
+from symbiosis_priv.registry.statements import MS
 
 MAX_LOG_BYTES: Final = 8 << 30
 """Twice what a thousand executors announce in eight days, each every five minutes."""

@@ -7,8 +7,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Generic, Literal, NamedTuple, TypeVar
 
-from symbiosis_priv import wire
-from symbiosis_priv.ring import Direction
+from symbiosis_priv.arithmetic.ring import Direction
+from symbiosis_priv.network import wire
 
 Stage = Literal["inference", "fine_tuning"]
 Key = tuple[int, Direction, wire.Arithmetic]

@@ -15,8 +15,8 @@ from provider.scheduler.jobs import J, Key, Piece
 from provider.scheduler.pace import Pace
 from provider.scheduler.policy import Policy
 from provider.scheduler.waiting import Waiting
-from symbiosis_priv import wire
-from symbiosis_priv.ring import FORWARD
+from symbiosis_priv.arithmetic.ring import FORWARD
+from symbiosis_priv.network import wire
 
 
 class Lockstep(Discipline[J]):

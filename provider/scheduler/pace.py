@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from provider.scheduler.jobs import Job, Key
-from symbiosis_priv import wire
-from symbiosis_priv.ring import Direction
+from symbiosis_priv.arithmetic.ring import Direction
+from symbiosis_priv.network import wire
 
 _FIRST_GUESS = 2e9  # multiply-adds a second, until a product has been timed
 _TELLING_ROWS = 8  # fewer say little about what a row of many takes

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from symbiosis_priv.errors import CertificateError
-from symbiosis_priv.files import read_limited
+from symbiosis_priv.system.files import read_limited
 
 MAX_BYTES = 1 << 20
 """Of a file that is read: far more than any bundle of certificates needs."""

@@ -10,7 +10,7 @@ The names that others use are handed on here.
 """
 
 from symbiosis_priv.federation.federation import Federation
-from symbiosis_priv.federation.file import load_federation
+from symbiosis_priv.federation.federation_toml import load_federation
 from symbiosis_priv.federation.parties import Traits, check_parties, in_common, traits
 from symbiosis_priv.federation.peers import Company, Peer, Registries
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.errors import ConfigError, RoleConflictError
 from symbiosis_priv.federation.parties import Parties
 from symbiosis_priv.federation.peers import Company, Peer, Registries
-from symbiosis_priv.layers import LayerRange
 
 
 @dataclass(frozen=True)

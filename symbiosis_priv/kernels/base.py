@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from symbiosis_priv.ring import FORWARD, Direction
+from symbiosis_priv.arithmetic.ring import FORWARD, Direction
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from symbiosis_priv import native, parallel
-from symbiosis_priv.buffers import large_tensor
+from symbiosis_priv import native
+from symbiosis_priv.arithmetic.buffers import large_tensor
+from symbiosis_priv.arithmetic.ring import BACKWARD, Direction
 from symbiosis_priv.kernels.base import Kernel, Packed
-from symbiosis_priv.native import Isa
-from symbiosis_priv.ring import BACKWARD, Direction
+from symbiosis_priv.native import Isa, parallel
 
 _PANEL = 64  # PANEL in product.h
 _SLICE_BYTES = 1 << 21  # of weights at up to _SLICE_ROWS rows take 30 µs, and so does handing them to another thread

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from symbiosis_priv import native
+from symbiosis_priv.arithmetic.ring import FORWARD, Direction
 from symbiosis_priv.kernels.base import Kernel, Packed
-from symbiosis_priv.ring import FORWARD, Direction
 
 _BALANCE = -0x7F7F7F80  # 0x80808080 as int32: adding and xoring it makes every byte a balanced digit
 _TURNED_AT_A_TIME = 1 << 22  # weights

@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from symbiosis_priv.arithmetic.ring import FORWARD, Direction
 from symbiosis_priv.errors import RangeError
 from symbiosis_priv.kernels.base import Kernel, Packed
 from symbiosis_priv.kernels.choice import Choice, choose
 from symbiosis_priv.kernels.registry import KERNELS, kernel_of
-from symbiosis_priv.ring import FORWARD, Direction
 
 _CPU_ROWS = 256  # of one product on a CPU: bounds a kernel's own buffers
 

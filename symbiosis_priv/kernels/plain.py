@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv import native
+from symbiosis_priv.arithmetic.ring import FORWARD, Direction
 from symbiosis_priv.kernels.base import Kernel, Packed
-from symbiosis_priv.ring import FORWARD, Direction
 
 _CPU_BLOCK, _GPU_BLOCK = 1 << 19, 1 << 26  # weights widened at a time
 

@@ -8,6 +8,7 @@ import logging
 import torch
 from torch import Tensor
 
+from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.kernels.base import Kernel
 from symbiosis_priv.kernels.compiled import CompiledKernel
@@ -15,7 +16,6 @@ from symbiosis_priv.kernels.limbs import LimbKernel
 from symbiosis_priv.kernels.plain import Float64Kernel, Int32Kernel
 from symbiosis_priv.kernels.triton_kernel import TritonKernel
 from symbiosis_priv.native import Isa
-from symbiosis_priv.ring import DIRECTIONS, FORWARD, Direction
 
 log = logging.getLogger(__name__)
 

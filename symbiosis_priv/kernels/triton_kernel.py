@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.kernels.base import Packed
 from symbiosis_priv.kernels.limbs import DigitKernel
-from symbiosis_priv.ring import DIRECTIONS, FORWARD, Direction
 
 MAX_TERMS = 1 << 16
 """Of one program, so that its accumulators stay in int32 (`triton_product`)."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from symbiosis_priv.parallel import for_each_slice
+from symbiosis_priv.native.parallel import for_each_slice
 
 FORMATS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}  # as in passes.h
 _NO_MEMORY = -1  # the same

@@ -15,9 +15,9 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
-from symbiosis_priv.descriptor import Announced
+from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.federation.spelling import plain
-from symbiosis_priv.layers import LayerRange
+from symbiosis_priv.registry.descriptor import Announced
 
 _ENOUGH_OPERATORS: Final = 2
 _MOST_TIMES_USUAL: Final = 4.0

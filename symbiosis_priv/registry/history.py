@@ -20,9 +20,9 @@ from typing import Annotated, Final
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 
-from symbiosis_priv import statements
 from symbiosis_priv.errors import DescriptorError
-from symbiosis_priv.statements import Statement, Trust, Vouched
+from symbiosis_priv.registry import statements
+from symbiosis_priv.registry.statements import Statement, Trust, Vouched
 
 HASH_BYTES: Final = 32
 

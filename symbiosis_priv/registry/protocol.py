@@ -15,13 +15,13 @@ from typing import Annotated, Final, TypeVar
 
 import msgspec
 
-from symbiosis_priv import wire
-from symbiosis_priv.descriptor import Digest
 from symbiosis_priv.errors import ProtocolError, one_line
-from symbiosis_priv.files import UNDECODABLE
+from symbiosis_priv.network import wire
+from symbiosis_priv.network.wire import Failure, Message
+from symbiosis_priv.registry.descriptor import Digest
 from symbiosis_priv.registry.history import Hash, Number
-from symbiosis_priv.statements import MAX_BYTES
-from symbiosis_priv.wire import Failure, Message
+from symbiosis_priv.registry.statements import MAX_BYTES
+from symbiosis_priv.system.files import UNDECODABLE
 
 MAX_LISTED: Final = 1024
 """Executors of a registry."""

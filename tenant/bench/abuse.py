@@ -21,10 +21,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from symbiosis_priv.certificates import Identity, Kind, issue
+from symbiosis_priv.certificates.revocation import revoke
 from symbiosis_priv.errors import DeadlineExceededError
 from symbiosis_priv.federation import Federation, load_federation
-from symbiosis_priv.local import LocalFederation
-from symbiosis_priv.revocation import revoke
+from symbiosis_priv.harness.local import LocalFederation
 from tenant.bench import processes
 from tenant.bench.abusers import DEADLINE_S, Abuse, Abuser, abuses, request_of, start
 from tenant.bench.report import Row

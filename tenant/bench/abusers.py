@@ -19,12 +19,12 @@ from multiprocessing.synchronize import Event
 
 import torch
 
-from symbiosis_priv import wire
+from symbiosis_priv.arithmetic.ring import FORWARD
 from symbiosis_priv.certificates import Identity
 from symbiosis_priv.errors import DeadlineExceededError, SymbiosisError
 from symbiosis_priv.federation import Peer
-from symbiosis_priv.ring import FORWARD
-from symbiosis_priv.tls import client_context
+from symbiosis_priv.network import wire
+from symbiosis_priv.network.tls import client_context
 from tenant.bench import processes
 from tenant.connections.channel import Channel, fresh_nonce
 

@@ -18,16 +18,16 @@ from typing import NamedTuple
 
 import torch
 
+from symbiosis_priv.arithmetic.ring import FORWARD
 from symbiosis_priv.certificates import Identity, Kind, issue
+from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import DeadlineExceededError, ProtocolError, SymbiosisError
 from symbiosis_priv.federation import load_federation
-from symbiosis_priv.local import LocalFederation
-from symbiosis_priv.ring import FORWARD
-from symbiosis_priv.weights import WeightStore
-from tenant.preparation import prepare
+from symbiosis_priv.harness.local import LocalFederation
+from tenant.core.verifier import DEFAULT_COLUMNS
+from tenant.preparation.keys import prepare
 from tenant.session.options import SessionOptions
 from tenant.session.session import Session
-from tenant.verifier import DEFAULT_COLUMNS
 
 _GROUP = 0  # q, k and v
 _LARGEST = 100  # of a row's entries: the true product is in the range

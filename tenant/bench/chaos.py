@@ -28,14 +28,14 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
-from symbiosis_priv.local import LocalFederation
+from symbiosis_priv.harness.local import LocalFederation
 from tenant.bench.contest import START_S, Shape
 from tenant.bench.report import Row
-from tenant.hf import RemoteConfig, backend_of
-from tenant.ledger import ledger_of
-from tenant.loading import load_model
+from tenant.connections.wiretaps import Witness
+from tenant.model.hf import RemoteConfig, backend_of
+from tenant.model.ledger import ledger_of
+from tenant.model.loading import load_model
 from tenant.session.tally import Ledger
-from tenant.witness import Witness
 
 _BATCH, _LENGTH, _PROMPT, _NEW_TOKENS = 4, 64, 4, 16
 _SHAPE, _VOCABULARY = Shape(width=256, layers=2, inner=704), 4096

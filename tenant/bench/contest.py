@@ -21,9 +21,9 @@ import msgspec
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from symbiosis_priv import start
 from symbiosis_priv.errors import DeadlineExceededError, SymbiosisError
-from symbiosis_priv.local import LocalFederation
+from symbiosis_priv.harness.local import LocalFederation
+from symbiosis_priv.system import processes as start
 from tenant.bench import processes
 from tenant.bench.pipes import read_line
 from tenant.bench.worker import Cost, Setup, Task

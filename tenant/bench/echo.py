@@ -15,10 +15,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from symbiosis_priv import start
 from symbiosis_priv.errors import ConfigError, ConnectionLostError
 from symbiosis_priv.federation import Federation, Peer
-from symbiosis_priv.tls import check_pin, client_context, server_context
+from symbiosis_priv.network.tls import check_pin, client_context, server_context
+from symbiosis_priv.system import processes as start
 
 _HEADER = struct.Struct("<III")
 _TIMEOUT_S = 60.0

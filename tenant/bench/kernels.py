@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.kernels import KERNELS, Kernel, Packed, RingMatrix, is_exact, probe_rows
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
-from symbiosis_priv.ring import DIRECTIONS, FORWARD, Direction
 from tenant.bench.report import Row
 
 _SLOW_S = 0.5  # what takes longer is measured once

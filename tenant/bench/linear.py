@@ -19,21 +19,21 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from symbiosis_priv.arithmetic.ring import FORWARD
+from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import DeadlineExceededError
 from symbiosis_priv.federation import Federation, load_federation
+from symbiosis_priv.harness.local import LocalFederation
 from symbiosis_priv.kernels import probe_rows
-from symbiosis_priv.local import LocalFederation
-from symbiosis_priv.ring import FORWARD
-from symbiosis_priv.weights import WeightStore
-from tenant.backend import RingBackend
 from tenant.bench.echo import EchoClient, EchoServer
 from tenant.bench.report import Row
-from tenant.facts import Preparation
-from tenant.preparation import prepare
+from tenant.core.backend import RingBackend
+from tenant.core.facts import Preparation
+from tenant.core.verifier import DEFAULT_COLUMNS
+from tenant.preparation.keys import prepare
 from tenant.session.options import SessionOptions
 from tenant.session.session import Session
-from tenant.spans import PARTS, recorded
-from tenant.verifier import DEFAULT_COLUMNS
+from tenant.session.spans import PARTS, recorded
 
 HEAD = 64
 """Widths are multiples of it: the dimensions of an attention head."""

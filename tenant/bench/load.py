@@ -27,10 +27,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from symbiosis_priv import wire
+from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction
 from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.federation import load_federation
-from symbiosis_priv.ring import BACKWARD, FORWARD, Direction
+from symbiosis_priv.network import wire
 from tenant.connections.channel import Channel, fresh_nonce
 
 Kind = Literal["generating", "training"]

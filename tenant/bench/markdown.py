@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.files import read_text, write_atomically
+from symbiosis_priv.system.files import read_text, write_atomically
 from tenant.bench.goals import goals
 from tenant.bench.report import Report, Row, Value
 

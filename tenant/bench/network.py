@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from symbiosis_priv.local import LocalFederation
-from symbiosis_priv.weights import WeightStore
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.harness.local import LocalFederation
 from tenant.bench import prediction, processes
 from tenant.bench.contest import START_S, Shape, Tenant
 from tenant.bench.lines import Condition, Kind, Line, open_line

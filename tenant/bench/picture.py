@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from symbiosis_priv import figures
-from symbiosis_priv.figures import COLOURS, Axis, Bar
-from symbiosis_priv.files import write_atomically
+from symbiosis_priv.display import figures
+from symbiosis_priv.display.figures import COLOURS, Axis, Bar
+from symbiosis_priv.system.files import write_atomically
 from tenant.bench.tenants import Figures
 
 _POLICIES = ("none", "lockstep", "opportunistic")

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from symbiosis_priv import wire
-from symbiosis_priv.manifest import GroupEntry
-from symbiosis_priv.ring import BACKWARD, FORWARD, Direction
+from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction
+from symbiosis_priv.checkpoints.manifest import GroupEntry
+from symbiosis_priv.network import wire
 from tenant.connections.executor import LANES
-from tenant.parts import piece_rows
+from tenant.core.parts import piece_rows
 from tenant.session.options import SessionOptions
 
 

@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from symbiosis_priv.errors import DeadlineExceededError, ProtocolError
-from symbiosis_priv.local import LocalFederation
+from symbiosis_priv.harness.local import LocalFederation
 from tenant.bench import processes
 from tenant.bench.asking import Answer, asking
 from tenant.bench.contest import START_S, Shape

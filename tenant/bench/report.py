@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.files import UNDECODABLE, write_atomically
+from symbiosis_priv.system.files import UNDECODABLE, write_atomically
 
 SCHEMA = 1
 _DISTRIBUTIONS = ("symbiosis-priv", "torch", "transformers", "peft")

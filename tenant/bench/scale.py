@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from symbiosis_priv import figures
+from symbiosis_priv.display import figures
 from tenant.bench.contest import Shape, contest
 from tenant.bench.report import Row, Value
 from tenant.bench.step import measure_step

@@ -18,12 +18,12 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
-from symbiosis_priv.local import LocalFederation
-from symbiosis_priv.weights import WeightStore
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.harness.local import LocalFederation
 from tenant.bench.contest import Shape
 from tenant.bench.report import Row
-from tenant.preparation import prepare
-from tenant.verifier import DEFAULT_COLUMNS
+from tenant.core.verifier import DEFAULT_COLUMNS
+from tenant.preparation.keys import prepare
 
 _START_S = 3600.0
 _PIECE = 1 << 24  # bytes read at a time

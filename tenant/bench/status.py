@@ -7,9 +7,9 @@ import http.client
 import json
 from typing import Any, Final
 
-from symbiosis_priv.addresses import parse_address
 from symbiosis_priv.errors import ConnectionLostError
-from symbiosis_priv.local import LocalFederation
+from symbiosis_priv.harness.local import LocalFederation
+from symbiosis_priv.network.addresses import parse_address
 
 METRICS: Final[dict[str, object]] = {"listen": "127.0.0.1:0"}
 """`[metrics]` in its provider.toml."""

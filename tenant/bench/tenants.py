@@ -22,11 +22,12 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from symbiosis_priv import certificates, start
+from symbiosis_priv import certificates
 from symbiosis_priv.certificates import Identity
+from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ProtocolError
-from symbiosis_priv.local import LocalFederation
-from symbiosis_priv.weights import WeightStore
+from symbiosis_priv.harness.local import LocalFederation
+from symbiosis_priv.system import processes as start
 from tenant.bench.load import Asker, Kind, Load, Report
 from tenant.bench.report import Row
 from tenant.bench.status import METRICS, status_of

@@ -17,11 +17,11 @@ import msgspec
 import torch
 from peft import LoraConfig, get_peft_model
 
-from tenant.hf import RemoteConfig, backend_of
-from tenant.ledger import ledger_of, since
-from tenant.loading import load_model
+from tenant.model.hf import RemoteConfig, backend_of
+from tenant.model.ledger import ledger_of, since
+from tenant.model.loading import load_model
+from tenant.session.spans import Part, recorded
 from tenant.session.tally import Ledger
-from tenant.spans import Part, recorded
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +67,7 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         seconds: on the clock.
-        parts: seconds by the session's own account (`tenant.spans`).
+        parts: seconds by the session's own account (`tenant.session.spans`).
         counted: what the session's ledger counted meanwhile; nothing for the whole model.
     """
 

@@ -19,9 +19,7 @@ from typing import ParamSpec, Protocol, TypeVar
 
 from torch import Tensor
 
-from symbiosis_priv import tls, wire
-from symbiosis_priv.buffers import Buffers
-from symbiosis_priv.dial import Line, Traffic
+from symbiosis_priv.arithmetic.buffers import Buffers
 from symbiosis_priv.errors import (
     ConnectionLostError,
     DeadlineExceededError,
@@ -30,6 +28,8 @@ from symbiosis_priv.errors import (
     TransportError,
 )
 from symbiosis_priv.federation import Peer
+from symbiosis_priv.network import tls, wire
+from symbiosis_priv.network.dial import Line, Traffic
 from tenant.connections.notices import Notices
 from tenant.worker import Worker
 

@@ -9,13 +9,13 @@ from typing import Final
 
 from torch import Tensor
 
-from symbiosis_priv import wire
 from symbiosis_priv.errors import ConnectionLostError
+from symbiosis_priv.network import wire
 from tenant.connections.channel import Channel, fresh_nonce
 from tenant.connections.lanes import Lanes
-from tenant.facts import GroupFacts
-from tenant.noise import joined
-from tenant.parts import Part
+from tenant.core.facts import GroupFacts
+from tenant.core.pads import joined
+from tenant.core.parts import Part
 from tenant.routing.health import State
 from tenant.routing.route import Route
 from tenant.worker import Worker

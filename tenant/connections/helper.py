@@ -12,14 +12,14 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from symbiosis_priv import wire
+from symbiosis_priv.arithmetic.keystream import SessionSecret
+from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.errors import CertificateError, ConnectionLostError, ProviderError, TransportError
-from symbiosis_priv.keystream import SessionSecret
-from symbiosis_priv.ring import Direction
+from symbiosis_priv.network import wire
 from tenant.connections.channel import Channel, fresh_nonce
 from tenant.connections.executor import row_limit
-from tenant.facts import GroupFacts
-from tenant.noise import joined
+from tenant.core.facts import GroupFacts
+from tenant.core.pads import joined
 from tenant.routing.health import State
 from tenant.routing.route import Route
 from tenant.routing.routes import Routes

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tenant.quality import Quality
 from tenant.session.tally import Ledger
+from tenant.training.quality import Quality
 
 MIN_TOP1 = 0.99
 MAX_PERPLEXITY_CHANGE = 0.01

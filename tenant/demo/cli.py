@@ -12,9 +12,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from symbiosis_priv import terminal
-from symbiosis_priv.files import default_cache, output_file, write_atomically
-from symbiosis_priv.interrupts import Interrupts
+from symbiosis_priv.display import terminal
+from symbiosis_priv.system.files import default_cache, output_file, write_atomically
+from symbiosis_priv.system.interrupts import Interrupts
 
 _DEFAULT_STEPS = 40
 

@@ -15,26 +15,26 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from symbiosis_priv.checkpoint import resolve
-from symbiosis_priv.discovery import load_config
+from symbiosis_priv.checkpoints.checkpoint import resolve
+from symbiosis_priv.checkpoints.layer_discovery import load_config
 from symbiosis_priv.federation import load_federation
-from symbiosis_priv.local import LocalFederation
-from tenant.corpus import hold_out, read_documents, to_blocks
-from tenant.demo.base_model import cached_base_model
+from symbiosis_priv.harness.base_model import cached_base_model
+from symbiosis_priv.harness.local import LocalFederation
+from symbiosis_priv.harness.text import PRIVATE_PROMPT, private_text
+from tenant.connections.wiretaps import Assassin
 from tenant.demo.claims import Figures
 from tenant.demo.tamper import rejected
-from tenant.demo.text import PRIVATE_PROMPT, private_text
-from tenant.finetune import FineTuned, FineTuning, finetune
-from tenant.generate import open_model
-from tenant.hf import RemoteConfig, backend_of
-from tenant.ledger import ledger_of, since
-from tenant.loading import load_adapter, load_model, load_tokenizer
-from tenant.preparation import prepare
-from tenant.quality import compare
-from tenant.remote_linear import RemoteLayer
+from tenant.model.hf import RemoteConfig, backend_of
+from tenant.model.ledger import ledger_of, since
+from tenant.model.loading import load_adapter, load_model, load_tokenizer
+from tenant.model.remote_linear import RemoteLayer
+from tenant.preparation.keys import prepare
 from tenant.session.tally import Ledger
-from tenant.training import Progress
-from tenant.witness import Assassin
+from tenant.training.corpus import hold_out, read_documents, to_blocks
+from tenant.training.finetune import FineTuned, FineTuning, finetune
+from tenant.training.generate import open_model
+from tenant.training.quality import compare
+from tenant.training.trainer import Progress
 
 Report = Callable[[str, int, int, str], None]
 """Called with (stage, done, in all, a short remark)."""

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from symbiosis_priv.errors import one_line
 from tenant.demo.claims import Claim, Figures, claims, per_token
-from tenant.ledger import size
+from tenant.model.ledger import size
 
 _WIDTH = 80
 _CURVE_WIDTH, _CURVE_HEIGHT = 64, 6

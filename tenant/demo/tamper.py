@@ -10,12 +10,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from symbiosis_priv import wire
+from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from symbiosis_priv.errors import VerificationError
 from symbiosis_priv.federation import Federation, Peer
-from symbiosis_priv.ring import DIRECTIONS
-from symbiosis_priv.wire import Role
-from tenant.facts import Preparation
+from symbiosis_priv.network import wire
+from symbiosis_priv.network.wire import Role
+from tenant.core.facts import Preparation
 from tenant.session.options import SessionOptions
 from tenant.session.session import Session
 

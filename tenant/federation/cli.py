@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from symbiosis_priv import terminal
 from symbiosis_priv.certificates import describe, fingerprint
+from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
 
 if TYPE_CHECKING:  # what imports torch is imported by the commands: not for --help
     from symbiosis_priv.federation import Federation
-    from tenant.facts import Preparation
+    from tenant.core.facts import Preparation
     from tenant.federation.probe import Finding
     from tenant.routing.discovery import Found
 
@@ -87,8 +87,8 @@ def init(
 def _digest(model: str, weight_bits: int) -> str:
     import torch  # not for --help
 
-    from symbiosis_priv.checkpoint import resolve
-    from symbiosis_priv.weights import WeightStore
+    from symbiosis_priv.checkpoints.checkpoint import resolve
+    from symbiosis_priv.checkpoints.weights import WeightStore
     from tenant.progress import progress_bar
 
     store = WeightStore(resolve(model), weight_bits=weight_bits)
@@ -156,12 +156,12 @@ def top(
 
 def _preparation(federation: Federation, model: str | None) -> Preparation | None:
     """Of the pinned model, made from a checkpoint or found on this machine; None without either."""
-    from symbiosis_priv.checkpoint import resolve
+    from symbiosis_priv.checkpoints.checkpoint import resolve
+    from symbiosis_priv.checkpoints.weights import WeightStore
     from symbiosis_priv.errors import CheckpointError
-    from symbiosis_priv.weights import WeightStore
-    from tenant.preparation import prepare
+    from tenant.core.verifier import DEFAULT_COLUMNS
+    from tenant.preparation.keys import prepare
     from tenant.progress import progress_bar
-    from tenant.verifier import DEFAULT_COLUMNS
 
     store = None if model is None else WeightStore(resolve(model), weight_bits=federation.weight_bits)
     try:
@@ -222,7 +222,7 @@ def _show(federation: Federation, findings: Sequence[Finding], preparation: Prep
 
 
 def _cells(finding: Finding, preparation: Preparation | None) -> list[str]:
-    from symbiosis_priv.ring import FORWARD
+    from symbiosis_priv.arithmetic.ring import FORWARD
 
     peer, none = finding.peer, ""
     groups = finding.groups.get(FORWARD, range(0))
@@ -240,7 +240,7 @@ def _cells(finding: Finding, preparation: Preparation | None) -> list[str]:
 
 
 def _layers(groups: range, preparation: Preparation) -> str:
-    from symbiosis_priv.layers import spans
+    from symbiosis_priv.checkpoints.layers import spans
 
     return ", ".join(map(str, spans(preparation.manifest.layers[group] for group in groups)))
 

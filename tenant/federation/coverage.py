@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction
+from symbiosis_priv.checkpoints.layers import LayerRange, spans
 from symbiosis_priv.federation import Federation, Peer
-from symbiosis_priv.layers import LayerRange, spans
-from symbiosis_priv.ring import DIRECTIONS, Direction
 
 
 @dataclass(frozen=True)

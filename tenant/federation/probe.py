@@ -17,9 +17,9 @@ import torch
 from cryptography import x509
 from torch import Tensor
 
-from symbiosis_priv import tls, wire
+from symbiosis_priv.arithmetic.keystream import SEED_BYTES, expand, mask_key
+from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.certificates import clock
-from symbiosis_priv.dial import Line
 from symbiosis_priv.errors import (
     ConnectionLostError,
     DeadlineExceededError,
@@ -29,10 +29,10 @@ from symbiosis_priv.errors import (
     one_line,
 )
 from symbiosis_priv.federation import Federation, Peer
-from symbiosis_priv.keystream import SEED_BYTES, expand, mask_key
-from symbiosis_priv.ring import DIRECTIONS, FORWARD, Direction
+from symbiosis_priv.network import tls, wire
+from symbiosis_priv.network.dial import Line
 from tenant.connections.channel import fresh_nonce
-from tenant.facts import Preparation
+from tenant.core.facts import Preparation
 from tenant.federation.coverage import Serving, layer_text
 
 GLANCE_ROUND_TRIPS = 5

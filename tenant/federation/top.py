@@ -18,12 +18,12 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from symbiosis_priv import terminal
+from symbiosis_priv.arithmetic.ring import FORWARD
+from symbiosis_priv.checkpoints.layers import spans
+from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.federation import Federation, Peer
-from symbiosis_priv.layers import spans
-from symbiosis_priv.ring import FORWARD
-from tenant.facts import Preparation
+from tenant.core.facts import Preparation
 from tenant.federation.coverage import lacking
 from tenant.federation.probe import GLANCE_ROUND_TRIPS, Finding, Probe
 from tenant.routing.discovery import DEADLINE_S, Discovery

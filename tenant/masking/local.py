@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from symbiosis_priv.keystream import Keystream, SessionSecret
-from symbiosis_priv.ring import Direction
-from symbiosis_priv.weights import WeightStore
-from tenant.backend import Simulation
-from tenant.facts import GroupFacts
+from symbiosis_priv.arithmetic.keystream import Keystream, SessionSecret
+from symbiosis_priv.arithmetic.ring import Direction
+from symbiosis_priv.checkpoints.weights import WeightStore
+from tenant.core.backend import Simulation
+from tenant.core.facts import GroupFacts
+from tenant.core.pads import EffectSource, Pad, Share
 from tenant.masking.scheme import Materials, SessionScheme
-from tenant.noise import EffectSource, Pad, Share
 from tenant.routing.route import Route
 from tenant.worker import Worker
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from tenant.core.pads import EffectSource
 from tenant.masking.scheme import Materials, SessionScheme
-from tenant.noise import EffectSource
 
 
 class NoMasking(SessionScheme):

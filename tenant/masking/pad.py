@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from symbiosis_priv.keystream import SessionSecret
-from symbiosis_priv.ring import Direction
-from tenant.facts import GroupFacts
+from symbiosis_priv.arithmetic.keystream import SessionSecret
+from symbiosis_priv.arithmetic.ring import Direction
+from tenant.core.facts import GroupFacts
+from tenant.core.pads import EffectSource, Pad, Share
 from tenant.masking.scheme import Holders, Materials, SessionScheme
-from tenant.noise import EffectSource, Pad, Share
 from tenant.routing.route import Route
 
 

@@ -15,18 +15,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from symbiosis_priv import wire
+from symbiosis_priv.arithmetic.keystream import SessionSecret, expand, mask_key
+from symbiosis_priv.arithmetic.ring import FORWARD, Direction
 from symbiosis_priv.errors import ConfigError, NonFiniteError
 from symbiosis_priv.federation import Federation
-from symbiosis_priv.keystream import SessionSecret, expand, mask_key
-from symbiosis_priv.ring import FORWARD, Direction
-from tenant.backend import Backend
+from symbiosis_priv.network import wire
 from tenant.connections.channel import Channel, Wiretap, fresh_nonce
 from tenant.connections.notices import Notices
-from tenant.facts import Preparation
+from tenant.core.backend import Backend
+from tenant.core.facts import Preparation
+from tenant.core.pads import padded
 from tenant.masking.scheme import BackendScheme
-from tenant.noise import padded
-from tenant.opening import Opening
+from tenant.preparation.opening import Opening
 
 WARNING = (
     "masking = 'paper-pool' reuses a few float noises that the executor knows: it can read every row "

@@ -8,16 +8,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from symbiosis_priv.arithmetic.keystream import SessionSecret
+from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError, RoleConflictError
 from symbiosis_priv.federation import Federation
-from symbiosis_priv.keystream import SessionSecret
-from symbiosis_priv.weights import WeightStore
-from symbiosis_priv.wire import Role
-from tenant.backend import Backend
+from symbiosis_priv.network.wire import Role
 from tenant.connections.helper import Helper
-from tenant.facts import GroupFacts
-from tenant.noise import EffectSource
-from tenant.opening import Opening
+from tenant.core.backend import Backend
+from tenant.core.facts import GroupFacts
+from tenant.core.pads import EffectSource
+from tenant.preparation.opening import Opening
 from tenant.routing.route import Route
 
 Observer = Literal["executor", "helper", "all but a helper", "executor+helper"]

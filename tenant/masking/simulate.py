@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tenant.backend import Backend, RingBackend, Simulation
+from tenant.core.backend import Backend, RingBackend, Simulation
 from tenant.masking.scheme import BackendScheme
-from tenant.opening import Opening
+from tenant.preparation.opening import Opening
 
 
 class Simulate(BackendScheme):

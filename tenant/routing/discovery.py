@@ -26,13 +26,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from symbiosis_priv.descriptor import MAX_LIFETIME_S, Announced, verify
+from symbiosis_priv.certificates.revocation import load_revoked, mark_of
 from symbiosis_priv.errors import CertificateError, DescriptorError, SymbiosisError, one_line
 from symbiosis_priv.federation import Federation, Peer, Traits, in_common, traits
-from symbiosis_priv.registry.client import RegistryClient
-from symbiosis_priv.revocation import load_revoked, mark_of
-from symbiosis_priv.statements import CLOCK_TOLERANCE_S, MS, Trust
-from symbiosis_priv.tls import registry_client_context
+from symbiosis_priv.network.tls import registry_client_context
+from symbiosis_priv.registry.descriptor import MAX_LIFETIME_S, Announced, verify
+from symbiosis_priv.registry.queries import RegistryClient
+from symbiosis_priv.registry.statements import CLOCK_TOLERANCE_S, MS, Trust
 
 log = logging.getLogger(__name__)
 

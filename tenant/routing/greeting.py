@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
-from symbiosis_priv import wire
+from symbiosis_priv.checkpoints.layers import spans
+from symbiosis_priv.checkpoints.manifest import Manifest
 from symbiosis_priv.errors import SymbiosisError, UncoveredError
 from symbiosis_priv.federation import Federation
-from symbiosis_priv.layers import spans
-from symbiosis_priv.manifest import Manifest
+from symbiosis_priv.network import wire
 from tenant.routing.route import Route
 from tenant.routing.routes import Routes
 from tenant.worker import Worker

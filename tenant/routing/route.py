@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from symbiosis_priv import wire
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.limits import Role
+from symbiosis_priv.network import wire
 from tenant.routing.health import USUAL, Health, State, Tolerance
 
 

@@ -21,9 +21,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
-from symbiosis_priv import wire
 from symbiosis_priv.errors import QuarantinedError
 from symbiosis_priv.federation import Federation, Peer, Traits, in_common, traits
+from symbiosis_priv.network import wire
 from tenant.routing.health import FEW_BYTES, USUAL, Health, State, Tolerance
 from tenant.routing.holders import choose_holders
 from tenant.routing.quarantine import Quarantine

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from symbiosis_priv.errors import QuarantinedError, VerificationError
 from symbiosis_priv.federation import Peer
-from tenant.facts import Preparation
-from tenant.parts import Part
+from tenant.core.facts import Preparation
+from tenant.core.parts import Part
 from tenant.routing.route import Route
 from tenant.routing.routes import Routes
 from tenant.session.tally import Tally

@@ -15,7 +15,7 @@ from concurrent.futures import wait
 import torch
 
 from tenant.connections.executor import LANES, Executor
-from tenant.parts import Part
+from tenant.core.parts import Part
 from tenant.routing.route import Route
 
 

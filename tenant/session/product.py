@@ -30,6 +30,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from symbiosis_priv.arithmetic.modular import Column
+from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.errors import (
     CertificateError,
     DeadlineExceededError,
@@ -38,23 +40,21 @@ from symbiosis_priv.errors import (
     QuarantinedError,
     TransportError,
 )
-from symbiosis_priv.modular import Column
-from symbiosis_priv.ring import Direction
 from tenant.connections.executor import Executor
 from tenant.connections.lanes import LanesInUseError
-from tenant.facts import Preparation
-from tenant.noise import Pad, cut, is_lost, some_rows
-from tenant.parts import Part, piece_rows, product_bytes
+from tenant.core.facts import Preparation
+from tenant.core.pads import Pad, cut, is_lost, some_rows
+from tenant.core.parts import Part, piece_rows, product_bytes
+from tenant.core.rows import Rows
 from tenant.routing.route import Route
 from tenant.routing.routes import Routes
-from tenant.rows import Rows
 from tenant.session.blame import Blame
 from tenant.session.options import SessionOptions
 from tenant.session.pieces import share
 from tenant.session.runtime import Runtime
+from tenant.session.spans import clock, took
 from tenant.session.tally import Tally
 from tenant.session.turn import Turn
-from tenant.spans import clock, took
 
 _LOOK_AGAIN_S = 1.0  # whether by now there is another helper to ask
 

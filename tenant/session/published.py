@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from symbiosis_priv.errors import ConfigError, StorageError
-from symbiosis_priv.files import UNDECODABLE, write_atomically
+from symbiosis_priv.system.files import UNDECODABLE, write_atomically
 from tenant.routing.route import ProviderFigures
 from tenant.session.session import Session
 

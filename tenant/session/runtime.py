@@ -15,20 +15,20 @@ import threading
 import time
 from collections.abc import Callable
 
-from symbiosis_priv import wire
-from symbiosis_priv.buffers import Buffers
+from symbiosis_priv.arithmetic.buffers import Buffers
+from symbiosis_priv.arithmetic.keystream import SessionSecret
+from symbiosis_priv.arithmetic.ring import Direction
+from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import QuarantinedError
 from symbiosis_priv.federation import Federation, Peer, check_parties
-from symbiosis_priv.keystream import SessionSecret
-from symbiosis_priv.ring import Direction
-from symbiosis_priv.weights import WeightStore
+from symbiosis_priv.network import wire
 from tenant.connections.channel import Channel
 from tenant.connections.executor import Executor, row_limit
 from tenant.connections.helper import Helper
 from tenant.connections.notices import Notices
-from tenant.facts import Preparation
+from tenant.core.facts import Preparation
+from tenant.core.pads import EffectSource, NoisePool, Pad, PoolMemory
 from tenant.masking.scheme import Materials, SessionScheme
-from tenant.noise import EffectSource, NoisePool, Pad, PoolMemory
 from tenant.routing.discovery import Discovery
 from tenant.routing.greeting import Greeter
 from tenant.routing.route import Route

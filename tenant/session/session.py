@@ -18,15 +18,15 @@ import weakref
 
 from torch import Tensor
 
+from symbiosis_priv.arithmetic.ring import Direction
+from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.federation import Federation
-from symbiosis_priv.ring import Direction
-from symbiosis_priv.weights import WeightStore
-from tenant.facts import Preparation
+from tenant.core.facts import Preparation
+from tenant.core.rows import RingRows, Rows
 from tenant.masking.registry import session_scheme
 from tenant.routing.greeting import check_expected
 from tenant.routing.routes import Routes
-from tenant.rows import RingRows, Rows
 from tenant.session.blame import Blame
 from tenant.session.options import SessionOptions
 from tenant.session.product import Products

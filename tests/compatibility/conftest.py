@@ -27,9 +27,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from symbiosis_priv.discovery import is_linear
+from symbiosis_priv.checkpoints.layer_discovery import is_linear
+from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import UnsupportedMethodError
-from symbiosis_priv.weights import WeightStore
 from tenant import RemoteConfig
 
 STAGES = FORWARD, BACKWARD, GENERATE, HOME = "FBGH"

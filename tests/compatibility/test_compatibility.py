@@ -18,7 +18,7 @@ from peft import PeftModel
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from safetensors.torch import load_file, save_file
 
-from tenant.offloaded import OffloadedConv1DWeight, OffloadedWeight
+from tenant.model.offloaded import OffloadedConv1DWeight, OffloadedWeight
 
 # PEFT's methods warn of many things that one may know about them.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")

@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from symbiosis_priv.local import LocalFederation
+from symbiosis_priv.harness.local import LocalFederation
 from tenant import RemoteConfig, backend_of
 
 DEADLINE_S = 120.0

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from symbiosis_priv.local import LocalFederation
+from symbiosis_priv.harness.local import LocalFederation
+from symbiosis_priv.harness.text import public_text
 from tenant import RemoteConfig, backend_of
-from tenant.demo.text import public_text
 from tests.builds import BUILDS, build
 
 if TYPE_CHECKING:

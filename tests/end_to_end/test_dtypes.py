@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from symbiosis_priv.local import LocalFederation
-from symbiosis_priv.weights import WeightStore
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.harness.local import LocalFederation
 from tenant import RemoteConfig
 
 if TYPE_CHECKING:

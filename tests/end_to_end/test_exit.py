@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from symbiosis_priv.local import LocalFederation
+from symbiosis_priv.harness.local import LocalFederation
 
 TIMEOUT_S = 120.0
 # A release is held to twenty runs, one at a time, of 2 s each on a machine that does nothing else.

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from symbiosis_priv import wire
 from symbiosis_priv.federation import Peer
-from symbiosis_priv.local import LocalFederation
+from symbiosis_priv.harness.local import LocalFederation
+from symbiosis_priv.network import wire
 from tenant import RemoteConfig, backend_of
 from tenant.bench.chaos import Work, run_chaos
 

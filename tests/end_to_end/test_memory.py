@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from symbiosis_priv.local import LocalFederation
-from symbiosis_priv.weights import WeightStore
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.harness.local import LocalFederation
 from tenant import RemoteConfig, backend_of
-from tenant.remote_linear import RemoteLayer
+from tenant.model.remote_linear import RemoteLayer
 
 if TYPE_CHECKING:
     from tests.end_to_end.conftest import Open

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from symbiosis_priv.errors import UncoveredError
 from symbiosis_priv.federation import load_federation
-from symbiosis_priv.local import LocalFederation
+from symbiosis_priv.harness.local import LocalFederation
 from tenant import RemoteConfig
 
 if TYPE_CHECKING:

@@ -34,4 +34,4 @@ def test_packages_are_pinned_and_health_is_asked_for() -> None:
     assert any("--constraint /src/constraints.txt" in words for words in arguments("RUN"))
     (check,) = arguments("HEALTHCHECK")
     path = re.findall(r"http://127\.0\.0\.1:9464(/\w+)", check)[0]
-    assert f'"{path}"' in (ROOT / "provider/metrics.py").read_text(encoding="utf-8")
+    assert f'"{path}"' in (ROOT / "provider/operations/metrics.py").read_text(encoding="utf-8")

@@ -17,10 +17,10 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from symbiosis_priv.certificates import Kind, create_authority, issue
+from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.federation import load_federation
-from symbiosis_priv.weights import WeightStore
-from tenant.demo.base_model import Pretraining, make_base_model
-from tenant.demo.text import private_text
+from symbiosis_priv.harness.base_model import Pretraining, make_base_model
+from symbiosis_priv.harness.text import private_text
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = Pretraining(steps=4, batch=2, window=16, sentences=300, vocab=320)

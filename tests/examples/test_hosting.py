@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 
 from symbiosis_priv.federation import load_federation
-from tenant.demo.base_model import Pretraining, make_base_model
-from tenant.demo.text import private_text
+from symbiosis_priv.harness.base_model import Pretraining, make_base_model
+from symbiosis_priv.harness.text import private_text
 
 README = Path(__file__).parents[2] / "README.md"
 TINY = Pretraining(steps=4, batch=2, window=16, sentences=300, vocab=320)

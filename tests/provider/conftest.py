@@ -20,14 +20,15 @@ import msgspec
 import pytest
 from torch import Tensor
 
-from provider.config import ExecutorConfig, Limits, ModelConfig, ProviderConfig, TlsConfig, to_json
-from provider.server import Provider
-from symbiosis_priv import certificates, wire
-from symbiosis_priv.addresses import parse_address
+from provider.config.schema import ExecutorConfig, Limits, ModelConfig, ProviderConfig, TlsConfig, to_json
+from provider.serve import Provider
+from symbiosis_priv import certificates
+from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.certificates import Identity, Kind
-from symbiosis_priv.ring import Direction
-from symbiosis_priv.tls import client_context
-from symbiosis_priv.weights import WeightStore
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.network import wire
+from symbiosis_priv.network.addresses import parse_address
+from symbiosis_priv.network.tls import client_context
 
 TIMEOUT_S = 20.0
 

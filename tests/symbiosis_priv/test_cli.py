@@ -16,7 +16,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from symbiosis_priv import cli, errors, wire
+from symbiosis_priv import cli, errors
+from symbiosis_priv.network import wire
 
 OWN_COMMANDS = sorted(
     entry.name for entry in entry_points(group=cli.COMMAND_GROUP) if entry.dist and entry.dist.name == "symbiosis-priv"

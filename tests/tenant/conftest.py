@@ -20,15 +20,16 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from provider.model import ServedModel
-from symbiosis_priv import certificates, wire
+from provider.products.model import ServedModel
+from symbiosis_priv import certificates
 from symbiosis_priv.certificates import Identity, Kind
+from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.federation import Company, Federation, Peer
-from symbiosis_priv.tls import server_context
-from symbiosis_priv.weights import WeightStore
+from symbiosis_priv.network import wire
+from symbiosis_priv.network.tls import server_context
 from tenant.connections.channel import Wiretap
-from tenant.facts import Preparation
-from tenant.preparation import prepare
+from tenant.core.facts import Preparation
+from tenant.preparation.keys import prepare
 from tenant.session.options import SessionOptions
 from tenant.session.session import Session
 

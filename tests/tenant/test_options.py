@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from transformers.quantizers.auto import AutoQuantizationConfig
 
+from symbiosis_priv.checkpoints.vetting import QUANT_METHOD
 from symbiosis_priv.errors import CheckpointError, ConfigError
-from symbiosis_priv.trust import QUANT_METHOD
 from tenant import RemoteConfig
 from tenant.masking.registry import registered
 

@@ -11,9 +11,9 @@ from transformers.quantizers.base import HfQuantizer
 
 from symbiosis_priv.certificates import fingerprint
 from symbiosis_priv.federation import Federation
-from symbiosis_priv.statements import Trust
+from symbiosis_priv.registry.statements import Trust
 from tenant import RemoteConfig
-from tenant.hf import RemoteQuantizer
+from tenant.model.hf import RemoteQuantizer
 from threat_model.active import ActiveReport, mutual_information
 from threat_model.folders import attack_folders
 from threat_model.lab import Lab
@@ -37,9 +37,13 @@ def test_every_lie_is_caught(report: ActiveReport) -> None:
 def test_hostile_folders_are_refused_by_what_is_there_to_refuse_them(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: a tenant that looks at no folder. What the seal and the digests do not bind gets in."""
     assert all(attack_folders(lab).values())
-    for module in ("tenant.hf", "symbiosis_priv.checkpoint", "symbiosis_priv.discovery"):
+    for module in (
+        "tenant.model.hf",
+        "symbiosis_priv.checkpoints.checkpoint",
+        "symbiosis_priv.checkpoints.layer_discovery",
+    ):
         monkeypatch.setattr(f"{module}.vet", lambda folder: {})
-    monkeypatch.setattr("tenant.preparation._bind", lambda folder, prepared, model: None)
+    monkeypatch.setattr("tenant.preparation.keys._bind", lambda folder, prepared, model: None)
     monkeypatch.setattr("hmac.compare_digest", lambda a, b: True)
     monkeypatch.setattr(RemoteConfig, "from_dict", classmethod(lambda cls, values: cls(**values)))
     monkeypatch.setattr(RemoteQuantizer, "__init__", HfQuantizer.__init__)
@@ -57,14 +61,18 @@ def test_lying_registries_are_refused_by_what_is_there_to_refuse_them(
     assert all(attack_registry(lab.federation).values())
     with monkeypatch.context() as patch:
         patch.setattr(Trust, "check", lambda self, certificate, *, at: None)
-        patch.setattr("symbiosis_priv.statements._is_signed", lambda signed, *, key, domain: True)
+        patch.setattr("symbiosis_priv.registry.statements._is_signed", lambda signed, *, key, domain: True)
         fallen = {name for name, refused in attack_registry(lab.federation).items() if not refused}
     assert fallen == {
         "an executor that another authority vouches for",
         "an executor with another port than it has signed",
     }
     with monkeypatch.context() as patch:
-        for module in ("symbiosis_priv.revocation", "symbiosis_priv.statements", "tenant.routing.discovery"):
+        for module in (
+            "symbiosis_priv.certificates.revocation",
+            "symbiosis_priv.registry.statements",
+            "tenant.routing.discovery",
+        ):
             patch.setattr(f"{module}.mark_of", lambda c: f"tbs-{fingerprint(c.public_bytes(Encoding.DER))}")
         fallen = {name for name, refused in attack_registry(lab.federation).items() if not refused}
     assert fallen == {"an executor that was revoked, its certificate's signature written another way"}

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction
 from symbiosis_priv.errors import RoleConflictError
-from symbiosis_priv.ring import BACKWARD, FORWARD, Direction
 from threat_model.attacks import Attack
 from threat_model.attacks.averaging import Averaging
 from threat_model.attacks.collusion import Collusion

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from symbiosis_priv.ring import DIRECTIONS
+from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from threat_model.attacks import ATTACKS, Outcome
 from threat_model.attacks.candidates import CandidateSubtraction
 from threat_model.attacks.collusion import Coalition, Collusion

@@ -22,23 +22,26 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from provider import connection, model
-from provider.config import ExecutorConfig, Limits, ModelConfig, ProviderConfig, TlsConfig
-from provider.executor import Executor
-from provider.floats import FloatGroup, FloatGroups
-from provider.model import ServedModel
-from provider.server import Provider
-from symbiosis_priv import certificates, testing, wire
-from symbiosis_priv.addresses import parse_address
+from provider.config.schema import ExecutorConfig, Limits, ModelConfig, ProviderConfig, TlsConfig
+from provider.executor.executor import Executor
+from provider.gateway import connection
+from provider.products import model
+from provider.products.floats import FloatGroup, FloatGroups
+from provider.products.model import ServedModel
+from provider.serve import Provider
+from symbiosis_priv import certificates
+from symbiosis_priv.arithmetic.ring import FORWARD
 from symbiosis_priv.certificates import Identity, Kind
+from symbiosis_priv.checkpoints.layers import LayerRange
+from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.federation import Peer
+from symbiosis_priv.harness import strategies as testing
+from symbiosis_priv.harness.local import LocalFederation
 from symbiosis_priv.kernels import RingMatrix
-from symbiosis_priv.layers import LayerRange
-from symbiosis_priv.local import LocalFederation
-from symbiosis_priv.ring import FORWARD
-from symbiosis_priv.weights import WeightStore
-from tenant.preparation import prepare
+from symbiosis_priv.network import wire
+from symbiosis_priv.network.addresses import parse_address
+from tenant.preparation.keys import prepare
 from threat_model.conformance import (
     PROPERTIES,
     CheckpointOracle,

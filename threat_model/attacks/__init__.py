@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from symbiosis_priv.ring import DIRECTIONS
+from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from threat_model.attacks.adapter import AdapterExtraction
 from threat_model.attacks.averaging import Averaging
 from threat_model.attacks.base import Attack, Outcome

@@ -14,7 +14,7 @@ from typing import ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from symbiosis_priv.ring import Direction
+from symbiosis_priv.arithmetic.ring import Direction
 from threat_model.public import Public
 from threat_model.statistics import (
     FALSE_ALARM,

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from symbiosis_priv.ring import Direction
+from symbiosis_priv.arithmetic.ring import Direction
 from threat_model.attacks.base import Attack, Outcome, Rows, score_rows
 from threat_model.attacks.reading import Subtraction, subtract_candidates
 from threat_model.public import Public

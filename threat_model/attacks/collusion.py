@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from symbiosis_priv.keystream import expand, mask_key
-from symbiosis_priv.ring import FORWARD, Direction
+from symbiosis_priv.arithmetic.keystream import expand, mask_key
+from symbiosis_priv.arithmetic.ring import FORWARD, Direction
 from threat_model.attacks.base import Attack, Outcome, Rows, score_rows
 from threat_model.attacks.reading import deal
 from threat_model.attacks.uniformity import Distinguisher, Verdicts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from symbiosis_priv.ring import FORWARD
+from symbiosis_priv.arithmetic.ring import FORWARD
 from threat_model.attacks.base import Attack, Labels, Outcome, score_labels
 from threat_model.truth import Truth
 from threat_model.views import ExecutorView

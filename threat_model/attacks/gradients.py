@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from symbiosis_priv.ring import BACKWARD
+from symbiosis_priv.arithmetic.ring import BACKWARD
 from threat_model.attacks.base import Attack, Labels, Outcome, score_labels
 from threat_model.attacks.reading import subtract_candidates, unfold
 from threat_model.public import Public

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from symbiosis_priv.ring import FORWARD
+from symbiosis_priv.arithmetic.ring import FORWARD
 from threat_model.attacks.base import Attack, Outcome
 from threat_model.attacks.collusion import pad_rows
 from threat_model.attacks.first_layer import FIRST, first_layer_tokens

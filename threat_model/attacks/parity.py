@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from symbiosis_priv.ring import FORWARD
+from symbiosis_priv.arithmetic.ring import FORWARD
 from threat_model.attacks.base import Labels
 from threat_model.attacks.first_layer import FIRST, FirstLayerAttack
 from threat_model.public import Public

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from symbiosis_priv.ring import BACKWARD, DIRECTIONS, Direction
+from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, Direction
 from threat_model.public import Public
 from threat_model.views import Exchange, ExecutorView
 

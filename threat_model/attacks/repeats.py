@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from symbiosis_priv.ring import FORWARD, Direction
+from symbiosis_priv.arithmetic.ring import FORWARD, Direction
 from threat_model.attacks.base import Attack, Outcome, Rows, score_rows
 from threat_model.attacks.reading import deal, noises, stack
 from threat_model.public import Public

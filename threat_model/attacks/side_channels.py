@@ -14,8 +14,8 @@ from typing import ClassVar
 
 import torch
 
-from symbiosis_priv import wire
-from symbiosis_priv.ring import BACKWARD
+from symbiosis_priv.arithmetic.ring import BACKWARD
+from symbiosis_priv.network import wire
 from threat_model.attacks.base import Attack, Outcome
 from threat_model.attacks.reading import generation, noises, prefills
 from threat_model.public import Public

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from symbiosis_priv.ring import FORWARD
+from symbiosis_priv.arithmetic.ring import FORWARD
 from threat_model.attacks.base import Attack, Labels, Outcome, score_labels
 from threat_model.attacks.first_layer import FIRST, FirstLayerAttack
 from threat_model.attacks.reading import prefills, subtract_candidates

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from symbiosis_priv.ring import Direction
+from symbiosis_priv.arithmetic.ring import Direction
 from threat_model.attacks.base import Attack, Outcome
 from threat_model.public import Public
 from threat_model.statistics import binomial_tail, clopper_pearson, normal_tail, roc

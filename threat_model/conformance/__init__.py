@@ -13,7 +13,7 @@ is named with the property that it breaks: values are judged whether or not the 
 other way round. A provider that is busy is asked again; one that is gone is reported as gone, not as a liar.
 
 Passing says that *these* requests were answered truly. A provider could answer them truly and lie later; what binds it
-then is Freivalds' check of every answer in every session (`tenant.verifier`). Rows and seeds are random
+then is Freivalds' check of every answer in every session (`tenant.core.verifier`). Rows and seeds are random
 test data: no tenant's data, and never used as masks.
 """
 

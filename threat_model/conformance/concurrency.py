@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from symbiosis_priv import wire
+from symbiosis_priv.arithmetic.keystream import SEED_BYTES
+from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from symbiosis_priv.errors import ProtocolError
-from symbiosis_priv.keystream import SEED_BYTES
-from symbiosis_priv.ring import DIRECTIONS
+from symbiosis_priv.network import wire
 from threat_model.conformance.oracle import Array, CheckpointOracle, first_difference
 from threat_model.conformance.probe import Probe
 from threat_model.conformance.strategies import batches

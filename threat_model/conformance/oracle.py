@@ -20,13 +20,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from symbiosis_priv.arithmetic.quantise import QuantisedGroup, quantise
+from symbiosis_priv.arithmetic.ring import FORWARD, Direction
+from symbiosis_priv.checkpoints.manifest import GroupEntry, Manifest
+from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError
-from symbiosis_priv.manifest import GroupEntry, Manifest
-from symbiosis_priv.quantise import QuantisedGroup, quantise
-from symbiosis_priv.ring import FORWARD, Direction
-from symbiosis_priv.weights import WeightStore
-from symbiosis_priv.wire import Arithmetic
-from tenant.facts import Preparation
+from symbiosis_priv.network.wire import Arithmetic
+from tenant.core.facts import Preparation
 
 Array = NDArray[Any]
 

@@ -15,11 +15,11 @@ from typing import Self
 
 from torch import Tensor
 
-from symbiosis_priv import wire
-from symbiosis_priv.dial import Line
 from symbiosis_priv.errors import DeadlineExceededError, TransportError
 from symbiosis_priv.federation import Peer
-from symbiosis_priv.tls import client_context
+from symbiosis_priv.network import wire
+from symbiosis_priv.network.dial import Line
+from symbiosis_priv.network.tls import client_context
 
 _PAUSE_S = 0.05
 

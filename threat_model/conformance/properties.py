@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 from torch import Tensor
 
-from symbiosis_priv import testing, wire
-from symbiosis_priv.keystream import SEED_BYTES
-from symbiosis_priv.layers import spans
-from symbiosis_priv.ring import FORWARD
+from symbiosis_priv.arithmetic.keystream import SEED_BYTES
+from symbiosis_priv.arithmetic.ring import FORWARD
+from symbiosis_priv.checkpoints.layers import spans
+from symbiosis_priv.harness import strategies as testing
+from symbiosis_priv.network import wire
 from threat_model.conformance.concurrency import check_batching
 from threat_model.conformance.oracle import CheckpointOracle, first_difference
 from threat_model.conformance.refusals import check_refusals

@@ -9,9 +9,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from symbiosis_priv import wire
+from symbiosis_priv.arithmetic.keystream import SEED_BYTES
 from symbiosis_priv.errors import ConnectionLostError, ProtocolError
-from symbiosis_priv.keystream import SEED_BYTES
+from symbiosis_priv.network import wire
 from threat_model.conformance.oracle import first_difference
 from threat_model.conformance.strategies import requests
 from threat_model.conformance.subject import Case, Subject, describe

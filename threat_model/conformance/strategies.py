@@ -1,4 +1,4 @@
-"""What providers under test are asked: Hypothesis strategies over `symbiosis_priv.testing`. All of them shrink."""
+"""Hypothesis strategies for requests to a provider under test. All of them shrink."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 from torch import Tensor
 
-from symbiosis_priv import testing, wire
-from symbiosis_priv.keystream import SEED_BYTES
-from symbiosis_priv.ring import FORWARD, Direction
+from symbiosis_priv.arithmetic.keystream import SEED_BYTES
+from symbiosis_priv.arithmetic.ring import FORWARD, Direction
+from symbiosis_priv.harness import strategies as testing
+from symbiosis_priv.network import wire
 from threat_model.conformance.subject import Case, Subject, effect_case
 
 _MOST_ROWS = 40

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from symbiosis_priv import wire
+from symbiosis_priv.arithmetic.keystream import expand, mask_key
+from symbiosis_priv.arithmetic.ring import FORWARD, Direction
 from symbiosis_priv.errors import ConnectionLostError, ProtocolError, TransportError, one_line
-from symbiosis_priv.keystream import expand, mask_key
-from symbiosis_priv.ring import FORWARD, Direction
+from symbiosis_priv.network import wire
 from threat_model.conformance.oracle import CheckpointOracle, Difference, Oracle
 from threat_model.conformance.probe import Dialler, Probe
 

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from symbiosis_priv import wire
-from symbiosis_priv.keystream import SEED_BYTES
-from symbiosis_priv.ring import DIRECTIONS, Direction
+from symbiosis_priv.arithmetic.keystream import SEED_BYTES
+from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction
+from symbiosis_priv.network import wire
 from threat_model.conformance.oracle import Difference
 from threat_model.conformance.strategies import arithmetics
 from threat_model.conformance.subject import Case, Subject, Violation, effect_case

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, Phase, Verbosity
 from hypothesis.errors import Flaky
 from hypothesis.strategies import SearchStrategy
 
-from symbiosis_priv import wire
 from symbiosis_priv.errors import SymbiosisError, TransportError
+from symbiosis_priv.network import wire
 from threat_model.conformance.subject import NotTested, Subject, Violation, WrongRole
 
 Verdict = Literal["holds", "broken", "not served", "not tested", "no answer"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from symbiosis_priv import figures
-from symbiosis_priv.figures import Axis, Bar
+from symbiosis_priv.display import figures
+from symbiosis_priv.display.figures import Axis, Bar
 from threat_model.report.rows import pool_cells
 from threat_model.suite import Suite, Verdict
 

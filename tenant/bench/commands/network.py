@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from symbiosis_priv import terminal
+from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConfigError
 from tenant.bench.commands.options import (
     HALF_THE_CORES,

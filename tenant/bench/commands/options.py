@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.files import output_file
+from symbiosis_priv.system.files import output_file
 
 if TYPE_CHECKING:  # imports torch: not for --help
     from tenant.bench.contest import Shape

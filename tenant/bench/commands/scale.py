@@ -37,7 +37,7 @@ def scale(
 
     The first of each list stays while another one grows.
     """
-    from symbiosis_priv.files import output_file, write_atomically
+    from symbiosis_priv.system.files import output_file, write_atomically
     from tenant.bench.scale import AXES, measure_scale, picture
 
     widths = [multiple_of_64(size, "--width") for size in numbers(width, "--width")]

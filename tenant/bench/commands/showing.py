@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from symbiosis_priv import terminal
-from tenant.commands.options import quiet
+from symbiosis_priv.display import terminal
+from tenant.cli.options import quiet
 
 if TYPE_CHECKING:  # imports torch: not for --help
     from tenant.bench.report import Row

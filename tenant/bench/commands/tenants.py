@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from symbiosis_priv.errors import ConfigError, ProtocolError
-from symbiosis_priv.files import output_file
+from symbiosis_priv.system.files import output_file
 from tenant.bench.commands.options import HALF_THE_CORES, Json, Threads, numbers
 from tenant.bench.commands.showing import finish, measuring
 

@@ -11,7 +11,7 @@ from typing import Final, Literal, get_args
 
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.federation import load_federation
-from symbiosis_priv.files import write_atomically
+from symbiosis_priv.system.files import write_atomically
 from tenant.bench.lines.carrier import Carrier
 from tenant.bench.lines.condition import Condition
 from tenant.bench.lines.namespace import Namespace, outside

@@ -16,9 +16,9 @@ from provider.registry.cli import app
 from provider.registry.replica import Follower
 from provider.registry.server import RegistryServer
 from provider.registry.storage import Log
-from symbiosis_priv.descriptor import MAX_LIFETIME_S
 from symbiosis_priv.errors import DescriptorError, ProviderError, StorageError, TransportError
-from symbiosis_priv.statements import MS
+from symbiosis_priv.registry.descriptor import MAX_LIFETIME_S
+from symbiosis_priv.registry.statements import MS
 from tests.vouching import DIGEST, Vouching
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ def test_a_damaged_log_does_not_pass(serve: Serve, vouching: Vouching) -> None:
 
 
 def test_a_revoked_executor_stays_in_the_log_that_is_audited(serve: Serve, vouching: Vouching, tmp_path: Path) -> None:
-    from symbiosis_priv.revocation import revoke
+    from symbiosis_priv.certificates.revocation import revoke
 
     server = serve()
     announce(vouching, server, vouching.says("gamma"))

@@ -23,15 +23,16 @@ from provider.registry.config import RegistryConfig
 from provider.registry.rates import Rates
 from provider.registry.replica import Follower
 from provider.registry.server import RegistryServer
-from symbiosis_priv import certificates, wire
-from symbiosis_priv.addresses import parse_address
+from symbiosis_priv import certificates
 from symbiosis_priv.certificates import Kind
+from symbiosis_priv.certificates.revocation import revoke
 from symbiosis_priv.errors import CertificateError, ConfigError, ProviderError, SymbiosisError, TransportError
+from symbiosis_priv.network import wire
+from symbiosis_priv.network.addresses import parse_address
+from symbiosis_priv.network.tls import registry_client_context
 from symbiosis_priv.registry import protocol
-from symbiosis_priv.registry.client import RegistryClient
-from symbiosis_priv.revocation import revoke
-from symbiosis_priv.statements import MAX_BYTES
-from symbiosis_priv.tls import registry_client_context
+from symbiosis_priv.registry.queries import RegistryClient
+from symbiosis_priv.registry.statements import MAX_BYTES
 from tests.registries import registry_config
 from tests.vouching import DEADLINE_S, DIGEST, Vouching
 

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from provider.registry.storage import Log
-from symbiosis_priv.descriptor import Announced, newest
 from symbiosis_priv.errors import ConfigError, DescriptorError, StorageError
+from symbiosis_priv.registry.descriptor import Announced, newest
 from symbiosis_priv.registry.history import beginning, link
 from symbiosis_priv.registry.protocol import PAGE
-from symbiosis_priv.statements import MS
+from symbiosis_priv.registry.statements import MS
 from tests.vouching import DIGEST, Vouching
 
 NAMES = ("gamma", "delta", "epsilon")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from provider.scheduler.jobs import Job, Piece, Stage
 from provider.scheduler.policy import Policy, PolicyName
 from provider.scheduler.scheduler import Scheduler
-from symbiosis_priv.ring import Direction
+from symbiosis_priv.arithmetic.ring import Direction
 
 POLICIES = get_args(PolicyName)
 STAGES = get_args(Stage)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from provider.scheduler.jobs import Job
 from provider.scheduler.policy import Policy
 from provider.scheduler.scheduler import Scheduler
-from symbiosis_priv.ring import Direction
+from symbiosis_priv.arithmetic.ring import Direction
 
 HIDDEN = 4096
 GROUPS = ((HIDDEN, 3 * HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, 4 * HIDDEN), (2 * HIDDEN, HIDDEN))

@@ -22,9 +22,9 @@ from typer.testing import CliRunner
 
 from symbiosis_priv import certificates
 from symbiosis_priv.certificates import Identity, Kind, alerts, clock, issuing, pem
+from symbiosis_priv.certificates.keys_cli import app
 from symbiosis_priv.errors import CertificateError, ConfigError, SymbiosisError
-from symbiosis_priv.keys_cli import app
-from symbiosis_priv.tls import client_context, server_context
+from symbiosis_priv.network.tls import client_context, server_context
 
 GOOD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 

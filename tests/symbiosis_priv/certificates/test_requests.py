@@ -20,11 +20,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from symbiosis_priv import certificates, tls
+from symbiosis_priv import certificates
 from symbiosis_priv.certificates import Identity, Kind
+from symbiosis_priv.certificates.keys_cli import app
+from symbiosis_priv.certificates.revocation import load_revoked, mark_of
 from symbiosis_priv.errors import CertificateError, ConfigError, SymbiosisError
-from symbiosis_priv.keys_cli import app
-from symbiosis_priv.revocation import load_revoked, mark_of
+from symbiosis_priv.network import tls
 
 PEM = serialization.Encoding.PEM
 

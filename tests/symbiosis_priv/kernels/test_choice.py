@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv import native
+from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.kernels import KERNELS, Packed, RingMatrix, choice, choose, tune
 from symbiosis_priv.kernels.plain import Int32Kernel
 from symbiosis_priv.kernels.registry import candidates
-from symbiosis_priv.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
 from tests.builds import switched
 
 CPU = torch.device("cpu")

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DataObject
 from torch import Tensor
 
-from symbiosis_priv import native, testing
+from symbiosis_priv import native
+from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.errors import ConfigError, RangeError
+from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.kernels import KERNELS, RingMatrix, registry
 from symbiosis_priv.kernels.compiled import CompiledKernel
-from symbiosis_priv.ring import DIRECTIONS, FORWARD, Direction
 
 NAMES = [
     "auto",
@@ -90,7 +91,7 @@ def test_compiled_blocks_and_slices_meet_without_a_seam(
             work(begin, end)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("symbiosis_priv.parallel.for_each_slice", in_two)
+        patch.setattr("symbiosis_priv.native.parallel.for_each_slice", in_two)
         kernel = CompiledKernel(isa)
         kernel.product(kernel.pack(weight, weight_bits=bits), rows, direction, out)
     assert torch.equal(out, oracle(rows, weight, direction))

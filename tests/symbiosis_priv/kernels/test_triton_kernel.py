@@ -16,10 +16,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.kernels import KERNELS, RingMatrix
 from symbiosis_priv.kernels.triton_kernel import MAX_TERMS, plan
 from symbiosis_priv.limits import MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
-from symbiosis_priv.ring import DIRECTIONS, FORWARD, Direction
 
 CPU = torch.device("cpu")
 TRITON = KERNELS["triton"]

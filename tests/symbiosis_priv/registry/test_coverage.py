@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from symbiosis_priv.layers import LayerRange
+from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.registry.coverage import Served, coverage, most_needed
 from tests.vouching import Vouching
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from symbiosis_priv.certificates import load_certificates
 from symbiosis_priv.errors import DescriptorError
 from symbiosis_priv.registry.history import Head, Span, VouchedHead, beginning, check_span, link, sign_head, verify_head
-from symbiosis_priv.statements import MS
+from symbiosis_priv.registry.statements import MS
 from tests.vouching import Vouching
 
 ENTRIES = st.lists(st.binary(max_size=8), max_size=6)

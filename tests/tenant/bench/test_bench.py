@@ -12,7 +12,6 @@ import torch
 from typer.testing import CliRunner
 
 from symbiosis_priv.errors import ConfigError, SymbiosisError
-from tenant import spans
 from tenant.bench import cli as bench_cli
 from tenant.bench import contest as contests
 from tenant.bench import scale
@@ -20,6 +19,7 @@ from tenant.bench.contest import Contest, Shape, contest
 from tenant.bench.ranks import measure_ranks
 from tenant.bench.report import Report, read
 from tenant.bench.worker import Generate, Setup
+from tenant.session import spans
 
 TINY = Shape(width=64, layers=1, inner=64)
 

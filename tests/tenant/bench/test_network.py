@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.manifest import GroupEntry
 from tenant.bench import cli as bench_cli
 from tenant.bench.network import explain
 from tenant.bench.prediction import Traffic, of_step, of_token

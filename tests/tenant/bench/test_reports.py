@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from symbiosis_priv.errors import ConfigError
-from tenant import spans
 from tenant.bench import processes, report
 from tenant.bench.commands.showing import measuring
 from tenant.bench.markdown import Table, render, update
 from tenant.bench.scale import picture, slope
+from tenant.session import spans
 
 ROWS: list[report.Row] = [
     {"width": 768, "variant": "whole, fp32", "wall_s": 1.25, "helper_cpu_s": None, "tenant_peak_mib": 1650.0},

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from symbiosis_priv import wire
 from symbiosis_priv.certificates import Identity
+from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import (
     CertificateError,
     ConnectionLostError,
@@ -25,7 +25,7 @@ from symbiosis_priv.errors import (
     ProviderError,
 )
 from symbiosis_priv.federation import Peer
-from symbiosis_priv.weights import WeightStore
+from symbiosis_priv.network import wire
 from tenant.connections.channel import Channel, Wiretap, fresh_nonce
 from tenant.connections.notices import Notices
 
@@ -287,7 +287,7 @@ def test_who_does_not_answer_is_named_while_it_is_waited_for(
 ) -> None:
     """Silent after the request, not there at all, or taking connections and saying nothing."""
     monkeypatch.setattr("tenant.connections.notices.FIRST_S", 0.1)
-    monkeypatch.setattr("symbiosis_priv.dial.SLICE_S", 0.1)
+    monkeypatch.setattr("symbiosis_priv.network.dial.SLICE_S", 0.1)
     asked = threading.Event()
 
     def say_nothing(heard: Heard, reply: wire.Result, answer: Tensor) -> None:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD
 from symbiosis_priv.federation import Company, Federation, Peer
 from symbiosis_priv.limits import Role
-from symbiosis_priv.ring import BACKWARD, DIRECTIONS, FORWARD
 from tenant.federation.coverage import Serving, lacking, layer_text
 
 LAYERS = (0, 0, 1, 1, 2, 2)

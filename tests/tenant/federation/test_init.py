@@ -13,9 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from symbiosis_priv.certificates import Kind, create_authority, create_request, create_self_signed, fingerprint, issue
+from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CertificateError, ConfigError, RoleConflictError, SymbiosisError
 from symbiosis_priv.federation import load_federation
-from symbiosis_priv.weights import WeightStore
 from tenant.federation.cli import app
 from tenant.federation.init import Descriptor, parse_company
 

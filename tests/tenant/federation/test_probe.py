@@ -14,17 +14,17 @@ import pytest
 from torch import Tensor
 from typer.testing import CliRunner
 
-from provider.model import ServedModel
-from symbiosis_priv import wire
+from provider.products.model import ServedModel
+from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD
+from symbiosis_priv.checkpoints.layers import LayerRange
+from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.federation import Federation
-from symbiosis_priv.layers import LayerRange
-from symbiosis_priv.ring import BACKWARD, DIRECTIONS, FORWARD
-from symbiosis_priv.weights import WeightStore
-from tenant.facts import Preparation
+from symbiosis_priv.network import wire
+from tenant.core.facts import Preparation
+from tenant.core.verifier import DEFAULT_COLUMNS
 from tenant.federation import cli as federation_cli
 from tenant.federation.probe import Finding, probe_all
-from tenant.preparation import prepare
-from tenant.verifier import DEFAULT_COLUMNS
+from tenant.preparation.keys import prepare
 from tests.registries import LyingRegistry, registry_config
 from tests.tenant.conftest import ScriptedProvider
 from tests.vouching import Vouching

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from typer.testing import CliRunner
 
+from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from symbiosis_priv.federation import Federation
-from symbiosis_priv.ring import DIRECTIONS
-from tenant.facts import Preparation
+from tenant.core.facts import Preparation
 from tenant.federation import cli as federation_cli
 from tenant.federation.probe import Probe
 from tenant.federation.top import Seen, Watcher, render

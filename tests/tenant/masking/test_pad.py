@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from symbiosis_priv import testing
-from symbiosis_priv.ring import FORWARD, Direction
-from symbiosis_priv.weights import WeightStore
+from symbiosis_priv.arithmetic.ring import FORWARD, Direction
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.harness import strategies as testing
 
 if TYPE_CHECKING:
     from tests.tenant.conftest import NewProvider, NewSession

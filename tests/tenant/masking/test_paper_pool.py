@@ -14,14 +14,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from symbiosis_priv import testing, wire
+from symbiosis_priv.arithmetic.ring import FORWARD, Direction
+from symbiosis_priv.checkpoints.layers import LayerRange
+from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError, NonFiniteError
-from symbiosis_priv.layers import LayerRange
-from symbiosis_priv.ring import FORWARD, Direction
-from symbiosis_priv.weights import WeightStore
-from tenant.facts import Preparation
+from symbiosis_priv.harness import strategies as testing
+from symbiosis_priv.network import wire
+from tenant.core.facts import Preparation
 from tenant.masking.paper_pool import PaperPoolBackend, gaussian
-from tenant.preparation import prepare
+from tenant.preparation.keys import prepare
 
 if TYPE_CHECKING:
     from tests.tenant.conftest import NewFederation, NewProvider, ScriptedProvider, Tape

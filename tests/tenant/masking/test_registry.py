@@ -12,18 +12,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from symbiosis_priv import testing
+from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, RANGE, Bound, quantise_rows
+from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError, RoleConflictError
-from symbiosis_priv.ring import DIRECTIONS, FORWARD, RANGE, Bound, quantise_rows
-from symbiosis_priv.weights import WeightStore
+from symbiosis_priv.harness import strategies as testing
 from tenant import RemoteConfig
-from tenant.commands.finetune import finetune
-from tenant.connect import open_backend
-from tenant.facts import Preparation
+from tenant.cli.finetune import finetune
+from tenant.core.facts import Preparation
+from tenant.core.pads import EffectSource
 from tenant.masking.local import LocalSource
 from tenant.masking.registry import register, registered, scheme_named, session_scheme, unregister
 from tenant.masking.scheme import Materials, SessionScheme
-from tenant.noise import EffectSource
+from tenant.model.connect import open_backend
 from threat_model.schemes import SCHEMES, variant
 
 if TYPE_CHECKING:

@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 
 from symbiosis_priv import certificates
 from symbiosis_priv.certificates import Kind, load_certificates
-from symbiosis_priv.descriptor import MAX_LIFETIME_S, newest, verify
+from symbiosis_priv.certificates.revocation import revoke
 from symbiosis_priv.errors import CertificateError, ConfigError
 from symbiosis_priv.federation import Company, Federation, Peer, Registries
-from symbiosis_priv.revocation import revoke
-from symbiosis_priv.statements import CLOCK_TOLERANCE_S, MS
+from symbiosis_priv.registry.descriptor import MAX_LIFETIME_S, newest, verify
+from symbiosis_priv.registry.statements import CLOCK_TOLERANCE_S, MS
 from tenant import RemoteConfig
-from tenant.connect import open_backend
+from tenant.model.connect import open_backend
 from tenant.routing.discovery import MAX_FOUND, Discovery, admitted
 from tests.registries import LyingRegistry, registry_config
 from tests.vouching import DIGEST, Vouching

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from symbiosis_priv import wire
 from symbiosis_priv.certificates import load_certificates
+from symbiosis_priv.checkpoints.layers import LayerRange
+from symbiosis_priv.checkpoints.manifest import Manifest
 from symbiosis_priv.errors import ConnectionLostError
 from symbiosis_priv.federation import Federation, Peer
-from symbiosis_priv.layers import LayerRange
-from symbiosis_priv.manifest import Manifest
+from symbiosis_priv.network import wire
 from tenant.routing.greeting import Greeter
 from tenant.routing.health import State, Tolerance
 from tenant.routing.route import Route

@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from symbiosis_priv import wire
+from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, quantise_rows
+from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import UncoveredError
 from symbiosis_priv.federation import Registries
-from symbiosis_priv.ring import DIRECTIONS, FORWARD, quantise_rows
-from symbiosis_priv.statements import MS
-from symbiosis_priv.weights import WeightStore
-from tenant.facts import Preparation
+from symbiosis_priv.network import wire
+from symbiosis_priv.registry.statements import MS
+from tenant.core.facts import Preparation
 from tenant.session.options import SessionOptions
 from tenant.session.session import Session
 from tests.registries import LyingRegistry, registry_config

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from symbiosis_priv.certificates import load_certificates
+from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.federation import Peer
-from symbiosis_priv.layers import LayerRange
 from tenant.routing.quarantine import Quarantine
 from tests.vouching import Vouching
 

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from symbiosis_priv import wire
 from symbiosis_priv.errors import QuarantinedError
 from symbiosis_priv.federation import Company, Federation, Peer
+from symbiosis_priv.network import wire
 from tenant.connections.executor import LANES
 from tenant.routing.health import USUAL, State
 from tenant.routing.route import Route

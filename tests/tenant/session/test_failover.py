@@ -17,7 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from symbiosis_priv import wire
+from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction, quantise_rows
+from symbiosis_priv.checkpoints.layers import LayerRange
+from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import (
     CertificateError,
     DeadlineExceededError,
@@ -26,11 +28,9 @@ from symbiosis_priv.errors import (
     VerificationError,
 )
 from symbiosis_priv.federation import Company
-from symbiosis_priv.layers import LayerRange
-from symbiosis_priv.ring import DIRECTIONS, FORWARD, Direction, quantise_rows
-from symbiosis_priv.weights import WeightStore
+from symbiosis_priv.network import wire
 from tenant.connections.executor import MOST_LANES
-from tenant.facts import Preparation
+from tenant.core.facts import Preparation
 from tenant.routing.health import State, Tolerance
 from tenant.session.session import Session
 

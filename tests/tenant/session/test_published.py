@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from symbiosis_priv import wire
+from symbiosis_priv.arithmetic.ring import FORWARD
 from symbiosis_priv.errors import ConfigError, StorageError
-from symbiosis_priv.ring import FORWARD
-from tenant.hf import RemoteConfig
+from symbiosis_priv.network import wire
+from tenant.model.hf import RemoteConfig
 from tenant.routing.route import ProviderFigures
 from tenant.session.published import SessionStatus, publish, read_status, status_of, write_status
 

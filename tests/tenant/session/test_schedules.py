@@ -19,13 +19,13 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from symbiosis_priv import wire
+from symbiosis_priv.arithmetic.keystream import expand, mask_key
+from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
+from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.federation import Federation, Peer
-from symbiosis_priv.keystream import expand, mask_key
-from symbiosis_priv.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
-from symbiosis_priv.weights import WeightStore
-from tenant.facts import Preparation
+from symbiosis_priv.network import wire
+from tenant.core.facts import Preparation
 from tenant.routing.health import Tolerance
 from tenant.session.options import SessionOptions
 from tenant.session.session import Session

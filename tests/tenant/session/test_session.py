@@ -18,7 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from symbiosis_priv import testing, wire
+from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction, quantise_rows
+from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import (
     DeadlineExceededError,
     ProtocolError,
@@ -29,14 +30,14 @@ from symbiosis_priv.errors import (
     VerificationError,
 )
 from symbiosis_priv.federation import Peer
-from symbiosis_priv.ring import BACKWARD, DIRECTIONS, FORWARD, Direction, quantise_rows
-from symbiosis_priv.weights import WeightStore
-from tenant.backend import RingBackend
-from tenant.facts import Preparation
-from tenant.preparation import prepare
+from symbiosis_priv.harness import strategies as testing
+from symbiosis_priv.network import wire
+from tenant.core.backend import RingBackend
+from tenant.core.facts import Preparation
+from tenant.core.verifier import BlameKeys
+from tenant.preparation.keys import prepare
 from tenant.routing.health import Tolerance
 from tenant.session.session import Session
-from tenant.verifier import BlameKeys
 
 if TYPE_CHECKING:
     from tests.tenant.conftest import Behaviour, Heard, NewFederation, NewProvider, NewSession, ScriptedProvider, Tape

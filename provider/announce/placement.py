@@ -1,0 +1,87 @@
+"""`layers = "auto"`: a provider that joins takes the layers that its federation lacks most.
+
+It asks the registries who serves what, believes what the executors themselves have signed, and decides by itself
+(`symbiosis_priv.registry.coverage`). A registry that lies can send it to the wrong layers, and that is all.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+import msgspec
+
+from provider import logs
+from provider.announce.announcer import trust_of
+from provider.config.schema import AUTO, ProviderConfig
+from provider.products.model import open_store
+from symbiosis_priv.certificates import key_fingerprint, load_certificates
+from symbiosis_priv.checkpoints.manifest import Manifest
+from symbiosis_priv.checkpoints.weights import Progress
+from symbiosis_priv.errors import ConfigError, DescriptorError, SymbiosisError
+from symbiosis_priv.network.tls import registry_client_context
+from symbiosis_priv.registry.coverage import coverage, most_needed
+from symbiosis_priv.registry.descriptor import Announced, newest, verify
+from symbiosis_priv.registry.queries import RegistryClient
+
+log = logs.EventLog(__name__)
+
+_DEADLINE_S: Final = 10.0
+_FIRST_LAYER: Final = "0"
+
+
+def placed(config: ProviderConfig, *, progress: Progress | None = None) -> ProviderConfig:
+    """The same configuration, with layers that have been chosen if it leaves them to the registries.
+
+    Raises:
+        ConfigError: no registry can be reached.
+        CertificateError, CheckpointError, UnsupportedModelError: as they say.
+    """
+    if config.model.layers != AUTO:
+        return config
+    # Which model it is takes a look at all of it; packed for products is what has been chosen, later.
+    manifest = open_store(unplaced(config)).manifest(progress=progress)
+    served = coverage(manifest.layers[-1] + 1, _others(config, manifest))
+    length = config.registry.capacity_layers
+    assert length is not None, "the configuration sees to that"
+    chosen = most_needed(served, length)
+    least = min(served[chosen.first : chosen.last + 1])
+    log.info("placed", layers=str(chosen), operators_there=least.operators, capacity_there=least.capacity)
+    return _with_layers(config, str(chosen))
+
+
+def unplaced(config: ProviderConfig) -> ProviderConfig:
+    """The same configuration for a look at the model, whose digest is the same whichever layers are chosen."""
+    return _with_layers(config, _FIRST_LAYER) if config.model.layers == AUTO else config
+
+
+def _with_layers(config: ProviderConfig, layers: str) -> ProviderConfig:
+    return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, layers=layers))
+
+
+def _others(config: ProviderConfig, manifest: Manifest) -> list[Announced]:
+    """The other executors of the model, as all registries together know them."""
+    trust = trust_of(config.registry)
+    own = key_fingerprint(load_certificates(config.tls.certificate)[0])
+    found: list[Announced] = []
+    failures = []
+    for address in config.registry.announce:
+        try:
+            with RegistryClient(
+                address, registry_client_context(trust.authorities), deadline_s=_DEADLINE_S
+            ) as registry:
+                listed = registry.list(manifest.digest)
+        except SymbiosisError as error:
+            failures.append(str(error))
+            continue
+        for data in listed:
+            try:
+                found.append(verify(data, trust, now=time.time()))
+            except DescriptorError as error:
+                log.often("not_believed", registry=address, reason=str(error))
+    if len(failures) == len(config.registry.announce):
+        raise ConfigError(
+            f'layers = "auto" needs a registry, and none can be reached ({failures[0]}): start one, or name the layers'
+        )
+    same = (one for one in newest(found).values() if one.said.model_digest == manifest.digest)
+    return [one for one in same if one.key != own]

@@ -1,0 +1,114 @@
+"""What a provider will keep in memory, where and in which type, before it takes any of it."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from provider import logs
+from provider.config.schema import INPROC, MIB, ProviderConfig
+from symbiosis_priv.checkpoints.manifest import Manifest
+from symbiosis_priv.errors import ConfigError
+
+log = logs.EventLog(__name__)
+
+_CPU = "cpu"
+_PROCESS = 400 * MIB  # Python, torch and their libraries, once per process
+_WORKING = 64 * MIB  # slices of keystream, rows and products of one batch
+_ONE_BYTE_BITS = 8  # weights of so many bits at most are packed into one byte, others into two
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that something takes.
+
+    Args:
+        what: of the provider.
+        place: "cpu", or a torch device.
+        kind: its type.
+        size: in bytes.
+    """
+
+    what: str
+    place: str
+    kind: str
+    size: int
+
+
+def memory_plan(config: ProviderConfig, manifest: Manifest, served: range) -> list[Need]:
+    """Everything on this machine that takes memory in proportion to the model or to a limit, over all its processes.
+    Tenants without a request take none.
+
+    Args:
+        served: the layer groups of the manifest whose weights are loaded.
+    """
+    device = config.executor.device.partition(":")[0]
+    groups = manifest.groups[served.start : served.stop]
+    width = 1 if manifest.weight_bits <= _ONE_BYTE_BITS else 2
+    sizes = [width * group.inputs * group.stacked_outputs for group in groups]
+    kind = f"int{8 * width}"
+    here, ranks, processes = _processes(config)
+    plan = [
+        Need("ring weights, both directions", device, kind, sum(sizes) * here // ranks),
+        Need("matrices in flight", _CPU, "int32 and float32", config.limits.max_inflight_mib * MIB),
+        Need("one batch", _CPU, "int32", _WORKING * here),
+        Need("Python and torch", _CPU, "-", _PROCESS * processes),
+    ]
+    if ranks > 1:
+        plan.insert(1, Need("a layer group, gathered by each rank", device, kind, max(sizes) * here))
+    if config.executor.float_memory is not None:
+        plan.insert(1, Need("float weights", device, "float32", config.executor.float_memory))
+    return plan
+
+
+def _processes(config: ProviderConfig) -> tuple[int, int, int]:
+    """(ranks on this machine, ranks, processes on this machine)."""
+    if dist.is_initialized():  # this is rank 0 of a group over several machines, and serves itself
+        here = int(os.environ["LOCAL_WORLD_SIZE"])
+        return here, dist.get_world_size(), here
+    ranks = config.executor.ranks
+    alone = ranks == 1 and config.executor.endpoint == INPROC
+    return ranks, ranks, 1 if alone else ranks + 1
+
+
+def check_plan(plan: list[Need]) -> None:
+    """Log the plan.
+
+    Raises ConfigError, with the numbers, if some place does not have so much.
+    """
+    needed: defaultdict[str, int] = defaultdict(int)
+    for need in plan:
+        needed[need.place] += need.size
+        log.info("memory_plan", what=need.what, place=need.place, kind=need.kind, mib=-(-need.size // MIB))
+    for place, size in needed.items():
+        there = _available(place)
+        if there is not None and size > there:
+            parts = ", ".join(f"{n.what} {-(-n.size // MIB):,} MiB" for n in plan if n.place == place)
+            raise ConfigError(
+                f"this provider needs {-(-size // MIB):,} MiB on {place} and there are {there // MIB:,} MiB ({parts}): "
+                f"lower max_inflight_mib or float_memory_mib, choose weight_bits = 8, serve fewer "
+                f"layers (`layers` under [model]), or use a larger machine"
+            )
+
+
+def _available(place: str) -> int | None:
+    """Bytes of a place that a process of ours may have; None if the system does not say."""
+    if place != _CPU:
+        usable = place == "cuda" and torch.cuda.is_available()
+        return torch.cuda.get_device_properties(place).total_memory if usable else None
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), _container_limit()]
+    return min(limit for limit in limits if limit is not None)
+
+
+def _container_limit() -> int | None:
+    """Of the control group, if there is one (version 2)."""
+    try:
+        text = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None

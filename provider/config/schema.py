@@ -1,0 +1,348 @@
+"""`provider.toml`: what a provider serves, to whom, and within which limits. `config_file.template` shows every key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from provider.scheduler.policy import Policy, PolicyName
+from symbiosis_priv.checkpoints.layers import LayerRange
+from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_PAYLOAD, MAX_ROWS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, Role
+from symbiosis_priv.network.addresses import parse_address
+from symbiosis_priv.network.tls import TenantIdentity
+from symbiosis_priv.registry.descriptor import MAX_LIFETIME_S
+from symbiosis_priv.system.files import UNDECODABLE
+
+MIB = 1 << 20
+INPROC = "inproc://executor"
+AUTO = "auto"
+RANKS_VARIABLE = "SYMBIOSIS_PRIV_RANKS"
+"""Where the supervisor puts the model's digest and the configuration for the ranks of a group."""
+DEFAULT_LISTEN = "127.0.0.1:7401"
+_MAX_SOCKET_PATH = 100  # bytes; sockaddr_un holds 104 on the strictest systems
+
+_Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+_Share = Annotated[float, msgspec.Meta(ge=0.01, le=1)]
+_Rate = Annotated[float, msgspec.Meta(gt=0, le=1e12)]
+_Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The public base model.
+
+    Args:
+        checkpoint: a folder (relative to the file) or a name on the Hugging Face hub.
+        weight_bits: bits of a quantised weight; every tenant of this provider pins the same.
+        cache: folder for quantised weights; the user's cache folder if None.
+        layers: first and last of the layers that are served, as in "0-15"; all if None; "auto" for those that the
+            executors in `[registry] announce` leave out. The digest stays the whole model's.
+    """
+
+    checkpoint: str
+    weight_bits: Annotated[int, msgspec.Meta(ge=MIN_WEIGHT_BITS, le=MAX_WEIGHT_BITS)] = DEFAULT_WEIGHT_BITS
+    cache: Path | None = None
+    layers: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.layers not in (None, AUTO):
+            LayerRange.parse(self.layers)
+
+    @property
+    def layer_range(self) -> LayerRange | None:
+        """The layers that are served; None for all. `placement.placed` has to have chosen them."""
+        assert self.layers != AUTO, "not chosen yet"
+        return None if self.layers is None else LayerRange.parse(self.layers)
+
+
+class TlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The provider's own certificate and key, and the authority that signs tenants' certificates (PEM files).
+
+    Args:
+        revoked: tenants' certificates that are not good any more, as `symbiosis-priv keys revoke` lists
+            them. All four are read again when they change.
+    """
+
+    certificate: Path
+    key: Path
+    tenant_authority: Path
+    revoked: Path | None = None
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What tenants may ask for. Everything a client can make the provider hold is bounded here.
+
+    Args:
+        max_rows: rows of one request.
+        max_payload_mib: bytes of one request's or one reply's matrix.
+        max_inflight_mib: bytes of all matrices in the gateway, requests and replies; taken before memory is. A quarter
+            is kept for small requests, which never wait for large ones: an equal part for every connection.
+        max_inflight_mib_per_tenant: one tenant's share of the other three quarters.
+        max_connections: authenticated connections.
+        max_connections_per_tenant: one tenant's share of them.
+        max_handshakes: connections that have not authenticated; one more closes the oldest of the busiest network.
+        handshake_share: of one core's time, what handshakes may take; a second's worth may be saved up. Then they wait,
+            each network behind its own. Read again when the file changes.
+        handshake_share_serving: what they may take while products are answered, if that is less. Read again, too.
+        min_transfer_mib_per_s: how slowly a matrix of more than a small request's bytes may come or go, on average,
+            after the first seconds; bytes that somebody else could have are not held for whoever sends nothing.
+        handshake_timeout_s: time that a client may take for the whole TLS handshake, without its waits for its turn.
+        frame_timeout_s: time to finish a frame once begun, and to accept a reply.
+        idle_timeout_s: time between two frames.
+        request_timeout_s: time for the executor to answer, and to wait for a share of the bytes.
+        stop_timeout_s: time for requests in flight when the provider stops.
+    """
+
+    max_rows: Annotated[int, msgspec.Meta(ge=1, le=MAX_ROWS)] = 16_384
+    max_payload_mib: Annotated[int, msgspec.Meta(ge=1, le=MAX_PAYLOAD // MIB)] = 256
+    max_inflight_mib: _Count = 2048
+    max_inflight_mib_per_tenant: _Count = 1024
+    max_connections: _Count = 256
+    max_connections_per_tenant: _Count = 64
+    max_handshakes: _Count = 1024
+    handshake_share: _Share = 0.25
+    handshake_share_serving: _Share = 0.05
+    min_transfer_mib_per_s: Annotated[float, msgspec.Meta(gt=0, le=1 << 20)] = 1.0
+    handshake_timeout_s: _Seconds = 10.0
+    frame_timeout_s: _Seconds = 60.0
+    idle_timeout_s: _Seconds = 900.0
+    request_timeout_s: _Seconds = 120.0
+    stop_timeout_s: _Seconds = 10.0
+
+    def __post_init__(self) -> None:
+        if 2 * self.max_payload_mib > self.max_inflight_mib_per_tenant:
+            raise ValueError("max_inflight_mib_per_tenant must hold a request and its reply: twice max_payload_mib")
+        if 4 * self.max_inflight_mib_per_tenant > 3 * self.max_inflight_mib:
+            raise ValueError("max_inflight_mib_per_tenant is more than three quarters of max_inflight_mib")
+
+    def share_of_handshakes(self, *, serving: bool) -> float:
+        """Of one core's time, while products are answered or while none are."""
+        return min(self.handshake_share, self.handshake_share_serving) if serving else self.handshake_share
+
+    @property
+    def small_request(self) -> int:
+        """Bytes of a request and its reply up to which it has a place of its own, one for every connection."""
+        return self.max_inflight_mib * MIB // 4 // self.max_connections
+
+
+class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where products are computed.
+
+    Args:
+        endpoint: `inproc://executor` for a thread of the gateway's process, `ipc:///absolute/path` for a process
+            of its own, which is started again when it dies.
+        device: a torch device.
+        kernel: `auto`, or a name in `symbiosis_priv.kernels.KERNELS`.
+        threads: torch threads; torch's own choice if None.
+        warm_up: load every layer group in idle moments after the start; if false, each when it is first asked for.
+        ranks: processes that hold the model together, each its shard, and multiply together (`shards`).
+        sharding: `columns` sends rows to the weights, `gathered` weights to the rows; `auto` measures, in idle moments,
+            which of them is faster for how many rows. Results are the same.
+        group_timeout_s: how long ranks wait for one that is alive and does not take part; one that has died or stopped
+            is noticed within seconds.
+        hang_timeout_s: how long an executor may say nothing; then its process is killed and started again. Ranks have
+            the group's timeout on top, to find out who it is.
+        float_path: `float` in the file: also serve float products, which only masking = "paper-pool" needs.
+        float_memory_mib: what their weights may take; the least recently used layer groups are dropped first.
+    """
+
+    endpoint: str = INPROC
+    device: str = "cpu"
+    kernel: str = "auto"
+    threads: _Count | None = None
+    warm_up: bool = True
+    ranks: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
+    sharding: Literal["auto", "columns", "gathered"] = "auto"
+    group_timeout_s: _Seconds = 30.0
+    hang_timeout_s: _Seconds = 60.0
+    float_path: bool = msgspec.field(default=False, name="float")
+    float_memory_mib: _Count = 2048
+
+    @property
+    def float_memory(self) -> int | None:
+        """Bytes for weights of the float path; None if it is off."""
+        return self.float_memory_mib * MIB if self.float_path else None
+
+    def __post_init__(self) -> None:
+        if self.kernel != "auto":
+            from symbiosis_priv.kernels import KERNELS  # and torch: what only reads a configuration starts without
+
+            if self.kernel not in KERNELS:
+                raise ValueError(f"kernel = {self.kernel!r} is unknown; choose auto, {', '.join(KERNELS)}")
+        if self.endpoint != INPROC and not self.endpoint.startswith("ipc:///"):
+            raise ValueError(f"endpoint = {self.endpoint!r}: use {INPROC} or ipc:///absolute/path")
+        if len(self.endpoint.encode()) > _MAX_SOCKET_PATH:
+            raise ValueError(f"endpoint: a socket's path may have {_MAX_SOCKET_PATH} bytes; choose a shorter one")
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whose rows are multiplied when; see `scheduler.policy.Policy`.
+
+    Args:
+        policy: `opportunistic` batches whatever waits for the same layer group; `none` and `lockstep` are there to be
+            compared with.
+        few_rows: a forward request of so many rows at most counts as inference, and goes ahead, unless its connection
+            has asked for gradients within a minute.
+        inference_weight: how much more of the executor inference gets than fine-tuning when both want all of it.
+        slice_ms: what one product may be expected to take: the longest that a request waits for one of somebody else.
+        max_batch_rows: rows of one product.
+        wait_share: the share of its own product's time that a request waits for company, at most; nor does it wait for
+            longer than company saves.
+        max_wait_ms: and never longer than this.
+        lockstep_wait_ms: how long `lockstep` waits for the slowest.
+    """
+
+    policy: PolicyName = "opportunistic"
+    few_rows: _Count = 16
+    inference_weight: Annotated[float, msgspec.Meta(ge=1, le=1000)] = 4.0
+    slice_ms: Annotated[float, msgspec.Meta(gt=0, le=10_000)] = 20.0
+    max_batch_rows: _Count = 16_384
+    wait_share: Annotated[float, msgspec.Meta(ge=0, le=10)] = 0.5
+    max_wait_ms: Annotated[float, msgspec.Meta(ge=0, le=10_000)] = 5.0
+    lockstep_wait_ms: Annotated[float, msgspec.Meta(ge=0, le=10_000)] = 100.0
+
+    def as_policy(self) -> Policy:
+        """For the scheduler, in its units."""
+        return Policy(
+            name=self.policy,
+            max_batch_rows=self.max_batch_rows,
+            slice_s=self.slice_ms / 1000,
+            wait_share=self.wait_share,
+            max_wait_s=self.max_wait_ms / 1000,
+            lockstep_wait_s=self.lockstep_wait_ms / 1000,
+            inference_weight=self.inference_weight,
+        )
+
+
+class QuotaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one tenant may ask for, at most; None is no limit.
+
+    Args:
+        weight: its share of the executor beside others who also want more than there is.
+        requests_per_s: products.
+        rows_per_s: of them.
+        giga_multiply_adds_per_s: the work they cause, in 10^9 multiply-adds, the keystream of effects included.
+        max_rows_in_flight: rows that have been asked for and not answered.
+    """
+
+    weight: Annotated[float, msgspec.Meta(ge=0.01, le=100)] | None = None
+    requests_per_s: _Rate | None = None
+    rows_per_s: _Rate | None = None
+    giga_multiply_adds_per_s: _Rate | None = None
+    max_rows_in_flight: Annotated[int, msgspec.Meta(ge=1)] | None = None
+
+    @property
+    def limits_nothing(self) -> bool:
+        """Whether the tenant may ask for as much as it likes."""
+        limits = self.requests_per_s, self.rows_per_s, self.giga_multiply_adds_per_s, self.max_rows_in_flight
+        return limits == (None, None, None, None)
+
+
+class UsageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Each tenant's usage.
+
+    Args:
+        database: where it is counted: beside provider.toml, as provider.usage.sqlite, if it is not said; in memory only
+            for a configuration that was made in code.
+        max_unwritten_s: for how long tenants are served while that cannot be written; what they use meanwhile is
+            written as soon as it can be. After that they are told to ask again.
+    """
+
+    database: Path | None = None
+    max_unwritten_s: _Seconds = 3600.0
+
+
+class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The operator's own address: Prometheus' metrics, health, readiness, and what `provider top` shows. No
+    authentication: keep it on loopback or on a private network. None if it is not said.
+    """
+
+    listen: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.listen is not None:
+            parse_address(self.listen)
+
+
+class AnnounceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Registries that list this executor, so that tenants find it who have not been told of it.
+
+    Args:
+        announce: addresses of registries. None: nobody is told anything.
+        authority: of the federation. It has issued this provider's certificate, with its operator's name.
+        revoked: list of certificates that it does not vouch for any more.
+        address: where tenants reach this provider, `host:port`; `listen` if None. The certificate names the host.
+        capacity: what it can do, relative to others.
+        capacity_layers: how many layers it has room for, with `layers = "auto"` under [model].
+        lifetime_s: how long an announcement counts; it is renewed after a third of that.
+    """
+
+    announce: tuple[str, ...] = ()
+    authority: Path | None = None
+    revoked: Path | None = None
+    address: str | None = None
+    capacity: Annotated[float, msgspec.Meta(gt=0, le=1e9)] = 1.0
+    capacity_layers: _Count | None = None
+    lifetime_s: Annotated[float, msgspec.Meta(ge=3, le=MAX_LIFETIME_S)] = 900.0
+
+    def __post_init__(self) -> None:
+        for address in (*self.announce, *([] if self.address is None else [self.address])):
+            parse_address(address)
+        if self.announce and self.authority is None:
+            raise ValueError("announce needs authority: the certificate of who vouches for the federation's providers")
+
+
+class ProviderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One provider.
+
+    Args:
+        name: how it calls itself in health reports and logs.
+        listen: `host:port`; port 0 takes a free one.
+        roles: `executor`, `helper` or both; one tenant is served in one role at a time (rule 8).
+        log_level: `info`, or `debug` for one line per request. Neither holds content.
+    """
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    listen: str = DEFAULT_LISTEN
+    roles: Annotated[tuple[Role, ...], msgspec.Meta(min_length=1, max_length=2)] = ("executor",)
+    log_level: Literal["debug", "info", "warning"] = "info"
+    model: ModelConfig
+    tls: TlsConfig
+    limits: Limits = Limits()
+    executor: ExecutorConfig = ExecutorConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    quota: QuotaConfig = QuotaConfig()
+    tenants: dict[str, QuotaConfig] = {}
+    usage: UsageConfig = UsageConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    registry: AnnounceConfig = AnnounceConfig()
+
+    def __post_init__(self) -> None:
+        parse_address(self.listen)
+        if self.registry.announce and "executor" not in self.roles:
+            raise ValueError("[registry] lists executors: tenants choose their helpers by hand. Remove announce")
+        if self.model.layers == AUTO and not (self.registry.announce and self.registry.capacity_layers):
+            raise ValueError('layers = "auto" needs announce and capacity_layers under [registry]')
+
+    def quota_of(self, tenant: TenantIdentity) -> QuotaConfig:
+        """A tenant's quota: its own values, and the default's where it has none."""
+        own = self.tenants.get(str(tenant)) or self.tenants.get(tenant.name)
+        if own is None:
+            return self.quota
+        values = {name: value for name, value in msgspec.structs.asdict(own).items() if value is not None}
+        return msgspec.structs.replace(self.quota, **values)
+
+
+def to_json(config: ProviderConfig) -> bytes:
+    """For the executor's process; `from_json` reads it back."""
+    return msgspec.json.encode(config, enc_hook=str)
+
+
+def from_json(data: bytes) -> ProviderConfig:
+    """What `to_json` wrote."""
+    try:
+        return msgspec.json.decode(data, type=ProviderConfig, dec_hook=lambda kind, value: kind(value))
+    except UNDECODABLE as error:
+        raise ConfigError(f"not a provider's configuration: {error}") from error

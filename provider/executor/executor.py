@@ -1,0 +1,424 @@
+"""The executor: takes requests from the gateway's threads, batches them per layer group, computes, replies.
+
+Theory of operation. One thread owns the model and an `Inbox`. It drains what has arrived into a `Scheduler`, which
+says whose rows are multiplied next: their rows are flattened to one matrix without padding, multiplied once, and the
+product's row slices are sent back as they lie in memory. A request that is larger than a slice is multiplied piece by
+piece into a matrix of its own, and others have their turns in between. A helper's effect is the product of keystream
+rows, which a thread of their own makes a slice ahead; it joins the ring batch of its group. Ring results do not depend
+on what else is in the batch; float results may, within rounding. With nothing to do it loads what nobody has asked for
+yet, one small step at a time, so that no tenant waits for the whole of it.
+
+Rows are bytes all the way (`row_bytes`), and a matrix for the product only: every operation of torch's lets go of the
+interpreter's lock, and getting it back from the gateway's threads took a third of this thread's time when sixteen
+tenants asked.
+
+A thread that is woken begins 20 to 50 µs later, and a small product takes no longer than two of those. So a thread of
+the gateway in this process that brings a few rows while the executor rests computes them itself, as the executor, whose
+turn it takes (`_serve_at_once`). It takes in nothing else, and whatever it cannot finish is left to the executor's own
+thread.
+
+Requests come from the gateway's threads, in this process or another one (`lines`), and have been checked by then;
+`envelope` says what they look like. A request that its tenant has left, or that is late, is answered at once and not
+multiplied. No request leaves anything behind, and an answer that shares a large product with others is cut loose from
+it, so that whoever reads slowly keeps no more in memory than its own rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+import time
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from provider import logs
+from provider.config.schema import ProviderConfig, SchedulerConfig
+from provider.executor import envelope
+from provider.executor.envelope import ExecutorReport
+from provider.executor.keystream_maker import KeystreamMaker
+from provider.executor.queues import Answer, Inbox, Message
+from provider.executor.row_bytes import copy_of, empty, fill, joined
+from provider.products.model import ServedModel, open_store
+from provider.products.operands import Operands
+from provider.scheduler.jobs import Job, Piece
+from provider.scheduler.scheduler import Scheduler
+from symbiosis_priv.errors import CheckpointError, RankLostError
+from symbiosis_priv.network import wire
+
+log = logs.EventLog(__name__)
+
+_KEYSTREAM_SLICE = 4 << 20  # bytes
+_SHARED_BYTES = 1 << 20  # of a product whose parts may all be kept by whoever is last to read one
+_SHARED_PARTS = 4  # or of one with so few equal parts
+_NOTHING = memoryview(b"")
+
+
+@dataclass(kw_only=True, eq=False)
+class _Job(Job):
+    """One request and whom to answer.
+
+    Args:
+        sender: whom the inbox answers.
+        request: what it asks.
+        payload: its rows, or empty.
+        made: an effect's keystream rows that are not multiplied yet, `ready - taken` of them.
+        asked: how many of its keystream rows have been ordered.
+        result: all rows of the product, of a request that is taken piece by piece.
+    """
+
+    sender: Hashable
+    request: wire.Execute | wire.Effect
+    payload: memoryview | None
+    made: memoryview = _NOTHING
+    asked: int = 0
+    result: memoryview | None = None
+
+
+class Executor:
+    """Serves products until stopped.
+
+    Args:
+        model: what to multiply by.
+        inbox: where requests come from; closed at the end.
+        scheduling: whose rows are multiplied when.
+        warm_up: load every layer group while there is nothing else to do, not only on first use.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        *,
+        inbox: Inbox,
+        scheduling: SchedulerConfig,
+        warm_up: bool = False,
+    ) -> None:
+        self._model = model
+        self._inbox = inbox
+        self._cold: Iterator[None] | None = model.warm_up() if warm_up else None
+        self._scheduler: Scheduler[_Job] = Scheduler(scheduling.as_policy())
+        served = model.served
+        self._report = ExecutorReport(first_group=served.start, groups=len(served), heat=[0] * len(served))
+        self._jobs: dict[Hashable, _Job] = {}  # by sender, each of whom waits for one answer at a time
+        self._stopped = False
+        self._started = time.monotonic()
+        self._turn = threading.Lock()  # whose it is uses everything here
+        self._resting_since: float | None = None  # nothing to do but to wait for messages
+        self._resting_until = math.inf  # or until somebody has waited for long enough
+        self._broken: BaseException | None = None  # by whoever else had the turn
+        inbox.lend(self._serve_at_once)
+
+    def run(self) -> None:
+        """Serve until `stop`; every request that arrived before is answered."""
+        with contextlib.closing(self._inbox), torch.no_grad():
+            self._maker: KeystreamMaker[_Job] = KeystreamMaker(lambda: self._inbox.post(envelope.Wake()))
+            try:
+                while (pause := self._take_turn()) is not None:
+                    if pause:
+                        self._inbox.wait(pause if pause < math.inf else None)
+                self._model.close()
+            finally:
+                self._maker.close()
+
+    def stop(self) -> None:
+        """Ask `run` to end. From any thread."""
+        self._inbox.post(envelope.Stop())
+
+    def _take_turn(self) -> float | None:
+        """A step of the executor's own thread; returns how many seconds it may wait for messages, None at the end."""
+        with self._turn:
+            if self._broken is not None:
+                raise self._broken
+            self._stop_resting()
+            if self._stopped and not self._jobs:
+                return None
+            return self._step()
+
+    def _step(self) -> float:
+        """Take in what has arrived, and run one batch of what is there; returns for how long to wait for messages."""
+        self._receive()
+        now = time.monotonic()
+        for job in self._scheduler.expire(now):
+            self._report.late += 1
+            self._fail(job, wire.ErrorCode.BUSY, "the executor is late; ask again later")
+        if pieces := self._scheduler.take(now):
+            self._run_batch(pieces)
+            return 0.0
+        if self._stopped and not self._jobs:
+            return 0.0
+        if self._cold and not self._stopped:
+            self._warm_up(self._cold)
+            return 0.0
+        return self._rest(now)
+
+    def _rest(self, now: float) -> float:
+        """Nothing can be multiplied; returns for how long."""
+        until = self._scheduler.next_deadline(now)
+        self._resting_until = math.inf if until is None else until
+        self._resting_since = time.monotonic()
+        return max(0.0, self._resting_until - self._resting_since)
+
+    def _stop_resting(self) -> None:
+        if self._resting_since is not None:
+            self._report.idle += time.monotonic() - self._resting_since
+            self._resting_since = None
+
+    def _serve_at_once(self, message: Message) -> bool:
+        """Take the executor's turn for a request of few rows, in the thread that brings it; whether it was taken in.
+
+        Only while the executor's thread waits, as do jobs that could go if it did not: nobody is overtaken.
+        """
+        rests = self._resting_since is not None
+        if not rests or not _is_brief(message.envelope) or not self._model.serves_from_any_thread:
+            return False
+        if not self._turn.acquire(blocking=False):
+            return False
+        try:
+            if self._resting_since is None:
+                return False
+            self._stop_resting()
+            self._take_in(message)
+            if pieces := self._scheduler.take(time.monotonic()):
+                self._run_batch(pieces)
+            wakes = self._resting_until
+            self._rest(time.monotonic())
+            if self._resting_until < wakes:  # the executor's own thread would sleep for too long
+                self._inbox.post(envelope.Wake())
+        except BaseException as error:  # the executor's thread ends with it, as if it had been its own
+            self._broken = error
+            self._inbox.post(envelope.Wake())
+        finally:
+            self._turn.release()
+        return True
+
+    # Messages
+
+    def _receive(self) -> None:
+        """Take in everything that has arrived."""
+        for message in self._inbox.arrived():
+            self._take_in(message)
+
+    def _take_in(self, message: Message) -> None:
+        match message.envelope:
+            case envelope.Work() as work:
+                self._accept(message.sender, work, message.payload)
+            case envelope.Cancel():
+                self._cancel(message.sender)
+            case envelope.Ask():
+                self._answer_report(message.sender)
+            case envelope.Wake():
+                self._take_keystream()
+            case envelope.Stop():
+                self._stopped = True
+
+    def _accept(self, sender: Hashable, work: envelope.Work, payload: memoryview) -> None:
+        request = work.request
+        entry = self._model.manifest.groups[request.group]
+        job = _Job(
+            tenant=work.tenant,
+            stage=work.stage,
+            key=(request.group, request.direction, request.arithmetic),
+            rows=request.rows,
+            row_work=envelope.row_work(request, entry),
+            row_cost=envelope.row_cost(request, entry),
+            arrival=work.arrival,
+            deadline=work.deadline,
+            weight=work.weight,
+            ready=0 if isinstance(request, wire.Effect) else request.rows,
+            sender=sender,
+            request=request,
+            payload=payload,
+        )
+        self._jobs[sender] = job
+        self._scheduler.put(job)
+        self._order_keystream(job)
+
+    def _cancel(self, sender: Hashable) -> None:
+        job = self._jobs.get(sender)
+        if job is not None:  # else its answer is on the way
+            self._report.cancelled += 1
+            self._fail(job, wire.ErrorCode.BUSY, "the tenant has left")
+
+    def _answer_report(self, sender: Hashable) -> None:
+        report = self._report
+        report.groups_loaded = self._model.groups_loaded
+        report.waiting = self._scheduler.waiting()
+        report.resident = _resident_bytes()
+        report.uptime = time.monotonic() - self._started
+        self._inbox.answer(sender, Answer(b"", memoryview(msgspec.json.encode(report)), 0))
+
+    # Keystream
+
+    def _order_keystream(self, job: _Job) -> None:
+        """Have an effect's next rows made: one slice while another one is multiplied."""
+        if not isinstance(job.request, wire.Effect) or job.left or job.asked == job.rows:
+            return
+        inputs, _ = self._model.manifest.groups[job.request.group].columns(job.request.direction)
+        rows = min(max(1, _KEYSTREAM_SLICE // (inputs * wire.ITEM_BYTES)), self._scheduler.pace.rows(job))
+        if job.asked - job.taken > rows:
+            return
+        rows = min(rows, job.rows - job.asked)
+        part = msgspec.structs.replace(job.request, first_row=job.request.first_row + job.asked, rows=rows)
+        job.asked += rows
+        self._maker.want(job, job.tenant, lambda: self._model.mask_rows(part))
+
+    def _take_keystream(self) -> None:
+        for job, rows in self._maker.made():
+            if job.left:
+                continue
+            if isinstance(rows, Exception):
+                self._break([job], rows)
+                continue
+            job.made = joined([job.made, wire.as_bytes(rows)])
+            self._scheduler.make_ready(job, len(rows))
+            self._order_keystream(job)
+
+    # Products
+
+    def _warm_up(self, cold: Iterator[None]) -> None:
+        """One step of it."""
+        try:
+            next(cold)
+        except RankLostError:
+            raise
+        except StopIteration:
+            self._cold = None
+            log.info("warmed_up", groups=self._model.groups_loaded)
+        except Exception as error:  # whoever needs that group will be told; the others are loaded when asked for
+            self._cold = None
+            log.failure("warm_up_failed", error)
+
+    def _run_batch(self, pieces: list[Piece[_Job]]) -> None:
+        try:
+            group, direction, arithmetic = pieces[0].job.key
+            flat = joined([self._rows(piece) for piece in pieces])
+            rows = wire.as_matrix(flat, rows=sum(piece.rows for piece in pieces), arithmetic=arithmetic)
+            begun = time.monotonic()
+            product = self._model.product(rows, group=group, direction=direction, arithmetic=arithmetic)
+        except RankLostError:  # what computes has ended, and so must this process
+            raise
+        except Exception as error:  # one batch's trouble (memory, a device) is not the next one's
+            self._break([piece.job for piece in pieces], error)
+            return
+        del rows, flat  # whoever is answered may count on it
+        now = time.monotonic()
+        self._scheduler.done(pieces, now=now, seconds=now - begun)
+        self._note(pieces, begun, now)
+        self._hand_out(pieces, product)
+
+    def _hand_out(self, pieces: list[Piece[_Job]], product: Tensor) -> None:
+        """Every piece its rows of the product."""
+        row_bytes = product.shape[1] * wire.ITEM_BYTES
+        body, start = wire.as_bytes(product), 0
+        for piece in pieces:
+            part = body[start : start + piece.rows * row_bytes]
+            start += len(part)
+            shared = len(body) > max(_SHARED_BYTES, _SHARED_PARTS * len(part))
+            whole = piece.rows == piece.job.rows  # else it is copied anyway
+            self._finish(piece, copy_of(part) if shared and whole else part)
+
+    def _note(self, pieces: list[Piece[_Job]], begun: float, now: float) -> None:
+        report, rows = self._report, sum(piece.rows for piece in pieces)
+        report.seconds += now - begun
+        report.heat[pieces[0].job.request.group - report.first_group] += rows
+        report.batch_rows.observe(rows)
+        report.batch_requests.observe(len(pieces))
+        for piece in pieces:
+            if not piece.start:
+                report.waits[piece.job.stage].observe(begun - piece.job.arrival)
+
+    def _rows(self, piece: Piece[_Job]) -> memoryview:
+        """A piece's rows, in the memory they arrived in."""
+        job = piece.job
+        if isinstance(job.request, wire.Execute):
+            assert job.payload is not None  # it is not answered yet
+            row_bytes = len(job.payload) // job.rows
+            return job.payload[piece.start * row_bytes : piece.stop * row_bytes]
+        size = piece.rows * (len(job.made) // (job.ready - piece.start))
+        rows, job.made = job.made[:size], job.made[size:]
+        return rows
+
+    def _finish(self, piece: Piece[_Job], product: memoryview) -> None:
+        """Answer a job whose last rows these are; keep them if more will come."""
+        job = piece.job
+        if piece.rows < job.rows:
+            row_bytes = len(product) // piece.rows
+            if job.result is None:
+                job.result = empty(job.rows * row_bytes)
+            fill(job.result[piece.start * row_bytes : piece.stop * row_bytes], product)
+            if not piece.last:
+                self._order_keystream(job)
+                return
+            product = job.result
+        self._send_result(job, product)
+
+    def _break(self, jobs: list[_Job], error: Exception) -> None:
+        """Something here broke: the log has the reason, the tenants have none."""
+        log.failure("batch_failed", error, group=jobs[0].request.group, requests=len(jobs))
+        self._report.failed += len(jobs)
+        for job in jobs:
+            self._fail(job, wire.ErrorCode.INTERNAL, "the executor failed; its operator has a log")
+
+    def _fail(self, job: _Job, code: wire.ErrorCode, detail: str) -> None:
+        self._scheduler.drop(job)
+        job.left = True
+        self._maker.forget(job, job.tenant)
+        self._answer(job, wire.Failure(code=code, detail=detail))
+
+    def _send_result(self, job: _Job, product: memoryview) -> None:
+        self._answer(job, wire.Result.answering(job.request), product)
+
+    def _answer(self, job: _Job, reply: wire.Message, body: memoryview = _NOTHING) -> None:
+        """The one answer that a job gets. What it held is free before its asker hears of it."""
+        del self._jobs[job.sender]
+        job.payload = job.result = None
+        job.made = _NOTHING
+        self._inbox.answer(job.sender, Answer(wire.encode(reply, payload_bytes=len(body)), body, job.taken))
+
+
+def _is_brief(message: envelope.Envelope) -> bool:
+    return (
+        isinstance(message, envelope.Work)
+        and message.stage == "inference"
+        and isinstance(message.request, wire.Execute)  # an effect's keystream is made by another thread
+    )
+
+
+def _resident_bytes() -> int:
+    """Memory of this process, where the system says so; else 0."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def build(config: ProviderConfig, *, model_digest: str, inbox: Inbox) -> Executor:
+    """The executor that a configuration describes.
+
+    Raises:
+        ConfigError: the device or the kernel cannot be used.
+        CheckpointError: the checkpoint is not any more the one that the gateway has announced.
+    """
+    settings = config.executor
+    store = open_store(config, shardable=dist.is_initialized())
+    if store.manifest().digest != model_digest:
+        raise CheckpointError(f"{store.path} changed while it was in use; start the provider again")
+    operands: Operands | None = None
+    if dist.is_initialized():  # this is rank 0 of a group
+        from provider.shards.sharded import ShardedOperands  # FSDP: only for those who shard
+
+        operands = ShardedOperands(store, sharding=settings.sharding)
+    model = ServedModel(store, operands=operands, float_memory=settings.float_memory)
+    return Executor(
+        model,
+        inbox=inbox,
+        scheduling=config.scheduler,
+        warm_up=settings.warm_up,
+    )

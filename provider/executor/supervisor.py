@@ -1,0 +1,242 @@
+"""Keeps an executor running: as a thread, as a child process, or as a group of ranks.
+
+A process that ends is started again; one that hangs is killed, and then started again like one that died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+import zmq
+
+from provider import logs
+from provider.config.schema import INPROC, RANKS_VARIABLE, ProviderConfig, to_json
+from provider.executor.client import ExecutorClient
+from provider.executor.executor import build
+from provider.executor.handle import STARTUP_S, ExecutorHandle
+from provider.executor.queues import Context, Line, LocalInbox, SocketLine
+from provider.refusal import Refusal
+from symbiosis_priv.errors import ConfigError, RankLostError
+from symbiosis_priv.system import processes as start
+
+log = logs.EventLog(__name__)
+
+_FIRST_BACKOFF_S = 0.5  # so that a start that fails is not tried again before it is reported
+_MAX_BACKOFF_S = 5.0
+_LONG_LIFE_S = 10 * _MAX_BACKOFF_S
+_LOOPBACK = "lo"
+_SPARE_SOCKETS = 64  # the executor's own, and of connections that are being told that there are too many
+
+
+class ThreadExecutor(ExecutorHandle):
+    """An executor in a thread of this process. One that hangs is reported, and `/readyz` fails: nobody can kill it."""
+
+    _thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """See `ExecutorHandle.start`."""
+        self._inbox = LocalInbox()
+        self._executor = build(self.config, model_digest=self.model_digest, inbox=self._inbox)
+        self._answered = self.generation
+        self._thread = threading.Thread(target=self._run, name="executor", daemon=True)
+        self._thread.start()
+        self._guard.start()
+
+    def stop(self, timeout: float) -> None:
+        """See `ExecutorHandle.stop`."""
+        self.stopping.set()
+        if self._thread is None:
+            return
+        if self._thread.is_alive():
+            self._executor.stop()
+        self._thread.join(timeout)
+        self._guard.join()
+
+    def line(self) -> Line:
+        """See `ExecutorHandle.line`."""
+        return self._inbox.line()
+
+    def _hung(self) -> None:
+        pass
+
+    def _run(self) -> None:
+        if self.config.executor.threads:
+            torch.set_num_threads(self.config.executor.threads)
+        try:
+            self._executor.run()
+        except RankLostError as error:
+            log.warning("rank_lost", reason=str(error))
+            os._exit(1)  # this is a rank itself: torchrun starts the group again
+        except Exception as error:
+            log.failure("executor_failed", error)
+        finally:
+            self.generation += 1
+
+
+class ProcessExecutor(ExecutorHandle):
+    """An executor in a child process, started again whenever it ends."""
+
+    _watcher: threading.Thread | None = None
+
+    def __init__(self, config: ProviderConfig, *, model_digest: str) -> None:
+        super().__init__(config, model_digest=model_digest)
+        self.endpoint = config.executor.endpoint
+        self._context: Context = zmq.Context()
+        wanted = config.limits.max_connections + _SPARE_SOCKETS
+        self._context.set(zmq.MAX_SOCKETS, min(wanted, self._context.get(zmq.SOCKET_LIMIT)))
+
+    def line(self) -> Line:
+        """See `ExecutorHandle.line`."""
+        return SocketLine(self._context, self.endpoint)
+
+    def close(self) -> None:
+        """See `ExecutorHandle.close`."""
+        self._context.term()
+
+    def start(self) -> None:
+        """See `ExecutorHandle.start`."""
+        path = Path(self.endpoint.removeprefix("ipc://"))
+        _private_folder(path.parent)
+        _require_unused(path)
+        self._process = self._spawn()
+        self._watcher = threading.Thread(target=self._watch, name="executor-watch", daemon=True)
+        self._watcher.start()
+        with ExecutorClient(self) as client:
+            try:
+                client.report(deadline=time.monotonic() + STARTUP_S)
+            except Refusal as error:
+                raise ConfigError("the executor's process ended at once; its reason is in the log above") from error
+            self._answered = client.generation
+        self._guard.start()
+
+    def stop(self, timeout: float) -> None:
+        """See `ExecutorHandle.stop`."""
+        self.stopping.set()
+        if self._watcher is None:
+            return
+        _close_pipe(self._process)
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self._kill()
+        self._watcher.join(timeout)
+        if self._guard.ident is not None:
+            self._guard.join()
+
+    @property
+    def pid(self) -> int:
+        """Of the present child."""
+        return self._process.pid
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(start.command("provider.processes.executor_process"), stdin=subprocess.PIPE)
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it died at birth: the watcher sees that
+            process.stdin.write(to_json(self.config) + b"\n" + self.model_digest.encode() + b"\n")
+            process.stdin.flush()
+        return process
+
+    def _kill(self) -> None:
+        self._process.kill()
+
+    def _hung(self) -> None:
+        self._kill()
+
+    def _watch(self) -> None:
+        backoff = _FIRST_BACKOFF_S
+        while True:
+            born = time.monotonic()
+            status = self._process.wait()
+            was_present = self.present
+            self.generation += 1
+            _close_pipe(self._process)
+            if was_present and time.monotonic() - born > _LONG_LIFE_S:
+                backoff = 0.0  # it can be started, and everybody waits
+            log.info("executor_ended", status=status)
+            if self.stopping.wait(backoff):
+                return
+            backoff = min(max(_FIRST_BACKOFF_S, 2 * backoff), _MAX_BACKOFF_S)
+            while True:
+                try:
+                    self._process = self._spawn()
+                    break
+                except OSError as error:  # out of processes, descriptors or memory, for now
+                    log.failure("executor_not_started", error)
+                if self.stopping.wait(backoff):
+                    return
+            if self.stopping.is_set():  # `stop` may have closed the pipe of the one before
+                _close_pipe(self._process)
+            log.info("executor_restarted", pid=self._process.pid)
+
+
+class GroupExecutor(ProcessExecutor):
+    """A group of ranks that hold the model together, started by torchrun and started again whenever one ends."""
+
+    def __init__(self, config: ProviderConfig, *, model_digest: str) -> None:
+        self._folder: str | None = None
+        if config.executor.endpoint == INPROC:
+            self._folder = tempfile.mkdtemp(prefix="ranks-")  # for this user only
+            executor = msgspec.structs.replace(config.executor, endpoint=f"ipc://{self._folder}/executor.sock")
+            config = msgspec.structs.replace(config, executor=executor)
+        super().__init__(config, model_digest=model_digest)
+
+    def stop(self, timeout: float) -> None:
+        """See `ExecutorHandle.stop`."""
+        super().stop(timeout)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        settings = self.config.executor
+        threads = settings.threads or os.cpu_count() or 1
+        environment = {
+            **os.environ,
+            RANKS_VARIABLE: f"{self.model_digest} {to_json(self.config).decode()}",
+            "OMP_NUM_THREADS": str(max(1, threads // settings.ranks)),
+            "GLOO_SOCKET_IFNAME": _LOOPBACK,  # torch.distributed authenticates nobody
+            "NCCL_SOCKET_IFNAME": _LOOPBACK,
+        }
+        torchrun = start.command("provider.processes.launch", f"--nproc-per-node={settings.ranks}")
+        command = [*torchrun, *start.command("provider.processes.rank")[1:]]
+        # stdin reaches rank 0, which ends with it; signals of a terminal are the gateway's to handle
+        return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
+
+
+def make(config: ProviderConfig, *, model_digest: str) -> ExecutorHandle:
+    """The kind of executor that the configuration asks for."""
+    kind: type[ExecutorHandle] = ThreadExecutor if config.executor.endpoint == INPROC else ProcessExecutor
+    if config.executor.ranks > 1 and not dist.is_initialized():  # else this is rank 0 of a group already
+        kind = GroupExecutor
+    return kind(config, model_digest=model_digest)
+
+
+def _private_folder(path: Path) -> None:
+    """Make the folder of the socket, for this user only; what another user could enter is refused."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = path.stat()
+    if found.st_mode & 0o077 or found.st_uid != os.geteuid():  # another user's would let root in as well
+        raise ConfigError(f"endpoint: others may enter {path}; choose a new folder for the socket, or chmod 700 it")
+
+
+def _require_unused(path: Path) -> None:
+    """ZeroMQ would take the socket away from whoever listens there."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        if not probe.connect_ex(str(path)):
+            raise ConfigError(f"endpoint: another provider listens at {path}; choose another path")
+
+
+def _close_pipe(process: subprocess.Popen[bytes]) -> None:
+    if process.stdin is not None and not process.stdin.closed:
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()

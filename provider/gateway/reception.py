@@ -1,0 +1,286 @@
+"""Where connections come in: accepted, their handshakes made, and handed over once it is known whose they are.
+
+Theory of operation. One thread accepts connections and makes their handshakes, a step at a time and never waiting for
+a client: what a client sends is looked at when it has come, in the order and at the pace that `turns` allows. So
+handshakes never take more than their share of one core, however many clients there are, and no client is given a
+thread, or anything but its place among `strangers`, before it has authenticated. Whoever takes longer than
+`handshake_timeout_s`, its waits for our turns not counted, is dropped, and so is the oldest of the busiest network when
+there are too many.
+
+The share is smaller while products are answered: every handshake brings a connection with a thread, frames and an end,
+and tenants who wait for their rows want the same cores. While none are, a crowd that starts together comes in quickly.
+
+Which tenant a certificate stands for takes a quarter of a handshake to find out, and is remembered for as long as the
+authorities stay the same. Sessions are not resumed: OpenSSL takes as long for it, to within a twentieth.
+"""
+
+from __future__ import annotations
+
+import errno
+import select
+import selectors
+import socket
+import ssl
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+
+import msgspec
+
+from provider import logs
+from provider.config.schema import Limits
+from provider.gateway.credentials import Credentials, Peer
+from provider.gateway.link import bound_address, listen
+from provider.gateway.strangers import Stranger, Strangers
+from provider.gateway.turns import Turns
+from symbiosis_priv.errors import CertificateError
+
+log = logs.EventLog(__name__)
+
+_BACKLOG = 1024
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_PAUSE_S = 0.1  # when the machine is out of descriptors or threads
+_REMEMBERED = 1024  # certificates
+_SERVING_S = 1.0  # since the last product; each bucket of `turns` holds as much
+
+
+class Handshakes(msgspec.Struct, frozen=True, kw_only=True):
+    """What has become of those who connected, since the start.
+
+    Args:
+        present: have not authenticated yet.
+        waiting: of them, those who have said something and wait for their turn.
+        accepted: have authenticated.
+        refused: showed no good certificate, broke the protocol, or left.
+        late: did not finish in time.
+        crowded_out: dropped because there were too many of their network.
+        seconds: processor time.
+        waited_s: how long they have waited for their turns, all together.
+    """
+
+    present: int
+    waiting: int
+    accepted: int
+    refused: int
+    late: int
+    crowded_out: int
+    seconds: float
+    waited_s: float
+
+
+class Reception:
+    """See the module's text.
+
+    Args:
+        address: `host:port` to listen at; ConfigError if that cannot be done.
+        limits: of those who have not authenticated.
+        credentials: who this provider is, and whom it lets in.
+        welcome: takes over a connection, and must not wait; RuntimeError if it cannot, and it is closed.
+        last_request: when a product was answered last, by `time.monotonic`.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        limits: Limits,
+        credentials: Credentials,
+        welcome: Callable[[ssl.SSLSocket, Peer], None],
+        last_request: Callable[[], float],
+    ) -> None:
+        self._timeout_s = limits.handshake_timeout_s
+        self._credentials = credentials
+        self._welcome = welcome
+        self._last_request = last_request
+        self._share = limits.share_of_handshakes
+        self._strangers = Strangers(limits.max_handshakes)
+        self._turns = Turns(self._share(serving=False), time.monotonic())
+        self._known: OrderedDict[tuple[ssl.SSLContext, bytes], Peer] = OrderedDict()
+        self._outcomes: Counter[str] = Counter()
+        self._since: dict[Stranger, float] = {}  # when its turn could have begun
+        self._waited_s = self._seconds = 0.0
+        self._paced = False
+        self._stopping = threading.Event()
+        self._listener = listen(address, backlog=_BACKLOG)
+        self._listener.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._waker = socket.socketpair()
+        self._thread = threading.Thread(target=self._run, name="reception", daemon=True)
+
+    @property
+    def address(self) -> str:
+        """`host:port` as bound."""
+        return bound_address(self._listener)
+
+    @property
+    def handshakes(self) -> Handshakes:
+        """From any thread."""
+        return Handshakes(
+            present=len(self._strangers),
+            waiting=len(self._since),
+            accepted=self._outcomes["accepted"],
+            refused=self._outcomes["refused"],
+            late=self._outcomes["late"],
+            crowded_out=self._outcomes["crowded_out"],
+            seconds=self._seconds,
+            waited_s=self._waited_s,
+        )
+
+    def start(self) -> None:
+        """Begin to accept."""
+        self._thread.start()
+
+    def renew(self, limits: Limits, credentials: Credentials) -> None:
+        """For connections that come from now on."""
+        self._share = limits.share_of_handshakes
+        self._credentials = credentials
+        self._known = OrderedDict()  # lets go of the context before
+
+    def stop(self, timeout: float) -> None:
+        """Accept no more; whoever has not authenticated is dropped."""
+        self._stopping.set()
+        self._waker.close()  # the other end becomes readable, and stays so
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        with self._selector, self._listener, self._wake:
+            self._selector.register(self._listener, selectors.EVENT_READ)
+            self._selector.register(self._wake, selectors.EVENT_READ)
+            while not self._stopping.is_set():
+                ready = [key for key, _ in self._selector.select(self._patience())]
+                for key in ready:
+                    if key.data is not None:
+                        self._line_up(key.data)
+                if any(key.fileobj is self._listener for key in ready):
+                    self._attempt(self._admit)
+                self._attempt(self._go_on)
+                for stranger in self._strangers.late(time.monotonic()):
+                    self._drop(stranger, "late")
+            for stranger in self._strangers.all():
+                self._drop(stranger, "late")
+
+    def _patience(self) -> float | None:
+        """Until somebody's turn, or until somebody is late."""
+        now, deadline = time.monotonic(), self._strangers.next_deadline
+        times = [] if deadline is None else [max(0.0, deadline - now)]
+        if self._turns:
+            times.append(self._delay(now))
+        return min(times, default=None)
+
+    def _attempt(self, step: Callable[[], None]) -> None:
+        """A step that the machine may have no room for, or whose client may be gone again."""
+        try:
+            step()
+        except (OSError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) or error.errno in _EXHAUSTED:
+                log.often("accept_failed", error=type(error).__name__)
+                select.select([self._wake], [], [], _PAUSE_S)
+        except Exception as error:  # a bug must not close the door
+            log.failure("handshake_failed", error)
+
+    def _admit(self) -> None:
+        raw, peer = self._listener.accept()
+        try:
+            raw.setblocking(False)
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            stranger = Stranger(raw, peer[0], deadline=time.monotonic() + self._timeout_s)
+            self._selector.register(raw, selectors.EVENT_READ, stranger)
+        except BaseException:
+            raw.close()
+            raise
+        if (crowded_out := self._strangers.come(stranger)) is not None:
+            log.often("stranger_dropped", address=crowded_out.network)
+            self._drop(crowded_out, "crowded_out")
+
+    def _drop(self, stranger: Stranger, outcome: str) -> None:
+        if self._turns.leave(stranger):
+            del self._since[stranger]
+        else:
+            self._selector.unregister(stranger.socket)
+        self._end(stranger, outcome)
+        stranger.socket.close()
+
+    def _end(self, stranger: Stranger, outcome: str) -> None:
+        """It is no stranger any more."""
+        self._strangers.leave(stranger)
+        self._outcomes[outcome] += 1
+
+    # Handshakes
+
+    def _delay(self, now: float) -> float:
+        """Seconds until somebody's turn, by the share of this moment."""
+        self._turns.share = self._share(serving=now - self._last_request() < _SERVING_S)
+        return self._turns.delay(now)
+
+    def _line_up(self, stranger: Stranger) -> None:
+        self._selector.unregister(stranger.socket)
+        self._turns.wait(stranger)
+        self._since[stranger] = now = time.monotonic()
+        self._strangers.pause(stranger, now)
+
+    def _look_again(self, stranger: Stranger, events: int) -> None:
+        """When its client has done something."""
+        self._selector.register(stranger.socket, events, stranger)
+        self._strangers.resume(stranger, time.monotonic())
+
+    def _go_on(self) -> None:
+        """One step of whose turn it is, if it is time."""
+        now = time.monotonic()
+        if not self._turns:
+            self._paced = False
+        elif self._delay(now):
+            if not self._paced:
+                self._paced = True
+                address, waiting = self._turns.longest
+                log.often("handshakes_wait", address=address, waiting=waiting, share=self._turns.share)
+        else:
+            stranger, begun = self._turns.take(), time.thread_time()
+            self._waited_s += now - self._since.pop(stranger)
+            try:
+                self._step(stranger)
+            finally:
+                seconds = time.thread_time() - begun
+                self._turns.charge(seconds)
+                self._seconds += seconds
+
+    def _step(self, stranger: Stranger) -> None:
+        try:
+            if stranger.silent:
+                if not stranger.socket.recv(1, socket.MSG_PEEK):
+                    raise ConnectionResetError
+                context = self._credentials.context
+                tls = context.wrap_socket(stranger.socket, server_side=True, do_handshake_on_connect=False)
+                self._strangers.speak(stranger, tls)
+            connection = stranger.socket
+            assert isinstance(connection, ssl.SSLSocket)
+            connection.do_handshake()
+            peer = self._identified(connection)
+        except ssl.SSLWantReadError:
+            self._look_again(stranger, selectors.EVENT_READ)
+            return
+        except ssl.SSLWantWriteError:
+            self._look_again(stranger, selectors.EVENT_WRITE)
+            return
+        except BaseException as error:
+            self._end(stranger, "refused")
+            stranger.socket.close()
+            if not isinstance(error, OSError | CertificateError) or getattr(error, "errno", None) in _EXHAUSTED:
+                raise
+            log.often("handshake_refused", reason=getattr(error, "reason", None) or type(error).__name__)
+            return
+        self._end(stranger, "accepted")
+        try:
+            self._welcome(connection, peer)
+        except BaseException:
+            connection.close()
+            raise
+
+    def _identified(self, connection: ssl.SSLSocket) -> Peer:
+        """Who shows this certificate, which the handshake has just verified by the same authorities."""
+        shown = connection.context, connection.getpeercert(binary_form=True) or b""
+        peer = self._known.pop(shown, None) or Peer.of(connection)
+        self._known[shown] = peer
+        if len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
+        return peer

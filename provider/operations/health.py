@@ -1,0 +1,51 @@
+"""Ask a provider how it is, as a tenant would."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from symbiosis_priv.errors import DeadlineExceededError, ProtocolError, TransportError
+from symbiosis_priv.network import wire
+from symbiosis_priv.network.addresses import parse_address
+from symbiosis_priv.network.dial import Line
+from symbiosis_priv.network.tls import client_context
+
+DEFAULT_TIMEOUT_S = 10.0
+
+
+def ask_health(
+    address: str,
+    *,
+    provider_certificate: Path,
+    tenant_certificate: Path,
+    tenant_key: Path,
+    timeout: float = DEFAULT_TIMEOUT_S,
+) -> wire.HealthReport:
+    """The provider's report.
+
+    Raises:
+        CertificateError: either side's certificate is not the right one.
+        TransportError: nobody answers there, or not in time.
+        ProtocolError: what answers is not a healthy provider.
+    """
+    host, port = parse_address(address)
+    pins = [provider_certificate]
+    context = client_context(certificate=tenant_certificate, key=tenant_key, pins=pins)
+    deadline = time.monotonic() + timeout
+    line = Line(address, host=host, port=port, pins=pins, context=context)
+    try:
+        line.open(deadline)
+        line.send(wire.Health(), deadline=deadline)
+        reply, _ = line.receive(max_payload=0, deadline=deadline)
+    except DeadlineExceededError as error:
+        raise DeadlineExceededError(f"{address} gave no report within {timeout:g} s; is it running?") from error
+    except TransportError as error:
+        raise type(error)(f"{error}; is it running?") from error
+    finally:
+        line.close()
+    if isinstance(reply, wire.Failure):
+        raise ProtocolError(f"{address} answered {reply.code}: {reply.detail}")
+    if not isinstance(reply, wire.HealthReport):
+        raise ProtocolError(f"{address} answered with something else than a health report")
+    return reply

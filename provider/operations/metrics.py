@@ -1,0 +1,245 @@
+"""The operator's own address: `/metrics` for Prometheus, `/healthz`, `/readyz`, and `/status` for `provider top`.
+
+Everything is derived from one `Status` when it is asked for. Labels are tenants, roles, stages and layer groups: what
+the provider knows of its customers anyway, and no content. There is no authentication: the address belongs on loopback
+or on a private network, and the log says so where it is on neither.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import math
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from provider import logs
+from provider.executor.envelope import ExecutorReport, Histogram
+from provider.gateway.link import bound_address, hang_up
+from provider.gateway.reception import Handshakes
+from provider.gateway.strangers import Stranger, Strangers
+from provider.gateway.usage import COUNTED
+from provider.operations.status import Status, StatusSource
+from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.network.addresses import parse_address
+
+log = logs.EventLog(__name__)
+
+_PREFIX = "symbiosis_provider_"
+_CLIENT_S = 5.0  # for each read of an operator's request
+_CLOSING_S = 0.05  # within which it is noticed that it shall answer no more
+_PLACES = 16  # requests at a time; one more closes the oldest of whoever has the most of them
+
+
+class _Collector:
+    def __init__(self, status: Status) -> None:
+        self._status = status
+
+    def collect(self) -> Iterator[Metric]:
+        status = self._status
+        yield _gauge("ready", "1 if requests are taken and the executor answers", status.ready)
+        yield _gauge("uptime_seconds", "since the start", status.uptime_s)
+        yield _gauge(
+            "last_reload_successful", "0 if changed files were refused: what was before is kept", status.reloaded
+        )
+        yield _gauge("usage_unwritten_seconds", "since what is counted could not be written", status.usage_unwritten_s)
+        yield _gauge("connections", "of tenants", status.connections)
+        yield from _handshake_metrics(status.handshakes)
+        yield _gauge("held_bytes", "payloads of large requests in flight", status.bytes_held)
+        yield _gauge("waiting_for_bytes", "large requests that wait for others to be done", status.waiting_for_bytes)
+        yield CounterMetricFamily(_PREFIX + "executor_restarts", "ends of the executor", value=status.restarts)
+        yield CounterMetricFamily(_PREFIX + "executor_hangs", "when it said nothing for too long", value=status.hangs)
+        for name in COUNTED:
+            family = CounterMetricFamily(f"{_PREFIX}tenant_{name}", "see `provider usage`", labels=["tenant", "role"])
+            for tenant in status.tenants:
+                family.add_metric([tenant.tenant, tenant.role], getattr(tenant.counts, name))
+            yield family
+        visits = CounterMetricFamily(_PREFIX + "tenant_connections", "that were opened", labels=["tenant"])
+        for named, count in status.visits.items():
+            visits.add_metric([named], count)
+        yield visits
+        taken = GaugeMetricFamily(_PREFIX + "announced", "1 if a registry lists it as it is", labels=["registry"])
+        for registry, listed in status.registries.items():
+            taken.add_metric([registry], listed)
+        yield taken
+        if status.executor is not None:
+            yield from _executor_metrics(status.executor)
+
+
+def _handshake_metrics(handshakes: Handshakes) -> Iterator[Metric]:
+    yield _gauge("strangers", "connections that have not authenticated", handshakes.present)
+    yield _gauge("handshakes_waiting", "of them, those who wait for their turn", handshakes.waiting)
+    ended = CounterMetricFamily(_PREFIX + "handshakes", "what has become of those who connected", labels=["outcome"])
+    for outcome in ("accepted", "refused", "late", "crowded_out"):
+        ended.add_metric([outcome], getattr(handshakes, outcome))
+    yield ended
+    yield CounterMetricFamily(_PREFIX + "handshake_seconds", "processor time", value=handshakes.seconds)
+    yield CounterMetricFamily(_PREFIX + "handshake_wait_seconds", "for their turns", value=handshakes.waited_s)
+
+
+def _executor_metrics(report: ExecutorReport) -> Iterator[Metric]:
+    yield _gauge("executor_resident_bytes", "memory of its process", report.resident)
+    yield _gauge("groups", "layer groups that are served", report.groups)
+    yield _gauge("groups_loaded", "layer groups in memory", report.groups_loaded)
+    waiting = GaugeMetricFamily(_PREFIX + "waiting", "requests in the executor's queue", labels=["stage"])
+    for stage, count in report.waiting.items():
+        waiting.add_metric([stage], count)
+    yield waiting
+    ended = CounterMetricFamily(_PREFIX + "unanswered", "requests that got no product", labels=["reason"])
+    for reason in ("late", "cancelled", "failed"):
+        ended.add_metric([reason], getattr(report, reason))
+    yield ended
+    yield CounterMetricFamily(_PREFIX + "product_seconds", "time in products", value=report.seconds)
+    yield CounterMetricFamily(_PREFIX + "idle_seconds", "time without anything to do", value=report.idle)
+    heat = CounterMetricFamily(_PREFIX + "group_rows", "rows by layer group", labels=["group"])
+    for group, rows in enumerate(report.heat, report.first_group):
+        heat.add_metric([str(group)], rows)
+    yield heat
+    yield _histogram("batch_rows", "rows of a product", {(): report.batch_rows})
+    yield _histogram("batch_requests", "requests in a product", {(): report.batch_requests})
+    waits: dict[tuple[str, ...], Histogram] = {(stage,): wait for stage, wait in report.waits.items()}
+    yield _histogram("wait_seconds", "from a request's arrival to its first product", waits, labels=["stage"])
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(_PREFIX + name, text, value=value)
+
+
+def _histogram(
+    name: str, text: str, values: dict[tuple[str, ...], Histogram], *, labels: list[str] | None = None
+) -> Metric:
+    family = HistogramMetricFamily(_PREFIX + name, text, labels=labels)
+    for label, histogram in values.items():
+        below, buckets = 0, []
+        for bound, count in zip((*map(str, histogram.bounds), "+Inf"), histogram.counts, strict=True):
+            below += count
+            buckets.append((bound, below))
+        family.add_metric(list(label), buckets, sum_value=histogram.total)
+    return family
+
+
+class MetricsServer:
+    """Answers on the operator's address until closed.
+
+    Args:
+        listen: `host:port`; ConfigError if it cannot be bound.
+        source: of what it says.
+    """
+
+    def __init__(self, listen: str, source: StatusSource) -> None:
+        host, port = parse_address(listen)
+        try:
+            self._server = _Server((host, port), source)
+        except OSError as error:
+            raise ConfigError(f"[metrics] listen = {listen!r}: {error.strerror}; choose another address") from error
+        if is_public(str(self._server.server_address[0])):
+            log.warning("metrics_for_everybody", address=self.address)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(_CLOSING_S,), name="metrics", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def address(self) -> str:
+        """`host:port` as bound."""
+        return bound_address(self._server.socket)
+
+    def close(self) -> None:
+        """Answer no more."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def is_public(host: str) -> bool:
+    """Whether an address that is listened at may be reached from any network. A name is taken for a private one."""
+    with contextlib.suppress(ValueError):
+        address = ipaddress.ip_address(host)
+        return address.is_unspecified or address.is_global
+    return False
+
+
+class _Server(ThreadingHTTPServer):
+    """Never more threads than places: every user of this machine can connect to loopback."""
+
+    request_queue_size = 4 * _PLACES
+
+    def __init__(self, address: tuple[str, int], source: StatusSource) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        super().__init__(address, _Handler)
+        self.source = source
+        self._present = Strangers(_PLACES)
+        self._places = threading.Semaphore(_PLACES)
+
+    def process_request(self, request: socket.socket, client_address: tuple[str, int]) -> None:  # type: ignore[override]
+        """A thread for it, as soon as there is a place."""
+        guest = Stranger(request, client_address[0], deadline=math.inf)
+        if (crowded_out := self._present.come(guest)) is not None:
+            self._present.leave(crowded_out)
+            hang_up(crowded_out.socket, socket.SHUT_RDWR)  # or it is this one, which is answered into the void
+        self._places.acquire()  # who was hung up on ends soon
+        thread = threading.Thread(target=self._run, args=(guest, client_address), name="metrics-request", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # out of threads
+            log.often("metrics_failed", error=type(error).__name__)
+            self.shutdown_request(request)
+            self._leave(guest)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Who asks may leave before the answer."""
+        log.often("metrics_failed", error=type(sys.exception()).__name__)
+
+    def _run(self, guest: Stranger, client_address: tuple[str, int]) -> None:
+        try:
+            self.process_request_thread(guest.socket, client_address)
+        finally:
+            self._leave(guest)
+
+    def _leave(self, guest: Stranger) -> None:
+        self._present.leave(guest)
+        self._places.release()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = _CLIENT_S
+    server: _Server
+
+    def do_GET(self) -> None:
+        """One of four paths."""
+        if self.path == "/healthz":  # this process lives; its executor is started again by itself
+            self._answer(HTTPStatus.OK, b"alive\n")
+            return
+        if self.path not in ("/readyz", "/metrics", "/status"):
+            self._answer(HTTPStatus.NOT_FOUND, b"try /metrics, /status, /healthz or /readyz\n")
+            return
+        status = self.server.source.take()
+        match self.path:
+            case "/readyz":
+                code = HTTPStatus.OK if status.ready else HTTPStatus.SERVICE_UNAVAILABLE
+                self._answer(code, b"ready\n" if status.ready else b"not ready\n")
+            case "/metrics":
+                registry = CollectorRegistry()
+                registry.register(_Collector(status))
+                self._answer(HTTPStatus.OK, generate_latest(registry), kind=CONTENT_TYPE_LATEST)
+            case "/status":
+                self._answer(HTTPStatus.OK, msgspec.json.encode(status), kind="application/json")
+
+    def _answer(self, code: HTTPStatus, body: bytes, *, kind: str = "text/plain; charset=utf-8") -> None:
+        self.send_response(code)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: the operator asks every few seconds."""

@@ -1,0 +1,110 @@
+"""What an operator may see of a running provider: names, counts and times, and nothing that a tenant has sent."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from provider.announce.announcer import Announcer
+from provider.config.reload import Reloader
+from provider.executor.client import ExecutorClient
+from provider.executor.envelope import ExecutorReport
+from provider.executor.handle import ExecutorHandle
+from provider.gateway.gateway import Gateway
+from provider.gateway.reception import Handshakes
+from provider.gateway.usage import Counts, Served
+from provider.refusal import Refusal
+
+_ASK_S = 1.0
+
+
+class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One tenant in one role since the provider started."""
+
+    tenant: str
+    role: Served
+    counts: Counts
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """A provider, now.
+
+    Args:
+        ready: it takes requests and its executor answers.
+        connections: of tenants.
+        handshakes: of those who connect.
+        visits: connections that each tenant has opened since the start.
+        bytes_held: by large requests.
+        waiting_for_bytes: large requests.
+        restarts: of the executor.
+        hangs: how often it did not answer for too long.
+        executor: None if it does not answer.
+        registries: whether each of them has taken the last announcement.
+        usage_unwritten_s: for how long what was counted could not be written.
+        reloaded: whether certificates, revocations and quotas are those of the files as they were last read; if not,
+            they are the ones from before.
+    """
+
+    provider: str
+    model_digest: str
+    uptime_s: float
+    ready: bool
+    connections: int
+    handshakes: Handshakes
+    visits: dict[str, int]
+    bytes_held: int
+    waiting_for_bytes: int
+    restarts: int
+    hangs: int
+    tenants: list[TenantStatus]
+    executor: ExecutorReport | None
+    registries: dict[str, bool] = {}
+    reloaded: bool = True
+    usage_unwritten_s: float = 0.0
+
+
+class StatusSource:
+    """Takes a provider's status. Thread-safe."""
+
+    def __init__(
+        self, gateway: Gateway, executor: ExecutorHandle, announcer: Announcer | None, reloader: Reloader
+    ) -> None:
+        self._gateway = gateway
+        self._reloader = reloader
+        self._executor = executor
+        self._announcer = announcer
+
+    def executor_report(self) -> ExecutorReport | None:
+        """None if it does not answer within a second."""
+        try:
+            with ExecutorClient(self._executor) as client:
+                return client.report(deadline=time.monotonic() + _ASK_S)
+        except Refusal:
+            return None
+
+    def take(self) -> Status:
+        """The status now."""
+        service = self._gateway.service
+        report = self.executor_report()
+        return Status(
+            provider=service.config.name,
+            model_digest=service.digest,
+            uptime_s=time.monotonic() - service.started,
+            ready=report is not None and not service.stopping.is_set() and service.counts,
+            connections=self._gateway.connections,
+            handshakes=self._gateway.handshakes,
+            visits={str(tenant): count for tenant, count in service.register.visits().items()},
+            bytes_held=service.budget.used,
+            waiting_for_bytes=service.budget.waiting,
+            restarts=self._executor.generation,
+            hangs=self._executor.hangs,
+            tenants=[
+                TenantStatus(tenant=str(tenant), role=role, counts=counts)
+                for (tenant, role), counts in sorted(service.usage.totals().items(), key=str)
+            ],
+            executor=report,
+            registries={} if self._announcer is None else self._announcer.taken,
+            usage_unwritten_s=service.usage.unwritten_s,
+            reloaded=self._reloader.succeeded,
+        )

@@ -1,0 +1,156 @@
+"""`symbiosis-priv provider top`: a provider's `/status`, as a screen."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import threading
+import time
+
+import msgspec
+from rich.columns import Columns
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from provider.executor.envelope import Histogram
+from provider.gateway.link import hang_up
+from provider.operations.status import Status
+from symbiosis_priv.display import terminal
+from symbiosis_priv.errors import ConnectionLostError, ProtocolError, one_line
+from symbiosis_priv.network.addresses import parse_address
+from symbiosis_priv.system.files import UNDECODABLE
+
+_TIMEOUT_S = 5.0
+_MOST_BYTES = 16 << 20  # of an answer
+_BUSIEST = 10  # layer groups
+_MIB = 1 << 20
+
+
+def ask(address: str, *, timeout_s: float = _TIMEOUT_S) -> Status:
+    """One look. Raises ConnectionLostError if nobody answers in time, ProtocolError if it is something else."""
+    host, port = parse_address(address)
+    connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+    try:
+        connection.connect()
+        late = threading.Timer(timeout_s, hang_up, (connection.sock, socket.SHUT_RDWR))  # whatever trickles in
+        late.daemon = True
+        late.start()
+        try:
+            connection.request("GET", "/status")
+            body = connection.getresponse().read(_MOST_BYTES)
+        finally:
+            late.cancel()
+    except (OSError, http.client.HTTPException) as error:
+        raise ConnectionLostError(
+            f'no provider answers at {address} ({error}); is it running, with [metrics] listen = "{address}"?'
+        ) from error
+    finally:
+        connection.close()
+    try:
+        return msgspec.json.decode(body, type=Status)
+    except UNDECODABLE as error:
+        raise ProtocolError(f"{address} is not the [metrics] address of a provider of this release: {error}") from error
+
+
+def watch(address: str, *, interval: float, once: bool) -> None:
+    """Show it until Ctrl-C, or once."""
+    console = terminal.console()
+    before, when = ask(address), time.monotonic()
+    if once:
+        console.print(render(before, None, 0.0))
+        return
+    with Live(render(before, None, 0.0), console=console, screen=console.is_terminal, auto_refresh=False) as live:
+        while True:
+            time.sleep(interval)
+            now, moment = ask(address), time.monotonic()
+            live.update(render(now, before, moment - when), refresh=True)
+            before, when = now, moment
+
+
+def render(now: Status, before: Status | None, seconds: float) -> RenderableType:
+    """The screen: totals at first, rates of the last `seconds` from the second look on."""
+    parts: list[RenderableType] = [_headline(now), _tenants(now, before, seconds)]
+    if now.executor is not None:
+        parts.append(Columns([_queue(now), _heat(now, before, seconds)], padding=(0, 4)))
+    return Group(*parts)
+
+
+def _headline(status: Status) -> Text:
+    state = ("ready", "bold green") if status.ready else ("not ready", "bold red")
+    resident = 0 if status.executor is None else status.executor.resident
+    return Text.assemble(
+        (one_line(status.provider), "bold"),
+        "  ",
+        state,
+        f"  up {status.uptime_s:,.0f} s  {status.connections} connections  {status.handshakes.present} strangers  "
+        f"{resident / _MIB:,.0f} MiB  large requests: {status.bytes_held / _MIB:,.0f} MiB held, "
+        f"{status.waiting_for_bytes} waiting  executor restarts: {status.restarts}",
+        ""
+        if not status.usage_unwritten_s
+        else (f"  usage unwritten for {status.usage_unwritten_s:,.0f} s", "bold red"),
+        "" if status.reloaded else ("  changed files refused: see the log", "bold red"),
+    )
+
+
+def _tenants(now: Status, before: Status | None, seconds: float) -> Table:
+    unit = "" if before is None else "/s"
+    table = Table("tenant", "role", title=None)
+    for heading in (f"requests{unit}", f"rows{unit}", f"10⁹ work{unit}", f"MiB in{unit}", f"MiB out{unit}"):
+        table.add_column(heading, justify="right")
+    for heading in ("refused", "abandoned", "slow", "failed"):
+        table.add_column(heading, justify="right")
+    old = {} if before is None else {(t.tenant, t.role): t.counts for t in before.tenants}
+    for tenant in now.tenants:
+        counts = tenant.counts
+        earlier = old.get((tenant.tenant, tenant.role))
+        span = seconds if before is not None else 1.0
+
+        def rate(name: str, scale: float = 1.0, *, _now: object = counts, _old: object = earlier) -> str:
+            was = 0 if _old is None else getattr(_old, name)
+            return f"{(getattr(_now, name) - was) / max(span, 1e-9) / scale:,.1f}"  # noqa: B023 - used at once
+
+        table.add_row(
+            escape(one_line(tenant.tenant)),
+            tenant.role,
+            rate("requests"),
+            rate("rows"),
+            rate("work", 1e9),
+            rate("bytes_received", _MIB),
+            rate("bytes_sent", _MIB),
+            *(f"{getattr(counts, name):,}" for name in ("refused", "abandoned", "slow", "failed")),
+        )
+    return table
+
+
+def _queue(status: Status) -> Table:
+    report = status.executor
+    assert report is not None
+    table = Table("executor", "")
+    for stage, count in report.waiting.items():
+        table.add_row(f"waiting, {stage.replace('_', '-')}", f"{count:,}")
+    for stage, wait in report.waits.items():
+        table.add_row(f"mean wait, {stage.replace('_', '-')}", f"{1000 * _mean(wait):,.2f} ms")
+    table.add_row("mean rows of a product", f"{_mean(report.batch_rows):,.1f}")
+    table.add_row("mean requests in it", f"{_mean(report.batch_requests):,.2f}")
+    table.add_row("late, cancelled, failed", f"{report.late:,}, {report.cancelled:,}, {report.failed:,}")
+    table.add_row("layer groups loaded", f"{report.groups_loaded} of {report.groups}")
+    return table
+
+
+def _heat(now: Status, before: Status | None, seconds: float) -> Table:
+    assert now.executor is not None
+    heat, first = now.executor.heat, now.executor.first_group
+    old = before.executor.heat if before is not None and before.executor is not None else [0] * len(heat)
+    rows = [(new - was) / (seconds if before is not None else 1.0) for new, was in zip(heat, old, strict=False)]
+    table = Table("layer group", "rows" if before is None else "rows/s", "")
+    top = max([*rows, 1.0])
+    for group in sorted(range(len(rows)), key=lambda g: -rows[g])[:_BUSIEST]:
+        table.add_row(str(first + group), f"{rows[group]:,.0f}", "█" * round(20 * rows[group] / top))
+    return table
+
+
+def _mean(histogram: Histogram) -> float:
+    return histogram.total / max(1, sum(histogram.counts))

@@ -1,0 +1,43 @@
+"""An executor as a process of its own, as `supervisor.ProcessExecutor` starts it.
+
+Its configuration and the model's digest are the first lines of stdin. The gateway keeps that pipe open: when it closes,
+for whatever reason, the executor ends too. Signals are the gateway's to handle.
+"""
+
+from __future__ import annotations
+
+import gc
+import signal
+import sys
+
+import torch
+
+from provider import logs
+from provider.config.schema import from_json
+from provider.executor.executor import build
+from provider.executor.queues import SocketInbox
+from symbiosis_priv.errors import SymbiosisError
+from symbiosis_priv.system.parent_watch import when_stdin_closes
+
+
+def main() -> None:
+    """Serve until stdin closes. Status 1 if there is nothing to serve."""
+    for ignored in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ignored, signal.SIG_IGN)
+    config = from_json(sys.stdin.buffer.readline())
+    model_digest = sys.stdin.buffer.readline().decode().strip()
+    logs.setup(config.log_level)
+    if config.executor.threads:
+        torch.set_num_threads(config.executor.threads)
+    try:
+        inbox = SocketInbox(config.executor.endpoint)
+        executor = build(config, model_digest=model_digest, inbox=inbox)
+    except SymbiosisError as error:
+        sys.exit(f"error: {error}")
+    when_stdin_closes(executor.stop)
+    gc.freeze()  # see `server.serve`
+    executor.run()
+
+
+if __name__ == "__main__":
+    main()

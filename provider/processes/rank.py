@@ -1,0 +1,95 @@
+"""The processes of a sharded executor (`shards`), as torchrun starts them: rank 0 serves, the others follow.
+
+On one machine, `[executor] ranks = 4` has the supervisor start such a group beside the gateway (`launch`). Over
+several, run on each of them, with numbers from 0,
+
+    torchrun --nnodes 2 --node-rank NUMBER --nproc-per-node 1 --master-addr HOST --master-port PORT \\
+        -m provider.processes.rank --config provider.toml
+
+and rank 0 is the whole provider. Between machines, torch.distributed is neither encrypted nor authenticated: keep it
+on a private network (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME). With `--rdzv-backend c10d`, torchrun unpickles what
+anybody writes to HOST:PORT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from provider import logs
+from provider import serve as server
+from provider.config.provider_toml import load
+from provider.config.schema import RANKS_VARIABLE, ProviderConfig, from_json
+from provider.executor.executor import build
+from provider.executor.queues import SocketInbox
+from provider.products.model import open_store
+from provider.shards.sharded import ShardedOperands
+from symbiosis_priv.errors import SymbiosisError
+from symbiosis_priv.system.parent_watch import when_stdin_closes
+
+_PR_SET_PDEATHSIG = 1
+_INIT = 1
+
+
+def main() -> None:
+    """One rank. Status 1 if the group cannot come together or has lost somebody."""
+    parser = argparse.ArgumentParser(prog="torchrun ... -m provider.processes.rank")
+    parser.add_argument("--config", type=Path, help="provider.toml")
+    _end_with_torchrun()
+    path: Path | None = parser.parse_args().config
+    if (path is None) == (RANKS_VARIABLE not in os.environ):
+        parser.error("name the provider's configuration: --config provider.toml")
+    try:
+        if path is not None:
+            config = load(path)
+            _run(config, lead=lambda: server.serve(config))
+        else:
+            digest, _, text = os.environ[RANKS_VARIABLE].partition(" ")
+            config = from_json(text.encode())
+            _run(config, lead=lambda: _serve_executor(config, model_digest=digest))
+    except SymbiosisError as error:
+        sys.exit(f"error: rank {os.environ.get('RANK')}: {error}")
+
+
+def _end_with_torchrun() -> None:
+    """However it ends: a rank that hangs would not notice, and keep its memory and its address."""
+    if sys.platform == "linux":  # elsewhere, those that do not hang end with the group's store
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == _INIT:  # it was quicker
+            sys.exit("error: torchrun has ended")
+
+
+def _run(config: ProviderConfig, *, lead: Callable[[], None]) -> None:
+    logs.setup(config.log_level)
+    settings = config.executor
+    if settings.threads:
+        torch.set_num_threads(max(1, settings.threads // int(os.environ["LOCAL_WORLD_SIZE"])))
+    dist.init_process_group(
+        "nccl" if settings.device.startswith("cuda") else "gloo", timeout=timedelta(seconds=settings.group_timeout_s)
+    )
+    if dist.get_rank() == 0:
+        lead()
+    else:
+        with torch.no_grad():
+            ShardedOperands(open_store(config, shardable=True), sharding=settings.sharding).follow()
+    dist.destroy_process_group()
+
+
+def _serve_executor(config: ProviderConfig, *, model_digest: str) -> None:
+    """As `executor_process`: until stdin closes, which rank 0 has from the gateway by way of torchrun."""
+    executor = build(config, model_digest=model_digest, inbox=SocketInbox(config.executor.endpoint))
+    when_stdin_closes(executor.stop)
+    executor.run()
+
+
+if __name__ == "__main__":
+    main()

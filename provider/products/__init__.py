@@ -1,0 +1,7 @@
+"""Products with the weights of one model.
+
+model       the layers that this provider serves
+operands    packed weights on their devices
+transfers   rows to a device and back
+floats      the float path, with and without bias
+"""

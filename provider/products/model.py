@@ -1,0 +1,121 @@
+"""The served base model: the products that tenants may ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from provider.config.schema import ProviderConfig
+from provider.products.floats import FloatGroups
+from provider.products.operands import LocalOperands, Operands
+from symbiosis_priv.arithmetic.keystream import expand, mask_key
+from symbiosis_priv.arithmetic.ring import Direction
+from symbiosis_priv.checkpoints.checkpoint import resolve
+from symbiosis_priv.checkpoints.manifest import Manifest
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.network.wire import Arithmetic, Effect
+
+
+def open_store(config: ProviderConfig, *, shardable: bool = False) -> WeightStore:
+    """The weight store that a configuration names; for a group of ranks, one that they can shard."""
+    path = resolve(config.model.checkpoint)
+    model, executor = config.model, config.executor
+    return WeightStore(
+        path,
+        weight_bits=model.weight_bits,
+        cache=model.cache,
+        device=executor.device,
+        kernel=executor.kernel,
+        shardable=shardable,
+        layers=model.layer_range,
+    )
+
+
+def _usable(device: str) -> torch.device:
+    """The device, after a first value has been there and back."""
+    try:
+        torch.zeros(1, dtype=torch.float32, device=device).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device = {device!r} cannot be used here ({reason}); use cpu, or cuda with a GPU") from error
+    return torch.device(device)
+
+
+class ServedModel:
+    """Products of every layer group that is served, one at a time: it belongs to the executor.
+
+    Args:
+        store: the base model, what is served of it, and the device that products run on.
+        operands: where its ring products come from; the store's weights in this process if None.
+        float_memory: bytes for weights of the float path; None if there is no float path.
+
+    Raises:
+        ConfigError: this machine or this torch has no such device.
+    """
+
+    def __init__(
+        self, store: WeightStore, *, operands: Operands | None = None, float_memory: int | None = None
+    ) -> None:
+        self._store = store
+        self._device = _usable(store.device)
+        self._operands = operands or LocalOperands(store)
+        self._floats = None if float_memory is None else FloatGroups(store, device=self._device, memory=float_memory)
+
+    @property
+    def manifest(self) -> Manifest:
+        """Of the whole model."""
+        return self._store.manifest()
+
+    @property
+    def served(self) -> range:
+        """The layer groups that products may be asked of."""
+        return self._store.served
+
+    @property
+    def serves_from_any_thread(self) -> bool:
+        """Whether products may be taken in turns by several threads."""
+        return self._operands.any_thread
+
+    @property
+    def groups_loaded(self) -> int:
+        """Layer groups in memory."""
+        return len({*self._operands.loaded, *(self._floats.loaded if self._floats else ())})
+
+    def product(self, rows: Tensor, *, group: int, direction: Direction, arithmetic: Arithmetic) -> Tensor:
+        """`rows @ W.T` forward, `rows @ W` backward.
+
+        Args:
+            rows: `[r, inputs]` on the CPU; int32 for the ring, float32 otherwise.
+            group: index into the manifest.
+            arithmetic: `float` adds the bias forward; the others and the backward product have none.
+
+        Returns:
+            `[r, outputs]`, contiguous, on the CPU, of the dtype of `rows`.
+
+        Raises:
+            ConfigError: floats are asked for and there is no float path; the gateway refuses such requests before.
+        """
+        if arithmetic == "ring":
+            return self._operands.product(rows, group=group, direction=direction)
+        if self._floats is None:
+            raise ConfigError("float products are not served here: set float = true under [executor]")
+        operand = self._floats.group(group)
+        return operand.product(rows.to(self._device), direction=direction, biased=arithmetic == "float").cpu()
+
+    def mask_rows(self, request: Effect) -> Tensor:
+        """The keystream rows whose product is the effect that a tenant asked for; int32 `[rows, inputs]`."""
+        entry = self.manifest.groups[request.group]
+        key = mask_key(request.seed, group_name=entry.name, direction=request.direction)
+        inputs, _ = entry.columns(request.direction)
+        return expand(key, first_row=request.first_row, rows=request.rows, width=inputs)
+
+    def warm_up(self) -> Iterator[None]:
+        """Do what the first requests would wait for, one small step per `next`."""
+        return self._operands.warm_up()
+
+    def close(self) -> None:
+        """No more products."""
+        self._operands.close()

@@ -1,0 +1,87 @@
+"""Where the ring products of a served model come from: weights of this process, or of a group of ranks (`shards`)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator
+
+import torch
+from torch import Tensor
+
+from provider.products.transfers import Transfers
+from symbiosis_priv.arithmetic.ring import Direction
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.kernels import RingMatrix
+
+
+class Operands(ABC):
+    """The quantised weights of every layer group that is served. Products are taken one at a time."""
+
+    @property
+    def any_thread(self) -> bool:
+        """Whether that may be in turns by several threads; else they all are by one."""
+        return False
+
+    @property
+    @abstractmethod
+    def loaded(self) -> Collection[int]:
+        """Layer groups in memory."""
+
+    @abstractmethod
+    def product(self, rows: Tensor, *, group: int, direction: Direction) -> Tensor:
+        """`rows @ W.T` forward, `rows @ W` backward, mod 2^32.
+
+        Args:
+            rows: int32 `[r, inputs]` on the CPU.
+
+        Returns:
+            int32 `[r, outputs]`, contiguous, on the CPU.
+        """
+
+    @abstractmethod
+    def warm_up(self) -> Iterator[None]:
+        """Do what the first requests would wait for, one small step per `next`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """No more products."""
+
+
+class LocalOperands(Operands):
+    """All of them in this process, each loaded when first asked for.
+
+    Args:
+        store: the base model, what is served of it, and the device that products run on.
+    """
+
+    def __init__(self, store: WeightStore) -> None:
+        self._store = store
+        self._matrices: dict[int, RingMatrix] = {}
+        device = torch.device(store.device)
+        self._transfers = None if device.type == "cpu" else Transfers(device)
+
+    @property
+    def any_thread(self) -> bool:
+        return self._transfers is None  # a device's streams are those of a thread
+
+    @property
+    def loaded(self) -> Collection[int]:
+        return self._matrices.keys()
+
+    def product(self, rows: Tensor, *, group: int, direction: Direction) -> Tensor:
+        matrix = self._matrix(group)
+        return self._transfers.product(matrix, rows, direction) if self._transfers else matrix.product(rows, direction)
+
+    def warm_up(self) -> Iterator[None]:
+        for group in self._store.served:
+            self._matrix(group)
+            yield
+
+    def close(self) -> None:
+        self._matrices.clear()
+
+    def _matrix(self, group: int) -> RingMatrix:
+        matrix = self._matrices.get(group)
+        if matrix is None:
+            matrix = self._matrices[group] = self._store.matrix(group)
+        return matrix

@@ -1,0 +1,261 @@
+"""A whole provider: model, executor and gateway, from start to a graceful stop."""
+
+from __future__ import annotations
+
+import gc
+import json
+import resource
+import signal
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import msgspec
+
+from provider import logs
+from provider.announce.announcer import Announcer
+from provider.announce.placement import placed
+from provider.config.memory_plan import check_plan, memory_plan
+from provider.config.provider_toml import load
+from provider.config.reload import Reloader
+from provider.config.schema import AUTO, ProviderConfig
+from provider.executor import supervisor
+from provider.gateway.credentials import Credentials
+from provider.gateway.gateway import Gateway
+from provider.gateway.usage import Usage
+from provider.operations.status import Status, StatusSource
+from provider.products.model import open_store
+from symbiosis_priv.checkpoints.weights import Progress
+from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.system.files import write_atomically
+from symbiosis_priv.system.parent_watch import when_stdin_closes
+
+if TYPE_CHECKING:  # see where it is made
+    from provider.operations.metrics import MetricsServer
+
+log = logs.EventLog(__name__)
+
+_SPARE_DESCRIPTORS = 128
+
+
+class Provider:
+    """A provider in this process (its executor may be a child's).
+
+        with Provider(config) as provider:
+            connect_to(provider.address)
+
+    Args:
+        config: from `config.load`, or built in code.
+        source: the file that it was loaded from, to be read again when it changes.
+        progress: told about the first quantisation of a checkpoint.
+    """
+
+    def __init__(self, config: ProviderConfig, *, source: Path | None = None, progress: Progress | None = None) -> None:
+        self.config = config
+        self._source = source
+        self._progress = progress
+        self._gateway: Gateway | None = None
+        self._announcer: Announcer | None = None
+        self._metrics: MetricsServer | None = None
+
+    @property
+    def address(self) -> str:
+        """`host:port` as bound."""
+        assert self._gateway is not None, "start it first"
+        return self._gateway.address
+
+    @property
+    def metrics_address(self) -> str | None:
+        """`host:port` of the operator's address as bound; None if there is none."""
+        return None if self._metrics is None else self._metrics.address
+
+    def status(self) -> Status:
+        """What an operator may see of it."""
+        assert self._gateway is not None, "start it first"
+        return self._status_source(self._gateway).take()
+
+    def start(self) -> Self:
+        """Quantise if need be, start the executor, listen.
+
+        Raises:
+            ConfigError: the address is taken or the executor does not start.
+            CertificateError, CheckpointError, UnsupportedModelError: as they say.
+        """
+        self._tls = self.config.tls
+        self._reloader = Reloader(self._watched_files, self._reload)  # whatever changes from here on is read again
+        config = self.config = placed(self.config, progress=self._progress)
+        self._credentials = credentials = Credentials.load(config.tls)
+        store = open_store(config)
+        manifest, served = store.manifest(progress=self._progress), store.served
+        self.model_digest = manifest.digest
+        check_plan(memory_plan(config, manifest, served))
+        self._usage = Usage(config.usage.database)
+        self.executor = supervisor.make(config, model_digest=manifest.digest)
+        try:
+            self.executor.start()
+            gateway = Gateway(
+                config,
+                manifest=manifest,
+                served=served,
+                credentials=credentials,
+                executor=self.executor,
+                usage=self._usage,
+            )
+        except BaseException:
+            self.executor.stop(config.limits.stop_timeout_s)
+            self.executor.close()
+            self._usage.close()
+            raise
+        gateway.start()
+        self._gateway = gateway
+        self._reloader.start()
+        try:
+            if config.registry.announce:
+                self._announcer = Announcer(config, address=gateway.address, manifest=manifest, served=served)
+                self._announcer.start()
+        except BaseException:
+            self.stop()
+            raise
+        if config.metrics.listen is not None:
+            from provider.operations.metrics import (
+                MetricsServer,  # and Prometheus' client: most providers start without
+            )
+
+            try:
+                self._metrics = MetricsServer(config.metrics.listen, self._status_source(gateway))
+            except BaseException:
+                self.stop()
+                raise
+        log.info("started", provider=config.name, address=gateway.address, groups=len(served))
+        return self
+
+    def stop(self) -> None:
+        """Tell the registries, accept no more, answer what is in flight, close. Returns within twice
+        `limits.stop_timeout_s`, and the seconds that a registry may take.
+        """
+        if self._gateway is None:
+            return
+        timeout = self.config.limits.stop_timeout_s
+        if self._announcer is not None:
+            self._announcer.leave()
+            self._announcer = None
+        self._reloader.close(timeout)
+        clean = self._gateway.stop(timeout)
+        requests = self._gateway.requests
+        self.executor.stop(timeout)
+        if clean:  # else a socket is still open somewhere, and this would wait for it
+            self.executor.close()
+        self._gateway = None
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+        self._usage.close()
+        log.info("stopped", provider=self.config.name, requests=requests, clean=clean)
+
+    def reload(self) -> None:
+        """Read certificates, revocations and quotas again, soon; a mistake in them is logged and changes nothing."""
+        if self._gateway is not None:
+            self._reloader.now()
+
+    def _reload(self) -> None:
+        config = self.config if self._source is None else load(self._source, whole=True)
+        credentials = Credentials.load(config.tls, before=self._credentials)
+        assert self._gateway is not None
+        self._tls, self._credentials = config.tls, credentials
+        self._gateway.renew(config, credentials)
+        if self._announcer is not None:
+            self._announcer.now()
+        chosen = msgspec.structs.replace(config.model, layers=self.config.model.layers)  # if they were left to us
+        before = self.config.limits
+        renewed = msgspec.structs.replace(
+            config.limits,
+            handshake_share=before.handshake_share,
+            handshake_share_serving=before.handshake_share_serving,
+        )
+        fixed = msgspec.structs.replace(
+            config,
+            limits=renewed,
+            quota=self.config.quota,
+            tenants=self.config.tenants,
+            model=chosen if config.model.layers == AUTO else config.model,
+        )
+        log.info("reloaded", needs_restart=None if fixed == self.config else "yes: other settings have changed too")
+
+    def _status_source(self, gateway: Gateway) -> StatusSource:
+        return StatusSource(gateway, self.executor, self._announcer, self._reloader)
+
+    def _watched_files(self) -> list[Path]:
+        tls = self._tls  # as it was read last: another list may have been named since the start
+        files = (self._source, tls.certificate, tls.key, tls.tenant_authority, tls.revoked)
+        return [path for path in files if path is not None]
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def serve(
+    config: ProviderConfig,
+    *,
+    source: Path | None = None,
+    ready_file: Path | None = None,
+    lifeline: bool = False,
+    progress: Progress | None = None,
+) -> None:
+    """Run a provider until SIGTERM or SIGINT, or, with a lifeline, until stdin closes: then it ends with its parent.
+    SIGHUP reads certificates, revocations and quotas again, and so does a change of their files.
+
+    When it is ready, one line of JSON goes to stdout (logs go to stderr) and the bound address to `ready_file`.
+    """
+    logs.setup(config.log_level)
+    _allow_descriptors(config)
+    provider = Provider(config, source=source, progress=progress)
+    stop, started = threading.Event(), threading.Event()
+
+    def on_signal(*_: object) -> None:
+        stop.set()
+        if not started.is_set():  # quantising may take minutes, and nobody is being served yet
+            raise KeyboardInterrupt
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    signal.signal(signal.SIGHUP, lambda *_: provider.reload())
+    try:
+        provider.start()
+        started.set()
+    except KeyboardInterrupt:
+        log.info("stopped_while_starting", provider=config.name)
+    gc.freeze()  # torch's modules: no collection goes through them again, least of all the last one
+    try:
+        if not stop.is_set():
+            if ready_file is not None:
+                write_atomically(ready_file, provider.address.encode())
+            ready = {"event": "listening", "address": provider.address, "model_digest": provider.model_digest}
+            if provider.metrics_address is not None:
+                ready["metrics"] = provider.metrics_address
+            print(json.dumps(ready), flush=True)
+            if lifeline:
+                when_stdin_closes(stop.set)
+            stop.wait()
+    finally:
+        provider.stop()
+
+
+def _allow_descriptors(config: ProviderConfig) -> None:
+    """Room for every connection that the limits allow, and its line to the executor."""
+    limits = config.limits
+    wanted = 2 * limits.max_connections + limits.max_handshakes + _SPARE_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        raise ConfigError(
+            f"max_connections = {limits.max_connections} needs {wanted} open files and the system allows {hard}: lower "
+            f"it, or raise the limit (ulimit -n)"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

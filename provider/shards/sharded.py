@@ -1,0 +1,352 @@
+"""Ring operands that a group of ranks holds together: each has its shard of every layer group (FSDP2).
+
+Theory of operation. Every rank makes the same units on the meta device, one per layer group that is served, and
+`fully_shard` cuts each one's packed weights along their outputs; a rank then copies its own shard from the mapped
+cache, and nobody ever holds the model. Rank 0 serves (`executor`); the others `follow`. For each product rank 0
+broadcasts a plan, and every rank checks its sequence number before it joins a collective: ranks that disagree about
+what comes next would otherwise gather each other's layers. There are two ways to multiply, and both give the same bits:
+
+    gathered   the unit gathers its weights on every rank, each of which multiplies some of the rows with them (FSDP)
+    columns    every rank multiplies all rows with its own shard: its columns of the result forward, a part of the sum
+               backward, which wraps modulo 2^32 as everything does here
+
+Few rows travel for less than weights do, many do not: `warm_up` times both, and rank 0 chooses. Weights travel as
+bytes, for gloo knows no int16.
+
+A rank that dies makes a collective fail, and one that has stopped is noticed by its heart (`roll_call`), long before
+the group's timeout, which is there for one that is alive and does not take part. Whoever notices says who is missing
+and ends; so do the others, and the supervisor starts the whole group again. The ranks trust each other, and
+torch.distributed authenticates nobody: they belong on one machine or one private network.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import IntEnum
+from typing import NoReturn, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from provider import logs
+from provider.products.operands import Operands
+from provider.shards.heartbeat import RollCall
+from provider.shards.unit import Unit
+from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.errors import CheckpointError, RankLostError
+from symbiosis_priv.kernels import probe_rows
+
+log = logs.EventLog(__name__)
+
+_IDLE = timedelta(days=365)  # between two plans
+_TIMED_ROWS = (1, 8, 64, 512)
+_NEVER = 1 << 62  # rows
+_LEAD = 0  # the rank that serves
+_HEAD = 4  # numbers of a plan before the rows of every rank
+
+
+class Mode(IntEnum):
+    """How a product is shared out."""
+
+    STOP = 0
+    COLUMNS = 1
+    GATHERED = 2
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What every rank does next.
+
+    Args:
+        sequence: 1 more than the last one's.
+        rows: of every rank; all of them the product's where each takes part in every row.
+    """
+
+    sequence: int
+    mode: Mode
+    group: int = 0
+    direction: Direction = FORWARD
+    rows: tuple[int, ...] = ()
+
+    def encode(self, world: int) -> Tensor:
+        """int64 `[4 + world]`."""
+        head = [self.sequence, self.mode, self.group, DIRECTIONS.index(self.direction)]
+        return torch.tensor([*head, *(self.rows or [0] * world)], dtype=torch.int64, device="cpu")
+
+    @classmethod
+    def decode(cls, plan: Tensor) -> Self:
+        """Inverse of `encode`."""
+        sequence, mode, group, direction, *rows = plan.tolist()
+        return cls(sequence, Mode(mode), group, DIRECTIONS[direction], tuple(rows))
+
+
+class ShardedOperands(Operands):
+    """The ring products of a group of ranks. Every rank makes one; rank 0 asks for products, the others `follow`.
+
+    Args:
+        store: the base model; `shardable`, unless its kernel is named.
+        sharding: "columns", "gathered", or "auto" to measure.
+
+    Raises:
+        CheckpointError: the ranks have other models, or serve other layers of it.
+        ConfigError: the weights cannot be packed, or not be sharded as they are packed.
+        RankLostError: a rank did not answer while the group came together.
+    """
+
+    def __init__(self, store: WeightStore, *, sharding: str = "auto") -> None:
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._device = torch.device(store.device)
+        self._fixed = None if sharding == "auto" else Mode[sharding.upper()]
+        self._store = store
+        self._entries = store.manifest().groups
+        self._sequence = 0
+        self._crossover: dict[tuple[int, int, Direction], int] = {}
+        self._plans = dist.new_group(backend="gloo", timeout=_IDLE)
+        self._doing = "the start"
+        self._roll_call = RollCall(rank=self._rank, world=self._world, lost=self._end)
+        self._require_one_model(
+            f"{store.manifest().digest}, layer groups {store.served.start} to {store.served.stop - 1}"
+        )
+        if os.environ["LOCAL_RANK"] == "0":
+            for index in store.served:
+                store.matrix(index)  # one at a time: packs what is not there, checks what is
+        dist.barrier(self._plans)
+        mesh = init_device_mesh(self._device.type, (self._world,))
+        self._units = {index: self._load(index, mesh) for index in store.served}
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the rank that serves."""
+        return self._rank == _LEAD
+
+    @property
+    def loaded(self) -> frozenset[int]:
+        """Layer groups in memory: all that are served."""
+        return frozenset(self._units)
+
+    def product(self, rows: Tensor, *, group: int, direction: Direction) -> Tensor:
+        """On rank 0, with the others following. See `Operands.product`.
+
+        Raises:
+            RankLostError: a rank did not take part; this group is of no more use.
+        """
+        return self._multiply(rows, group=group, direction=direction, mode=self._mode(group, direction, len(rows)))
+
+    def warm_up(self) -> Iterator[None]:
+        """On rank 0: time both ways to multiply for every shape, one product per `next`."""
+        for group in self._units:
+            entry = self._entries[group]
+            for direction in DIRECTIONS:
+                shape = (entry.inputs, entry.stacked_outputs, direction)
+                if self._fixed is not None or shape in self._crossover:
+                    continue
+                inputs, _ = entry.columns(direction)
+                for count in _TIMED_ROWS:
+                    rows = probe_rows(count, inputs)
+                    seconds = dict.fromkeys((Mode.COLUMNS, Mode.GATHERED), math.inf)
+                    for mode in (*seconds, *seconds):
+                        start = time.perf_counter()
+                        self._multiply(rows, group=group, direction=direction, mode=mode)
+                        seconds[mode] = min(seconds[mode], time.perf_counter() - start)
+                        yield
+                    if seconds[Mode.GATHERED] < seconds[Mode.COLUMNS]:
+                        self._crossover[shape] = count
+                        break
+                else:
+                    self._crossover[shape] = _NEVER
+
+    def follow(self) -> None:
+        """On every other rank: take part in products until rank 0 closes.
+
+        Raises:
+            RankLostError: rank 0 or another one did not take part, or its plan is not the next one.
+        """
+        while True:
+            message = torch.empty(_HEAD + self._world, dtype=torch.int64, device="cpu")
+            with self._answering("the next plan"):
+                dist.broadcast(message, _LEAD, group=self._plans)
+            plan = _Plan.decode(message)
+            self._sequence += 1
+            if plan.sequence != self._sequence:
+                raise RankLostError(f"rank {self._rank} expected plan {self._sequence} and got {plan.sequence}")
+            if plan.mode is Mode.STOP:
+                self._roll_call.close()
+                return
+            with self._answering(self._name_of(plan)):
+                self._take_part(plan)
+
+    def close(self) -> None:
+        """On rank 0: let the others end."""
+        with self._answering("the last plan"):
+            self._announce(_Plan(self._sequence + 1, Mode.STOP))
+        self._roll_call.close()
+
+    # Together
+
+    def _multiply(self, rows: Tensor, *, group: int, direction: Direction, mode: Mode) -> Tensor:
+        _, outputs = self._entries[group].columns(direction)
+        out = torch.empty((len(rows), outputs), dtype=torch.int32, device="cpu")
+        if not len(rows):
+            return out
+        shares = [len(part) for part in rows.tensor_split(self._world)]
+        counts = shares if mode is Mode.GATHERED else [len(rows)] * self._world
+        plan = _Plan(self._sequence + 1, mode, group, direction, tuple(counts))
+        with self._answering(self._name_of(plan)):
+            self._announce(plan)
+            self._take_part(plan, rows.contiguous(), out)
+        return out
+
+    def _announce(self, plan: _Plan) -> None:
+        self._sequence = plan.sequence
+        dist.broadcast(plan.encode(self._world), _LEAD, group=self._plans)
+
+    def _take_part(self, plan: _Plan, rows: Tensor | None = None, out: Tensor | None = None) -> None:
+        """One rank's part in a product. Rank 0 has the rows, and gets the result in `out`."""
+        unit = self._units[plan.group]
+        if plan.mode is Mode.GATHERED:
+            self._gathered(plan, unit, rows, out)
+        elif plan.direction == FORWARD:
+            self._columns_forward(plan, unit, rows, out)
+        else:
+            self._columns_backward(plan, unit, rows, out)
+
+    def _gathered(self, plan: _Plan, unit: Unit, rows: Tensor | None, out: Tensor | None) -> None:
+        inputs, outputs = self._entries[plan.group].columns(plan.direction)
+        if rows is not None and out is not None:
+            parts, results = rows.split(list(plan.rows)), out.split(list(plan.rows))
+            self._deal(parts)
+            mine, product = parts[_LEAD], results[_LEAD]
+        else:
+            mine, product = self._received(plan.rows[self._rank], inputs), self._matrix(plan.rows[self._rank], outputs)
+        mine, product = mine.to(self._device), product.to(self._device)
+        unit(mine, plan.direction, product)
+        if rows is not None and out is not None:
+            results[_LEAD].copy_(product)  # the same memory, unless on another device
+            self._collect(results)
+        else:
+            self._return(product)
+
+    def _columns_forward(self, plan: _Plan, unit: Unit, rows: Tensor | None, out: Tensor | None) -> None:
+        inputs, _ = self._entries[plan.group].columns(FORWARD)
+        shards = [unit.columns_of(rank, self._world) for rank in range(self._world)]
+        shared = (self._matrix(plan.rows[self._rank], inputs) if rows is None else rows).to(self._device)
+        dist.broadcast(shared, _LEAD)
+        columns = shards[self._rank]
+        product = self._matrix(len(shared), columns.stop - columns.start).to(self._device)
+        unit.multiply_shard(columns, shared, FORWARD, product)
+        if out is None:
+            self._return(product)
+            return
+        parts = [product.cpu(), *(self._matrix(len(shared), s.stop - s.start) for s in shards[1:])]
+        self._collect(parts)
+        torch.cat(parts, dim=1, out=out)
+
+    def _columns_backward(self, plan: _Plan, unit: Unit, rows: Tensor | None, out: Tensor | None) -> None:
+        _, outputs = self._entries[plan.group].columns(BACKWARD)
+        shards = [unit.columns_of(rank, self._world) for rank in range(self._world)]
+        columns, count = shards[self._rank], plan.rows[self._rank]
+        if rows is not None:
+            parts = [rows[:, shard].contiguous() for shard in shards]
+            self._deal(parts)
+            mine = parts[_LEAD]
+        else:
+            mine = self._received(count, columns.stop - columns.start)
+        product = self._matrix(count, outputs).to(self._device)
+        unit.multiply_shard(columns, mine.to(self._device), BACKWARD, product)
+        dist.reduce(product, _LEAD, op=dist.ReduceOp.SUM)  # int32 sums wrap
+        if out is not None:
+            out.copy_(product)
+
+    # Matrices between rank 0 and the others
+
+    def _deal(self, parts: Sequence[Tensor]) -> None:
+        sent = [dist.isend(part.to(self._device), rank) for rank, part in enumerate(parts) if rank and part.numel()]
+        _wait(sent)
+
+    def _received(self, count: int, width: int) -> Tensor:
+        rows = self._matrix(count, width).to(self._device)
+        if rows.numel():
+            dist.recv(rows, _LEAD)
+        return rows
+
+    def _return(self, product: Tensor) -> None:
+        if product.numel():
+            dist.send(product, _LEAD)
+
+    def _collect(self, results: Sequence[Tensor]) -> None:
+        """Fill the other ranks' parts of a result."""
+        arriving = [(part, part.to(self._device)) for part in results]
+        _wait([dist.irecv(there, rank) for rank, (_, there) in enumerate(arriving) if rank and there.numel()])
+        for rank, (here, there) in enumerate(arriving):
+            if rank and here is not there:
+                here.copy_(there)
+
+    def _matrix(self, rows: int, width: int) -> Tensor:
+        return torch.empty((rows, width), dtype=torch.int32, device="cpu")
+
+    # Start and failure
+
+    def _mode(self, group: int, direction: Direction, rows: int) -> Mode:
+        if self._fixed is not None:
+            return self._fixed
+        entry = self._entries[group]
+        crossover = self._crossover.get((entry.inputs, entry.stacked_outputs, direction), _NEVER)
+        return Mode.GATHERED if rows >= crossover else Mode.COLUMNS
+
+    def _load(self, index: int, mesh: DeviceMesh) -> Unit:
+        whole, choice = self._store.packed(index)
+        unit = Unit(whole, choice)
+        fully_shard(unit, mesh=mesh, reshard_after_forward=True)
+        unit.load(whole.data, rank=self._rank, world=self._world, device=self._device)
+        return unit
+
+    def _require_one_model(self, what: str) -> None:
+        mine = torch.frombuffer(bytearray(hashlib.sha256(what.encode()).digest()), dtype=torch.uint8)
+        theirs = mine.clone()
+        dist.broadcast(theirs, _LEAD)
+        if not torch.equal(mine, theirs):
+            raise CheckpointError(f"rank {self._rank} has {what}, and rank 0 others: give all ranks the same [model]")
+
+    @contextmanager
+    def _answering(self, what: str) -> Iterator[None]:
+        """Whatever breaks in here leaves the ranks out of step: this group has ended."""
+        self._doing = what
+        try:
+            yield
+        except Exception as error:
+            absent = self._roll_call.absent()
+            self._roll_call.end(absent)
+            raise RankLostError(
+                f"{what} failed on rank {self._rank}; not answering: {_names(absent)} ({error})"
+            ) from error
+
+    def _end(self, absent: list[int]) -> NoReturn:
+        """A heart has stopped. Nothing but its end gets this process out of a collective that waits for it."""
+        reason = f"not answering: {_names(absent)}" if absent else "the store of the group has gone"
+        log.warning("rank_lost", reason=f"{self._doing} is not going on at rank {self._rank}; {reason}")
+        self._roll_call.end(absent)
+        os._exit(1)
+
+    def _name_of(self, plan: _Plan) -> str:
+        return f"product {plan.sequence} ({self._entries[plan.group].name}, {plan.direction})"
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return ", ".join(f"rank {rank}" for rank in ranks) or "nobody, so far"
+
+
+def _wait(works: Sequence[dist.Work | None]) -> None:
+    for work in works:
+        if work is not None:  # None for a rank outside the group
+            work.wait()

@@ -1,0 +1,89 @@
+"""One layer group's packed weights as a group of ranks holds them: what FSDP2 shards, gathers and lets go of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from symbiosis_priv.arithmetic.ring import Direction
+from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.kernels import Choice, Packed, kernel_of
+
+
+class Unit(nn.Module):
+    """A module whose one parameter is a layer group's packed weights as bytes, on the meta device until `load`.
+
+    Args:
+        whole: the packed weights, whose data may lie in a mapped file: nothing of it is kept.
+        choice: which kernel multiplies how many rows; all of its layouts are `whole`'s.
+
+    Raises:
+        ConfigError: weights in that layout cannot be cut along their outputs.
+    """
+
+    def __init__(self, whole: Packed, choice: Choice) -> None:
+        super().__init__()
+        block = kernel_of(choice.layout).block
+        if block is None:
+            raise ConfigError(f"weights packed as {choice.layout!r} cannot be sharded: choose another kernel")
+        self._block = block
+        nothing = torch.empty(0, dtype=whole.data.dtype, device="cpu")  # a view of the data would keep its file mapped
+        self._whole = replace(whole, data=nothing)
+        self._choice = choice
+        self._dtype = whole.data.dtype
+        shape = whole.data.view(torch.int8).shape
+        self.weight = nn.Parameter(torch.empty(shape, dtype=torch.int8, device="meta"), requires_grad=False)
+
+    def forward(self, rows: Tensor, direction: Direction, out: Tensor) -> None:
+        """The product with all of the weights, which FSDP has gathered while this runs.
+
+        Args:
+            rows: int32 `[n, inputs]` forward, `[n, outputs]` backward.
+            direction: of the product.
+            out: int32 `[n, outputs]` or `[n, inputs]`, where it goes.
+        """
+        self._product(replace(self._whole, data=self.weight.view(self._dtype)), rows, direction, out)
+
+    def load(self, whole: Tensor, *, rank: int, world: int, device: torch.device) -> None:
+        """Copy this rank's shard from the mapped file; pages of other shards are not touched. After `fully_shard`."""
+        self.to_empty(device=device)
+        local = self._local()
+        first = _chunk(len(whole), world) * rank
+        local.copy_(whole.view(torch.int8)[first : first + len(local)])
+
+    def columns_of(self, rank: int, world: int) -> slice:
+        """The outputs in a rank's shard."""
+        each = _chunk(self.weight.shape[0], world) * self._block
+        return slice(min(self._whole.outputs, each * rank), min(self._whole.outputs, each * (rank + 1)))
+
+    def multiply_shard(self, columns: slice, rows: Tensor, direction: Direction, out: Tensor) -> None:
+        """The product with this rank's shard alone: those columns of it forward, their part of its sum backward.
+
+        Args:
+            columns: the outputs in the shard, from `columns_of`.
+            rows: int32 `[n, inputs]` forward, the shard's columns of `[n, outputs]` backward.
+            direction: of the product.
+            out: int32 `[n, columns]` or `[n, inputs]`, where it goes.
+        """
+        outputs = columns.stop - columns.start
+        weights = replace(self._whole, outputs=outputs, data=self._local().view(self._dtype))
+        if outputs:
+            self._product(weights, rows, direction, out)
+        else:
+            out.zero_()
+
+    def _local(self) -> Tensor:
+        assert isinstance(self.weight, DTensor)  # outside `forward`
+        return self.weight.to_local()
+
+    def _product(self, weights: Packed, rows: Tensor, direction: Direction, out: Tensor) -> None:
+        if out.numel():
+            self._choice.kernel(direction, len(rows)).product(weights, rows, direction, out)
+
+
+def _chunk(blocks: int, world: int) -> int:
+    """How `Shard(0)` cuts: every rank gets so many, the last ones fewer or none."""
+    return -(-blocks // world)

@@ -1,0 +1,10 @@
+"""Integer arithmetic that both sides agree on to the bit. Read in this order:
+
+ring        rows to integers, and the proof that no product leaves the range
+quantise    weights to integers, one scale per output channel
+keystream   one-time pads from AES-256-CTR, addressed by row
+modular     inner products modulo p = 2^61 - 1, for verification
+passes      the fused passes over memory: quantise and mask; unmask, check and dequantise
+buffers     reusable memory for large matrices
+forks       detects forks, so that a secret stays in one process
+"""

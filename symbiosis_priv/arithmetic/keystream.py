@@ -1,0 +1,203 @@
+"""One-time masks: AES-256-CTR, addressed by row.
+
+Theory of operation. A session draws one 256-bit secret. Everything else is derived with HKDF-SHA256 (RFC 5869):
+
+    session secret --"helper", name, key fingerprint--> helper seed      (all that a helper ever receives)
+    helper seed    --"mask", group_name, direction--> AES-256 key   (one keystream per layer group and direction)
+
+Row r of a keystream occupies its own whole AES blocks, starting at block `r * ceil(4 d / 16)`: any row can be made
+without the ones before it, by the tenant and the helper alike, and rows never overlap. Info strings
+are length-prefixed, so that no two derivations can collide. Masks come from nowhere else (rule 1); a row index is
+handed out by `RowCounter` exactly once, and neither secret nor counter survives the process (rules 2 and 3).
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import threading
+from collections import defaultdict
+from typing import NoReturn
+
+import numpy as np
+import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from numpy.typing import NDArray
+from torch import Tensor
+
+from symbiosis_priv.arithmetic.forks import generation
+from symbiosis_priv.errors import BurntRowError, RangeError
+
+SEED_BYTES = 32
+MAX_ROW = 1 << 63
+MAX_BYTES = 1 << 32  # of one expansion; a frame holds no more either
+_BLOCK = 16
+_SLACK = _BLOCK // 4  # words
+_PIECE = 1 << 18  # bytes at a time: enough to hide what a call costs, and they stay in the cache
+_AHEAD = 1 << 17  # bytes of rows that are worth making ahead
+_ZEROS = memoryview(bytes(_PIECE))  # what is encrypted
+
+
+def derive(secret: bytes, *labels: str) -> bytes:
+    """HKDF-SHA256 of a uniform secret, bound to labels. Returns 32 bytes."""
+    info = b"".join(len(part).to_bytes(4, "big") + part for part in (b"symbiosis-priv v1", *map(str.encode, labels)))
+    return HKDF(algorithm=SHA256(), length=SEED_BYTES, salt=None, info=info).derive(secret)
+
+
+def expand(key: bytes, *, first_row: int, rows: int, width: int) -> Tensor:
+    """Rows `first_row .. first_row + rows` of a keystream, uniform over the ring.
+
+    Args:
+        key: 32 bytes, used for one width only (`derive` binds layer group and direction).
+        first_row: index of the first row, 0..2^63.
+        rows: number of rows; may be 0.
+        width: columns d.
+
+    Returns:
+        int32 `[rows, d]`, contiguous, on the CPU.
+
+    Raises:
+        RangeError: out of range, or more than `MAX_BYTES`; nothing was allocated.
+    """
+    return Keystream(key, width=width).expand(first_row, rows)
+
+
+class Keystream:
+    """One keystream, for whoever comes back to it: what a cipher needs at the start of every key is made once.
+
+    Safe under threads.
+
+    Args:
+        key, width: as for `expand`.
+
+    Raises:
+        RangeError: not a key, or no width.
+    """
+
+    def __init__(self, key: bytes, *, width: int) -> None:
+        if len(key) != SEED_BYTES or width < 1:
+            raise RangeError(f"no keystream: key {len(key)} bytes, width {width}")
+        self._algorithm, self._width = algorithms.AES256(key), width
+        self._padded = -(-4 * width // _BLOCK) * _BLOCK // 4  # columns that a row takes of it: whole blocks
+        self._idle: list[CipherContext] = []  # popped and appended: one step each
+        self._ahead: list[tuple[int, NDArray[np.int32]]] = []  # a first row and some rows; at most one of these
+
+    def expand(self, first_row: int, rows: int) -> Tensor:
+        """Rows from one on; see the function of this name."""
+        cipher = self._cipher(first_row, rows)
+        space = torch.empty(rows * self._padded + _SLACK, dtype=torch.int32, device="cpu")
+        _encrypt(cipher, space.numpy())
+        self._idle.append(cipher)
+        stream = space[:-_SLACK].view(rows, self._padded)
+        return stream if self._padded == self._width else stream[:, : self._width].contiguous()
+
+    def make_ahead(self, first_row: int, rows: int) -> None:
+        """Have rows at hand for `add_to`, if they are few: for whoever has time now, and will have none then."""
+        if 4 * rows * self._padded <= _AHEAD and first_row + rows <= MAX_ROW:
+            self._ahead[:] = [(first_row, self.expand(first_row, rows).numpy())]
+
+    def add_to(self, matrix: Tensor, *, first_row: int) -> None:
+        """Add rows to a matrix modulo 2^32, piece by piece: no mask as large as the matrix is made.
+
+        Args:
+            matrix: int32 `[rows, d]` on the CPU; changed in place.
+
+        Raises:
+            RangeError: as for `expand`; nothing was changed.
+        """
+        entries = matrix.numpy()  # whose additions begin at once, and in this thread
+        rows = len(entries)
+        if (ahead := self._made_ahead(first_row, rows)) is not None:
+            np.add(entries, ahead, out=entries)
+            return
+        cipher, step = self._cipher(first_row, rows), max(1, _PIECE // (4 * self._padded))
+        space = np.empty(min(step, rows) * self._padded + _SLACK, dtype=np.int32)
+        for start in range(0, rows, step):
+            piece = entries[start : start + step]
+            words = len(piece) * self._padded
+            _encrypt(cipher, space[: words + _SLACK])
+            np.add(piece, space[:words].reshape(len(piece), self._padded)[:, : self._width], out=piece)
+        self._idle.append(cipher)
+
+    def _made_ahead(self, first_row: int, rows: int) -> NDArray[np.int32] | None:
+        """These rows, if they are at hand; what was at hand is not, from now on."""
+        try:
+            first, ahead = self._ahead.pop()
+        except IndexError:
+            return None
+        return ahead if first == first_row and len(ahead) == rows else None
+
+    def _cipher(self, first_row: int, rows: int) -> CipherContext:
+        """One that gives the keystream from a row on, and that nobody else uses until it is put back."""
+        if not (first_row >= 0 and rows >= 0 and first_row + rows <= MAX_ROW and 4 * rows * self._padded <= MAX_BYTES):
+            raise RangeError(f"no keystream: rows {first_row}..{first_row + rows}, width {self._width}")
+        counter = (first_row * 4 * self._padded // _BLOCK).to_bytes(_BLOCK, "big")
+        try:
+            cipher = self._idle.pop()
+        except IndexError:
+            return Cipher(self._algorithm, modes.CTR(counter)).encryptor()
+        cipher.reset_nonce(counter)
+        return cipher
+
+
+def _encrypt(cipher: CipherContext, space: NDArray[np.int32]) -> None:
+    """Fill contiguous words with the next ones of a keystream, little-endian; the last `_SLACK` of them are room that
+    the cipher asks for."""
+    data = space.view(np.uint8).data
+    size = len(data) - _BLOCK
+    for start in range(0, size, _PIECE):
+        stop = min(start + _PIECE, size)
+        cipher.update_into(_ZEROS[: stop - start], data[start : stop + _BLOCK])
+    if sys.byteorder == "big":
+        space.byteswap(inplace=True)
+
+
+class SessionSecret:
+    """A fresh 256-bit secret and its row counters; never stored, copied or carried over a fork.
+
+    After a fork the child finds the secret dead: `BurntRowError` tells it to open a session of its own,
+    since parent and child would otherwise hand out the same rows (rule 2).
+    """
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_bytes(SEED_BYTES)
+        self._generation = generation()
+        self._lock = threading.Lock()
+        self._next_row: defaultdict[tuple[str, str], int] = defaultdict(int)
+
+    def seed_for(self, *holder: str) -> bytes:
+        """The seed that `holder` may know, 32 bytes: for a helper, its name and its key's fingerprint (rule 11)."""
+        self._check_alive()
+        return derive(self._secret, "helper", *holder)
+
+    def burn(self, *, group_name: str, direction: str, rows: int) -> int:
+        """Take `rows` fresh row indices of a (group, direction) and return the first. They are never returned again."""
+        self._check_alive()
+        if rows < 0:
+            raise BurntRowError(f"a counter never goes back: cannot burn {rows} rows")
+        with self._lock:
+            first = self._next_row[group_name, direction]
+            self._next_row[group_name, direction] = first + rows
+        return first
+
+    @property
+    def alive(self) -> bool:
+        """False in a forked child."""
+        return generation() == self._generation
+
+    def _check_alive(self) -> None:
+        if not self.alive:
+            raise BurntRowError("this process was forked from the one that drew the session secret; open a new session")
+
+    def __reduce__(self) -> NoReturn:
+        raise BurntRowError("a session secret and its counters are never stored or copied; open a new session")
+
+    def __repr__(self) -> str:
+        return "SessionSecret(...)"
+
+
+def mask_key(seed: bytes, *, group_name: str, direction: str) -> bytes:
+    """The AES key of one (group, direction) keystream under a helper's seed."""
+    return derive(seed, "mask", group_name, direction)

@@ -1,0 +1,191 @@
+"""The tenant's two passes over its rows. Each reads and writes a matrix once, and a row stays in the cache meanwhile.
+
+    encode    quantise, and compute what the check of an honest answer will give
+    decode    take the masks' effects off, check, and write floats into the siblings' own tensors
+
+The compiled library and torch do the same float64 operations in the same order, so their bits agree; a row's bits
+depend on nothing but the row. What `decode` stores of a matrix is to be used only if it returns True.
+
+A check compares `y @ R` with `xq @ V` modulo p for the integers y and xq (`modular`, `tenant.core.verifier`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from symbiosis_priv import native
+from symbiosis_priv.arithmetic.modular import Column, dot
+from symbiosis_priv.arithmetic.ring import Bound, dequantise, quantise_rows
+from symbiosis_priv.errors import NonFiniteError, RangeError
+from symbiosis_priv.native import pointer
+from symbiosis_priv.native.parts import FORMATS, addresses, all_rows, has_rows_in_one_piece, layout, readable
+
+_BLOCK = 1 << 16  # entries that torch's chain of operations takes at a time: they stay in the cache
+
+
+def encode(
+    inputs: Sequence[Tensor],
+    *,
+    bound: Bound,
+    out: Tensor,
+    fold: Tensor | None = None,
+    column: Column | None = None,
+    expected: Tensor | None = None,
+) -> Tensor:
+    """Float rows to ring rows.
+
+    Args:
+        inputs: float matrices `[r, w_k]` on the CPU, one dtype, that stand side by side: `sum(w_k) == bound.inputs`.
+        bound: the product's public bound.
+        out: int32 `[r, d]`, contiguous; written.
+        fold: float64 `[d]` that columns are multiplied by first, or None.
+        column: V, or None for no check.
+        expected: int64 `[r]`; set to `xq @ V` modulo p if there is a column.
+
+    Returns:
+        float64 `[r]`, the rows' scales (secret, rule 5).
+
+    Raises:
+        NonFiniteError: a row holds inf or nan.
+        RangeError: wrong shape or dtype.
+    """
+    rows, width = out.shape
+    if width != bound.inputs or not _are_float_rows(inputs, rows, width):
+        shapes = [list(part.shape) for part in inputs]
+        raise RangeError(f"expected float rows of shape [{rows}, {bound.inputs}], got {inputs[0].dtype} {shapes}")
+    scale = torch.empty(rows, dtype=torch.float64, device="cpu")
+    library = native.library()
+    if library is None:
+        for start, stop in _blocks(rows, width):
+            block = inputs[0][start:stop] if len(inputs) == 1 else torch.cat([p[start:stop] for p in inputs], dim=1)
+            out[start:stop], block_scale = quantise_rows(block, bound, fold=fold)
+            scale[start:stop] = block_scale[:, 0]
+            if column is not None and expected is not None:
+                expected[start:stop] = dot(out[start:stop], column)
+        return scale
+
+    parts = readable(inputs)
+    finite = all_rows(
+        library.ring_encode,
+        native.best(library),
+        layout(parts),
+        width,
+        pointer(fold),
+        bound.l1,
+        bound.l2,
+        None if column is None else column.limbs.data_ptr(),
+        out.data_ptr(),
+        scale.data_ptr(),
+        pointer(expected),
+        rows=rows,
+        width=width,
+    )
+    if not finite:
+        raise NonFiniteError
+    return scale
+
+
+def decode(
+    answer: Tensor,
+    outputs: Sequence[Tensor],
+    *,
+    scale: Tensor,
+    effects: Sequence[Tensor] = (),
+    channel_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    column: Column | None = None,
+    expected: Tensor | None = None,
+) -> bool:
+    """Ring rows to float rows, if they are what they should be.
+
+    Args:
+        answer: int32 `[r, o]`, contiguous.
+        outputs: float matrices `[r, w_k]` on the CPU, one dtype, that stand side by side; written.
+        scale: float64 `[r]` from `encode`.
+        effects: int32 `[r, o]` each, contiguous; subtracted modulo 2^32.
+        channel_scale: float64 `[o]`, the weight scales; None when they were folded into the rows (backward).
+        bias: float64 `[o]`, or None; not without channel scales.
+        column: R, or None for no check.
+        expected: int64 `[r]`, as `encode` set it.
+
+    Returns:
+        Whether every row passed the check. If not, what was stored in `outputs` is to be dropped.
+    """
+    rows, width = answer.shape
+    library = native.library()
+    if library is None:
+        for start, stop in _blocks(rows, width):
+            block = unmask(
+                answer[start:stop],
+                effects=[effect[start:stop] for effect in effects],
+                column=column,
+                expected=None if expected is None else expected[start:stop],
+            )
+            if block is None:
+                return False
+            y = dequantise(block, scale=scale[start:stop, None], channel_scale=channel_scale)
+            if bias is not None:
+                y.add_(bias)
+            for part, out in zip(y.split([out.shape[1] for out in outputs], dim=1), outputs, strict=True):
+                out[start:stop] = part
+        return True
+
+    written = [_writable(out) for out in outputs]
+    passed = all_rows(
+        library.ring_decode,
+        native.best(library),
+        answer.data_ptr(),
+        addresses(effects),
+        len(effects),
+        width,
+        None if column is None else column.limbs.data_ptr(),
+        pointer(expected),
+        scale.data_ptr(),
+        pointer(channel_scale),
+        pointer(bias),
+        layout(written),
+        rows=rows,
+        width=width,
+    )
+    for part, out in zip(written, outputs, strict=True):
+        if part is not out and passed:
+            out.copy_(part)
+    return passed
+
+
+def unmask(
+    answer: Tensor, *, effects: Sequence[Tensor], column: Column | None, expected: Tensor | None
+) -> Tensor | None:
+    """`decode` for whoever wants the integers: int32 `[r, o]`, or None if a row is wrong."""
+    for effect in effects:
+        answer = answer - effect
+    return answer if _passes(answer, column, expected) else None
+
+
+def _passes(rows: Tensor, column: Column | None, expected: Tensor | None) -> bool:
+    return column is None or expected is None or torch.equal(dot(rows, column), expected)
+
+
+def _are_float_rows(parts: Sequence[Tensor], rows: int, width: int) -> bool:
+    """Whether they are float matrices of so many rows, and as wide together."""
+    for part in parts:
+        if part.dim() != 2 or part.shape[0] != rows or not part.is_floating_point():
+            return False
+        width -= part.shape[1]
+    return width == 0
+
+
+def _blocks(rows: int, width: int) -> list[tuple[int, int]]:
+    step = max(1, torch.get_num_threads() * _BLOCK // max(1, width))
+    return [(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def _writable(out: Tensor) -> Tensor:
+    """Where the compiled code writes: `out`, or what is to be copied there (torch, too, rounds to float32 first)."""
+    if out.dtype in FORMATS and has_rows_in_one_piece(out):
+        return out
+    dtype = out.dtype if out.dtype in FORMATS else torch.float32
+    return torch.empty(out.shape, dtype=dtype, device="cpu")

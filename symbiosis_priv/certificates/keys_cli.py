@@ -1,0 +1,274 @@
+"""`symbiosis-priv keys`: create, request, sign, rotate, revoke and show certificates."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from symbiosis_priv import certificates
+from symbiosis_priv.certificates import Description, Identity, Kind, revocation
+from symbiosis_priv.display import terminal
+from symbiosis_priv.errors import CertificateError, ConfigError
+
+__all__ = ["app"]
+
+app = typer.Typer(no_args_is_help=True, help="Create, request, sign, rotate, revoke and show certificates.")
+
+Directory = Annotated[Path, typer.Option("--directory", "-d", help="Where the files live.")]
+Name = Annotated[str, typer.Option("--name", "-n", help="Base name of the files; a tenant is known by it.")]
+Authority = Annotated[str, typer.Option("--authority", "-a", help="Name of the signing authority.")]
+Days = Annotated[int, typer.Option("--days", help="Lifetime in days.")]
+Hosts = Annotated[
+    list[str] | None, typer.Option("--host", help="DNS name or IP address; repeatable. Default: localhost.")
+]
+SelfSigned = Annotated[bool, typer.Option("--self-signed", help="No authority: tenants pin the certificate.")]
+Operator = Annotated[
+    str | None,
+    typer.Option(help="Who runs a provider, which the authority then vouches for: 'Alpha GmbH'. For registries."),
+]
+OptionalName = Annotated[str | None, typer.Option("--name", "-n", help="Show only this one.")]
+
+KEYS = Path("keys")
+
+
+@app.command()
+def authority(*, name: Name = "authority", directory: Directory = KEYS, days: Days = 3650) -> None:
+    """Create the authority by which a provider knows its tenants, or a federation its providers."""
+    identity = certificates.create_authority(directory, name=name, days=days)
+    _report(identity)
+    _next("For tenants, name it in provider.toml:", _toml("tls", tenant_authority=identity.certificate))
+    _next("Give the certificate, never the key, to the operators of your tenants' helpers.")
+    _next(
+        "Sign what your tenants request (`symbiosis-priv keys request`):",
+        f"symbiosis-priv keys sign NAME.csr --directory {shlex.quote(str(directory))}",
+    )
+    _next("For providers that a registry lists, name it wherever their certificates are checked:")
+    terminal.say(_toml("registry", authority=identity.certificate))
+
+
+@app.command()
+def provider(
+    *,
+    name: Name,
+    host: Hosts = None,
+    self_signed: SelfSigned = False,
+    operator: Operator = None,
+    authority: Authority = "authority",
+    directory: Directory = KEYS,
+    days: Days = 365,
+) -> None:
+    """Create a provider's certificate, or a registry's."""
+    hosts = host or ()
+    if self_signed:
+        if operator is not None:
+            raise ConfigError("--operator is what an authority vouches for, and --self-signed has none: leave one out")
+        identity = certificates.create_self_signed(directory, kind=Kind.PROVIDER, name=name, hosts=hosts, days=days)
+    else:
+        signer = _identity(directory, authority)
+        identity = certificates.issue(
+            directory, authority=signer, kind=Kind.PROVIDER, name=name, hosts=hosts, days=days, operator=operator
+        )
+    _report(identity)
+    _next("Name it in provider.toml:", _toml("tls", certificate=identity.certificate, key=identity.key))
+    _next(
+        "Give the certificate, never the key, to your tenants. In their federation.toml:",
+        _toml("[provider]", name=name, certificate=identity.certificate),
+    )
+
+
+@app.command()
+def tenant(*, name: Name, authority: Authority = "authority", directory: Directory = KEYS, days: Days = 365) -> None:
+    """Make a tenant's key and certificate in one go, for tests: else its key is made where it stays (request, sign)."""
+    signer = _identity(directory, authority)
+    identity = certificates.issue(directory, authority=signer, kind=Kind.TENANT, name=name, days=days)
+    _report(identity)
+    _next(
+        "Hand both files to the tenant. In its federation.toml:",
+        _toml("tenant", certificate=identity.certificate, key=identity.key),
+    )
+
+
+@app.command()
+def request(
+    *,
+    name: Name,
+    provider: Annotated[bool, typer.Option("--provider", help="For a provider that a registry will list.")] = False,
+    directory: Directory = KEYS,
+) -> None:
+    """Make a key, which stays here, and a request to sign: a tenant's for the executor's operator, a provider's for
+    whoever has the federation's authority.
+
+    Where the key exists, the request is for that one: so is a certificate renewed.
+    """
+    path = certificates.create_request(directory, name=name, kind=Kind.PROVIDER if provider else Kind.TENANT)
+    terminal.say(f"{path}", style="bold green")
+    terminal.say(f"  name         {name}")
+    key = certificates.pair(directory, name).key
+    terminal.say(f"  key          {key} (secret, mode 0600; it never leaves this machine)")
+    terminal.say(f"  fingerprint  {certificates.load_request(path).fingerprint}")
+    signer = "whoever has the federation's authority" if provider else "the executor's operator"
+    vouched = " --authority federation --operator 'YOUR COMPANY' --host YOUR.HOST" if provider else ""
+    _next(f"Send {path} to {signer}, and this fingerprint by another channel. They run:")
+    terminal.say(f"symbiosis-priv keys sign {path.name}{vouched}")
+    _next(f"Put the {name}.pem that comes back into {directory}.")
+
+
+@app.command()
+def sign(
+    request: Annotated[Path, typer.Argument(help="The NAME.csr of a tenant or of a provider.")],
+    *,
+    fingerprint: Annotated[
+        str | None, typer.Option(help="Refuse any other key: what its owner told you by another channel.")
+    ] = None,
+    operator: Operator = None,
+    host: Annotated[
+        list[str] | None, typer.Option(help="DNS name or IP address of a provider, that you vouch for; repeatable.")
+    ] = None,
+    renew: Annotated[bool, typer.Option("--renew", help="Let a new key take over the name.")] = False,
+    authority: Authority = "authority",
+    directory: Directory = KEYS,
+    days: Days = 365,
+) -> None:
+    """Issue the certificate that a tenant requests, or a provider of your federation."""
+    wanted = certificates.load_request(request)
+    if fingerprint not in (None, wanted.fingerprint):
+        raise CertificateError(f"{request} is for the key {wanted.fingerprint}, not {fingerprint}: do not sign it")
+    path = certificates.sign_request(
+        wanted,
+        authority=_identity(directory, authority),
+        directory=directory,
+        operator=operator,
+        hosts=host or (),
+        days=days,
+        renew=renew,
+    )
+    _print_certificate(path, certificates.describe(path))
+    terminal.say(f"  of the key   {wanted.fingerprint}")
+    if renew:
+        _next(
+            f"The old key is good until its certificate expires, or until you run `symbiosis-priv keys revoke "
+            f"--name {wanted.name}.previous`."
+        )
+    if fingerprint is None:
+        _next(f"Has {wanted.name} told you this key's fingerprint by another channel? If not, ask before you go on.")
+    _next(f"Send {path} back. Keep a copy: it is the record that the name is taken.")
+
+
+@app.command()
+def rotate(
+    *,
+    name: Name,
+    prepare: Annotated[
+        bool,
+        typer.Option("--prepare", help="Only make the next pair, NAME.next: tenants pin it before it is used."),
+    ] = False,
+    authority: Authority = "authority",
+    directory: Directory = KEYS,
+    days: Days = 365,
+) -> None:
+    """Replace a certificate and its key, by the next pair if there is one; the old pair is kept as NAME.previous."""
+    path = _identity(directory, name).certificate
+    old = certificates.load_certificates(path)[0]
+    signer = None if old.issuer == old.subject else _identity(directory, authority)
+    prepared = certificates.pair(directory, f"{name}.next").certificate.exists()
+    if signer is not None and not signer.key.exists() and not prepared:
+        raise CertificateError(
+            f"{path} was issued by an authority whose key is not in {directory}: run `symbiosis-priv keys request "
+            f"--name {name}` and have its operator sign the request, or pass --authority"
+        )
+    make = certificates.prepare_rotation if prepare else certificates.rotate
+    identity = make(path, authority=signer, days=days)
+    _report(identity)
+    if certificates.describe(path).kind != Kind.PROVIDER:
+        _next("Whatever uses the pair reads it when it starts.")
+    elif prepare:
+        _next(
+            f"Send {identity.certificate} to your tenants. They put it beside the present one, and accept both once "
+            f"this provider's entry in federation.toml also says:",
+            f"next_certificate = {json.dumps(f'keys/{identity.certificate.name}')}",
+        )
+        _next("When they have:", f"symbiosis-priv keys rotate --name {name} --directory {shlex.quote(str(directory))}")
+    else:
+        _next("The provider shows it from its next start or reload on.")
+        if not prepared:
+            _next(f"Tenants that pin the old one alone refuse it then: send them {path} first.")
+
+
+@app.command()
+def revoke(
+    *,
+    name: Name,
+    directory: Directory = KEYS,
+    file: Annotated[Path | None, typer.Option(help="Where they are listed; DIRECTORY/revoked.txt by default.")] = None,
+) -> None:
+    """Have a tenant's certificate turned away by providers, or a listed provider's by registries and tenants, and
+    those that it had before, at once: no new authority."""
+    path = _identity(directory, name).certificate
+    previous = path.with_name(f"{path.stem}.previous.pem")
+    listed = file or directory / "revoked.txt"
+    for shown in revocation.revoke(listed, [path, *([previous] if previous.exists() else [])]):
+        terminal.say(f"revoked {shown}")
+    if certificates.describe(path).kind == Kind.PROVIDER:
+        _next("Registries take it as --revoked, tenants in their federation.toml:", _toml("registry", revoked=listed))
+        return
+    _next(
+        f"{listed} takes effect within a second at a provider whose provider.toml says:", _toml("tls", revoked=listed)
+    )
+
+
+@app.command()
+def show(
+    files: Annotated[list[Path] | None, typer.Argument(help="These; those in --directory if left out.")] = None,
+    *,
+    name: OptionalName = None,
+    directory: Directory = KEYS,
+) -> None:
+    """Show certificates: kind, hosts, lifetime and the fingerprint to compare by another channel."""
+    named = [] if name is None else [_identity(directory, name).certificate]
+    paths = [*(files or []), *named] or sorted(directory.glob("*.pem"))
+    if not paths:
+        raise CertificateError(
+            f"no certificates in {directory}: create some with `symbiosis-priv keys authority` or "
+            f"`symbiosis-priv keys provider`"
+        )
+    for path in paths:
+        _print_certificate(path, certificates.describe(path))
+
+
+def _identity(directory: Path, name: str) -> Identity:
+    if Path(name).name != name:
+        raise ConfigError(f"name {name!r}: pass a bare name, and the folder with --directory")
+    return Identity(certificate=directory / f"{name}.pem", key=directory / f"{name}.key")
+
+
+def _report(identity: Identity) -> None:
+    _print_certificate(identity.certificate, certificates.describe(identity.certificate))
+    terminal.say(f"  key          {identity.key} (secret, mode 0600)")
+
+
+def _print_certificate(path: Path, description: Description) -> None:
+    days = (description.not_after - datetime.now(UTC)).days
+    left = f"{days} days left" if days >= 0 else "EXPIRED: run `symbiosis-priv keys rotate`"
+    terminal.say(f"{path}", style="bold green" if days >= 0 else "bold red")
+    terminal.say(f"  kind         {description.kind}")
+    terminal.say(f"  subject      {description.subject}")
+    if description.hosts:
+        terminal.say(f"  hosts        {', '.join(description.hosts)}")
+    terminal.say(f"  not after    {description.not_after:%Y-%m-%d %H:%M} UTC ({left})")
+    terminal.say(f"  fingerprint  {description.fingerprint}")
+
+
+def _next(what: str, paste: str = "") -> None:
+    terminal.say(f"\n{what}", style="bold")
+    if paste:
+        terminal.say(paste)
+
+
+def _toml(table: str, **values: str | Path) -> str:
+    # A JSON string is a valid TOML basic string.
+    return "\n".join([f"[{table}]", *(f"{key} = {json.dumps(str(value))}" for key, value in values.items())])

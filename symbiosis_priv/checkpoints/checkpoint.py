@@ -1,0 +1,139 @@
+"""Lazy reading of Hugging Face safetensors checkpoints: one tensor at a time, nothing unpickled."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from symbiosis_priv.checkpoints.vetting import read_json, vet
+from symbiosis_priv.errors import CheckpointError
+
+_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # never code, never pickles
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def resolve(model: str | Path) -> Path:
+    """The local folder of a checkpoint: a path as it is, a hub name through the Hugging Face cache.
+
+    Raises:
+        CheckpointError: neither a folder with a config.json nor a model that the hub client can fetch, or a folder that
+            would decide what only its user may (`trust.vet`).
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise CheckpointError(f"{path} has no config.json; point at a Hugging Face checkpoint folder")
+        vet(path)
+        return path.resolve()
+    if path.is_file():
+        raise CheckpointError(f"{path} is a file; name the folder that holds the checkpoint's config.json")
+    if path.is_absolute() or len(path.parts) > 2 or str(model).startswith("."):  # no name on the hub looks like that
+        raise CheckpointError(f"the folder {path} does not exist; name one that holds a config.json")
+    # only for those who fetch: it takes as long to import as a folder takes to look at
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(str(model), allow_patterns=_FILES))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(
+            f"{model} is no checkpoint folder here and could not be fetched; name one that holds a config.json: {error}"
+        ) from error
+    vet(folder)
+    return folder
+
+
+class _Index(msgspec.Struct):
+    """What matters of model.safetensors.index.json: which file holds which tensor."""
+
+    weight_map: dict[str, str]
+
+
+class Checkpoint:
+    """The tensors of a safetensors checkpoint, by name. A context manager; files are opened once and memory-mapped."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._files = contextlib.ExitStack()
+        self._open: dict[str, safe_open] = {}
+        self._location = self._index()
+
+    def _index(self) -> dict[str, str]:
+        if (self.path / _SINGLE).is_file():  # before an index, as transformers does
+            return dict.fromkeys(self._file(_SINGLE).keys(), _SINGLE)
+        if not (self.path / _INDEX).is_file():
+            raise CheckpointError(f"{self.path} has no {_SINGLE}; convert it: model.save_pretrained(path)")
+        try:
+            location = msgspec.convert(read_json(self.path / _INDEX), _Index).weight_map
+        except msgspec.ValidationError as error:
+            raise CheckpointError(f"{self.path / _INDEX} is damaged: {error}") from error
+        for name in set(location.values()):
+            if not name or Path(name).name != name or name == ".." or "\0" in name:
+                raise CheckpointError(f"{self.path / _INDEX} names a file outside its folder")
+            if not (self.path / name).is_file():
+                raise CheckpointError(f"{self.path} has no {name}, which its index names; fetch it again")
+        return location
+
+    def _file(self, name: str) -> safe_open:
+        if name not in self._open:
+            try:
+                self._open[name] = self._files.enter_context(safe_open(self.path / name, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{self.path / name} is damaged ({error}); fetch it again") from error
+        return self._open[name]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._files.close()
+        self._open.clear()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._location
+
+    def names(self) -> list[str]:
+        """Every tensor name."""
+        return list(self._location)
+
+    def files(self) -> list[str]:
+        """The names of the files that hold them."""
+        return sorted(set(self._location.values()))
+
+    def tensor(self, name: str) -> Tensor:
+        """Read one tensor, in the dtype it is stored in."""
+        try:
+            file_name = self._location[name]
+        except KeyError:
+            raise CheckpointError(f"{self.path} has no tensor {name}; is it the full base checkpoint?") from None
+        try:
+            tensor: Tensor = self._file(file_name).get_tensor(name)
+        except (SafetensorError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+            # the index promised it; or it is of a dtype that this torch does not know
+            raise CheckpointError(f"{self.path / file_name} holds no tensor {name} ({error})") from error
+        return tensor
+
+    def identity(self) -> str:
+        """Changes whenever a file is replaced or written to: a hash of inodes, sizes and times, and of the JSON files.
+
+        The change time is among them: unlike the modification time, nobody can set it back.
+        """
+        rows = []
+        for name in self.files():
+            status = (self.path / name).stat()
+            inode = (status.st_dev, status.st_ino)
+            rows.append((name, *inode, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+        sha = hashlib.sha256(msgspec.json.encode(rows))
+        for name in ("config.json", _INDEX):
+            path = self.path / name
+            sha.update(hashlib.sha256(path.read_bytes() if path.is_file() else b"").digest())
+        return sha.hexdigest()

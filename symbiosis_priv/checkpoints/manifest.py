@@ -1,0 +1,88 @@
+"""The manifest: which layer groups a quantised base model has, and the digest that fixes it.
+
+It lists every layer group with the SHA-256 of its integers, scales and bias; the manifest's own digest is what
+`federation.toml` pins. Quantising is deterministic, so tenants and providers get the same digest from the same
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from typing import Annotated
+
+import msgspec
+
+from symbiosis_priv.arithmetic.ring import FORWARD, Direction
+from symbiosis_priv.checkpoints.layers import GroupSpec, layers_of
+from symbiosis_priv.errors import CheckpointError
+from symbiosis_priv.limits import MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
+from symbiosis_priv.system.files import UNDECODABLE
+
+MANIFEST_VERSION = 1
+
+_Width = Annotated[int, msgspec.Meta(ge=1, lt=1 << 30)]  # a row of more would fit no frame
+
+
+class GroupEntry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """One layer group of a manifest.
+
+    Args:
+        members: names of the linears, which share their input.
+        inputs: features of that.
+        outputs: the members' output features, in order.
+        digest: SHA-256 of integers, scales and bias, in hex.
+    """
+
+    members: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
+    inputs: _Width
+    outputs: Annotated[tuple[_Width, ...], msgspec.Meta(min_length=1)]
+    digest: str
+
+    @property
+    def name(self) -> str:
+        """Readable and unique, as in `layers.GroupSpec.name`."""
+        return GroupSpec(self.members, self.inputs, self.outputs).name
+
+    @functools.cached_property
+    def stacked_outputs(self) -> int:
+        """Output features of all members together."""
+        return sum(self.outputs)
+
+    def columns(self, direction: Direction) -> tuple[int, int]:
+        """(columns of a request's rows, columns of its answer's)."""
+        inputs, outputs = self.inputs, self.stacked_outputs
+        return (inputs, outputs) if direction == FORWARD else (outputs, inputs)
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a quantised base model is. Two parties with equal digests hold the same bits."""
+
+    version: int
+    weight_bits: Annotated[int, msgspec.Meta(ge=MIN_WEIGHT_BITS, le=MAX_WEIGHT_BITS)]
+    groups: tuple[GroupEntry, ...]
+
+    @property
+    def digest(self) -> str:
+        """`sha256:` and the hash of the canonical JSON."""
+        return "sha256:" + hashlib.sha256(self.to_json()).hexdigest()
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layer number of every group."""
+        return layers_of(group.members[0] for group in self.groups)
+
+    def to_json(self) -> bytes:
+        """Canonical bytes: fields in declared order, no white space."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Manifest:
+        """Parse; CheckpointError if it is not a manifest of this version."""
+        try:
+            manifest = msgspec.json.decode(data, type=cls)
+        except UNDECODABLE as error:
+            raise CheckpointError(f"not a manifest: {error}") from error
+        if manifest.version != MANIFEST_VERSION:
+            raise CheckpointError(f"manifest version {manifest.version} is not {MANIFEST_VERSION}; upgrade both sides")
+        return manifest

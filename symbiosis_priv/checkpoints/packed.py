@@ -1,0 +1,125 @@
+"""Packed weights on disk: written once, then mapped, so that a start copies nothing and processes share the pages.
+
+Theory of operation. A file holds one layer group in one layout, and the group's digest in its header. Mapping it
+converts nothing and hashes nothing, or a start would take as long as reading gigabytes does. Damage is noticed
+all the same, before the first product is served: the file also holds the products of a public probe row, computed from
+the quantised weights by a kernel of torch's, and whoever maps it takes those products again (`agrees`). Every entry of
+the probe is odd, hence a unit of the ring: one altered weight always shows, several cancel out by a rare accident only.
+That reads each weight once at the speed of memory, as the first request would, and tests the kernel on the real
+matrix as well. Whoever can write to the cache could fool it; the folder is the operator's own, and tenants verify
+what they are answered.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.nn.functional import pad
+
+from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction
+from symbiosis_priv.kernels import KERNELS, Packed, RingMatrix, kernel_of, probe_rows
+from symbiosis_priv.system.files import replace_atomically
+
+_ALIGNMENT = 64  # bytes; a cache line and the widest vector
+_LENGTH = struct.Struct("<Q")  # of the header
+_VERSION = 1  # of the files and of every layout
+_DTYPES = {torch.int8: "I8", torch.int16: "I16", torch.int32: "I32"}
+
+Products = dict[Direction, Tensor]
+"""Of the probe row, int32 `[columns]` each."""
+
+
+def path_of(folder: Path, digest: str, layout: str) -> Path:
+    """Where a group is kept, by its digest in the manifest."""
+    return folder / f"{digest}-{layout}-{_VERSION}.safetensors"
+
+
+def probe(width: int) -> Tensor:
+    """The public probe row, int32 `[1, width]`, every entry odd."""
+    return probe_rows(3, width)[1:2] | 1
+
+
+def probe_products(weight: Tensor, *, weight_bits: int) -> Products:
+    """What the probe row's products are, from int16 `[o, d]`."""
+    kernel = KERNELS["int32"]
+    packed = kernel.pack(weight, weight_bits=weight_bits)
+    products: Products = {}
+    for direction in DIRECTIONS:
+        width, columns = packed.columns(direction)
+        out = torch.empty((1, columns), dtype=torch.int32, device="cpu")
+        kernel.product(packed, probe(width), direction, out)
+        products[direction] = out[0]
+    return products
+
+
+def agrees(matrix: RingMatrix, products: Products) -> bool:
+    """Whether a matrix gives these products of the probe row: its weights are whole, and its kernels exact on them."""
+    return all(
+        torch.equal(matrix.product(probe(matrix.columns(direction)[0]), direction)[0].cpu(), products[direction])
+        for direction in DIRECTIONS
+    )
+
+
+def write(folder: Path, digest: str, packed: Packed, products: Products) -> None:
+    """Keep a packed group. Readers see the whole file or none.
+
+    Raises:
+        OSError: no room, or no permission.
+    """
+    # not by safetensors' own writer, which copies the data once more and aligns it to 8 bytes only
+    tensors = {str(direction): pad(product, (0, -len(product) % _ALIGNMENT)) for direction, product in products.items()}
+    tensors["weight"] = packed.data
+    header: dict[str, object] = {"__metadata__": _metadata(digest, packed)}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = msgspec.json.encode(header)
+    text += b" " * (-(len(text) + _LENGTH.size) % _ALIGNMENT)
+
+    def write_to(partial: Path) -> None:
+        with partial.open("xb") as file:
+            file.write(_LENGTH.pack(len(text)))
+            file.write(text)
+            for tensor in tensors.values():
+                file.write(tensor.contiguous().numpy().data.cast("B"))
+            file.flush()
+            os.fsync(file.fileno())  # or a power failure may leave the name and not the content
+
+    replace_atomically(path_of(folder, digest, packed.layout), write_to)
+
+
+def read(folder: Path, digest: str, layout: str, *, weight_bits: int) -> tuple[Packed, Products] | None:
+    """Map a packed group; None if there is none or it is another one's or cut short."""
+    path = path_of(folder, digest, layout)
+    if not path.is_file():  # a pipe would be waited for
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+            outputs, inputs = int(metadata["outputs"]), int(metadata["inputs"])
+            packed = Packed(layout, outputs, inputs, weight_bits, file.get_tensor("weight"))
+            products: Products = {
+                direction: file.get_tensor(direction)[: packed.columns(direction)[1]] for direction in DIRECTIONS
+            }
+    except (OSError, SafetensorError, KeyError, ValueError, TypeError):
+        return None
+    form = kernel_of(layout).form(outputs, inputs, weight_bits=weight_bits)  # kernels read that much, unchecked
+    whole = metadata == _metadata(digest, packed) and form == (packed.data.dtype, tuple(packed.data.shape))
+    return (packed, products) if whole else None
+
+
+def _metadata(digest: str, packed: Packed) -> dict[str, str]:
+    return {
+        "digest": digest,
+        "layout": packed.layout,
+        "outputs": str(packed.outputs),
+        "inputs": str(packed.inputs),
+        "weight_bits": str(packed.weight_bits),
+    }

@@ -1,0 +1,352 @@
+"""The quantised base model: a store that hands out one layer group at a time.
+
+Groups are kept on disk under their digest: packed for products and mapped (`packed`), and, for those who ask for the
+integers themselves, as they are, checked against the digest when read back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from symbiosis_priv.arithmetic.quantise import Layer, QuantisedGroup, quantise
+from symbiosis_priv.checkpoints import packed
+from symbiosis_priv.checkpoints.checkpoint import Checkpoint
+from symbiosis_priv.checkpoints.layers import LayerRange, layers_of
+from symbiosis_priv.checkpoints.manifest import MANIFEST_VERSION, GroupEntry, Manifest
+from symbiosis_priv.errors import CheckpointError, ConfigError
+from symbiosis_priv.kernels import Choice, Packed, RingMatrix, choose, kernel_of, tune
+from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
+from symbiosis_priv.system.files import default_cache, read_limited, replace_atomically, write_atomically
+
+if TYPE_CHECKING:  # discovery brings transformers, whose import takes longer than a provider's whole start without
+    from symbiosis_priv.checkpoints.layer_discovery import Skeleton
+
+log = logging.getLogger(__name__)
+
+_MAX_MANIFEST = 1 << 30  # bytes; it has a few hundred for each layer group
+_STORED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+T = TypeVar("T")
+
+Progress = Callable[[int, int], None]
+"""Called with (groups done, groups in all)."""
+
+
+class WeightStore:
+    """Layer groups of one checkpoint, quantised once.
+
+    Args:
+        path: a local checkpoint folder (`checkpoint.resolve` gives one).
+        weight_bits: b.
+        cache: folder for quantised groups; `default_cache()` if None.
+        device: where products of `matrix` run.
+        kernel: "auto", or a name in `kernels.KERNELS`, for `matrix`.
+        shardable: with "auto", only kernels whose packed weights can be cut between outputs.
+        layers: of the model, those that products are wanted of; all if None. The manifest is the whole model's.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        weight_bits: int = DEFAULT_WEIGHT_BITS,
+        cache: Path | None = None,
+        device: str = "cpu",
+        kernel: str = "auto",
+        shardable: bool = False,
+        layers: LayerRange | None = None,
+    ) -> None:
+        self.path = path
+        self.weight_bits = weight_bits
+        self.device = device
+        self._kernel = kernel
+        self._shardable = shardable
+        self._wanted = layers
+        self._cache = (cache or default_cache()) / "weights"
+        self._choices = self._cache / "kernels.json"
+        self._skeleton: Skeleton | None = None
+        self._manifest: Manifest | None = None
+        self._cache_failed = False
+        self._warn_of_exposed_cache()
+
+    @property
+    def skeleton(self) -> Skeleton:
+        """The model's layer groups, traced on first use."""
+        if self._skeleton is None:
+            from symbiosis_priv.checkpoints.layer_discovery import discover
+
+            self._skeleton = discover(self.path)
+        return self._skeleton
+
+    def manifest(self, *, progress: Progress | None = None) -> Manifest:
+        """The manifest; the first call for a checkpoint quantises all of it, and packs what products are wanted of.
+        Later calls only look it up.
+        """
+        if self._manifest is None:
+            self._manifest = self._cached_manifest() or self._quantise_all(progress)
+        return self._manifest
+
+    @property
+    def served(self) -> range:
+        """The layer groups that products are wanted of; ConfigError if the model has no such layers."""
+        return self._served(self.manifest().layers)
+
+    def _served(self, layers: Sequence[int]) -> range:
+        return range(len(layers)) if self._wanted is None else self._wanted.groups(layers)
+
+    def is_complete(self) -> bool:
+        """Whether the checkpoint holds every offloaded tensor, and not only the tenant's own."""
+        with Checkpoint(self.path) as checkpoint:
+            stored = self.skeleton.names.by_parameter(checkpoint.names())
+            return all(f"{name}.weight" in stored for spec in self.skeleton.groups for name in spec.members)
+
+    def group(self, index: int) -> QuantisedGroup:
+        """One quantised group, from the cache or from the checkpoint.
+
+        Raises:
+            CheckpointError: the checkpoint changed since its manifest was made.
+        """
+        entry = self.manifest().groups[index]
+        cached = self._read(entry.digest)
+        if cached is not None:
+            return cached
+        group = self._quantise(entry)
+        self._cache_group(entry.digest, group)
+        return group
+
+    def matrix(self, index: int) -> RingMatrix:
+        """One group ready for products: packed weights mapped from the cache, or packed now.
+
+        Raises:
+            ConfigError: no such kernel, or none that is exact on this store's device.
+            CheckpointError: the checkpoint changed since its manifest was made.
+        """
+        entry = self.manifest().groups[index]
+        matrix = self._mapped(entry)
+        if matrix is None:
+            group = self._read(entry.digest) or self._quantise(entry)
+            matrix = self._pack(entry, group.weight)
+        return matrix
+
+    def packed(self, index: int) -> tuple[Packed, Choice]:
+        """One group's packed weights as they are mapped, without a look at them; `matrix` makes and checks the file.
+
+        Raises:
+            ConfigError: there is no such file: `matrix` could not write it.
+        """
+        entry = self.manifest().groups[index]
+        choice = self._choice(entry)
+        found = packed.read(self._cache, entry.digest, choice.layout, weight_bits=self.weight_bits)
+        if found is None:
+            raise ConfigError(
+                f"no packed weights of {entry.name} in {self._cache}: make it a folder that can be written"
+            )
+        return found[0], choice
+
+    def _warn_of_exposed_cache(self) -> None:
+        """What is mapped from there is multiplied by, and whoever cuts it short ends the process."""
+        with contextlib.suppress(OSError):  # there is none yet
+            found = self._cache.stat()
+            if found.st_mode & 0o022 or found.st_uid not in (0, os.geteuid()):
+                log.warning(
+                    "others can change the weights in %s: chown it to this user and chmod go-w it, or choose another "
+                    "folder (`cache` in provider.toml, SYMBIOSIS_PRIV_CACHE)",
+                    self._cache,
+                )
+
+    def _quantise(self, entry: GroupEntry) -> QuantisedGroup:
+        with Checkpoint(self.path) as checkpoint:
+            group = quantise(list(self._layers(checkpoint, entry.members)), weight_bits=self.weight_bits)
+        if group.digest() != entry.digest:
+            raise CheckpointError(f"{self.path} changed while it was in use; start again")
+        return group
+
+    def _choice(self, entry: GroupEntry) -> Choice:
+        return choose(
+            (entry.stacked_outputs, entry.inputs),
+            weight_bits=self.weight_bits,
+            device=torch.device(self.device),
+            kernel=self._kernel,
+            shardable=self._shardable,
+            memory=self._choices,
+        )
+
+    def _mapped(self, entry: GroupEntry) -> RingMatrix | None:
+        choice = self._choice(entry)
+        found = packed.read(self._cache, entry.digest, choice.layout, weight_bits=self.weight_bits)
+        if found is None:
+            return None
+        matrix = RingMatrix.of_packed(found[0], choice, device=self.device)
+        if packed.agrees(matrix, found[1]):
+            return matrix
+        log.warning("the packed weights of %s in %s are damaged and are packed again", entry.name, self._cache)
+        return None
+
+    def _pack(self, entry: GroupEntry, weight: Tensor) -> RingMatrix:
+        """Pack a group and keep it; the mapped copy is the one that stays, where the cache can be written."""
+        if self._kernel == "auto":
+            device, shardable = torch.device(self.device), self._shardable
+            self._remember(
+                lambda: tune(
+                    weight, weight_bits=self.weight_bits, device=device, shardable=shardable, memory=self._choices
+                )
+            )
+        choice = self._choice(entry)
+        made = kernel_of(choice.layout).pack(weight, weight_bits=self.weight_bits)
+        products = packed.probe_products(weight, weight_bits=self.weight_bits)
+        self._remember(lambda: packed.write(self._cache, entry.digest, made, products))
+        return self._mapped(entry) or RingMatrix.of_packed(made, choice, device=self.device)
+
+    def layers(self, index: int) -> list[Layer]:
+        """The float members of a group, as stored in the checkpoint (the float path's weights)."""
+        with Checkpoint(self.path) as checkpoint:
+            return list(self._layers(checkpoint, self.manifest().groups[index].members))
+
+    def _layers(
+        self, checkpoint: Checkpoint, members: tuple[str, ...], stored: Mapping[str, str] | None = None
+    ) -> Iterator[Layer]:
+        if stored is None:
+            stored = self.skeleton.names.by_parameter(checkpoint.names())
+
+        def read(parameter: str) -> Tensor:
+            return checkpoint.tensor(stored.get(parameter, parameter))  # which names what is missing
+
+        for name in members:
+            weight = self._checked(read(f"{name}.weight"), name, "weight")
+            bias = self._checked(read(f"{name}.bias"), name, "bias") if name in self.skeleton.biased else None
+            yield Layer(name, weight.t() if name in self.skeleton.transposed else weight, bias)
+
+    def _checked(self, tensor: Tensor, name: str, kind: str) -> Tensor:
+        """A tensor of a linear, if it is what config.json promises."""
+        outputs, inputs = self.skeleton.widths[name]
+        matrix = (inputs, outputs) if name in self.skeleton.transposed else (outputs, inputs)
+        expected = matrix if kind == "weight" else (outputs,)
+        if tensor.shape != expected:
+            raise CheckpointError(
+                f"the {kind} of {name} is {list(tensor.shape)} on disk, not {list(expected)} as config.json says; "
+                f"fetch {self.path} again"
+            )
+        if tensor.dtype not in _STORED:
+            raise CheckpointError(
+                f"the {kind} of {name} is stored as {str(tensor.dtype).removeprefix('torch.')}; use a checkpoint in "
+                f"float32, bfloat16 or float16"
+            )
+        return tensor
+
+    def _manifest_path(self) -> Path:
+        """By what decides it: the files, and transformers, whose code says which layers share an input."""
+        with Checkpoint(self.path) as checkpoint:
+            identity = checkpoint.identity()
+        how = f"v{MANIFEST_VERSION}-{self.weight_bits}-transformers-{version('transformers')}"
+        return self._cache / f"manifest-{how}-{identity}.json"
+
+    def _cached_manifest(self) -> Manifest | None:
+        try:
+            return Manifest.from_json(read_limited(self._manifest_path(), _MAX_MANIFEST))
+        except (OSError, CheckpointError):  # a damaged one is made again
+            return None
+
+    def each_group(
+        self,
+        work: Callable[[int, GroupEntry, QuantisedGroup], T],
+        *,
+        threads: int = 1,
+        progress: Progress | None = None,
+    ) -> list[T]:
+        """Quantise the checkpoint group by group, keeping none.
+
+        Args:
+            work: called with every group's index, entry and weights, in order or, by several threads, nearly so.
+            threads: groups in memory and at work at once.
+
+        Returns:
+            What `work` has returned, in the groups' order.
+        """
+        specs = self.skeleton.groups
+        with Checkpoint(self.path) as checkpoint:
+            stored = self.skeleton.names.by_parameter(checkpoint.names())
+
+        def do(index: int) -> T:
+            spec = specs[index]
+            with Checkpoint(self.path) as checkpoint:  # its files are for one thread
+                layers = list(self._layers(checkpoint, spec.members, stored))
+            group = quantise(layers, weight_bits=self.weight_bits)
+            entry = GroupEntry(members=spec.members, inputs=spec.inputs, outputs=spec.outputs, digest=group.digest())
+            return work(index, entry, group)
+
+        progress = progress or (lambda done, total: None)
+        results: list[T] = []
+        progress(0, len(specs))
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="quantise")
+        try:
+            for result in pool.map(do, range(len(specs))):
+                results.append(result)
+                progress(len(results), len(specs))
+        finally:
+            pool.shutdown(cancel_futures=True)
+        return results
+
+    def assemble(self, entries: Sequence[GroupEntry]) -> Manifest:
+        """The manifest of the entries that `each_group` makes, remembered for the next start."""
+        manifest = Manifest(version=MANIFEST_VERSION, weight_bits=self.weight_bits, groups=tuple(entries))
+        self._remember(lambda: write_atomically(self._manifest_path(), manifest.to_json()))
+        self._manifest = manifest
+        return manifest
+
+    def _quantise_all(self, progress: Progress | None) -> Manifest:
+        served = self._served(layers_of(spec.members[0] for spec in self.skeleton.groups))
+
+        def pack(index: int, entry: GroupEntry, group: QuantisedGroup) -> GroupEntry:
+            if index in served:
+                with contextlib.suppress(ConfigError):  # no such device here: it is said when products are wanted
+                    self._pack(entry, group.weight)
+            return entry
+
+        # one at a time, for kernels are being timed
+        entries = self.each_group(pack, progress=progress)
+        return self.assemble(entries)
+
+    def _read(self, digest: str) -> QuantisedGroup | None:
+        path = self._cache / f"{digest}.safetensors"
+        if not path.is_file():
+            return None
+        try:
+            tensors = load_file(path)
+            group = QuantisedGroup(tensors["weight"], tensors["channel_scale"], tensors.get("bias"))
+        except (OSError, SafetensorError, KeyError):
+            return None
+        return group if group.digest() == digest else None
+
+    def _cache_group(self, digest: str, group: QuantisedGroup) -> None:
+        tensors = {"weight": group.weight, "channel_scale": group.channel_scale}
+        if group.bias is not None:
+            tensors["bias"] = group.bias
+        self._remember(
+            lambda: replace_atomically(self._cache / f"{digest}.safetensors", lambda file: save_file(tensors, file))
+        )
+
+    def _remember(self, write: Callable[[], None]) -> None:
+        """Write to the cache. It only saves time: on a full or read-only disk everything is computed again instead."""
+        try:
+            write()
+        except (OSError, SafetensorError) as error:
+            if not self._cache_failed:
+                log.warning(
+                    "cannot cache quantised weights in %s (%s): they are quantised again at every start. Make room "
+                    "there, or choose another folder (`cache` in provider.toml, SYMBIOSIS_PRIV_CACHE)",
+                    self._cache,
+                    error,
+                )
+            self._cache_failed = True

@@ -1,0 +1,190 @@
+"""`federation.toml`: which providers a tenant uses, in which roles, and which model they must serve.
+
+[model]
+digest = "sha256:..."            # from `symbiosis-priv provider manifest`; checked against the tenant's own copy
+weight_bits = 10
+
+[tenant]
+certificate = "keys/alice.pem"   # paths are relative to this file
+key = "keys/alice.key"
+
+[[provider]]
+name = "alpha"
+operator = "Alpha GmbH"          # who runs it: executor and helper must never be the same operator (rule 8)
+role = "executor"
+address = "alpha.example:7401"
+certificate = "keys/alpha.pem"   # pinned: nothing else is accepted. One certificate per file
+# next_certificate = "keys/alpha-next.pem"   # while alpha renews its certificate: accepted too
+# layers = "0-15"                # it must serve these; whatever it says it serves, if left out
+
+[pads]
+helpers = 2                      # so many helpers share each pad, others are spares. Without it all share every pad
+
+[[company]]                      # these count as one party, and so do providers with one operator
+name = "Holding SE"
+members = ["alpha", "gamma"]     # names of providers
+operators = ["Delta AG"]         # operators that are not listed as providers here
+
+[registry]                       # further executors are found here; helpers never are
+addresses = ["registry.example:7500"]
+authority = "keys/federation.pem"   # vouches for them and for who runs them
+# revoked = "keys/revoked.txt"   # whom it does not vouch for any more
+
+What is refused beyond that, and why, stands in `parties` (rule 11) and `federation` (rule 8).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from symbiosis_priv.checkpoints.layers import LayerRange
+from symbiosis_priv.errors import CertificateError, ConfigError
+from symbiosis_priv.federation.federation import Federation, check_choice
+from symbiosis_priv.federation.parties import check_parties
+from symbiosis_priv.federation.peers import Company, Peer, Registries
+from symbiosis_priv.federation.spelling import plain
+from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, Role
+from symbiosis_priv.network.addresses import parse_address
+from symbiosis_priv.system.toml import load_toml
+
+_FEWEST_MEMBERS = 2
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class _Model(_Section, frozen=True):
+    digest: Annotated[str, msgspec.Meta(pattern="^sha256:[0-9a-f]{64}$")]
+    weight_bits: Annotated[int, msgspec.Meta(ge=MIN_WEIGHT_BITS, le=MAX_WEIGHT_BITS)] = DEFAULT_WEIGHT_BITS
+
+
+class _Tenant(_Section, frozen=True):
+    certificate: Path
+    key: Path
+
+
+class _Provider(_Section, frozen=True):
+    name: _Name
+    operator: _Name
+    role: Role
+    address: str
+    certificate: Path
+    next_certificate: Path | None = None
+    layers: str | None = None
+
+
+class _Pads(_Section, frozen=True):
+    helpers: Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _Company(_Section, frozen=True):
+    name: _Name
+    members: list[_Name]
+    operators: list[_Name] = []
+
+
+class _Registry(_Section, frozen=True):
+    addresses: Annotated[list[str], msgspec.Meta(min_length=1, max_length=16)]
+    authority: Path
+    revoked: Path | None = None
+
+
+class _File(_Section, frozen=True):
+    model: _Model
+    tenant: _Tenant
+    provider: Annotated[list[_Provider], msgspec.Meta(min_length=1)]
+    pads: _Pads | None = None
+    company: list[_Company] = []
+    registry: _Registry | None = None
+
+
+def load_federation(path: str | Path) -> Federation:
+    """Read and check a federation file.
+
+    Raises:
+        ConfigError: unreadable, an unknown or missing key, no executor, two entries that are one party.
+        RoleConflictError: one party, or one company, is both executor and helper; with `[pads]`, some executor is left
+            without enough helpers of other companies.
+        CertificateError: a pinned file cannot be read, or does not hold one provider's certificate.
+    """
+    path = Path(path)
+    file = load_toml(path, _File)
+    peers = [_peer(entry, path) for entry in file.provider]
+    federation = Federation(
+        model_digest=file.model.digest,
+        weight_bits=file.model.weight_bits,
+        tenant_certificate=file.tenant.certificate,
+        tenant_key=file.tenant.key,
+        peers=tuple(peers),
+        companies=tuple(Company(c.name, tuple(c.members), tuple(c.operators)) for c in file.company),
+        pad_helpers=file.pads.helpers if file.pads else None,
+        registries=_registries(file.registry, path) if file.registry else None,
+    )
+    if not federation.executors and file.registry is None:
+        raise ConfigError(f"{path}: no [[provider]] has role = 'executor', and there is no [registry] to find one in")
+    try:
+        _check_companies(federation)
+        check_parties(peers, companies=federation.companies, pad_helpers=federation.pad_helpers)
+        check_choice(federation)
+    except (ConfigError, CertificateError) as error:
+        raise type(error)(f"{path}: {error}") from error
+    return federation
+
+
+def _registries(section: _Registry, path: Path) -> Registries:
+    for address in section.addresses:
+        try:
+            _, port = parse_address(address)
+        except ConfigError as error:
+            raise ConfigError(f"{path}, [registry]: {error}") from error
+        if not port:
+            raise ConfigError(f"{path}, [registry]: nobody listens at port 0; ask {address!r}'s operator for it")
+    return Registries(tuple(section.addresses), section.authority, section.revoked)
+
+
+def _peer(entry: _Provider, path: Path) -> Peer:
+    try:
+        host, port = parse_address(entry.address)
+        layers = None if entry.layers is None else LayerRange.parse(entry.layers)
+    except ConfigError as error:
+        raise ConfigError(f"{path}, provider {entry.name!r}: {error}") from error
+    if not port:
+        raise ConfigError(f"{path}, provider {entry.name!r}: nobody listens at port 0; ask its operator for the port")
+    return Peer(
+        name=entry.name,
+        operator=entry.operator,
+        role=entry.role,
+        host=host,
+        port=port,
+        certificate=entry.certificate,
+        next_certificate=entry.next_certificate,
+        layers=layers,
+    )
+
+
+def _check_companies(federation: Federation) -> None:
+    listed = {plain(peer.name) for peer in federation.peers}
+    called: set[str] = set()
+    for company in federation.companies:
+        if plain(company.name) in called:
+            raise ConfigError(f"two [[company]] are called {company.name!r}: list their members together")
+        called.add(plain(company.name))
+        if unknown := [name for name in company.members if plain(name) not in listed]:
+            known = ", ".join(repr(peer.name) for peer in federation.peers)
+            raise ConfigError(
+                f"company {company.name!r}: no [[provider]] is called {unknown[0]!r}; there are {known}. "
+                f"Who is not listed as a provider goes into operators = [...]"
+            )
+        for key, entries in (("members", company.members), ("operators", company.operators)):
+            meant = [plain(entry) for entry in entries]
+            if twice := [entry for entry in entries if meant.count(plain(entry)) > 1]:
+                raise ConfigError(f"company {company.name!r} lists {twice[0]!r} twice in {key}: remove one of them")
+        if len(company.members) + len(company.operators) < _FEWEST_MEMBERS:
+            raise ConfigError(
+                f"company {company.name!r} joins nobody: list two or more members, or remove this [[company]]"
+            )

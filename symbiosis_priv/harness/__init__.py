@@ -1,0 +1,8 @@
+"""Starts whole federations on one machine, for the demo, the benchmarks and the tests. No trust rests on this folder.
+
+local        executors, helpers and registries as processes on loopback
+service      a process that is started, watched and stopped
+strategies   Hypothesis strategies for rows and weights
+text         a small synthetic corpus
+base_model   pretrains a small base model on that corpus
+"""

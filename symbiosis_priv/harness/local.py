@@ -1,0 +1,344 @@
+"""A federation on this machine: real provider processes, real TLS, certificates of their own, gone when the block ends.
+
+    with LocalFederation(Path("model"), Path("run")) as local:
+        config = RemoteConfig(federation=local.federation)
+        model = AutoModelForCausalLM.from_pretrained("model", quantization_config=config)
+
+For demonstrations, benchmarks and tests; with `kill` and `restart` also for what happens when a provider goes away.
+Providers are started through the command line, as an operator starts them (`service`); nothing of theirs is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from symbiosis_priv.certificates import DEFAULT_HOSTS, Identity, Kind, create_authority, issue
+from symbiosis_priv.checkpoints.checkpoint import resolve
+from symbiosis_priv.checkpoints.weights import Progress, WeightStore
+from symbiosis_priv.errors import ConfigError, DeadlineExceededError
+from symbiosis_priv.harness.service import Service
+from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
+from symbiosis_priv.network.tls import registry_client_context
+from symbiosis_priv.network.wire import Role
+from symbiosis_priv.registry.descriptor import verify
+from symbiosis_priv.registry.queries import RegistryClient
+from symbiosis_priv.registry.statements import Trust
+from symbiosis_priv.system.files import write_atomically
+
+_POLL_S = 0.02
+_REGISTRY = "registry"
+
+ProviderOptions = Mapping[str, Mapping[str, object]]
+"""Tables of provider.toml, for every provider: `{"executor": {"threads": 1}, "limits": {"max_rows": 64}}`."""
+
+
+@dataclass
+class _Provider:
+    name: str
+    role: Role
+    identity: Identity
+    service: Service
+    address: str  # the port that it got stays its own when it is started again
+    layers: str | None = None
+    listed: bool = True
+
+
+class LocalFederation:
+    """Executors and helpers as separate processes, each with a key and an operator of its own.
+
+    Everything is written into `directory`: `keys/`, one `NAME.toml` and `NAME.log` per provider, `federation.toml`, the
+    quantised weights. Providers are called `executor` and `helper`, or `executor-1`, `executor-2`, ... where there are
+    several.
+
+        LocalFederation(model, run, executors=3, layers={"executor-1": "0-15", "executor-2": "16-31"})
+
+    Args:
+        model: the base checkpoint that they serve.
+        directory: new or empty; it stays afterwards.
+        helpers: number of helpers; 0 for masking without one.
+        executors: number of executors.
+        weight_bits: b.
+        layers: what providers serve of the model, by name; the others serve all of it.
+        companies: names of providers that count as one party, by the company's name.
+        pad_helpers: how many helpers share each pad; all of them if None.
+        registry: also run a registry. All executors announce themselves to it, and tenants find those there that
+            `federation.toml` does not list.
+        host: an IP address of this machine, where they listen; by default loopback.
+        cache: of quantised weights; in `directory` if None.
+        provider_options: further entries of each provider.toml.
+        deadline_s: time for all of them to become ready.
+        progress: told about the first quantisation of the checkpoint.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        directory: Path,
+        *,
+        helpers: int = 1,
+        executors: int = 1,
+        weight_bits: int = DEFAULT_WEIGHT_BITS,
+        layers: Mapping[str, str] | None = None,
+        companies: Mapping[str, Sequence[str]] | None = None,
+        pad_helpers: int | None = None,
+        registry: bool = False,
+        host: str = "127.0.0.1",
+        cache: Path | None = None,
+        provider_options: ProviderOptions | None = None,
+        deadline_s: float = 120.0,
+        progress: Progress | None = None,
+    ) -> None:
+        self.model = resolve(model)
+        self.directory = directory.resolve()
+        self.cache = self.directory / "cache" if cache is None else cache.resolve()
+        self._counts: dict[Role, int] = {"executor": executors, "helper": helpers}
+        self._weight_bits = weight_bits
+        self._layers = layers or {}
+        self._companies = companies or {}
+        self._pad_helpers = pad_helpers
+        self._registry: str | None = None
+        self._registry_service = Service("the registry", self.directory, _REGISTRY) if registry else None
+        self._host = host
+        self._options = provider_options or {}
+        self._deadline_s = deadline_s
+        self._progress = progress
+        self._providers: dict[str, _Provider] = {}
+
+    @property
+    def federation(self) -> Path:
+        """The tenant's `federation.toml`."""
+        return self.directory / "federation.toml"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The providers, executors first."""
+        return tuple(self._providers)
+
+    @property
+    def registry(self) -> str:
+        """`host:port` of the registry."""
+        assert self._registry is not None, "there is none"
+        return self._registry
+
+    def address(self, name: str) -> str:
+        """`host:port` of a provider."""
+        return self._provider(name).address
+
+    def pid(self, name: str) -> int | None:
+        """Process id of a provider, None while it is killed."""
+        return self._provider(name).service.pid
+
+    def logs(self, name: str) -> str:
+        """What a provider, or the registry, has printed, over all its lives."""
+        if name == _REGISTRY and self._registry_service is not None:
+            return self._registry_service.logs()
+        return self._provider(name).service.logs()
+
+    def kill(self, name: str) -> None:
+        """End a provider at once (SIGKILL), as a crash would."""
+        self._provider(name).service.kill()
+
+    def restart(self, name: str) -> None:
+        """Kill a provider if it runs, and start it again at the same address; returns when it is ready."""
+        self.kill(name)
+        provider = self._provider(name)
+        self._launch(provider)
+        provider.address = provider.service.wait_ready(time.monotonic() + self._deadline_s)
+
+    def start(self) -> Self:
+        """Issue certificates, start every provider, write `federation.toml`.
+
+        Raises:
+            ConfigError: a provider ended at once; the message quotes its log. Or `layers` names none of them.
+            DeadlineExceededError: a provider was not ready in time.
+            CertificateError, CheckpointError, UnsupportedModelError: as they say.
+        """
+        store = WeightStore(self.model, weight_bits=self._weight_bits, cache=self.cache)
+        self._digest = store.manifest(progress=self._progress).digest  # here, once: providers find it in the cache
+        self._authority = create_authority(self._keys)
+        self._tenant = issue(self._keys, authority=self._authority, kind=Kind.TENANT, name="tenant")
+        for role, count in self._counts.items():
+            for i in range(count):
+                name = role if count == 1 else f"{role}-{i + 1}"
+                self._make(name, role, self._layers.get(name))
+        for name in self._layers:
+            self._provider(name)
+        deadline = time.monotonic() + self._deadline_s
+        try:
+            if self._registry_service is not None:
+                self._registry = self._run_registry(self._registry_service, deadline)
+            for provider in self._providers.values():
+                self._launch(provider)
+            for provider in self._providers.values():
+                provider.address = provider.service.wait_ready(deadline)
+                self._wait_until_found(provider, deadline)
+            self._write_federation()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def add(self, name: str, role: Role = "executor", *, layers: str | None = None, listed: bool = True) -> None:
+        """One more provider joins: it is started, and `federation.toml` names it from now on.
+
+        Args:
+            name: of its own.
+            layers: what it serves of the model; all of it if None.
+            listed: if false, the registry lists it, and not the file.
+
+        Raises:
+            ConfigError: the name is taken, or the provider ended at once; the message quotes its log.
+            DeadlineExceededError: it was not ready in time.
+        """
+        if name in self._providers:
+            raise ConfigError(f"there is a provider {name!r} here: give the new one a name of its own")
+        provider = self._make(name, role, layers, listed=listed)
+        deadline = time.monotonic() + self._deadline_s
+        try:
+            self._launch(provider)
+            provider.address = provider.service.wait_ready(deadline)
+            self._wait_until_found(provider, deadline)
+        except BaseException:
+            self.kill(name)
+            del self._providers[name]
+            provider.identity.certificate.unlink()
+            provider.identity.key.unlink()
+            raise
+        self._write_federation()
+
+    def stop(self) -> None:
+        """Ask every provider to stop, and kill those that do not."""
+        for provider in self._providers.values():
+            provider.service.terminate()
+        for provider in self._providers.values():
+            provider.service.stop()
+        if self._registry_service is not None:
+            self._registry_service.kill()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _provider(self, name: str) -> _Provider:
+        try:
+            return self._providers[name]
+        except KeyError:
+            known = ", ".join(self._providers) or "none yet"
+            raise ConfigError(f"no provider {name!r} here; there are {known}") from None
+
+    @property
+    def _keys(self) -> Path:
+        return self.directory / "keys"
+
+    def _make(self, name: str, role: Role, layers: str | None, *, listed: bool = True) -> _Provider:
+        identity = self._issue(name)
+        service = Service(f"provider {name!r}", self.directory, name)
+        provider = _Provider(name, role, identity, service, f"{self._host}:0", layers, listed)
+        self._providers[name] = provider
+        return provider
+
+    def _issue(self, name: str) -> Identity:
+        hosts = list(dict.fromkeys((*DEFAULT_HOSTS, self._host)))
+        operator = _operator(name)
+        return issue(
+            self._keys, authority=self._authority, kind=Kind.PROVIDER, name=name, hosts=hosts, operator=operator
+        )
+
+    def _run_registry(self, service: Service, deadline: float) -> str:
+        identity = self._issue(_REGISTRY)
+        options = {
+            "--listen": f"{self._host}:0",
+            "--certificate": identity.certificate,
+            "--key": identity.key,
+            "--authority": self._authority.certificate,
+            "--database": self.directory / f"{_REGISTRY}.sqlite",
+        }
+        service.launch(["registry", "serve", *(str(word) for pair in options.items() for word in pair)])
+        return service.wait_ready(deadline)
+
+    def _write_federation(self) -> None:
+        sections = [
+            _table("[model]", digest=self._digest, weight_bits=self._weight_bits),
+            _table("[tenant]", certificate=self._tenant.certificate, key=self._tenant.key),
+        ]
+        if self._pad_helpers is not None:
+            sections.append(_table("[pads]", helpers=self._pad_helpers))
+        for name, members in self._companies.items():
+            sections.append(_table("[[company]]", name=name, members=list(members)))
+        if self._registry is not None:
+            sections.append(_table("[registry]", addresses=[self._registry], authority=self._authority.certificate))
+        for p in (p for p in self._providers.values() if p.listed):
+            entries: dict[str, object] = {"layers": p.layers} if p.layers else {}
+            entries |= {"address": p.address, "certificate": p.identity.certificate}
+            sections.append(_table("[[provider]]", name=p.name, operator=_operator(p.name), role=p.role, **entries))
+        write_atomically(self.federation, "\n".join(sections).encode())
+
+    def _launch(self, provider: _Provider) -> None:
+        config = self.directory / f"{provider.name}.toml"
+        config.write_text(self._provider_toml(provider), encoding="utf-8")
+        provider.service.launch(["provider", "serve", "--config", str(config)])
+
+    def _wait_until_found(self, provider: _Provider, deadline: float) -> None:
+        """Until the registry lists an executor, if there is one."""
+        if self._registry is None or provider.role != "executor":
+            return
+        trust = Trust.load(self._authority.certificate)
+        context = registry_client_context(trust.authorities)
+        while True:
+            with RegistryClient(self.registry, context, deadline_s=self._deadline_s) as registry:
+                found = [verify(data, trust, now=time.time()) for data in registry.list(self._digest)]
+            if provider.address in (announced.said.address for announced in found):
+                return
+            if time.monotonic() > deadline:
+                raise DeadlineExceededError(
+                    f"the registry did not list provider {provider.name!r} within {self._deadline_s:g} s; "
+                    f"LocalFederation(deadline_s=...) waits longer"
+                )
+            time.sleep(_POLL_S)
+
+    def _provider_toml(self, provider: _Provider) -> str:
+        tables: dict[str, dict[str, object]] = {
+            "model": {
+                "checkpoint": self.model,
+                "weight_bits": self._weight_bits,
+                "cache": self.cache,
+            },
+            "executor": {"threads": max(1, (os.cpu_count() or 1) // len(self._providers))},  # they share this machine
+            "tls": {
+                "certificate": provider.identity.certificate,
+                "key": provider.identity.key,
+                "tenant_authority": self._keys / "authority.pem",
+            },
+        }
+        if provider.layers is not None:
+            tables["model"]["layers"] = provider.layers
+        if self._registry is not None and provider.role == "executor":
+            tables["registry"] = {"announce": [self._registry], "authority": self._authority.certificate}
+        for table, entries in self._options.items():
+            tables.setdefault(table, {}).update(entries)
+        head = _entries(name=provider.name, listen=provider.address, roles=[provider.role])
+        return "\n".join([head, *(_table(f"[{name}]", **entries) for name, entries in tables.items())])
+
+
+def _operator(name: str) -> str:
+    return f"operator of {name}"
+
+
+def _table(header: str, **entries: object) -> str:
+    return f"{header}\n{_entries(**entries)}"
+
+
+def _entries(**entries: object) -> str:
+    # JSON's strings, numbers, booleans and lists are valid TOML.
+    return "".join(f"{key} = {json.dumps(value, default=str, ensure_ascii=False)}\n" for key, value in entries.items())

@@ -1,0 +1,159 @@
+"""Hypothesis strategies for anything that claims to be exact: ours, or somebody else's provider or kernel.
+
+They favour what breaks arithmetic: odd and single widths, outliers of 1e30 beside 1e-30, subnormal numbers, rows of
+zeros, one-hot rows, rows that meet a Hölder bound with equality, and the corners of the ring. All of them shrink.
+
+    from hypothesis import given
+    from symbiosis_priv import testing
+
+    @given(testing.float_rows(width=64))
+    def test_my_provider(rows): ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from hypothesis.strategies import DrawFn, SearchStrategy
+from torch import Tensor
+
+from symbiosis_priv.arithmetic.quantise import Layer
+from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction
+from symbiosis_priv.limits import MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
+
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+ROW_COUNTS = (1, 2, 0, 3, 7, 8, 16, 17)
+"""Row counts on both sides of what kernels pad to, and none at all."""
+
+EXTREMES = (0.0, 1.0, -1.0, 1e30, -1e30, 1e-30, 65504.0, 6e-8, 1e-45, -1e-38, 2.0**-149, 5e-324, 1.7e308)
+"""Outliers, the largest half, the smallest normal and subnormal numbers of every format."""
+
+RING_CORNERS = (0, 1, -1, 2**31 - 1, -(2**31), 0x80, -0x80, 0x7F7F7F7F, -0x7F7F7F80, 1 << 29, 1 << 16)
+"""Both ends of int32, high powers of two, and the carries between balanced bytes."""
+
+
+def directions() -> SearchStrategy[Direction]:
+    """Forward or backward."""
+    return st.sampled_from(DIRECTIONS)
+
+
+def weight_bits() -> SearchStrategy[int]:
+    """Every precision that `quantise` accepts."""
+    return st.integers(MIN_WEIGHT_BITS, MAX_WEIGHT_BITS)
+
+
+def row_counts() -> SearchStrategy[int]:
+    """How many rows a request has; 0 is one of them."""
+    return st.sampled_from(ROW_COUNTS)
+
+
+def widths(*, largest: int = 70) -> SearchStrategy[int]:
+    """Feature counts: 1, odd ones, and both sides of a multiple of 4, 8 and 64."""
+    usual = [n for n in (5, 1, 3, 8, 9, 16, 31, 64, 65) if n <= largest]
+    return st.sampled_from(usual) | st.integers(1, largest)
+
+
+@st.composite
+def float_rows(
+    draw: DrawFn,
+    *,
+    width: int | SearchStrategy[int],
+    count: int | SearchStrategy[int] | None = None,
+    dtypes: Sequence[torch.dtype] = FLOAT_DTYPES,
+    largest: float = 1.7e308,
+) -> Tensor:
+    """Finite activations or gradients, `[count, width]`, one of `dtypes`.
+
+    Args:
+        width: features, or a strategy for them.
+        count: rows, or a strategy for them; `row_counts()` if None.
+        dtypes: what to draw from.
+        largest: magnitudes stay below it (the float path overflows where the ring does not).
+    """
+    shape = (_draw(draw, row_counts() if count is None else count), _draw(draw, width))
+    dtype = draw(st.sampled_from(dtypes))
+    kind = draw(st.sampled_from(("sparse", "dense", "ordinary", "constant", "one-hot")))
+    anything = st.sampled_from(EXTREMES) | st.floats(allow_nan=False, allow_infinity=False)
+    if kind == "sparse":  # few values that Hypothesis chooses and shrinks, one value everywhere else
+        rows = draw(hnp.arrays(np.float64, shape, elements=anything, fill=anything))
+    else:
+        generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+        rows = generator.standard_normal(shape)
+        if kind == "dense":  # every magnitude in one row
+            rows *= 10.0 ** generator.uniform(-45, 37, shape)
+        elif kind == "ordinary":  # what a model sends: some channels stand out
+            rows *= np.where(generator.random(shape[1]) < 0.05, draw(st.sampled_from((1.0, 100.0, 1e30))), 1.0)
+        elif kind == "constant":
+            rows = np.full(shape, draw(anything))
+        else:
+            rows = np.zeros(shape)
+            rows[np.arange(shape[0]), generator.integers(0, shape[1], shape[0])] = draw(anything)
+    edge = min(largest, torch.finfo(dtype).max)
+    return torch.from_numpy(np.clip(rows, -edge, edge)).to(dtype)
+
+
+def tight_rows(weight: Tensor) -> Tensor:
+    """Rows that come as near to the range as rows can, for an integer matrix `[o, d]`: float64 `[2 o + 2, d]`.
+
+    A row parallel to a channel meets the 2-norm bound with equality, a row of a channel's signs the 1-norm bound; the
+    rows of ones make every coordinate round the same way.
+    """
+    channels = weight.to(torch.float64)
+    ones = torch.ones(2, weight.shape[1], dtype=torch.float64, device="cpu")
+    ones[1] *= -1
+    return torch.cat([channels, channels.sign(), ones])
+
+
+@st.composite
+def ring_rows(draw: DrawFn, *, width: int, count: int | SearchStrategy[int] | None = None) -> Tensor:
+    """Masked rows or effects, int32 `[count, width]`: uniform with corners, or corners alone."""
+    shape = (_draw(draw, row_counts() if count is None else count), width)
+    corners = st.sampled_from(RING_CORNERS)
+    generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    kind = draw(st.sampled_from(("sparse", "uniform", "corners")))
+    if kind == "sparse":
+        rows = draw(hnp.arrays(np.int32, shape, elements=corners | st.integers(-(2**31), 2**31 - 1), fill=corners))
+    elif kind == "uniform":
+        rows = generator.integers(-(2**31), 2**31, shape, dtype=np.int32)
+    else:
+        rows = generator.choice(np.array(RING_CORNERS, dtype=np.int32), shape)
+    return torch.from_numpy(rows)
+
+
+@st.composite
+def integer_weights(draw: DrawFn, *, outputs: int, inputs: int, bits: int) -> Tensor:
+    """Quantised weights, int16 `[outputs, inputs]` with `|w| < 2^(bits - 1)`: uniform, all extreme, or mostly zero."""
+    peak = (1 << (bits - 1)) - 1
+    generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    kind = draw(st.sampled_from(("uniform", "peak", "signs", "sparse")))
+    shape = (outputs, inputs)
+    if kind == "sparse":
+        entries = st.integers(-peak, peak)
+        return torch.from_numpy(draw(hnp.arrays(np.int16, shape, elements=entries, fill=entries)))
+    if kind == "uniform":
+        return torch.from_numpy(generator.integers(-peak, peak + 1, shape, dtype=np.int16))
+    signs = generator.choice(np.array([-peak, peak], dtype=np.int16), shape)
+    return torch.from_numpy(np.abs(signs) if kind == "peak" else signs)
+
+
+@st.composite
+def layers(
+    draw: DrawFn, *, members: int | None = None, largest: int = 24, dtypes: Sequence[torch.dtype] = FLOAT_DTYPES
+) -> list[Layer]:
+    """The float members of one layer group: one input width, their own output widths, with bias and without."""
+    inputs = draw(widths(largest=largest))
+    group = []
+    for i in range(members or draw(st.integers(1, 3))):
+        outputs = draw(widths(largest=largest))
+        weight = draw(float_rows(width=inputs, count=outputs, dtypes=dtypes))
+        bias = draw(float_rows(width=outputs, count=1, dtypes=dtypes, largest=1e38))[0] if draw(st.booleans()) else None
+        group.append(Layer(f"layer.{i}", weight, bias))
+    return group
+
+
+def _draw(draw: DrawFn, value: int | SearchStrategy[int]) -> int:
+    return value if isinstance(value, int) else draw(value)

@@ -1,0 +1,281 @@
+"""The one place where a provider is dialled and frames are read: for sessions, probes, health, `verify` and benches.
+
+A `Line` is a TLS 1.3 connection with the provider's certificate pinned. Every wait on it ends at a deadline that a
+trickle of bytes cannot extend, and is done in slices of two seconds, after each of which whoever waits may say so.
+Another thread may `shut` it at any moment, also while it is still being dialled: the wait then ends at once.
+
+A frame's size is checked against what may come before anything is read, and the caller provides the memory for its
+payload once it has seen the header (`receive`, then `fill`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from torch import Tensor
+
+from symbiosis_priv.certificates import Pin
+from symbiosis_priv.errors import ConnectionLostError, DeadlineExceededError
+from symbiosis_priv.network import tls, wire
+from symbiosis_priv.network.records import RecordStream
+
+T = TypeVar("T")
+SLICE_S: Final = 2.0
+"""How long one system call waits, before the deadline and `shut` are looked at."""
+_RECORD: Final = 16 * 1024  # the most that a TLS record carries: a head travels, and is read, with what fits beside it
+_GONE: Final = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)  # the last one where there is one
+
+_Found = tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[Any, ...]]  # as `getaddrinfo` gives them
+
+Waiting = Callable[[float, str], None]
+"""Told (deadline, why) after every slice of a wait."""
+
+
+@dataclass
+class Traffic:
+    """Counters. Bytes are those of frames, without TLS overhead."""
+
+    round_trips: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    reconnects: int = 0
+
+
+class Line:
+    """One connection to one provider, for one thread at a time; only `shut` may come from another one.
+
+    Args:
+        name: of the provider, for messages.
+        host, port: its address.
+        pins: its certificate, or two of them; None for whomever the context trusts.
+        context: `tls.client_context` for the same pins.
+        traffic: where bytes are counted.
+        waiting: told about every slice of a wait.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        host: str,
+        port: int,
+        pins: Sequence[Pin] | None,
+        context: ssl.SSLContext,
+        traffic: Traffic | None = None,
+        waiting: Waiting | None = None,
+    ) -> None:
+        self._traffic = traffic or Traffic()
+        self._name, self._host, self._port, self._pins = name, host, port, pins
+        self._context, self._waiting = context, waiting
+        self._socket: socket.socket | None = None
+        self._records: RecordStream | None = None
+        self._shut = False
+        self._end: select.poll | None = None  # while there is a connection
+        self._record, self._ahead = bytearray(_RECORD), memoryview(b"")  # what came with what was asked for
+        self._heard = False  # a refused certificate shows up at the first read, see tls
+
+    @property
+    def tls(self) -> ssl.SSLObject | None:
+        """What the handshake has agreed on; None before it."""
+        return None if self._records is None else self._records.tls
+
+    def open(self, deadline: float) -> None:
+        """Connect, shake hands, compare the certificate with the pins; nothing of the protocol has been said then.
+
+        Raises:
+            CertificateError: either side's certificate is not the right one.
+            TransportError: nobody answers there, or not in time.
+        """
+        try:
+            raw = self._dial(deadline)
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except (OSError, UnicodeError, RuntimeError) as error:  # a host like a..b is no name at all; out of threads
+            raise ConnectionLostError(
+                f"cannot reach {self._name}: {getattr(error, 'strerror', None) or error}"
+            ) from error
+        self._end = select.poll()
+        self._end.register(raw, _GONE)
+        try:
+            records = self._records = RecordStream(raw, self._context, host=self._host)
+            self._within(deadline, records.handshake, "it has not finished the TLS handshake")
+            if self._pins is not None:
+                tls.check_pin(records.tls, pins=self._pins)
+        except TimeoutError as error:
+            raise DeadlineExceededError(f"connection to {self._name} broke: {error}") from error
+        except OSError as error:
+            raise tls.handshake_error(error, peer=self._name) from error
+
+    def send(self, message: wire.Message, payload: Tensor | bytes | None = None, *, deadline: float) -> None:
+        """Send one frame.
+
+        Raises:
+            TransportError: the connection is gone, or the provider does not read.
+        """
+        body = wire.as_bytes(payload) if isinstance(payload, Tensor) else memoryview(payload or b"")
+        head = wire.encode(message, payload_bytes=len(body))
+        beside = _RECORD - len(head)
+        self._write(head + body[:beside], deadline)
+        if len(body) > beside:
+            self._write(body[beside:], deadline)
+        self._traffic.bytes_sent += len(head) + len(body)
+
+    def receive(self, *, max_payload: int, deadline: float) -> tuple[wire.Reply, int]:
+        """Wait for a frame's header.
+
+        Args:
+            max_payload: the most bytes that may follow it.
+
+        Returns:
+            The header, and how many bytes of payload follow, for `fill`.
+
+        Raises:
+            ProtocolError: not a frame, or it announces too much. The connection is of no more use.
+            TransportError: the connection is gone, or nothing came in time.
+        """
+        header, payload_size = self.receive_header(max_payload=max_payload, deadline=deadline)
+        return wire.decode_reply(header), payload_size
+
+    def receive_header(self, *, max_payload: int, deadline: float) -> tuple[memoryview, int]:
+        """The same for messages of another kind: the header as it came, to be parsed before anything else is read, and
+        how many bytes of payload follow."""
+        prefix = self._next(wire.PREFIX.size, deadline)
+        self._heard = True
+        header_size, payload_size = wire.decode_prefix(prefix, max_payload=max_payload)
+        header = self._next(header_size, deadline)
+        self._traffic.bytes_received += wire.PREFIX.size + header_size + payload_size
+        return header, payload_size
+
+    def fill(self, buffer: bytearray | memoryview, *, deadline: float) -> None:
+        """Read exactly as many bytes as the buffer has.
+
+        Raises:
+            TransportError: the connection is gone, or they did not come in time.
+        """
+        view = memoryview(buffer)
+        while view:
+            if not self._ahead and len(view) < _RECORD:
+                self._ahead = memoryview(self._record)[: self._read(memoryview(self._record), deadline)]
+            if self._ahead:
+                count = min(len(view), len(self._ahead))
+                view[:count], self._ahead = self._ahead[:count], self._ahead[count:]
+            else:
+                count = self._read(view, deadline)
+            view = view[count:]
+
+    def peer_left(self) -> bool:
+        """Whether the provider has closed the connection since, or the network has. Without waiting."""
+        return self._end is None or bool(self._end.poll(0))
+
+    def shut(self) -> None:
+        """From any thread: whoever waits on this line fails now, and nobody can use it again. Frees nothing."""
+        self._shut = True
+        if (connection := self._socket) is not None:
+            with contextlib.suppress(OSError):  # wakes whoever waits for it
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Release the socket, without a word to the other side. Not while another thread uses it: see `shut`."""
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.close()
+            self._socket = self._records = self._end = None
+
+    def _dial(self, deadline: float) -> socket.socket:
+        """Like `socket.create_connection`, but `shut` can reach a socket that is still connecting."""
+        refusal: OSError | None = None
+        for family, kind, protocol, _, address in self._addresses(deadline):
+            candidate = self._socket = socket.socket(family, kind, protocol)
+            try:
+                candidate.setblocking(False)
+                if (code := candidate.connect_ex(address)) == errno.EINPROGRESS:
+                    code = self._within(deadline, partial(_connected, candidate), "it does not take the connection")
+                if code:
+                    raise OSError(code, os.strerror(code))
+                return candidate
+            except OSError as error:
+                refusal = error
+                candidate.close()
+        assert refusal is not None  # getaddrinfo raises if it finds no address
+        raise refusal
+
+    def _addresses(self, deadline: float) -> Sequence[_Found]:
+        """What the name means. It is looked up in a thread of its own: `getaddrinfo` knows no deadline, and the servers
+        that answer for a name may be its owner's."""
+        found: Future[Sequence[_Found]] = Future()
+
+        def look_up() -> None:
+            try:
+                found.set_result(socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM))
+            except Exception as error:  # it is the asker's
+                found.set_exception(error)
+
+        threading.Thread(target=look_up, name="look-up", daemon=True).start()
+        return self._within(deadline, found.result, "its name is being looked up")
+
+    def _next(self, size: int, deadline: float) -> memoryview:
+        """So few bytes; where they came in one record with what was before, they are not copied."""
+        if len(self._ahead) < size:
+            part = memoryview(bytearray(size))
+            self.fill(part, deadline=deadline)
+        else:
+            part, self._ahead = self._ahead[:size], self._ahead[size:]
+        return part
+
+    def _read(self, buffer: memoryview, deadline: float) -> int:
+        """Some bytes, at least one, and how many."""
+        assert self._records is not None
+        try:
+            count = self._within(deadline, partial(self._records.recv_into, buffer), "it has not answered yet")
+        except OSError as error:
+            raise self._lost(error) from error
+        if not count:
+            raise ConnectionLostError(f"{self._name} closed the connection")
+        return count
+
+    def _write(self, data: bytes | memoryview, deadline: float) -> None:
+        assert self._records is not None
+        view = memoryview(data)
+        while view:
+            try:
+                count = self._within(deadline, partial(self._records.send, view), "it does not take the request")
+            except OSError as error:
+                raise self._lost(error) from error
+            view = view[count:]
+
+    def _within(self, deadline: float, operation: Callable[[float], T], why: str) -> T:
+        """What an operation gives that is told how long it may take, again from slice to slice up to the deadline."""
+        while (left := deadline - time.monotonic()) > 0 and not self._shut:
+            try:
+                return operation(min(left, SLICE_S))
+            except TimeoutError:
+                if self._waiting is not None:
+                    self._waiting(deadline, why)
+        raise TimeoutError(why)
+
+    def _lost(self, error: OSError) -> Exception:
+        if isinstance(error, TimeoutError):
+            return DeadlineExceededError(f"connection to {self._name} broke: {error}")
+        if not self._heard:
+            return tls.handshake_error(error, peer=self._name)
+        return ConnectionLostError(f"connection to {self._name} broke: {error}")
+
+
+def _connected(candidate: socket.socket, timeout: float) -> int:
+    """Wait until a connection is made or refused; the error's number, or 0."""
+    poll = select.poll()
+    poll.register(candidate, select.POLLOUT)
+    if not poll.poll(1e3 * timeout):
+        raise TimeoutError
+    return candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)

@@ -1,0 +1,266 @@
+"""The wire protocol: typed messages with raw tensors behind them.
+
+A frame is
+
+    prefix   12 bytes   magic "SYM1" | header length u32 | payload length u32      (little-endian)
+    header   msgpack    one of the message types below, tagged by name (msgspec validates types and ranges)
+    payload  bytes      one row-major little-endian matrix, int32 (ring path) or float32 (float path)
+
+The payload's length follows from the header: `rows * width * 4`. A reader checks the prefix against its limits, then
+parses the header, then compares the announced payload with the one the header implies, and only then
+takes memory for it. A reply repeats its request's `Binding`, so that no answer can stand in for another (rule 7).
+Nothing here holds a scale, a label or a token id (rule 5).
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from enum import StrEnum
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from symbiosis_priv.arithmetic.ring import Direction
+from symbiosis_priv.errors import FrameTooLargeError, ProtocolError, one_line
+from symbiosis_priv.limits import MAX_PAYLOAD as MAX_PAYLOAD
+from symbiosis_priv.limits import MAX_ROWS as MAX_ROWS
+from symbiosis_priv.limits import Role as Role
+from symbiosis_priv.system.files import UNDECODABLE
+
+VERSION = 3
+MAGIC = b"SYM1"
+PREFIX = struct.Struct("<4sII")
+MAX_HEADER = 4096
+MAX_GROUPS = 1 << 20
+ITEM_BYTES = 4
+NONCE_BYTES = 16
+
+Arithmetic = Literal["ring", "float", "float_bias_free"]
+"""How a product is computed: exact ring; float with bias (forward); float without (`float_bias_free`, or backward)."""
+
+Text = Annotated[str, msgspec.Meta(max_length=512)]
+Rows = Annotated[int, msgspec.Meta(ge=0, le=MAX_ROWS)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+"""A number: neither infinite nor nan."""
+Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+Seed = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+
+class ErrorCode(StrEnum):
+    """What a provider may answer instead of a result. `RETRYABLE` ones are worth the same bytes again."""
+
+    BAD_FRAME = "bad_frame"
+    BAD_REQUEST = "bad_request"
+    TOO_LARGE = "too_large"
+    WRONG_MODEL = "wrong_model"
+    ROLE_REFUSED = "role_refused"
+    NOT_SERVED = "not_served"
+    REVOKED = "revoked"
+    REFUSED = "refused"
+    BUSY = "busy"
+    STOPPING = "stopping"
+    INTERNAL = "internal"
+
+
+RETRYABLE = frozenset({ErrorCode.BUSY, ErrorCode.STOPPING})
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every header."""
+
+
+class Hello(Message, frozen=True, tag="hello"):
+    """First message of a connection: what the tenant speaks, wants the peer to be, and which model it pinned."""
+
+    version: int
+    role: Role
+    model_digest: Text
+
+
+class Welcome(Message, frozen=True, tag="welcome"):
+    """The provider's answer to `Hello`: its model, which of its layer groups it serves, and its limits.
+
+    Args:
+        first_group, end_group: it serves the groups of `range(first_group, end_group)`, at least one.
+        max_rows: of one request.
+        max_payload: bytes of a request's matrix, and of a reply's.
+    """
+
+    version: int
+    model_digest: Text
+    first_group: Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUPS)]
+    end_group: Annotated[int, msgspec.Meta(ge=1, le=MAX_GROUPS)]
+    max_rows: Rows
+    max_payload: Annotated[int, msgspec.Meta(ge=ITEM_BYTES, le=MAX_PAYLOAD)]
+
+    def __post_init__(self) -> None:
+        if self.first_group >= self.end_group:
+            raise ValueError("end_group is not beyond first_group")
+
+    @property
+    def groups(self) -> range:
+        """The layer groups that it serves."""
+        return range(self.first_group, self.end_group)
+
+
+class Binding(Message, frozen=True):
+    """What a reply is bound to."""
+
+    nonce: Nonce
+    group: Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUPS)]
+    direction: Direction
+    arithmetic: Arithmetic
+    rows: Rows
+
+
+class Execute(Binding, frozen=True, tag="execute"):
+    """Multiply the payload's rows by a layer group. Payload: `[rows, inputs]` (`[rows, outputs]` backward)."""
+
+
+class Effect(Binding, frozen=True, tag="effect"):
+    """Expand keystream rows under a seed and return their product. No payload; ring path only."""
+
+    seed: Seed
+    first_row: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+
+    def __repr__(self) -> str:
+        """Without the seed: whoever logs a request by mistake gives no pad away."""
+        return f"Effect(group={self.group}, direction={self.direction!r}, first_row={self.first_row}, rows={self.rows})"
+
+
+class Result(Binding, frozen=True, tag="result"):
+    """The product. Payload: `[rows, outputs]` (`[rows, inputs]` backward)."""
+
+    @classmethod
+    def answering(cls, request: Binding) -> Self:
+        """The header of the answer to `request`."""
+        return cls(
+            nonce=request.nonce,
+            group=request.group,
+            direction=request.direction,
+            arithmetic=request.arithmetic,
+            rows=request.rows,
+        )
+
+    def answers(self, request: Binding) -> bool:
+        """Whether every field repeats the request's: the reply belongs to it and to no other (rule 7)."""
+        return self == Result.answering(request)
+
+
+class Health(Message, frozen=True, tag="health"):
+    """Ask how the provider is."""
+
+
+class HealthReport(Message, frozen=True, tag="health_report"):
+    """State of a provider as one tenant may see it: `requests` and `connections` are its own, never its neighbours'.
+
+    Args:
+        time: its clock, in seconds since 1970 (UTC).
+        groups, groups_loaded: layer groups that it serves, and those of them in memory.
+    """
+
+    name: Text
+    model_digest: Text
+    time: Seconds
+    uptime_s: Seconds
+    groups: Count
+    groups_loaded: Count
+    requests: Count
+    connections: Count
+
+
+class Failure(Message, frozen=True, tag="failure"):
+    """The request was not carried out. The connection stays open unless the frame itself was broken."""
+
+    code: ErrorCode
+    detail: Text
+
+
+Buffer = bytes | bytearray | memoryview
+Request = Hello | Execute | Effect | Health
+Reply = Welcome | Result | HealthReport | Failure
+
+_M = TypeVar("_M")
+
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+
+def encode(message: Message, *, payload_bytes: int = 0) -> bytes:
+    """Prefix and header of a frame; the payload's bytes follow as they lie in memory."""
+    header = _encoder.encode(message)
+    if len(header) > MAX_HEADER or payload_bytes > MAX_PAYLOAD:
+        raise FrameTooLargeError(f"header of {len(header)} or payload of {payload_bytes} bytes is over the limit")
+    return PREFIX.pack(MAGIC, len(header), payload_bytes) + header
+
+
+def decode_prefix(prefix: Buffer, *, max_payload: int) -> tuple[int, int]:
+    """(header length, payload length) of a frame, checked against the limits before anything is allocated.
+
+    Raises:
+        ProtocolError: not a frame of this protocol.
+        FrameTooLargeError: it announces more than a limit.
+    """
+    if len(prefix) != PREFIX.size:
+        raise ProtocolError(f"a frame's prefix has {PREFIX.size} bytes, got {len(prefix)}")
+    magic, header, payload = PREFIX.unpack(prefix)
+    if magic != MAGIC:
+        raise ProtocolError("not a symbiosis-priv frame (wrong magic); is this the right port?")
+    if not 0 < header <= MAX_HEADER:
+        raise FrameTooLargeError(f"header of {header} bytes; at most {MAX_HEADER}")
+    if payload > max_payload:
+        raise FrameTooLargeError(f"payload of {payload} bytes; at most {max_payload}")
+    return header, payload
+
+
+def decode_request(header: Buffer) -> Request:
+    """Parse what a tenant sent."""
+    return decode(_request_decoder, header)
+
+
+def decode_reply(header: Buffer) -> Reply:
+    """Parse what a provider sent."""
+    return decode(_reply_decoder, header)
+
+
+def decode(decoder: msgspec.msgpack.Decoder[_M], header: Buffer) -> _M:
+    """Parse a header of these messages, or of others that travel in the same frames. ProtocolError if it is none."""
+    try:
+        return decoder.decode(header)
+    except UNDECODABLE as error:
+        raise ProtocolError(f"bad header: {one_line(str(error))}") from error  # it may quote what came
+
+
+def payload_dtype(arithmetic: Arithmetic) -> torch.dtype:
+    """int32 for the ring, float32 for the float paths."""
+    return torch.int32 if arithmetic == "ring" else torch.float32
+
+
+def as_bytes(matrix: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU matrix, without a copy on little-endian machines.
+
+    This and `as_matrix` use no operation of torch's where they can do without: each lets go of the interpreter's lock,
+    which costs more than all the rest where other threads wait for it.
+    """
+    array = (matrix.detach() if matrix.requires_grad else matrix).numpy()
+    if not array.size:  # a memoryview with a zero in its shape cannot be cast
+        return memoryview(b"")
+    return _ordered(np.ascontiguousarray(array)).data.cast("B")
+
+
+def as_matrix(buffer: bytearray | memoryview | np.ndarray, *, rows: int, arithmetic: Arithmetic) -> Tensor:
+    """A `[rows, width]` matrix over a writable buffer, without a copy on little-endian machines."""
+    array = _ordered(np.frombuffer(buffer, dtype=np.int32 if arithmetic == "ring" else np.float32))
+    return torch.from_numpy(array.reshape(rows, -1 if rows else 0))
+
+
+def _ordered(array: NDArray[Any]) -> NDArray[Any]:
+    """From this machine's order of bytes to the wire's, or back: the same where it is little-endian."""
+    return array if sys.byteorder == "little" else array.byteswap()

@@ -1,0 +1,8 @@
+"""The operating system: files, TOML, signals and processes.
+
+files          private files and atomic replacement
+toml           reads TOML into typed configuration, with errors that name the field
+interrupts     SIGINT and SIGTERM
+processes      starts a Python module as a process
+parent_watch   ends a process when its parent has ended
+"""

@@ -1,0 +1,54 @@
+"""TOML files as typed, closed structures."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.system.files import decode_text, read_limited
+
+MAX_BYTES = 16 << 20
+"""Of a file that is read: more than any list of tenants or peers needs."""
+
+T = TypeVar("T")
+
+
+def load_toml(path: Path, kind: type[T], *, whole: bool = False) -> T:
+    """Read a TOML file into a typed, closed structure; every error names the file and the key.
+
+    Fields of type `Path` are read relative to the file.
+
+    Args:
+        whole: refuse a file that ends in the middle of a line. Half a file may be a valid one, with fewer limits.
+    """
+    try:
+        text = decode_text(read_limited(path, MAX_BYTES), name=str(path))
+        if whole and not text.endswith("\n"):
+            raise ConfigError(
+                f"{path} ends in the middle of a line: if it was cut short, write it again; if not, end it with a line "
+                f"break"
+            )
+        data: dict[str, Any] = tomllib.loads(text)
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+
+    def relative(kind: type, value: object) -> Path:
+        if kind is Path and isinstance(value, str):
+            try:
+                return path.parent / Path(value).expanduser()
+            except RuntimeError as error:
+                raise ValueError(f"{value!r}: there is no such home folder") from error
+        raise ValueError("expected a path in quotes")
+
+    try:
+        return msgspec.convert(data, kind, dec_hook=relative)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {error}") from error

@@ -1,0 +1,14 @@
+"""`symbiosis-priv tenant`: finetune, generate, prepare, check."""
+
+from __future__ import annotations
+
+import typer
+
+from tenant.cli.check import check
+from tenant.cli.finetune import finetune
+from tenant.cli.generate import generate
+from tenant.cli.prepare import prepare
+
+app = typer.Typer(no_args_is_help=True, help="Fine-tune adapters and generate on somebody else's base model.")
+for command in (finetune, generate, prepare, check):
+    app.command()(command)

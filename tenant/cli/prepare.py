@@ -1,0 +1,46 @@
+"""`tenant prepare`: facts and verification keys, from one pass over the full checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tenant.cli.options import Federation, quiet
+
+
+def prepare(
+    *,
+    model: Annotated[str, typer.Option("--model", "-m", help="The full checkpoint.")],
+    federation: Federation,
+    slim: Annotated[
+        Path | None, typer.Option(help="Also write a checkpoint of your own tensors alone to this folder.")
+    ] = None,
+) -> None:
+    """Read the full checkpoint once: facts and verification keys go to the cache, and it is not needed again."""
+    from symbiosis_priv.checkpoints.checkpoint import resolve
+    from symbiosis_priv.checkpoints.weights import WeightStore
+    from symbiosis_priv.federation import load_federation
+    from tenant.core.verifier import DEFAULT_COLUMNS
+    from tenant.model import ledger as ledgers
+    from tenant.preparation.keys import prepare as prepare_model
+    from tenant.preparation.slim import write_slim
+    from tenant.progress import progress_bar
+
+    quiet()
+    pinned = load_federation(federation)
+    store = WeightStore(resolve(model), weight_bits=pinned.weight_bits)
+    with progress_bar("verification keys") as progress:
+        preparation = prepare_model(
+            store,
+            digest=pinned.model_digest,
+            columns=DEFAULT_COLUMNS,
+            weight_bits=pinned.weight_bits,
+            reread=True,
+            progress=progress,
+        )
+    typer.echo(f"prepared {len(preparation.facts)} layer groups of {pinned.model_digest}")
+    if slim is not None:
+        kept, left_out = write_slim(store, preparation.manifest, slim)
+        typer.echo(f"{slim} holds {ledgers.size(kept)} of tensors; {ledgers.size(left_out)} stay at the providers")

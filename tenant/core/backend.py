@@ -1,0 +1,114 @@
+"""How an offloaded layer group gets its product. `Backend.multiply` is the one seam that `RemoteLinear` calls.
+
+RingBackend       quantise -> exact integer product -> dequantise. The product comes from
+                    Simulation            the tenant's own copy, no network: the reference
+                    session.Session       providers, masked and verified
+PaperPoolBackend  floats with reused Gaussian noise, as in the paper; weak, kept for comparison (masking.paper_pool)
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from symbiosis_priv.arithmetic.ring import Direction
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.kernels import RingMatrix
+from tenant.core.facts import GroupFacts
+from tenant.core.rows import FloatRows, Rows
+
+
+class Backend(ABC):
+    """Float rows in, float rows out, for one layer group and direction."""
+
+    facts: Sequence[GroupFacts]
+
+    @abstractmethod
+    def multiply(self, index: int, direction: Direction, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """The product of a layer group.
+
+        Args:
+            index: the group's index in the manifest.
+            direction: forward gives `rows @ W.T + b`, backward gives `rows @ W`.
+            inputs: float matrices `[r, w_k]` that stand side by side, one dtype and device; r may be 0.
+            outputs: float matrices `[r, w_k]` that stand side by side, one dtype, on the same device; written.
+
+        Raises:
+            NonFiniteError: inf or nan in `inputs`; nothing was sent.
+        """
+
+    def linear(self, index: int, direction: Direction, rows: Tensor) -> Tensor:
+        """The same for one matrix: float `[r, d]` in, float64 `[r, o]` out."""
+        shape = (rows.shape[0], self.facts[index].outputs(direction))
+        y = torch.empty(shape, dtype=torch.float64, device=rows.device)
+        self.multiply(index, direction, [rows], [y])
+        return y
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release threads and connections. A closed backend cannot be used again."""
+
+    def __enter__(self) -> Self:
+        """`with backend_of(model):` closes it at the end of the block, whatever happens in it."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class RingProduct(Protocol):
+    """An exact integer product."""
+
+    def multiply(self, index: int, direction: Direction, rows: Rows) -> None:
+        """Encode the rows, multiply them, and have them decode what is verified."""
+
+    def close(self) -> None:
+        """Release resources."""
+
+
+class RingBackend(Backend):
+    """The ring path around any exact product: bit-identical for every scheme."""
+
+    def __init__(self, facts: Sequence[GroupFacts], products: RingProduct) -> None:
+        self.facts = facts
+        self.products = products
+
+    def multiply(self, index: int, direction: Direction, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        if not inputs[0].shape[0]:
+            return
+        here = [out if out.is_cpu else torch.empty_like(out, device="cpu") for out in outputs]
+        near = [part if part.is_cpu else part.detach().cpu() for part in inputs]
+        self.products.multiply(index, direction, FloatRows(self.facts[index], direction, near, here))
+        for out, result in zip(outputs, here, strict=True):
+            if out is not result:
+                out.copy_(result)
+
+    def close(self) -> None:
+        self.products.close()
+
+
+class Simulation:
+    """`RingProduct` on the tenant's own copy of the weights: no network, no masks. What everything is compared with."""
+
+    def __init__(self, store: WeightStore) -> None:
+        self._store = store
+        self._matrices: dict[int, RingMatrix] = {}
+
+    def multiply(self, index: int, direction: Direction, rows: Rows) -> None:
+        inputs, _ = self._store.manifest().groups[index].columns(direction)
+        xq = torch.empty((rows.count, inputs), dtype=torch.int32, device="cpu")
+        rows.encode(xq)
+        rows.decode(0, self.product(index, direction, xq))
+
+    def product(self, index: int, direction: Direction, rows: Tensor) -> Tensor:
+        """The product modulo 2^32: int32 `[r, d]` in, int32 `[r, o]` out."""
+        if index not in self._matrices:
+            self._matrices[index] = self._store.matrix(index)
+        return self._matrices[index].product(rows, direction)
+
+    def close(self) -> None:
+        self._matrices.clear()

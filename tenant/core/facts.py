@@ -1,0 +1,87 @@
+"""What a tenant keeps of a frozen layer group instead of its weights: public facts, and its secret verification keys.
+
+Both come from one pass over the checkpoint, layer by layer (`preparation`), and are cached under the manifest's digest.
+After that no weight of an offloaded layer is needed: a checkpoint with nothing but the tenant's tensors will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from symbiosis_priv.arithmetic.quantise import QuantisedGroup
+from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Bound, Direction
+from symbiosis_priv.checkpoints.manifest import GroupEntry, Manifest
+from tenant.core.verifier import BlameKeys, VerificationKeys
+
+
+@dataclass(frozen=True)
+class GroupFacts:
+    """Public facts of one layer group.
+
+    Args:
+        entry: names and widths, from the manifest.
+        channel_scale: float64 `[o]`, the weight scales.
+        bias: float64 `[o]` or None; the tenant adds it itself.
+        bounds: how large input rows may be, per direction.
+    """
+
+    entry: GroupEntry
+    channel_scale: Tensor
+    bias: Tensor | None
+    bounds: dict[Direction, Bound]
+
+    @classmethod
+    def of(cls, entry: GroupEntry, group: QuantisedGroup) -> GroupFacts:
+        """Read the facts off a quantised group."""
+        bias = None if group.bias is None else group.bias.to(torch.float64)
+        return cls(entry, group.channel_scale, bias, group.bounds())
+
+    def with_headroom(self, bits: int) -> GroupFacts:
+        """The same with rows scaled down by that many bits (`Bound.with_headroom`)."""
+        return replace(self, bounds={d: bound.with_headroom(bits) for d, bound in self.bounds.items()})
+
+    @cached_property
+    def columns(self) -> dict[Direction, tuple[int, int]]:
+        """Of an input row and of an answer row, per direction."""
+        return {direction: self.entry.columns(direction) for direction in DIRECTIONS}
+
+    @cached_property
+    def widest(self) -> int:
+        """Columns of the wider of the two."""
+        return max(self.columns[FORWARD])
+
+    def inputs(self, direction: Direction) -> int:
+        """Columns of an input row."""
+        return self.columns[direction][0]
+
+    def outputs(self, direction: Direction) -> int:
+        """Columns of an answer row."""
+        return self.columns[direction][1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """Everything a tenant knows about a base model that it does not hold (`preparation.prepare` makes it).
+
+    Args:
+        manifest: what the providers serve.
+        facts: of every layer group.
+        keys: to verify products with.
+        blame: to tell who lied, once a product has been refused.
+        own_digest: of the checkpoint's other tensors and config.json (`own_tensors`).
+        checkpoint: where it was made from; for messages.
+        forget_keys: deletes the cached verification keys, so that the next session draws new ones.
+    """
+
+    manifest: Manifest
+    facts: tuple[GroupFacts, ...]
+    keys: VerificationKeys
+    blame: BlameKeys
+    own_digest: str
+    checkpoint: str
+    forget_keys: Callable[[], None] = field(repr=False)

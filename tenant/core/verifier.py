@@ -1,0 +1,184 @@
+"""Freivalds' check over the integers: a row is used only if it is the product of the pinned weights.
+
+For a secret column R of residues modulo p = 2^61 - 1 the tenant keeps `V = W.T @ R` mod p. Once the effects are off,
+a row y is read as signed integers and accepted iff `y @ R == xq @ V` mod p. Both sides are inner products with R: of y,
+and of the true product t, whose entries are in the range of int32 (`ring`). If y is not t, then y - t is a non-zero
+vector with entries of at most 2^32 < p, and R maps it to 0 with probability at most 2^-60 (`modular.uniform`), whatever
+the error is, whatever its 2-adic valuation, and whether or not it wraps around: 2^32 is no multiple of p. No bit of the
+range is needed for it, one column is enough, and answers and effects are checked together.
+
+The verdict is "y is t", up to that probability: it depends on errors alone, never on the rows. Whoever lies q times is
+believed once with probability at most q * 2^-60, for a refusal says no more than that.
+
+`BlameKeys` say who lied, after a row was refused: with y = y' - sum e_j wrong, the answer y' or an effect e_j is wrong
+modulo 2^32. Each is checked for itself with m secret columns over Z_2^32. An error of 2-adic valuation v passes m
+uniform columns with probability 2^-(32-v)m: for v >= 30 that is not negligible, so it can happen that nobody is
+convicted, and then all who took part are suspects. Nothing wrong is ever used for it. All of R is secret and uniform:
+small or sparse columns could be learned by probing.
+"""
+
+from __future__ import annotations
+
+import hmac
+import itertools
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from symbiosis_priv.arithmetic.keystream import SEED_BYTES, derive, expand
+from symbiosis_priv.arithmetic.modular import Column, uniform, weigh
+from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
+from symbiosis_priv.errors import CheckpointError
+from symbiosis_priv.kernels import RingMatrix
+
+DEFAULT_COLUMNS = 16
+_SECRET = "secret"
+_BLOCK = 1 << 19  # weights that stay in the cache
+
+
+class VerificationKeys:
+    """R and V modulo p for every (layer group, direction). Secret: never sent, never logged; on disk with mode 0600."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._products: dict[tuple[int, Direction], Column] = {}
+        self._columns: dict[tuple[int, Direction], Column] = {}
+
+    @classmethod
+    def fresh(cls) -> VerificationKeys:
+        """New keys from the operating system's generator."""
+        return cls(secrets.token_bytes(SEED_BYTES))
+
+    def add(self, index: int, weight: Tensor) -> None:
+        """Make the keys of one layer group from its quantised weight, int16 `[o, d]`."""
+        outputs, inputs = weight.shape
+        forward, backward = self._column(index, FORWARD, outputs), self._column(index, BACKWARD, inputs)
+        to_inputs, to_outputs = weigh(weight, forward, backward)
+        self._products[index, FORWARD], self._products[index, BACKWARD] = Column(to_inputs), Column(to_outputs)
+
+    def columns(self, index: int, direction: Direction) -> tuple[Column, Column]:
+        """(R, V): what rows of products and rows of requests are multiplied by. Equal results are an honest row."""
+        column = self._columns.get((index, direction))
+        if column is None:
+            other = next(d for d in DIRECTIONS if d != direction)
+            height = len(self._products[index, other])
+            column = self._columns[index, direction] = self._column(index, direction, height)
+        return column, self._products[index, direction]
+
+    def mac(self, purpose: str, *parts: str) -> bytes:
+        """32 bytes that only the holder of these keys can make: what lies beside them on disk is checked with it."""
+        key = derive(self._secret, "mac", purpose)
+        return hmac.digest(key, msgspec.json.encode(parts), "sha256")
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """For safetensors, on the tenant's own disk."""
+        products = {_name(*place): v.values for place, v in self._products.items()}
+        return {_SECRET: _as_tensor(self._secret), **products}
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor], *, groups: int) -> VerificationKeys:
+        """Inverse of `to_tensors`, for that many layer groups. Raises `KeyError` if some are missing."""
+        keys = cls(_as_secret(tensors[_SECRET]))
+        for index, direction in itertools.product(range(groups), DIRECTIONS):
+            keys._products[index, direction] = Column(tensors[_name(index, direction)])
+        return keys
+
+    def __repr__(self) -> str:
+        return f"VerificationKeys({len(self._products)} products)"
+
+    def _column(self, index: int, direction: Direction, height: int) -> Column:
+        return uniform(derive(self._secret, "check", str(index), direction), height)
+
+
+class BlameKeys:
+    """R and V modulo 2^32, m columns, for every (layer group, direction): who lied, after something was refused.
+
+    On disk with mode 0600. `open` reads nothing but what a request needs, when it needs it; an open file stays readable
+    when it is deleted.
+    """
+
+    def __init__(self, secret: bytes, *, columns: int, stored: Callable[[str], Tensor] | None = None) -> None:
+        self._secret = secret
+        self._columns = columns
+        self._made: dict[str, Tensor] = {}
+        self._stored = stored or self._made.__getitem__
+
+    @classmethod
+    def fresh(cls, *, columns: int) -> BlameKeys:
+        """New keys from the operating system's generator."""
+        return cls(secrets.token_bytes(SEED_BYTES), columns=columns)
+
+    @classmethod
+    def open(cls, path: Path, *, columns: int, groups: int) -> BlameKeys:
+        """Keys of that many layer groups, from a file of `to_tensors`.
+
+        Raises:
+            CheckpointError: some are missing.
+        """
+        file = safe_open(path, framework="pt", device="cpu")
+        wanted = {_SECRET, *(_name(index, direction) for index in range(groups) for direction in DIRECTIONS)}
+        if missing := wanted - set(file.keys()):
+            raise CheckpointError(f"{path} lacks {sorted(missing)}; delete it")
+        return cls(_as_secret(file.get_tensor(_SECRET)), columns=columns, stored=file.get_tensor)
+
+    def add(self, index: int, weight: Tensor, *, weight_bits: int) -> None:
+        """Make the keys of one layer group from its quantised weight, int16 `[o, d]`."""
+        outputs, inputs = weight.shape
+        down = self._expand(index, FORWARD, rows=outputs).t().contiguous()
+        up = self._expand(index, BACKWARD, rows=inputs).t().contiguous()
+        to_inputs = torch.zeros((self._columns, inputs), dtype=torch.int32, device="cpu")
+        to_outputs = torch.empty((outputs, self._columns), dtype=torch.int32, device="cpu")
+        step = max(1, _BLOCK // max(1, inputs))
+        for start in range(0, outputs, step):  # packing all of it would take more memory, and so more time
+            part = slice(start, start + step)
+            matrix = RingMatrix(weight[part], weight_bits=weight_bits)
+            to_inputs += matrix.product(down[:, part], BACKWARD)
+            to_outputs[part] = matrix.product(up).t()
+        self._made[_name(index, FORWARD)] = to_inputs.t().contiguous()
+        self._made[_name(index, BACKWARD)] = to_outputs
+
+    def accepts(self, index: int, direction: Direction, *, rows: Tensor, answer: Tensor) -> bool:
+        """Whether `answer` is the product of `rows` modulo 2^32.
+
+        Args:
+            rows: int32 `[r, d]`, what was sent, or expanded from a seed.
+            answer: int32 `[r, o]`, what came back.
+        """
+        other = next(d for d in DIRECTIONS if d != direction)
+        v = self._stored(_name(index, direction))
+        r = self._expand(index, direction, rows=len(self._stored(_name(index, other))))
+        if answer.dtype != torch.int32 or answer.shape != (len(rows), len(r)):
+            return False
+        # 2 to 3 times as fast as `answer @ r` and `rows @ v`
+        return torch.equal(r.t().contiguous() @ answer.t(), v.t().contiguous() @ rows.t())
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """For safetensors, on the tenant's own disk: what was added."""
+        return {_SECRET: _as_tensor(self._secret), **self._made}
+
+    def __repr__(self) -> str:
+        return f"BlameKeys({self._columns} columns)"
+
+    def _expand(self, index: int, direction: Direction, *, rows: int) -> Tensor:
+        key = derive(self._secret, "verify", str(index), direction)
+        return expand(key, first_row=0, rows=rows, width=self._columns)
+
+
+def _name(index: int, direction: Direction) -> str:
+    return f"{index}.{direction}"
+
+
+def _as_tensor(secret: bytes) -> Tensor:
+    return torch.tensor(list(secret), dtype=torch.uint8, device="cpu")
+
+
+def _as_secret(tensor: Tensor) -> bytes:
+    secret = bytes(tensor.tolist())
+    if len(secret) != SEED_BYTES:
+        raise CheckpointError("cached verification keys are damaged; delete them")
+    return secret

@@ -1,0 +1,57 @@
+"""From the user's options to a working `Backend`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from symbiosis_priv.errors import CheckpointError
+from tenant.core.backend import Backend, RingBackend
+from tenant.masking.registry import scheme_named
+from tenant.masking.scheme import SessionScheme
+from tenant.options import Options
+from tenant.preparation.opening import Opening
+from tenant.session.options import SessionOptions
+from tenant.session.published import publish
+from tenant.session.session import Session
+
+
+def open_backend(options: Options, model: str | Path) -> Backend:
+    """Open what `options` ask for.
+
+    Args:
+        options: masking, federation and the rest.
+        model: the checkpoint being loaded; read for keys unless `options.checkpoint` names another.
+
+    Raises:
+        RoleConflictError, ConfigError: the scheme does not go with the federation (`Scheme.check`).
+        CheckpointError: the scheme multiplies on the tenant, which has not got the weights.
+    """
+    scheme, opening = scheme_named(options.masking), Opening(options, model)
+    if scheme.roles:
+        scheme.check(opening.federation)  # before the checkpoint is read, and before anybody is asked for anything
+    return _in_session(scheme, opening) if isinstance(scheme, SessionScheme) else scheme.open(opening)
+
+
+def _in_session(scheme: SessionScheme, opening: Opening) -> Backend:
+    options, preparation, store = opening.options, opening.preparation, opening.full_store
+    if scheme.own_weights and (store is None or store.manifest().digest != opening.federation.model_digest):
+        raise CheckpointError(
+            f"masking = {scheme.name!r} multiplies on the tenant: "
+            f"pass {options.option('checkpoint', 'FULL_CHECKPOINT')}"
+        )
+    session = Session(
+        opening.federation,
+        preparation,
+        options=SessionOptions(
+            masking=scheme.name,
+            deadline_s=options.deadline_s,
+            deadline_option=options.option("deadline_s"),
+            pool_memory=options.pool_memory_mib << 20,
+            row_bucket=options.row_bucket,
+            wiretap=options.wiretap,
+        ),
+        store=store,
+    )
+    if options.status is not None:
+        publish(session, Path(options.status))
+    return RingBackend([facts.with_headroom(scheme.headroom_bits) for facts in preparation.facts], session)

@@ -1,0 +1,207 @@
+"""What an offloaded layer shows in place of its weight and bias: their metadata, and refusals by name.
+
+Shape, number of elements, dtype and device are those of the whole parameter, so that PEFT sizes its adapters and counts
+parameters as at home. Bytes are those of what is here, none. Whoever would compute with the values gets an error that
+says who asked and what works instead, where zeros or garbage would train a wrong adapter in silence.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from symbiosis_priv.checkpoints.metadata import called, is_metadata
+from symbiosis_priv.errors import UnsupportedMethodError
+
+# What makes a copy, which is as empty, or decides whether there are gradients.
+_COPIES = frozenset(
+    ("to", "cpu", "cuda", "type", "float", "double", "half", "bfloat16", "detach", "clone", "data.__get__")
+)
+_SWITCHES = frozenset(("requires_grad_", "requires_grad.__set__", "grad.__set__", "data.__set__"))
+# What the whole parameter would answer, and the bytes that an element takes here.
+_SIZES: dict[str, Callable[..., Any]] = {
+    "shape.__get__": lambda shape: shape,
+    "size": lambda shape, dim=None: shape if dim is None else shape[dim],
+    "dim": len,
+    "ndimension": len,
+    "ndim.__get__": len,
+    "__len__": lambda shape: shape[0],
+    "numel": torch.Size.numel,
+    "nelement": torch.Size.numel,
+    "element_size": lambda shape: 0,
+    "itemsize.__get__": lambda shape: 0,
+}
+
+
+class OffloadedParameter(nn.Parameter):
+    """A frozen parameter that is not here.
+
+    Args:
+        shape: the whole parameter's.
+        dtype, device: as of any tensor.
+    """
+
+    _is_hf_initialized = True  # nothing here for transformers to initialise
+    _whole: torch.Size
+
+    def __new__(
+        cls, shape: Sequence[int], *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> Self:
+        return cls._of(torch.empty(0, dtype=dtype, device=device), torch.Size(shape))
+
+    @classmethod
+    def _of(cls, nothing: Tensor, shape: torch.Size) -> Self:
+        parameter: Self = Tensor._make_subclass(cls, nothing, False)
+        parameter._whole = shape
+        return parameter
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = called(func)
+        asked = args[0] if args and isinstance(args[0], OffloadedParameter) else None
+        if asked is not None and name in _SIZES:
+            return _SIZES[name](asked._whole, *args[1:], **kwargs)
+        if _unfreezes(name, args, kwargs):
+            raise UnsupportedMethodError(cls._no_training())
+        known = is_metadata(name) or name in _COPIES or name in _SWITCHES
+        if not known or (name == "data.__set__" and not isinstance(args[1], OffloadedParameter)):
+            raise UnsupportedMethodError(f"{cls._no_reading()} (refused: Tensor.{name.partition('.')[0]})")
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+            if asked is None or result is asked or not (name in _COPIES and isinstance(result, Tensor)):
+                return result
+            return asked._of(result, asked._whole)
+
+    @classmethod
+    def _no_training(cls) -> str:
+        raise NotImplementedError
+
+    @classmethod
+    def _no_reading(cls) -> str:
+        raise NotImplementedError
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        memo[id(self)] = twin = self._of(torch.empty(0, dtype=self.dtype, device=self.device), self._whole)
+        return twin
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise UnsupportedMethodError(
+            "a split model cannot be pickled: its weights stay at the providers, its session in this process. Save the "
+            "adapter with model.save_pretrained(...), or model.state_dict(), and load that into a model split anew"
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's takes a keyword that torch alone knows
+        return f"{type(self).__name__}({tuple(self._whole)}, dtype={self.dtype}, device='{self.device}')"
+
+
+class OffloadedWeight(OffloadedParameter):
+    """The weight of an offloaded `nn.Linear`. Listed among the parameters, which tools ask for dtype and device."""
+
+    layer: ClassVar[str] = "nn.Linear"
+    adapters: ClassVar[tuple[str, ...]] = (
+        *("Lora", "AdaLora", "Beft", "C3A", "FourierFT", "Gralora", "IA3", "Lily", "LoHa", "LoKr", "Miss", "OFT"),
+        *("Poly", "Pvera", "RandLora", "Road", "UniLora", "VBLoRA", "Vera", "WaveFT"),
+    )
+    """PEFT's methods that work on such a layer."""
+
+    @classmethod
+    def _no_training(cls) -> str:
+        return (
+            "the weight of an offloaded layer cannot be trained itself: it stays at the providers. Train an adapter "
+            "on that layer (LoRA, for one), and switch on the gradients of the tenant's own parameters only"
+        )
+
+    @classmethod
+    def _no_reading(cls) -> str:
+        who, advice = _reader()
+        advice = advice or (
+            f"On an offloaded {cls.layer}, PEFT's {', '.join(cls.adapters)} work, and whatever leaves it alone, such "
+            f"as prompt tuning"
+        )
+        return f"{who} needs the base weight, which stays at the providers. {advice}"
+
+
+class OffloadedConv1DWeight(OffloadedWeight):
+    """The weight of an offloaded `Conv1D`."""
+
+    layer = "Conv1D"
+    adapters = (
+        *("Lora", "AdaLora", "FourierFT", "Gralora", "IA3", "Pvera", "RandLora", "UniLora", "VBLoRA", "Vera"),
+        "WaveFT",
+    )
+
+
+class OffloadedBias(OffloadedParameter):
+    """The bias of an offloaded layer, which is in that layer's output already."""
+
+    @classmethod
+    def _no_training(cls) -> str:
+        return (
+            "the bias of an offloaded layer cannot be trained here (BitFit, or bias='all' or '..._only' in a PEFT "
+            "configuration); use bias='none', or lora_bias=True for a bias of the adapter's own"
+        )
+
+    @classmethod
+    def _no_reading(cls) -> str:
+        who, _ = _reader()
+        return (
+            f"{who} needs the bias of an offloaded layer, which is in that layer's output already; use a method that "
+            f"leaves it alone, such as LoRA"
+        )
+
+
+def _unfreezes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call on a tensor turns its gradient on."""
+    if name not in ("requires_grad_", "requires_grad.__set__"):
+        return False
+    return bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
+
+
+# Who asks, as far as a word in a function's or module's name tells, and what works instead of that.
+_APART = (
+    "Adapters stay apart here. Merge at home: PeftModel.from_pretrained(full_model, 'my-adapter').merge_and_unload()"
+)
+_START = "Use LoRA with init_lora_weights=True, 'gaussian' or 'orthogonal'"
+_READERS: dict[str, tuple[str, str | None]] = {
+    "dora": ("DoRA (it normalises by the columns of W)", None),
+    "pissa": ("PiSSA (it factorises W)", _START),
+    "olora": ("OLoRA (it factorises W)", _START),
+    "loftq": ("LoftQ (it re-quantises W)", _START),
+    "corda": ("CorDA (it factorises W)", _START),
+    "mica": ("MiCA (it factorises W)", _START),
+    "merge": ("merging an adapter into W", _APART),
+    "unmerge": ("merging an adapter into W", _APART),
+    "resized": ("resizing the LM head", "Resize it and save the checkpoint first, then have providers serve that"),
+}
+
+
+def _reader() -> tuple[str, str | None]:
+    """Who reads a parameter, from the code that is running, and what to do instead if that is known."""
+    frame: FrameType | None = sys._getframe(1)
+    caller = "this"
+    while frame is not None:
+        module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_qualname
+        if caller == "this" and module != __name__ and not module.startswith("torch."):
+            caller = f"{module}.{function}()"
+        if module.startswith(("peft.", "transformers.")):
+            for word in f"{function}.{module}".lower().replace("_", ".").split("."):
+                if word in _READERS:
+                    return _READERS[word]
+        if module.startswith("peft.tuners."):
+            return f"PEFT's {module.split('.')[2]}", None
+        if module.startswith("transformers.models."):
+            return (
+                f"the model's own code ({function})",
+                "It computes with that weight beside the layer, so this model cannot be split for what you do with "
+                "it; use another base model",
+            )
+        frame = frame.f_back
+    return caller, None

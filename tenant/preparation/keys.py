@@ -1,0 +1,324 @@
+"""Making what a tenant keeps of a base model, once, and finding it again at every start.
+
+One pass over the full checkpoint makes the facts, the verification keys and the digest of the tenant's own tensors.
+They go into a folder of the cache that only its owner can change, under a seal: a MAC by the secret from which the keys
+are expanded. What does not fit its seal is made again, or refused where there is no checkpoint to make it from.
+
+Which checkpoint is loaded beside a preparation is checked, too: its own tensors and config.json must be those of the
+checkpoint that was prepared. They are hashed when a checkpoint is first met; after that its files' identity (inodes,
+sizes, times) stands for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import hmac
+import logging
+import os
+import shutil
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+
+from symbiosis_priv.arithmetic.quantise import QuantisedGroup
+from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Bound, Direction
+from symbiosis_priv.checkpoints.checkpoint import Checkpoint
+from symbiosis_priv.checkpoints.manifest import GroupEntry, Manifest
+from symbiosis_priv.checkpoints.weights import Progress, WeightStore
+from symbiosis_priv.errors import CheckpointError, ConfigError, RangeError
+from symbiosis_priv.system.files import default_cache, storing, write_atomically
+from tenant.core.facts import GroupFacts, Preparation
+from tenant.core.verifier import BlameKeys, VerificationKeys
+from tenant.preparation.own_tensors import own_digest
+
+log = logging.getLogger(__name__)
+
+_MANIFEST, _FACTS, _KEYS, _ORIGIN = "manifest.json", "facts.safetensors", "keys.safetensors", "origin.json"
+_BLAME, _SEAL = "blame.safetensors", "seal"
+_SECRET = (_KEYS, _BLAME)
+_SEALED = (_MANIFEST, _FACTS, *_SECRET, _ORIGIN)
+_KNOWN = "known"
+_VERSION = 3  # of these files
+_PATIENCE_S, _POLL_S = 3600.0, 0.05  # with another process that makes keys: of large models it takes minutes
+
+
+def prepare(
+    store: WeightStore | None,
+    *,
+    digest: str,
+    columns: int,
+    model: WeightStore | None = None,
+    weight_bits: int | None = None,
+    reread: bool = False,
+    cache: Path | None = None,
+    progress: Progress | None = None,
+) -> Preparation:
+    """Load facts and verification keys for a manifest digest, or make them from the checkpoint.
+
+    Args:
+        store: the full base checkpoint; None if only cached facts may be used.
+        digest: the manifest digest that the federation pins.
+        columns: m, columns of the verification matrix.
+        model: the checkpoint whose tensors are being loaded beside them, full or not; None if none is.
+        weight_bits: what the federation says that the model is quantised to; None not to check.
+        reread: read all of `store` again if its files are not those that were prepared from: the user's word that it is
+            the right one, and the way to replace a preparation. What is made then must also be kept.
+
+    Raises:
+        CheckpointError: nothing (intact) cached and no full checkpoint; the checkpoint is not the pinned model; or
+            `model` is another than the one that was prepared.
+        StorageError: `reread`, and the cache cannot be written. Otherwise that costs time at the next start only.
+        ConfigError: `weight_bits` is not the pinned model's, others than the user can change the cache, or another
+            process is not done with it.
+    """
+    folder = (cache or default_cache()) / "tenant" / f"v{_VERSION}-{digest.removeprefix('sha256:')}-{columns}"
+    whole = (folder / _SEAL).exists() and not reread  # it is written last
+    with contextlib.nullcontext() if whole else _alone(folder.parents[1]):
+        prepared = _load(folder, digest=digest, columns=columns, store=store)
+        if prepared is not None and reread and store is not None and not _is_known(folder, prepared, store):
+            prepared = None
+        if prepared is None:
+            assert store is not None  # `_load` has raised otherwise
+            prepared = _make(store, folder, digest=digest, columns=columns, must_keep=reread, progress=progress)
+    if weight_bits not in (None, prepared.manifest.weight_bits):
+        raise ConfigError(
+            f"model {digest} has {prepared.manifest.weight_bits} weight bits, but the federation file says "
+            f"{weight_bits}; correct weight_bits or digest under [model]"
+        )
+    if model is not None:
+        _bind(folder, prepared, model)
+    return prepared
+
+
+def _make(
+    store: WeightStore, folder: Path, *, digest: str, columns: int, must_keep: bool, progress: Progress | None
+) -> Preparation:
+    keys, blame = VerificationKeys.fresh(), BlameKeys.fresh(columns=columns)
+
+    def look(index: int, entry: GroupEntry, group: QuantisedGroup) -> GroupFacts:
+        keys.add(index, group.weight)
+        blame.add(index, group.weight, weight_bits=store.weight_bits)
+        return GroupFacts.of(entry, group)
+
+    facts = store.each_group(look, threads=torch.get_num_threads(), progress=progress)
+    manifest = store.assemble([f.entry for f in facts])
+    if manifest.digest != digest:
+        raise CheckpointError(
+            f"{store.path} is model {manifest.digest}, but the federation pins {digest}. Use the checkpoint "
+            f"(and weight_bits) that the providers serve, or correct [model] in the federation file."
+        )
+    prepared = Preparation(
+        manifest=manifest,
+        facts=tuple(facts),
+        keys=keys,
+        blame=blame,
+        own_digest=own_digest(store, manifest),
+        checkpoint=str(store.path),
+        forget_keys=lambda: _forget(folder),
+    )
+    try:
+        _save(folder, prepared)
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)  # half of it is none
+        if must_keep:
+            raise
+        log.warning(
+            "cannot keep verification keys in %s (%s): they are made again at every start. Make room there, or choose "
+            "another folder (RemoteConfig(cache=...), SYMBIOSIS_PRIV_CACHE)",
+            folder,
+            error,
+        )
+        return prepared
+    _remember(folder, prepared, store)
+    return _read(folder, digest=digest, columns=columns)
+
+
+# On disk
+
+
+@contextlib.contextmanager
+def _alone(cache: Path, *, patience_s: float = _PATIENCE_S) -> Iterator[None]:
+    """Whoever else starts now waits for these keys: some of one process and some of another's would be nobody's.
+
+    Raises:
+        ConfigError: somebody else has been at it for too long.
+    """
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(cache, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:  # where nothing can be written, nobody writes
+        yield
+        return
+    try:
+        until = time.monotonic() + patience_s
+        while not _locked(descriptor):
+            if time.monotonic() > until:
+                raise ConfigError(
+                    f"another process has been making verification keys in {cache} for {patience_s:g} s. Stop it if it "
+                    f"hangs, or choose another folder (RemoteConfig(cache=...), SYMBIOSIS_PRIV_CACHE)"
+                )
+            time.sleep(_POLL_S)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
+
+
+def _load(folder: Path, *, digest: str, columns: int, store: WeightStore | None) -> Preparation | None:
+    """None if there is nothing intact, and `store` to make it from."""
+    if not folder.is_dir():
+        missing = f"nothing is prepared for model {digest}"
+    else:
+        _check_private(folder)
+        try:
+            return _read(folder, digest=digest, columns=columns)
+        except (OSError, SafetensorError, KeyError, IndexError, ValueError, CheckpointError, RangeError) as error:
+            missing = f"what was prepared for model {digest} in {folder} has been changed or is damaged ({error})"
+            log.warning("%s", missing)
+    if store is None:
+        raise CheckpointError(
+            f"{missing}. Run `symbiosis-priv tenant prepare --model FULL_CHECKPOINT --federation federation.toml`, "
+            f"or pass RemoteConfig(checkpoint='FULL_CHECKPOINT') once."
+        )
+    return None
+
+
+def _read(folder: Path, *, digest: str, columns: int) -> Preparation:
+    manifest = Manifest.from_json((folder / _MANIFEST).read_bytes())
+    keys = VerificationKeys.from_tensors(load_file(folder / _KEYS), groups=len(manifest.groups))
+    if not hmac.compare_digest((folder / _SEAL).read_bytes(), keys.mac("seal", *_digests(folder))):
+        raise CheckpointError("the seal is not that of the files")
+    if manifest.digest != digest:
+        raise CheckpointError(f"it is another model, {manifest.digest}")
+    origin = msgspec.json.decode((folder / _ORIGIN).read_bytes(), type=_Origin)
+    tensors = load_file(folder / _FACTS)
+    facts = []
+    for i, entry in enumerate(manifest.groups):
+        norms = tensors[f"{i}.norms"].tolist()
+        bounds: dict[Direction, Bound] = {
+            FORWARD: Bound(inputs=entry.inputs, weight_absmax=int(norms[0]), weight_norm=norms[1]),
+            BACKWARD: Bound(inputs=entry.stacked_outputs, weight_absmax=int(norms[0]), weight_norm=norms[2]),
+        }
+        facts.append(GroupFacts(entry, tensors[f"{i}.channel_scale"], tensors.get(f"{i}.bias"), bounds))
+    return Preparation(
+        manifest=manifest,
+        facts=tuple(facts),
+        keys=keys,
+        blame=BlameKeys.open(folder / _BLAME, columns=columns, groups=len(facts)),
+        own_digest=origin.own_digest,
+        checkpoint=origin.checkpoint,
+        forget_keys=lambda: _forget(folder),
+    )
+
+
+class _Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """origin.json: from which checkpoint it was made, and the digest of what stays with the tenant."""
+
+    checkpoint: str
+    own_digest: str
+
+
+def _save(folder: Path, prepared: Preparation) -> None:
+    tensors = {}
+    for i, fact in enumerate(prepared.facts):
+        forward, backward = fact.bounds[FORWARD], fact.bounds[BACKWARD]
+        norms = (forward.weight_absmax, forward.weight_norm, backward.weight_norm)
+        tensors[f"{i}.norms"] = torch.tensor(norms, dtype=torch.float64, device="cpu")
+        tensors[f"{i}.channel_scale"] = fact.channel_scale
+        if fact.bias is not None:
+            tensors[f"{i}.bias"] = fact.bias
+    origin = _Origin(checkpoint=prepared.checkpoint, own_digest=prepared.own_digest)
+    with storing(folder):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_atomically(folder / _FACTS, save(tensors), mode=0o600)
+    write_atomically(folder / _KEYS, save(prepared.keys.to_tensors()), mode=0o600)
+    write_atomically(folder / _BLAME, save(prepared.blame.to_tensors()), mode=0o600)
+    write_atomically(folder / _MANIFEST, prepared.manifest.to_json(), mode=0o600)
+    write_atomically(folder / _ORIGIN, msgspec.json.encode(origin), mode=0o600)
+    write_atomically(folder / _SEAL, prepared.keys.mac("seal", *_digests(folder)), mode=0o600)
+
+
+def _digests(folder: Path) -> Sequence[str]:
+    digests = []
+    for name in _SEALED:
+        with (folder / name).open("rb") as file:
+            digests.append(hashlib.file_digest(file, "sha256").hexdigest())
+    return digests
+
+
+def _check_private(folder: Path) -> None:
+    """Whoever may write here could bring a secret, and a seal, of their own.
+
+    Raises:
+        ConfigError: others own, read or change the folder or something in it.
+    """
+    for path in (folder, *folder.rglob("*")):
+        try:
+            status = path.lstat()
+        except FileNotFoundError:  # another process has just written here
+            continue
+        others = 0o077 if path.name in _SECRET else 0o022
+        if status.st_uid != os.geteuid() or stat.S_ISLNK(status.st_mode) or status.st_mode & others:
+            what = "read" if path.name in _SECRET else "change"
+            raise ConfigError(
+                f"others than you can {what} {path}, on which verification rests. Delete {folder}: it is made again"
+            )
+
+
+def _forget(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        log.error("cannot delete %s: a provider has failed a check under its verification keys; delete it", folder)
+
+
+# The checkpoint beside it
+
+
+def _bind(folder: Path, prepared: Preparation, model: WeightStore) -> None:
+    """Refuse a checkpoint whose own tensors are not those that were prepared: it would make a hybrid of two models."""
+    if _is_known(folder, prepared, model):
+        return
+    if own_digest(model, prepared.manifest) != prepared.own_digest:
+        raise CheckpointError(
+            f"{model.path} is not the checkpoint that was prepared for model {prepared.manifest.digest}: its "
+            f"config.json or the tensors that stay with you (embeddings, norms) are not those of "
+            f"{prepared.checkpoint}. Load that one or its slim copy. If {model.path} is what the providers serve, run "
+            f"`symbiosis-priv tenant prepare --model {model.path} --federation federation.toml`"
+        )
+    _remember(folder, prepared, model)
+
+
+def _is_known(folder: Path, prepared: Preparation, model: WeightStore) -> bool:
+    identity = _identity(model)
+    with contextlib.suppress(OSError):
+        return hmac.compare_digest((folder / _KNOWN / identity).read_bytes(), prepared.keys.mac("known", identity))
+    return False
+
+
+def _remember(folder: Path, prepared: Preparation, model: WeightStore) -> None:
+    identity = _identity(model)
+    with contextlib.suppress(OSError):  # then it is hashed again next time
+        (folder / _KNOWN).mkdir(mode=0o700, exist_ok=True)
+        write_atomically(folder / _KNOWN / identity, prepared.keys.mac("known", identity), mode=0o600)
+
+
+def _identity(model: WeightStore) -> str:
+    with Checkpoint(model.path) as checkpoint:
+        return checkpoint.identity()

@@ -1,0 +1,79 @@
+"""What opening a model takes, from the user's options: the federation, verification keys, the tenant's own weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+from symbiosis_priv.checkpoints.checkpoint import resolve
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.errors import CheckpointError
+from symbiosis_priv.federation import Federation, load_federation
+from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
+from tenant.core.facts import GroupFacts, Preparation
+from tenant.options import Options
+from tenant.preparation.keys import prepare
+from tenant.preparation.own_tensors import own_digest
+from tenant.progress import progress_bar
+
+
+class Opening:
+    """What a scheme may ask for while it opens; each is read when it is first asked for.
+
+    Args:
+        options: the user's options.
+        model: the checkpoint being loaded.
+    """
+
+    def __init__(self, options: Options, model: str | Path) -> None:
+        self.options = options
+        self._model = model
+        self._cache = None if options.cache is None else Path(options.cache)
+
+    @cached_property
+    def federation(self) -> Federation:
+        """Whom to talk to."""
+        assert self.options.federation is not None  # RemoteConfig checks it
+        return load_federation(self.options.federation)
+
+    @cached_property
+    def preparation(self) -> Preparation:
+        """Facts and verification keys of the pinned model."""
+        with progress_bar("verification keys") as progress:
+            return prepare(
+                self.full_store,
+                digest=self.federation.model_digest,
+                columns=self.options.verify_columns,
+                model=self._own_store(self.federation.weight_bits),
+                weight_bits=self.federation.weight_bits,
+                cache=self._cache,
+                progress=progress,
+            )
+
+    def quantised(self) -> tuple[WeightStore, Sequence[GroupFacts]]:
+        """The tenant's own weights, and their facts, for a scheme without providers."""
+        bits = DEFAULT_WEIGHT_BITS if self.options.weight_bits is None else self.options.weight_bits
+        store = self._store(bits)
+        with progress_bar("quantising") as progress:
+            manifest = store.manifest(progress=progress)
+        own = self._own_store(bits)
+        if own.path != store.path and own_digest(own, manifest) != own_digest(store, manifest):
+            raise CheckpointError(
+                f"config.json or the tensors that stay with you (embeddings, norms) of {own.path} are not those of "
+                f"{store.path}; load one model, or its slim copy"
+            )
+        return store, [GroupFacts.of(entry, store.group(i)) for i, entry in enumerate(manifest.groups)]
+
+    @cached_property
+    def full_store(self) -> WeightStore | None:
+        """The full checkpoint, if the tenant has it."""
+        store = self._store(self.federation.weight_bits)
+        return store if self.options.checkpoint or store.is_complete() else None
+
+    def _own_store(self, weight_bits: int) -> WeightStore:
+        """The checkpoint that is being loaded, full or not."""
+        return WeightStore(resolve(self._model), weight_bits=weight_bits, cache=self._cache)
+
+    def _store(self, weight_bits: int) -> WeightStore:
+        return WeightStore(resolve(self.options.checkpoint or self._model), weight_bits=weight_bits, cache=self._cache)

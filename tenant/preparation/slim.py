@@ -1,0 +1,53 @@
+"""A checkpoint of the tenant's own tensors: embeddings, norms, a tied head, and nothing that providers hold."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from symbiosis_priv.checkpoints.checkpoint import Checkpoint
+from symbiosis_priv.checkpoints.manifest import Manifest
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.system.files import check_unused, replace_atomically
+
+_PLAIN_FILES = ("*.json", "*.model", "*.txt", "*.jinja")  # configuration and tokenizer; never code, never pickles
+
+
+def write_slim(store: WeightStore, manifest: Manifest, folder: Path) -> tuple[int, int]:
+    """Write what `from_pretrained(folder, quantization_config=RemoteConfig(...))` needs of a full checkpoint.
+
+    Args:
+        store: the full checkpoint.
+        manifest: what the providers serve.
+        folder: new or empty.
+
+    Returns:
+        (bytes of tensors written, bytes of tensors left out).
+
+    Raises:
+        ConfigError: the folder is in use.
+        StorageError: it cannot be written; nothing is left there.
+    """
+    check_unused(folder)
+    served = {member for group in manifest.groups for member in group.members}
+    kept, left_out = {}, 0
+    with Checkpoint(store.path) as checkpoint:
+        for name in checkpoint.names():
+            tensor = checkpoint.tensor(name)
+            if store.skeleton.names.parameter(name).rpartition(".")[0] in served:
+                left_out += tensor.nbytes
+            else:
+                kept[name] = tensor
+
+        def write(partial: Path) -> None:
+            partial.mkdir()
+            save_file(kept, partial / "model.safetensors", metadata={"format": "pt"})
+            for pattern in _PLAIN_FILES:
+                for path in store.path.glob(pattern):
+                    if not path.name.endswith(".index.json"):
+                        shutil.copy(path, partial)
+
+        replace_atomically(folder.resolve(), write)
+    return sum(t.nbytes for t in kept.values()), left_out

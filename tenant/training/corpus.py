@@ -1,0 +1,216 @@
+"""A tenant's own data as training examples: plain text, or JSON lines of text, pairs or chats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from symbiosis_priv.errors import ConfigError, one_line
+from symbiosis_priv.system.files import UNDECODABLE, read_text
+
+T = TypeVar("T")
+
+NOT_LEARNED = -100
+"""The label of a token that is read and not predicted; transformers' losses leave it out."""
+
+_JSON_LINES = (".jsonl", ".ndjson")
+_MAX_HELD_OUT = 16  # loss is measured on them twice, and every block costs round trips
+_FORMS = '{"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [{"role": ..., "content": ...}, ...]}'
+
+
+@dataclass(frozen=True)
+class Example:
+    """Token ids, and what to predict at each: the token itself or NOT_LEARNED. Of equal length, at least two."""
+
+    input_ids: list[int]
+    labels: list[int]
+
+
+class Message(msgspec.Struct):
+    """One turn of a chat."""
+
+    role: str
+    content: str
+
+
+class Line(msgspec.Struct):
+    """One line of a JSONL file: exactly one of the three forms; other fields are somebody else's."""
+
+    text: str | None = None
+    prompt: str | None = None
+    completion: str | None = None
+    messages: list[Message] | None = None
+
+    @property
+    def form(self) -> str | None:
+        """Which one it is."""
+        given = {name for name in self.__struct_fields__ if getattr(self, name) is not None}
+        forms = ({"text"}, {"prompt", "completion"}, {"messages"})
+        return "+".join(sorted(given)) if given in forms else None
+
+
+def load_examples(path: Path, tokenizer: PreTrainedTokenizerBase, *, length: int) -> tuple[list[Example], int]:
+    """What a file teaches.
+
+    `*.jsonl` holds one JSON object per line: `text`, packed like plain text; `prompt` and `completion`, of which the
+    completion is learned; or `messages`, rendered by the model's chat template, of which the assistant's are learned.
+    Any other file is plain text, see `read_documents`.
+
+    Args:
+        path: the file.
+        tokenizer: the model's.
+        length: most tokens of an example.
+
+    Returns:
+        the examples, and how many of them were cut to `length`.
+
+    Raises:
+        ConfigError: unreadable or empty; the message names the line.
+    """
+    suffix = path.suffix.lower()
+    if suffix == ".json":  # as plain text, its braces would be learned
+        raise ConfigError(f"{path}: write a line per example, as {_FORMS}, and name the file .jsonl")
+    if suffix not in _JSON_LINES:
+        return _packed(read_documents(path), tokenizer, length=length), 0
+    lines = list(_read_lines(path))
+    form = lines[0][1].form
+    for number, line in lines:
+        if line.form is None or line.form != form:
+            raise ConfigError(f"{path}, line {number}: every line is one and the same of {_FORMS}")
+    if form == "text":
+        return _packed([str(line.text) for _, line in lines], tokenizer, length=length), 0
+    encode = _encode_chat if form == "messages" else _encode_pair
+    examples, shortened = [], 0
+    for number, line in lines:
+        try:
+            whole = encode(line, tokenizer)
+        except ConfigError as error:
+            raise ConfigError(f"{path}, line {number}: {error}") from error
+        cut = Example(whole.input_ids[:length], whole.labels[:length])
+        shortened += len(cut.input_ids) < len(whole.input_ids)
+        if any(label != NOT_LEARNED for label in cut.labels[1:]):
+            examples.append(cut)
+    if not examples:
+        raise ConfigError(f"{path}: no line has anything to learn within {length} tokens; raise --sequence-length")
+    return examples, shortened
+
+
+def read_documents(path: Path) -> list[str]:
+    """The documents of a text file: what stands between blank lines, or every line if there is no blank line.
+
+    Raises:
+        ConfigError: unreadable, not UTF-8, or empty.
+    """
+    text = read_text(path)
+    parts = text.split("\n\n") if "\n\n" in text.strip() else text.splitlines()
+    documents = [part.strip() for part in parts if part.strip()]
+    if not documents:
+        raise ConfigError(f"{path} holds no text")
+    return documents
+
+
+def to_blocks(documents: list[str], tokenizer: PreTrainedTokenizerBase, *, length: int) -> list[list[int]]:
+    """Token ids of all documents, each ended by the end-of-text token, one after the other in blocks of `length`.
+
+    The rest that fills no block is left out, unless it is all there is.
+
+    Raises:
+        ConfigError: not even two tokens.
+    """
+    ids: list[int] = []
+    for encoded in tokenizer(documents, verbose=False)["input_ids"]:
+        ids += _ended(encoded, tokenizer)
+    if len(ids) < 2:
+        raise ConfigError("the text has fewer than two tokens; there is nothing to predict")
+    return [ids[i : i + length] for i in range(0, len(ids) - length + 1, length)] or [ids]
+
+
+def hold_out(examples: Sequence[T]) -> tuple[list[T], list[T]]:
+    """(training examples, held-out ones): the last tenth and at most 16, none if there are fewer than ten."""
+    count = min(len(examples) // 10, _MAX_HELD_OUT)
+    return list(examples[: len(examples) - count]), list(examples[len(examples) - count :])
+
+
+def _packed(documents: list[str], tokenizer: PreTrainedTokenizerBase, *, length: int) -> list[Example]:
+    return [Example(block, block) for block in to_blocks(documents, tokenizer, length=length)]
+
+
+def _encode_pair(line: Line, tokenizer: PreTrainedTokenizerBase) -> Example:
+    prompt, completion = str(line.prompt), str(line.completion)
+    given = tokenizer(prompt)["input_ids"]
+    if given[-1:] == [tokenizer.eos_token_id]:
+        given = given[:-1]
+    whole = tokenizer(prompt + completion)["input_ids"]
+    if whole[: len(given)] != given:  # a token would straddle the border, where generation never puts one
+        whole = given + tokenizer(completion, add_special_tokens=False)["input_ids"]
+    whole = _ended(whole, tokenizer)
+    return Example(whole, [NOT_LEARNED] * len(given) + whole[len(given) :])
+
+
+def _encode_chat(line: Line, tokenizer: PreTrainedTokenizerBase) -> Example:
+    messages = [{"role": message.role, "content": message.content} for message in line.messages or ()]
+    text = _render(messages, tokenizer)
+    replies = list(_replies(messages, text, tokenizer))
+    if not replies:
+        raise ConfigError("no message of role assistant that the chat template shows; there is nothing to learn")
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)  # the template writes its own
+
+    def learned(start: int, end: int) -> bool:
+        return start < end and any(first <= start and end <= last for first, last in replies)
+
+    pairs = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+    return Example(list(encoded["input_ids"]), [token if learned(*at) else NOT_LEARNED for token, at in pairs])
+
+
+def _replies(
+    messages: list[dict[str, str]], text: str, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[int, int]]:
+    """Where in `text` the assistant's words are: what the template adds after its cue to answer.
+
+    Some templates rewrite earlier turns once later ones follow: replies that stand elsewhere then are read, not
+    learned.
+    """
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before = _render(messages[:i], tokenizer, add_generation_prompt=True)
+            after = _render(messages[: i + 1], tokenizer)
+            if after.startswith(before) and text.startswith(after):
+                yield len(before), len(after)
+
+
+def _render(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, **options: Any) -> str:
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            "chats need a fast tokenizer (tokenizer.json), which knows where its tokens stand in the text"
+        )
+    if not tokenizer.chat_template:
+        raise ConfigError("this model's tokenizer has no chat template; write prompt and completion instead")
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+    except (TemplateError, ValueError, TypeError) as error:
+        raise ConfigError(f"the chat template refuses these messages: {one_line(str(error))}") from error
+
+
+def _ended(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    if tokenizer.eos_token_id is None or ids[-1:] == [tokenizer.eos_token_id]:
+        return ids
+    return [*ids, int(tokenizer.eos_token_id)]
+
+
+def _read_lines(path: Path) -> Iterator[tuple[int, Line]]:
+    found = False
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
+        if line.strip():
+            try:
+                found, parsed = True, msgspec.json.decode(line, type=Line)
+            except UNDECODABLE as error:
+                raise ConfigError(f"{path}, line {number}: {error}; write one of {_FORMS}") from error
+            yield number, parsed
+    if not found:
+        raise ConfigError(f"{path} holds no lines")

@@ -1,0 +1,279 @@
+"""LoRA fine-tuning of a split model with Hugging Face's `Trainer`; what `symbiosis-priv tenant finetune` runs.
+
+Only the loading of the model is special: the rest is PEFT and `Trainer` as everybody uses them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import TrainingArguments, set_seed
+from transformers.pytorch_utils import Conv1D
+
+from symbiosis_priv.checkpoints.checkpoint import resolve
+from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.federation import load_federation
+from symbiosis_priv.system.files import default_cache
+from symbiosis_priv.system.interrupts import Interrupts
+from tenant.model.hf import RemoteConfig, backend_of
+from tenant.model.loading import load_language_model, load_tokenizer
+from tenant.session.tally import Ledger
+from tenant.training.corpus import NOT_LEARNED, Example, hold_out, load_examples
+from tenant.training.output import RunRecord, check_output, last_checkpoint, read_record
+from tenant.training.tracking import check_trackers
+from tenant.training.trainer import Meter, Progress, ResumableTrainer
+
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FineTuning:
+    """How to fine-tune.
+
+    Args:
+        steps: optimizer steps; None to go by `epochs`.
+        epochs: passes over the data.
+        rank: of LoRA.
+        alpha: of LoRA: its product is scaled by alpha / rank. None for twice the rank.
+        dropout: share of LoRA's inputs that are zeroed at random.
+        target_modules: names of the linears that get LoRA, separated by commas; "all-linear" for all but the LM head.
+        learning_rate: AdamW's; decays linearly to 0.
+        batch_size: blocks or examples per forward pass.
+        gradient_accumulation: forward passes per step.
+        gradient_checkpointing: recompute activations in the backward pass: less memory, more round trips.
+        sequence_length: tokens per block; longer examples are cut.
+        seed: of the adapter's initial values, dropout and the order of the data. Masks never depend on it.
+        save_every: steps between checkpoints to resume from.
+        resume: go on from the last checkpoint in the output folder.
+        report_to: experiment trackers that are told losses and options, by transformers' names.
+        dtype: of the tenant's own tensors; "auto" for the checkpoint's.
+    """
+
+    steps: int | None = None
+    epochs: float = 1.0
+    rank: int = 8
+    alpha: int | None = None
+    dropout: float = 0.0
+    target_modules: str = ALL_LINEAR
+    learning_rate: float = 2e-4
+    batch_size: int = 4
+    gradient_accumulation: int = 1
+    gradient_checkpointing: bool = False
+    sequence_length: int = 256
+    seed: int = 0
+    save_every: int = 50
+    resume: bool = False
+    report_to: tuple[str, ...] = ()
+    dtype: str = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FineTuned:
+    """What came out.
+
+    Args:
+        adapter: the PEFT folder.
+        losses: of every step, nats per token.
+        loss_before, loss_after: on the held-out examples, or on all of them if there are too few to hold any out.
+        held_out: which of the two it was.
+        shortened: examples that were cut to the sequence length.
+        tokens, seconds: of training alone.
+        ledger: of training alone; None if there was no session ("simulate", "paper-pool").
+    """
+
+    adapter: Path
+    losses: tuple[float, ...]
+    loss_before: float
+    loss_after: float
+    held_out: bool
+    shortened: int
+    tokens: int
+    seconds: float
+    ledger: Ledger | None
+
+
+def finetune(
+    model_path: str | Path,
+    data: Path,
+    output: Path,
+    *,
+    remote: RemoteConfig,
+    options: FineTuning = FineTuning(),
+    on_progress: Progress | None = None,
+) -> FineTuned:
+    """Fine-tune a LoRA adapter on a text or JSONL file and write it to `output` as an ordinary PEFT folder.
+
+    Args:
+        model_path: the base checkpoint.
+        data: see `corpus.load_examples`.
+        output: new or empty, unless `options.resume`.
+        remote: how the model is split.
+        options: how to fine-tune.
+        on_progress: told every step.
+
+    Raises:
+        ConfigError: the data, the output folder or an option does not do.
+        SymbiosisError: whatever loading and the session raise. What ends the run early, signals included, carries a
+            note that says what is saved.
+    """
+    folder = resolve(model_path)
+    check_trackers(options.report_to)
+    check_output(output, resume=options.resume, apart=_apart(folder, remote))
+    tokenizer = load_tokenizer(folder)
+    examples, shortened = load_examples(data, tokenizer, length=options.sequence_length)
+    record = _record(options, remote, examples)
+    start = last_checkpoint(output) if options.resume else None
+    if start is not None:
+        record.check_continues(read_record(start))
+    train, held_out = hold_out(examples)
+    with Interrupts() as interrupts:
+        model = load_language_model(folder, remote=remote, dtype=options.dtype)
+        backend = backend_of(model)
+        try:
+            _check_length(model, options.sequence_length)
+            set_seed(options.seed)
+            peft_model = _with_lora(model, options)
+            meter = Meter(peft_model, on_progress)
+            trainer = ResumableTrainer(
+                output=output,
+                record=record,
+                interrupts=interrupts,
+                model=peft_model,
+                args=_arguments(output, options),
+                train_dataset=train,
+                eval_dataset=held_out or train,
+                data_collator=collate,
+                callbacks=[meter],
+            )
+            before, after = trainer.run(resume_from=start)
+            return FineTuned(
+                adapter=output,
+                losses=tuple(meter.losses),
+                loss_before=before,
+                loss_after=after,
+                held_out=bool(held_out),
+                shortened=shortened,
+                tokens=meter.tokens,
+                seconds=meter.seconds,
+                ledger=meter.ledger,
+            )
+        finally:
+            backend.close()
+
+
+def collate(examples: Sequence[Example]) -> dict[str, Tensor]:
+    """A batch, padded at the end to its longest example; no mask where there is nothing to mask.
+
+    Returns:
+        int64 `[examples, tokens]` each: input_ids, labels and, if lengths differ, attention_mask.
+    """
+
+    def padded(rows: Sequence[Sequence[int]], value: int) -> Tensor:
+        return pad_sequence(
+            [torch.tensor(row, dtype=torch.long, device="cpu") for row in rows], batch_first=True, padding_value=value
+        )
+
+    batch = {
+        "input_ids": padded([example.input_ids for example in examples], 0),
+        "labels": padded([example.labels for example in examples], NOT_LEARNED),
+    }
+    lengths = [len(example.input_ids) for example in examples]
+    if min(lengths) < max(lengths):
+        batch["attention_mask"] = padded([[1] * length for length in lengths], 0)
+    return batch
+
+
+def _with_lora(model: Any, options: FineTuning) -> PeftModel:
+    lora = LoraConfig(
+        task_type="CAUSAL_LM",
+        target_modules=_targets(model, options.target_modules),
+        r=options.rank,
+        lora_alpha=_alpha(options),
+        lora_dropout=options.dropout,
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
+    )
+    peft_model = get_peft_model(model, lora)
+    assert isinstance(peft_model, PeftModel)
+    return peft_model
+
+
+def _targets(model: Any, chosen: str) -> str | list[str]:
+    """What PEFT is told; it takes a name that nothing has in silence, if another one fits."""
+    if chosen == ALL_LINEAR:
+        return chosen
+    names = [name.strip() for name in chosen.split(",")]
+    linears = [name for name, part in model.named_modules() if isinstance(part, (nn.Linear, Conv1D))]
+    unknown = [name for name in names if not any(f".{linear}".endswith(f".{name}") for linear in linears)]
+    if unknown:
+        known = ", ".join(sorted({linear.rpartition(".")[2] for linear in linears}))
+        raise ConfigError(
+            f"--target-modules {', '.join(unknown)}: this model has no such linear; it has {known}; {ALL_LINEAR} takes "
+            f"all but the LM head"
+        )
+    return names
+
+
+def _alpha(options: FineTuning) -> int:
+    return 2 * options.rank if options.alpha is None else options.alpha
+
+
+def _apart(model: Path, remote: RemoteConfig) -> dict[str, Path]:
+    """What an output folder must not be, hold or lie in."""
+    apart = {"model's folder": model, "cache": Path(remote.cache) if remote.cache else default_cache()}
+    return apart | ({"full checkpoint": resolve(remote.checkpoint)} if remote.checkpoint else {})
+
+
+def _record(options: FineTuning, remote: RemoteConfig, examples: Sequence[Example]) -> RunRecord:
+    tokens = msgspec.json.encode([(example.input_ids, example.labels) for example in examples])
+    return RunRecord(
+        model=None if remote.federation is None else load_federation(Path(remote.federation)).model_digest,
+        data=hashlib.sha256(tokens).hexdigest(),
+        rank=options.rank,
+        alpha=_alpha(options),
+        dropout=options.dropout,
+        target_modules=options.target_modules,
+        learning_rate=options.learning_rate,
+        batch_size=options.batch_size,
+        gradient_accumulation=options.gradient_accumulation,
+        sequence_length=options.sequence_length,
+        seed=options.seed,
+    )
+
+
+def _arguments(output: Path, options: FineTuning) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=str(output),
+        max_steps=options.steps or -1,
+        num_train_epochs=options.epochs,
+        learning_rate=options.learning_rate,
+        per_device_train_batch_size=options.batch_size,
+        per_device_eval_batch_size=options.batch_size,
+        gradient_accumulation_steps=options.gradient_accumulation,
+        activation_checkpointing=options.gradient_checkpointing,  # its name since transformers 5
+        activation_checkpointing_kwargs={"use_reentrant": False} if options.gradient_checkpointing else None,
+        save_strategy="steps",
+        save_steps=options.save_every,
+        save_total_limit=1,
+        seed=options.seed,
+        include_num_input_tokens_seen="all",
+        logging_steps=1,
+        dataloader_pin_memory=False,
+        remove_unused_columns=False,
+        disable_tqdm=True,
+        report_to=list(options.report_to) or "none",
+    )
+
+
+def _check_length(model: Any, length: int) -> None:
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if limit is not None and length > limit:
+        raise ConfigError(f"--sequence-length {length} is more than the model's {limit} positions; choose fewer")

@@ -1,0 +1,130 @@
+"""Generation with a split model; what `symbiosis-priv tenant generate` runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    PreTrainedTokenizerBase,
+    TextStreamer,
+    set_seed,
+)
+
+from symbiosis_priv.checkpoints.vetting import vet_adapter
+from symbiosis_priv.errors import ConfigError
+from tenant.model.hf import RemoteConfig
+from tenant.model.loading import load_adapter, load_language_model, load_tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """How to choose tokens: greedy, unless a temperature or top_p asks for sampling or `beams` for beam search.
+
+    Args:
+        max_new_tokens: upper limit. How many tokens come out is visible to the executor.
+        temperature: None or 0 for none.
+        top_p: smallest set of tokens with this probability together; None for all.
+        beams: width of beam search.
+        seed: of the sampling; masks never depend on it.
+        fixed_length: always make `max_new_tokens`, and cut the text where it ended: providers do not learn where.
+    """
+
+    max_new_tokens: int = 64
+    temperature: float | None = None
+    top_p: float | None = None
+    beams: int = 1
+    seed: int = 0
+    fixed_length: bool = False
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are drawn at random."""
+        return bool(self.temperature) or self.top_p is not None
+
+
+def open_model(
+    model_path: str | Path, *, remote: RemoteConfig, adapter: Path | None = None, dtype: str = "auto"
+) -> tuple[Any, PreTrainedTokenizerBase]:
+    """A split model, with a PEFT adapter or without, and its tokenizer.
+
+    Raises:
+        ConfigError: `adapter` is no PEFT folder.
+        SymbiosisError: whatever loading raises.
+    """
+    if adapter is not None:
+        vet_adapter(adapter)  # before anything slow
+    tokenizer = load_tokenizer(model_path)
+    model = load_language_model(model_path, remote=remote, dtype=dtype)
+    return model if adapter is None else load_adapter(model, adapter), tokenizer
+
+
+def generate(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    *,
+    decoding: Decoding = Decoding(),
+    stream: bool = False,
+) -> str:
+    """The continuation of a prompt.
+
+    Args:
+        model: from `open_model`, or any split model.
+        tokenizer: its tokenizer.
+        prompt: plain text.
+        decoding: how to choose tokens.
+        stream: print words as they come (beam search prints its result at the end).
+
+    Raises:
+        ConfigError: the prompt has no tokens, or there may be more tokens than a model with a table of positions has.
+    """
+    encoded = tokenizer(prompt, return_tensors="pt").to(model.device)
+    if not encoded["input_ids"].numel():
+        raise ConfigError("the prompt has no tokens; there is nothing to continue")
+    _check_length(model, encoded["input_ids"].shape[1], decoding.max_new_tokens)
+    streams = stream and decoding.beams == 1 and not decoding.fixed_length
+    endless = {"eos_token_id": None} if decoding.fixed_length else {}
+    set_seed(decoding.seed)
+    output = model.generate(
+        input_ids=encoded["input_ids"],
+        attention_mask=encoded["attention_mask"],
+        max_new_tokens=decoding.max_new_tokens,
+        do_sample=decoding.samples,
+        temperature=decoding.temperature or None,
+        top_p=decoding.top_p,
+        num_beams=decoding.beams,
+        trust_remote_code=False,  # generation_config.json may ask for a way of decoding that is code on the hub
+        pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+        **endless,
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if streams else None,
+    )
+    new = output[0, encoded["input_ids"].shape[1] :].tolist()
+    if decoding.fixed_length:
+        ends = _end_tokens(model, tokenizer)
+        new = list(takewhile(lambda token: token not in ends, new))
+    text = str(tokenizer.decode(new, skip_special_tokens=True))
+    if stream and not streams:
+        print(text)
+    return text
+
+
+def _check_length(model: Any, prompt: int, new: int) -> None:
+    """Positions that are looked up in a table end with it; rotary ones go on, as well as the model does."""
+    limit = getattr(model.config, "max_position_embeddings", None)
+    words = model.get_input_embeddings()
+    looked_up = any(isinstance(module, torch.nn.Embedding) and module is not words for module in model.modules())
+    if looked_up and limit is not None and prompt + new > limit:
+        raise ConfigError(
+            f"{prompt} tokens of prompt and --max-new-tokens {new} are more than the model's {limit} positions; "
+            f"shorten the prompt or ask for fewer"
+        )
+
+
+def _end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> set[int | None]:
+    """What ends a text: some models have several such tokens, a tokenizer knows one."""
+    ends = model.generation_config.eos_token_id
+    return {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id}

@@ -1,0 +1,217 @@
+"""A provider that announces itself: what registries hear, when, and that none of them can harm its tenants."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+import torch
+
+from provider.announce.placement import placed, unplaced
+from provider.config.provider_toml import load, template
+from provider.config.schema import AnnounceConfig, ModelConfig, ProviderConfig, TlsConfig
+from provider.products.model import open_store
+from provider.registry.server import RegistryServer
+from provider.serve import Provider
+from symbiosis_priv import certificates
+from symbiosis_priv.checkpoints.layers import LayerRange
+from symbiosis_priv.errors import CertificateError, ConfigError
+from symbiosis_priv.network.tls import client_context
+from symbiosis_priv.registry.descriptor import Announced, newest, verify
+from tests.registries import LyingRegistry, registry_config
+from tests.vouching import Vouching
+
+if TYPE_CHECKING:
+    from tests.provider.conftest import Configure, Connect, Keys, Launch, Requests
+
+WIDTH = 64  # of the tiny Llama
+
+
+@pytest.fixture(scope="module")
+def vouching(tmp_path_factory: pytest.TempPathFactory) -> Vouching:
+    return Vouching.in_folder(tmp_path_factory.mktemp("vouching"))
+
+
+@pytest.fixture(scope="module")
+def registry(vouching: Vouching) -> Iterator[RegistryServer]:
+    with RegistryServer(registry_config(vouching)) as server:
+        yield server
+
+
+Announcing = Callable[..., ProviderConfig]
+
+
+@pytest.fixture
+def announcing(configure: Configure, vouching: Vouching, registry: RegistryServer) -> Announcing:
+    """`announcing("gamma", layers=..., announce=..., <of [registry]>)`: a provider's configuration."""
+
+    def announcing(name: str, *, layers: str | None = None, **changes: Any) -> ProviderConfig:
+        identity = vouching.identity(name)
+        config = configure(roles=("executor",))
+        values: dict[str, Any] = {"announce": (registry.address,), "authority": vouching.authority.certificate}
+        return msgspec.structs.replace(
+            config,
+            name=name,
+            tls=msgspec.structs.replace(config.tls, certificate=identity.certificate, key=identity.key),
+            model=msgspec.structs.replace(config.model, layers=layers),
+            registry=AnnounceConfig(**(values | changes)),
+        )
+
+    return announcing
+
+
+def listed(vouching: Vouching, registry: RegistryServer, digest: str) -> dict[str, Announced]:
+    """By name, whoever the registry lists."""
+    with vouching.client(registry.address) as client:
+        found = [verify(data, vouching.trust, now=time.time()) for data in client.list(digest)]
+    return {announced.name: announced for announced in newest(found).values()}
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_it_is_listed_with_what_it_serves_and_says_when_it_leaves(
+    announcing: Announcing, vouching: Vouching, registry: RegistryServer
+) -> None:
+    with Provider(announcing("gamma", layers="1", capacity=2.5)) as provider:
+        until(lambda: provider.status().registries == {registry.address: True})
+        digest = provider.model_digest
+        said = listed(vouching, registry, digest)["gamma"].said
+        assert (said.address, said.layers, said.capacity) == (provider.address, LayerRange(1, 1), 2.5)
+        assert not said.draining
+    left = listed(vouching, registry, digest)["gamma"].said
+    assert left.draining
+    assert left.issued > said.issued
+
+
+def test_it_announces_itself_again_and_again_and_after_a_reload(
+    announcing: Announcing, vouching: Vouching, registry: RegistryServer
+) -> None:
+    with Provider(announcing("delta", lifetime_s=3.0)) as provider:
+        before = registry.log.position[0]
+        until(lambda: registry.log.position[0] >= before + 2)  # once a second
+        until(lambda: "delta" in listed(vouching, registry, provider.model_digest))
+        first = listed(vouching, registry, provider.model_digest)["delta"]
+        certificates.rotate(vouching.identity("delta").certificate, authority=vouching.authority)
+        until(lambda: listed(vouching, registry, provider.model_digest)["delta"].key != first.key)
+
+
+def test_registries_that_are_gone_or_refuse_harm_nobody(
+    announcing: Announcing, vouching: Vouching, keys: Keys, connect: Connect, requests: Requests, tmp_path: Path
+) -> None:
+    stranger = Vouching.in_folder(tmp_path)
+    execute, _ = requests
+    alice = keys.tenants["alice"]
+    with RegistryServer(registry_config(stranger)) as foreign:
+        gone = ("127.0.0.1:1", foreign.address)
+        with Provider(announcing("epsilon", announce=gone)) as provider:
+            assert provider.status().registries == dict.fromkeys(gone, False)
+            pins = [vouching.identity("epsilon").certificate]
+            context = client_context(certificate=alice.certificate, key=alice.key, pins=pins)
+            client = connect(to=provider, context=context)
+            assert client.product(execute(0, 1), torch.ones(1, WIDTH, dtype=torch.int32)).shape[0] == 1
+            began = time.monotonic()
+        assert time.monotonic() - began < 10  # it leaves without them
+
+
+def test_what_nobody_would_believe_is_said_at_the_start(
+    announcing: Announcing, configure: Configure, vouching: Vouching, keys: Keys, registry: RegistryServer
+) -> None:
+    with pytest.raises(ConfigError, match=r"claims a host .* set address to one of its hosts"):
+        Provider(announcing("gamma", address="elsewhere.example:1")).start()
+    config = announcing("gamma")
+    own = TlsConfig(
+        certificate=keys.provider.certificate, key=keys.provider.key, tenant_authority=keys.authority.certificate
+    )
+    with pytest.raises(ConfigError, match=r"authority has issued.* keys request --provider"):
+        Provider(msgspec.structs.replace(config, tls=own)).start()
+    with pytest.raises(CertificateError, match="holds no authority"):
+        Provider(announcing("gamma", authority=keys.provider.certificate)).start()
+
+
+def test_a_provider_that_joins_takes_what_is_lacking(
+    announcing: Announcing, vouching: Vouching, registry: RegistryServer
+) -> None:
+    """One after the other over two layers; each sees what those before it have announced."""
+
+    def joining(name: str) -> Provider:
+        return Provider(announcing(name, layers="auto", capacity_layers=1))
+
+    layers = []
+    providers: list[Provider] = []
+    try:
+        for name in ("one", "two", "three", "four"):
+            provider = joining(name).start()
+            providers.append(provider)
+            until(lambda: all(providers[-1].status().registries.values()))
+            layers.append(str(provider.config.model.layers))
+        assert layers == ["0", "1", "0", "1"]
+        providers.pop(1).stop()  # it says that it leaves
+        again = joining("five").start()
+        providers.append(again)
+        assert again.config.model.layers == "1"
+        own = placed(announcing("one", layers="auto", capacity_layers=1))
+        assert own.model.layers == "0"  # a restart: its own announcement does not count
+    finally:
+        for provider in providers:
+            provider.stop()
+
+
+def test_a_lying_registry_can_only_misplace(announcing: Announcing, vouching: Vouching, tmp_path: Path) -> None:
+    """Its own inventions are not believed: they do not even count as coverage."""
+    stranger = Vouching.in_folder(tmp_path)
+    with LyingRegistry(registry_config(vouching)) as liar:
+        joining = announcing("six", layers="auto", capacity_layers=1, announce=(liar.address,))
+        digest = open_store(unplaced(joining)).manifest().digest
+        for says, chosen in ((vouching.says, "1"), (stranger.says, "0")):
+            liar.show(says("seven", layers="0", model_digest=digest), b"what?", vouching.says("seven", after_ms=-1))
+            assert placed(joining).model.layers == chosen
+
+
+def test_without_a_registry_nobody_can_choose(announcing: Announcing) -> None:
+    with pytest.raises(ConfigError, match="none can be reached"):
+        placed(announcing("gamma", layers="auto", capacity_layers=1, announce=("127.0.0.1:1",)))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('[registry]\nannounce = ["r.example:1"]', "announce needs authority"),
+        ('[registry]\nannounce = ["r.example"]\nauthority = "a.pem"', "not host:port"),
+        ('[registry]\nannounce = ["r.example:1"]\nauthority = "a.pem"\naddress = "here"', "not host:port"),
+        ("[registry]\ncapacity = 0.0", "capacity"),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "provider.toml"
+    whole = template()
+    path.write_text(whole[: whole.index("[registry]")] + text)
+    with pytest.raises(ConfigError, match=words):
+        load(path)
+
+
+def test_only_executors_are_listed(configure: Configure, vouching: Vouching) -> None:
+    registry = AnnounceConfig(announce=("r.example:1",), authority=vouching.authority.certificate)
+    config = configure(roles=("helper",))
+    with pytest.raises(ValueError, match="tenants choose their helpers by hand"):
+        msgspec.structs.replace(config, registry=registry)
+    with pytest.raises(ValueError, match="capacity_layers"):
+        msgspec.structs.replace(configure(), model=ModelConfig(checkpoint="model", layers="auto"))
+
+
+def test_as_a_process_it_leaves_the_registry_on_sigterm(
+    announcing: Announcing, vouching: Vouching, registry: RegistryServer, launch: Launch
+) -> None:
+    service = launch(announcing("eight", layers="auto", capacity_layers=1))
+    until(lambda: "eight" in listed(vouching, registry, service.model_digest))
+    assert not listed(vouching, registry, service.model_digest)["eight"].said.draining
+    assert service.stop() == 0
+    assert listed(vouching, registry, service.model_digest)["eight"].said.draining

@@ -1,0 +1,74 @@
+"""The memory plan: what it says, that it holds, and that a provider which does not fit is refused with the numbers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from provider.config.memory_plan import check_plan, memory_plan
+from provider.config.schema import MIB, ExecutorConfig
+from provider.serve import Provider
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tests.provider.conftest import Configure
+
+
+def test_the_plan_counts_what_is_loaded(configure: Configure, store: WeightStore) -> None:
+    manifest = store.manifest()
+    packed = sum(store.matrix(index).nbytes for index in range(len(manifest.groups)))
+    needs = {need.what: need for need in memory_plan(configure(), manifest, store.served)}
+    ring = needs["ring weights, both directions"]
+    assert ring.size <= packed <= 1.5 * ring.size  # small matrices are padded to a kernel's panels
+    assert (ring.place, ring.kind) == ("cpu", "int16")
+    assert needs["matrices in flight"].size == 64 * MIB
+    assert "float weights" not in needs
+    with_floats = configure(executor=ExecutorConfig(float_path=True, float_memory_mib=100))
+    floats = next(need for need in memory_plan(with_floats, manifest, store.served) if need.what == "float weights")
+    assert (floats.size, floats.kind) == (100 * MIB, "float32")
+
+
+def test_the_plan_counts_every_process(configure: Configure, store: WeightStore) -> None:
+    """Four ranks share the weights, and each of them gathers a layer group and is a process of its own."""
+
+    def needs(executor: ExecutorConfig) -> dict[str, int]:
+        return {n.what: n.size for n in memory_plan(configure(executor=executor), store.manifest(), store.served)}
+
+    alone, ranks = needs(ExecutorConfig()), needs(ExecutorConfig(ranks=4))
+    apart = needs(ExecutorConfig(endpoint="ipc:///run/somewhere/executor.sock"))
+    ring, python = "ring weights, both directions", "Python and torch"
+    assert ranks[ring] == apart[ring] == alone[ring]
+    assert (apart[python], ranks[python]) == (2 * alone[python], 5 * alone[python])
+    largest = max(2 * group.inputs * group.stacked_outputs for group in store.manifest().groups)
+    assert ranks["a layer group, gathered by each rank"] == 4 * largest
+
+
+def test_eight_bits_take_a_byte(configure: Configure, store: WeightStore) -> None:
+    narrow = msgspec.structs.replace(store.manifest(), weight_bits=8)
+    wide = memory_plan(configure(), store.manifest(), store.served)[0]
+    assert memory_plan(configure(), narrow, store.served)[0].size * 2 == wide.size
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = r"needs [\d,]+ MiB on cpu and there are [\d,]+ MiB .* in flight 1,048,576 MiB"
+    with pytest.raises(ConfigError, match=numbers):
+        Provider(configure(max_inflight_mib=1 << 20)).start()
+    monkeypatch.setattr("provider.config.memory_plan._container_limit", lambda: 10 * MIB)
+    with pytest.raises(ConfigError, match="there are 10 MiB"):
+        Provider(configure()).start()
+
+
+def test_a_plan_that_fits_passes(configure: Configure, store: WeightStore) -> None:
+    check_plan(memory_plan(configure(), store.manifest(), store.served))
+
+
+def test_only_what_is_served_is_counted(configure: Configure, store: WeightStore) -> None:
+    manifest = store.manifest()
+    whole, *parts = (
+        memory_plan(configure(), manifest, groups)[0].size for groups in (store.served, range(3), range(3, 9))
+    )
+    assert len(store.served) == 9
+    assert sum(parts) == whole

@@ -1,0 +1,56 @@
+"""The file that a provider begins with loads, and what is commented out in it is the default."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from provider.config.provider_toml import load, template
+from provider.config.schema import Limits
+from symbiosis_priv.errors import ConfigError
+
+NO_DEFAULT = (
+    *("cache", "layers", "threads", "revoked", "requests_per_s", "rows_per_s", "giga_", "max_rows_in_flight"),
+    *("weight =", "database", 'listen = "127.0.0.1:9464'),
+    *("announce =", "authority =", "address =", "capacity_layers"),
+)
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "provider.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_template_shows_the_defaults(tmp_path: Path) -> None:
+    """Uncommenting every default of the template changes nothing but what has no default."""
+    (tmp_path / "model").mkdir()
+    plain = load(written(tmp_path, template()))
+    lines = []
+    for line in template().splitlines():
+        shown = line.removeprefix("# ")
+        optional = line.startswith("# ") and " = " in line and not shown.startswith(NO_DEFAULT)
+        lines.append(shown if optional else line)
+    assert load(written(tmp_path, "\n".join(lines))) == plain
+    assert plain.limits == Limits()
+    assert plain.model.checkpoint == str((tmp_path / "model").resolve())
+    assert plain.tls.certificate == tmp_path / "keys/alpha.pem"
+
+
+@pytest.mark.parametrize("layers", ["0-15", "7", None])
+def test_a_template_says_which_layers(layers: str | None, tmp_path: Path) -> None:
+    assert load(written(tmp_path, template(layers=layers))).model.layers == layers
+
+
+@pytest.mark.parametrize(
+    ("layers", "words"), [("15-0", "layers 15-0 are none"), ("all", "no range of layers"), ("auto", "capacity_layers")]
+)
+def test_a_template_is_no_file_that_would_be_refused(layers: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        template(layers=layers)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        load(tmp_path / "none.toml")

@@ -1,0 +1,70 @@
+"""provider.toml: every mistake names its key, and what is read survives the way to another process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from provider.config.provider_toml import load
+from provider.config.schema import ProviderConfig, from_json, to_json
+from symbiosis_priv.errors import ConfigError
+
+MINIMAL = """
+name = "alpha"
+[model]
+checkpoint = "model"
+[tls]
+certificate = "alpha.pem"
+key = "alpha.key"
+tenant_authority = "authority.pem"
+"""
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "provider.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_everything_else_is_optional(tmp_path: Path) -> None:
+    config = load(written(tmp_path, MINIMAL))
+    assert config.roles == ("executor",)
+    assert config.model.checkpoint == "model"  # no such folder: a name on the hub
+    assert from_json(to_json(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("colour = 1\n" + MINIMAL, "colour"),
+        (MINIMAL + "pin = 1", "pin"),
+        (MINIMAL.replace('key = "alpha.key"', ""), "key"),
+        (MINIMAL.replace('"alpha.key"', "3"), "key"),
+        ('roles = ["boss"]\n' + MINIMAL, "roles"),
+        ("roles = []\n" + MINIMAL, "roles"),
+        ('listen = "nowhere"\n' + MINIMAL, "nowhere"),
+        (MINIMAL + "[limits]\nmax_rows = 0", "max_rows"),
+        (MINIMAL + "[limits]\nidle_timeout_s = -1.0", "idle_timeout_s"),
+        (MINIMAL + "[limits]\nmax_payload_mib = 1000", "max_inflight_mib_per_tenant"),
+        (MINIMAL + "[limits]\nmax_inflight_mib = 600", "max_inflight_mib"),
+        (MINIMAL + '[executor]\nkernel = "fast"', "kernel"),
+        (MINIMAL + '[executor]\nendpoint = "tcp://0.0.0.0:1"', "endpoint"),
+        (MINIMAL + f'[executor]\nendpoint = "ipc:///{"x" * 100}"', "endpoint"),
+        (MINIMAL.replace("[tls]", "weight_bits = 40\n[tls]"), "weight_bits"),
+        ("name =", "provider.toml"),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, change: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        load(written(tmp_path, change))
+
+
+def test_child_configuration_is_checked() -> None:
+    with pytest.raises(ConfigError):
+        from_json(b"{}")
+
+
+def test_types_survive_the_pipe(tmp_path: Path) -> None:
+    config: ProviderConfig = from_json(to_json(load(written(tmp_path, MINIMAL))))
+    assert isinstance(config.tls.key, Path)

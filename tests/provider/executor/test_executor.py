@@ -1,0 +1,186 @@
+"""Whose thread computes: the executor's own, or that of an asker who finds it at rest."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from provider.config.schema import SchedulerConfig
+from provider.executor import envelope
+from provider.executor.envelope import ExecutorReport
+from provider.executor.executor import Executor
+from provider.executor.queues import Line, LocalInbox
+from provider.products.model import ServedModel
+from provider.scheduler.jobs import Stage
+from provider.scheduler.policy import PolicyName
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.errors import RankLostError
+from symbiosis_priv.network import wire
+from symbiosis_priv.network.tls import TenantIdentity
+
+if TYPE_CHECKING:
+    from tests.provider.conftest import Requests
+
+TIMEOUT_S = 20.0
+POLICIES: tuple[PolicyName, ...] = ("none", "lockstep", "opportunistic")
+
+
+class Watched(ServedModel):
+    """Notes who takes which products, and holds them up while it is told to."""
+
+    def __init__(self, store: WeightStore) -> None:
+        super().__init__(store)
+        self.taken: list[tuple[threading.Thread, int]] = []
+        self.entered = threading.Event()
+        self.open = threading.Event()
+        self.open.set()
+        self.broken = False
+
+    def product(self, rows: Tensor, **what: Any) -> Tensor:
+        self.taken.append((threading.current_thread(), len(rows)))
+        self.entered.set()
+        assert self.open.wait(TIMEOUT_S)
+        if self.broken:
+            raise RankLostError("rank 1 does not answer")
+        return super().product(rows, **what)
+
+
+class Asker:
+    """One tenant's line."""
+
+    def __init__(self, inbox: LocalInbox, requests: Requests, store: WeightStore, name: str = "alice") -> None:
+        self.line: Line = inbox.line()
+        self._execute, _ = requests
+        self._width = store.manifest().groups[0].inputs
+        self._tenant = TenantIdentity(name, authority="sha256:1")
+
+    def send(self, rows: int, stage: Stage = "inference") -> None:
+        now = time.monotonic()
+        request = self._execute(0, rows)
+        message = envelope.Work(
+            tenant=self._tenant, stage=stage, weight=1.0, arrival=now, deadline=now + TIMEOUT_S, request=request
+        )
+        self.line.send(message, wire.as_bytes(torch.ones(rows, self._width, dtype=torch.int32)))
+
+    def ask(self, rows: int, stage: Stage = "inference") -> None:
+        self.send(rows, stage)
+        assert self.line.receive(TIMEOUT_S) is not None
+
+    def report(self) -> ExecutorReport:
+        self.line.send(envelope.Ask())
+        answer = self.line.receive(TIMEOUT_S)
+        assert answer is not None
+        return msgspec.json.decode(answer.payload, type=ExecutorReport)
+
+
+@contextlib.contextmanager
+def running(
+    model: Watched, policy: PolicyName = "opportunistic", **scheduling: Any
+) -> Iterator[tuple[LocalInbox, Future[None]]]:
+    """An executor in a thread of its own."""
+    inbox = LocalInbox()
+    executor = Executor(model, inbox=inbox, scheduling=SchedulerConfig(policy=policy, **scheduling))
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(executor.run)
+        yield inbox, ended
+        executor.stop()
+
+
+def find_it_at_rest(asker: Asker, model: Watched) -> None:
+    """Ask until the answer comes from this thread: the executor's goes to rest a moment after its last answer."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not model.taken or model.taken[-1][0] is not threading.current_thread():
+        assert time.monotonic() < deadline
+        asker.ask(1)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_few_rows_are_multiplied_in_the_thread_that_brings_them(
+    store: WeightStore, requests: Requests, policy: PolicyName
+) -> None:
+    model = Watched(store)
+    with running(model, policy) as (inbox, _):
+        asker = Asker(inbox, requests, store)
+        find_it_at_rest(asker, model)
+        asker.send(3)
+        answer = asker.line.receive(0.0)  # there already
+        assert answer is not None
+        assert model.taken[-1] == (threading.current_thread(), 3)
+        got = wire.as_matrix(bytearray(answer.payload), rows=3, arithmetic="ring")
+        assert torch.equal(got[0], store.group(0).weight.to(torch.int32).sum(1, dtype=torch.int32))
+
+        asker.ask(3, stage="fine_tuning")
+        assert model.taken[-1][0] is not threading.current_thread()
+        report = asker.report()
+        assert sum(report.batch_rows.counts) == len(model.taken)
+        assert 0 < report.seconds < report.uptime - report.idle
+
+
+def test_who_comes_meanwhile_queues_and_shares_the_next_product(store: WeightStore, requests: Requests) -> None:
+    model = Watched(store)
+    with running(model) as (inbox, _), ThreadPoolExecutor(1) as pool:
+        first, others = Asker(inbox, requests, store), [Asker(inbox, requests, store, name) for name in "bcd"]
+        pool.submit(find_it_at_rest, first, model).result()
+        model.entered.clear()
+        model.open.clear()
+        at_it = pool.submit(first.ask, 1)
+        assert model.entered.wait(TIMEOUT_S)
+        for other in others:
+            other.send(1)
+            assert other.line.receive(0.0) is None
+        before = len(model.taken)
+        model.open.set()
+        at_it.result()
+        for other in others:
+            assert other.line.receive(TIMEOUT_S) is not None
+        assert [rows for _, rows in model.taken[before:]] == [3]
+        assert model.taken[before][0] not in (threading.current_thread(), model.taken[before - 1][0])
+
+
+def test_what_waits_for_company_is_left_to_the_executors_thread(store: WeightStore, requests: Requests) -> None:
+    model = Watched(store)
+    with running(model, "lockstep") as (inbox, _):
+        alice, bob = (Asker(inbox, requests, store, name) for name in ("alice", "bob"))
+        for _ in range(3):
+            find_it_at_rest(alice, model)
+            bob.ask(1)
+            alice.ask(1)  # bob was here just now: it waits for him, and then goes without him
+            assert model.taken[-1][0] is not threading.current_thread()
+
+
+def test_who_is_waited_for_multiplies_for_all_who_waited(store: WeightStore, requests: Requests) -> None:
+    """Nobody is woken for the product, though somebody's request was there before."""
+    model = Watched(store)
+    with running(model, "lockstep", lockstep_wait_ms=1000 * TIMEOUT_S / 2) as (inbox, _):
+        alice, bob = (Asker(inbox, requests, store, name) for name in ("alice", "bob"))
+        bob.ask(1)
+        deadline = time.monotonic() + TIMEOUT_S
+        while model.taken[-1] != (threading.current_thread(), 2):  # the executor's thread goes to rest in a moment
+            assert time.monotonic() < deadline
+            alice.send(1)
+            bob.ask(1)
+            assert alice.line.receive(TIMEOUT_S) is not None
+
+
+def test_what_breaks_in_an_askers_thread_ends_the_executor(store: WeightStore, requests: Requests) -> None:
+    model = Watched(store)
+    with running(model) as (inbox, ended):
+        asker = Asker(inbox, requests, store)
+        find_it_at_rest(asker, model)
+        model.broken = True
+        asker.send(1)
+        with pytest.raises(RankLostError):
+            ended.result(TIMEOUT_S)
+        taken = len(model.taken)
+        asker.send(1)  # nobody is there any more
+        assert asker.line.receive(0.0) is None
+        assert len(model.taken) == taken

@@ -1,0 +1,57 @@
+"""The guard of an executor, whatever kind that is."""
+
+from __future__ import annotations
+
+import errno
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+import zmq
+
+from provider.executor.envelope import ExecutorReport
+from provider.executor.handle import ExecutorHandle
+from provider.executor.queues import Answer, Line, LocalInbox, Message
+
+if TYPE_CHECKING:
+    from tests.provider.conftest import Configure
+
+
+class _OutOfReach(ExecutorHandle):
+    """An executor that is well, on a machine that has no descriptors left when its guard asks it first."""
+
+    asked = 0
+
+    def start(self) -> None:
+        self._inbox = LocalInbox()
+        self._inbox.lend(self._answer)
+        self._guard.start()
+
+    def stop(self, timeout: float) -> None:
+        self.stopping.set()
+        self._guard.join(timeout)
+
+    def line(self) -> Line:
+        self.asked += 1
+        if self.asked == 1:
+            raise zmq.ZMQError(errno.EMFILE)
+        return self._inbox.line()
+
+    def _hung(self) -> None:
+        raise AssertionError("it does not hang")
+
+    def _answer(self, message: Message) -> bool:
+        report = ExecutorReport(first_group=0, groups=1, heat=[0])
+        self._inbox.answer(message.sender, Answer(b"", memoryview(msgspec.json.encode(report)), 0))
+        return True
+
+
+def test_a_guard_that_could_not_ask_asks_again(configure: Configure) -> None:
+    executor = _OutOfReach(configure(), model_digest="")
+    executor.start()
+    deadline = time.monotonic() + 30
+    while not executor.present:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    executor.stop(5.0)
+    assert not executor.hangs

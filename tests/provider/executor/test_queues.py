@@ -1,0 +1,47 @@
+"""Askers and the executor, in one process and between two."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from provider.executor.envelope import Ask
+from provider.executor.queues import Answer, Context, SocketInbox, SocketLine
+
+_MANY = 1100  # more than fit select's set of descriptors
+
+
+@contextlib.contextmanager
+def crowd() -> Iterator[None]:
+    """A process that has many descriptors open, as a provider has with many strangers at its door."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2 * _MANY:
+        pytest.skip(f"the system allows {hard} open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2 * _MANY), hard))
+    with contextlib.ExitStack() as files:
+        for _ in range(_MANY):
+            files.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_an_answer_comes_however_many_connections_there_are(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/executor.sock"
+    context: Context = zmq.Context()
+    with contextlib.closing(SocketInbox(endpoint)) as inbox, crowd():
+        with contextlib.closing(SocketLine(context, endpoint)) as line:
+            line.send(Ask())
+            while not (arrived := list(inbox.arrived())):  # ZeroMQ's own greetings wake it, too
+                inbox.wait(30.0)
+            assert line.receive(0.01) is None  # it waits, and says so
+            inbox.answer(arrived[0].sender, Answer(b"head", memoryview(b"rows"), 1))
+            answer = line.receive(30.0)
+            assert answer is not None
+            assert (answer.head, bytes(answer.payload), answer.rows) == (b"head", b"rows", 1)
+        context.term()

@@ -1,0 +1,429 @@
+"""What one tenant, or a stranger, can do to another: bounded waits, bounded memory, and a name for whoever did it.
+
+Every attack comes over loopback, is bounded in number and time, and meets a provider in a process of its own, so that
+memory and processor time are the provider's alone. Beside it an honest tenant asks for one row at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import ssl
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+import torch
+
+from provider.config.schema import UsageConfig
+from provider.gateway.usage import COUNTED, read
+from symbiosis_priv.network import wire
+from symbiosis_priv.network.addresses import parse_address
+
+if TYPE_CHECKING:
+    from tests.provider.conftest import Client, Configure, Connect, Keys, Launch, Requests, Service
+
+MIB = 1 << 20
+WIDTH, WIDE = 512, 2048  # of the attacked layer group, gate and up
+GATE_UP = 2
+ROWS = 8192  # a request's matrix has 16 MiB, its answer's 64
+PATIENCE_S = 1.0
+LIMITS = {"max_payload_mib": 64, "max_inflight_mib": 320, "max_inflight_mib_per_tenant": 192}
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+
+
+@pytest.fixture(scope="module")
+def wide(save_llama: Callable[..., Path]) -> Path:
+    return save_llama(hidden_size=WIDTH, intermediate_size=WIDE // 2, num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def bills(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("bills") / "usage.sqlite"
+
+
+@pytest.fixture(scope="module")
+def service(configure: Configure, launch: Launch, wide: Path, bills: Path) -> Service:
+    config = configure(checkpoint=wide, **LIMITS)
+    return launch(msgspec.structs.replace(config, usage=UsageConfig(database=bills)))
+
+
+class Culprit:
+    """Whom the provider's usage counters name for what has happened in a test.
+
+    Args:
+        bills: the provider's database.
+        tenant: who does it.
+    """
+
+    def __init__(self, bills: Path, tenant: str) -> None:
+        self._bills, self._tenant = bills, tenant
+        self._before = self._counts()
+
+    def must_have(self, **least: int) -> None:
+        """Its counters grow by so much at least, and soon."""
+        deadline = time.monotonic() + 20
+        while any(self._grown(name) < count for name, count in least.items()):
+            assert time.monotonic() < deadline, {name: self._grown(name) for name in least}
+            time.sleep(0.05)
+
+    def _grown(self, name: str) -> int:
+        return self._counts()[name] - self._before[name]
+
+    def _counts(self) -> Counter[str]:
+        total: Counter[str] = Counter()
+        for row in read(self._bills):
+            if row["tenant"] == self._tenant:
+                total.update({name: int(row[name]) for name in COUNTED})
+        return total
+
+
+Blame = Callable[[str], Culprit]
+
+
+@pytest.fixture
+def blame(bills: Path, victim: Service, connect: Connect) -> Blame:
+    """Whose counters have come to rest after the tests before."""
+
+    def blame(tenant: str) -> Culprit:
+        deadline = time.monotonic() + 20
+        with contextlib.closing(connect(tenant, role=None, to=victim)) as only:
+            while True:
+                report = only.ask(wire.Health())
+                assert isinstance(report, wire.HealthReport)
+                if report.connections == 1:
+                    return Culprit(bills, tenant)
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+
+    return blame
+
+
+@pytest.fixture
+def victim(service: Service, connect: Connect, requests: Requests) -> Service:
+    """A provider that has multiplied by the attacked layer group before: what it holds now is weights and kernels."""
+    execute, _ = requests
+    client = connect("alice", to=service)
+    for rows in (1, 64):
+        for direction, width in (("forward", WIDTH), ("backward", WIDE)):
+            client.product(execute(GATE_UP, rows, direction=direction), torch.ones(rows, width, dtype=torch.int32))
+    client.close()
+    return service
+
+
+class Watch:
+    """Peak memory and processor time of a process while a block runs."""
+
+    def __init__(self, pid: int) -> None:
+        self._folder = Path(f"/proc/{pid}")
+        self._before = self._resident()
+        self._cpu = self._processor_time()
+        self._peak = self._before
+        self._over = threading.Event()
+
+    @property
+    def grown_mib(self) -> float:
+        return (self._peak - self._before) / MIB
+
+    @property
+    def cpu_s(self) -> float:
+        return self._processor_time() - self._cpu
+
+    def _resident(self) -> int:
+        return int((self._folder / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def _processor_time(self) -> float:
+        user, system = (self._folder / "stat").read_text().rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+    @property
+    def left_mib(self) -> float:
+        return (self._resident() - self._before) / MIB
+
+    def _look(self) -> None:
+        while not self._over.wait(0.01):
+            self._peak = max(self._peak, self._resident())
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Watch]:
+        thread = threading.Thread(target=self._look)
+        thread.start()
+        try:
+            yield self
+        finally:
+            self._over.set()
+            thread.join()
+
+
+def watching(service: Service) -> contextlib.AbstractContextManager[Watch]:
+    return Watch(service.process.pid).running()
+
+
+def longest_wait(client: Client, requests: Requests, *, seconds: float) -> float:
+    """Ask for one row after the other; the longest that one took."""
+    execute, _ = requests
+    row, longest, end = torch.ones(1, WIDTH, dtype=torch.int32), 0.0, time.monotonic() + seconds
+    while (begun := time.monotonic()) < end:
+        client.product(execute(GATE_UP, 1), row)
+        longest = max(longest, time.monotonic() - begun)
+    return longest
+
+
+def test_effects_of_a_tenant_that_hangs_up(victim: Service, connect: Connect, requests: Requests, blame: Blame) -> None:
+    """A hundred bytes ask for a large product: it is cut, it waits its turn, and it ends when its tenant leaves."""
+    _, effect = requests
+    honest, culprit = connect("alice", to=victim), blame("dave")
+    with watching(victim) as watch:
+        for _ in range(6):
+            attacker = connect("dave", role="helper", to=victim)
+            attacker.send(effect(GATE_UP, ROWS, seed=secrets.token_bytes(32)))
+            attacker.close()
+        assert longest_wait(honest, requests, seconds=2.0) <= PATIENCE_S
+    assert watch.grown_mib <= 1.1 * LIMITS["max_inflight_mib_per_tenant"]
+    assert watch.cpu_s <= 6.0
+    culprit.must_have(abandoned=6)
+
+
+def test_effects_of_a_tenant_that_stays(victim: Service, connect: Connect, requests: Requests, blame: Blame) -> None:
+    _, effect = requests
+    honest, culprit = connect("alice", to=victim), blame("dave")
+    attackers = [connect("dave", role="helper", to=victim) for _ in range(6)]
+    with watching(victim) as watch:
+        for attacker in attackers:
+            attacker.send(effect(GATE_UP, ROWS, seed=secrets.token_bytes(32)))
+        assert longest_wait(honest, requests, seconds=2.0) <= PATIENCE_S
+        for attacker in attackers:
+            attacker.close()
+    assert watch.grown_mib <= 1.1 * LIMITS["max_inflight_mib_per_tenant"]
+    culprit.must_have(rows=1, work=WIDTH * WIDE)
+
+
+def test_payloads_that_are_announced_and_never_sent(
+    victim: Service, connect: Connect, requests: Requests, blame: Blame
+) -> None:
+    execute, _ = requests
+    culprits = [blame(tenant) for tenant in ("alice", "bob")]
+    for tenant in ("alice", "bob"):
+        for _ in range(3):
+            attacker = connect(tenant, to=victim)
+            attacker.send(execute(GATE_UP, ROWS), announced=ROWS * WIDTH * 4)
+    honest = connect("carol", to=victim)
+    assert longest_wait(honest, requests, seconds=1.0) <= PATIENCE_S
+    begun = time.monotonic()
+    honest.product(execute(GATE_UP, ROWS), torch.ones(ROWS, WIDTH, dtype=torch.int32))
+    assert time.monotonic() - begun < 15.0
+    for culprit in culprits:
+        culprit.must_have(slow=1)
+
+
+def test_requests_whose_tenant_leaves(victim: Service, connect: Connect, requests: Requests, blame: Blame) -> None:
+    """Their memory is free before their bytes may be asked for again."""
+    execute, _ = requests
+    honest, culprit = connect("alice", to=victim), blame("bob")
+    matrix = bytes(ROWS * WIDTH * 4)
+    over = threading.Event()
+
+    def attack() -> None:
+        while not over.is_set():
+            with contextlib.closing(connect("bob", to=victim)) as attacker:
+                attacker.send(execute(GATE_UP, ROWS), matrix)
+
+    with watching(victim) as watch:
+        threads = [threading.Thread(target=attack) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        try:
+            assert longest_wait(honest, requests, seconds=2.5) <= PATIENCE_S
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
+    assert watch.grown_mib <= 1.1 * LIMITS["max_inflight_mib_per_tenant"]
+    culprit.must_have(abandoned=1)
+
+
+def test_requests_that_come_too_late(
+    configure: Configure, launch: Launch, wide: Path, connect: Connect, requests: Requests, tmp_path: Path
+) -> None:
+    """Their tenants are told and ask again at once; what the executor still holds of them stays on their budget."""
+    execute, _ = requests
+    bills = tmp_path / "usage.sqlite"
+    config = configure(checkpoint=wide, request_timeout_s=0.05, **LIMITS)
+    service = launch(msgspec.structs.replace(config, usage=UsageConfig(database=bills)))
+    honest, row, matrix = connect("alice", to=service), torch.ones(1, WIDTH, dtype=torch.int32), bytes(ROWS * WIDTH * 4)
+    honest.until_served(execute(GATE_UP, 1), row, within=20)
+    over = threading.Event()
+
+    def attack(tenant: str) -> None:
+        with contextlib.closing(connect(tenant, to=service)) as attacker:
+            while not over.is_set():
+                attacker.send(execute(GATE_UP, ROWS), matrix)
+                attacker.receive()
+
+    with watching(service) as watch:
+        threads = [threading.Thread(target=attack, args=(tenant,)) for tenant in ("bob", "carol") for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        try:
+            end = time.monotonic() + 2.5
+            while (begun := time.monotonic()) < end:
+                honest.until_served(execute(GATE_UP, 1), row, within=20)
+                assert time.monotonic() - begun <= PATIENCE_S
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
+    assert watch.grown_mib <= 1.1 * LIMITS["max_inflight_mib"]
+    late = {tenant: Counter[str]() for tenant in ("alice", "bob", "carol")}
+    for line in read(bills):
+        late[str(line["tenant"])].update({name: int(line[name]) for name in ("failed", "refused")})
+    assert all(late[tenant].total() > 0 for tenant in ("bob", "carol"))
+
+
+def test_a_flood_of_large_requests(victim: Service, connect: Connect, requests: Requests, blame: Blame) -> None:
+    """Honest answers have their bits, and the flood is on the flooder's bill."""
+    execute, _ = requests
+    honest, culprit = connect("alice", to=victim), blame("bob")
+    row = torch.arange(WIDTH, dtype=torch.int32).reshape(1, WIDTH)
+    alone = honest.product(execute(GATE_UP, 1), row)
+    flood = [connect("bob", to=victim) for _ in range(4)]
+    matrix = torch.ones(2048, WIDTH, dtype=torch.int32)
+
+    def keep_asking(client: Client) -> None:
+        for _ in range(6):
+            client.product(execute(GATE_UP, 2048), matrix)
+
+    with watching(victim) as watch, ThreadPoolExecutor(len(flood)) as pool:
+        floods = [pool.submit(keep_asking, client) for client in flood]
+        while not all(future.done() for future in floods):
+            begun = time.monotonic()
+            assert torch.equal(honest.product(execute(GATE_UP, 1), row), alone)
+            assert time.monotonic() - begun <= PATIENCE_S
+        for future in floods:
+            future.result()
+    assert watch.grown_mib <= 1.1 * LIMITS["max_inflight_mib_per_tenant"]
+    culprit.must_have(requests=24, rows=24 * 2048)
+
+
+def test_answers_that_nobody_reads(victim: Service, connect: Connect, requests: Requests, blame: Blame) -> None:
+    """They wait in memory that was taken from their tenant's share, and keep nobody else's rows there."""
+    execute, _ = requests
+    honest, culprit = connect("alice", to=victim), blame("bob")
+    readers = [connect("bob", to=victim) for _ in range(8)]
+    with watching(victim) as watch:
+        for reader in readers:
+            reader.send(execute(GATE_UP, 2048), bytes(2048 * WIDTH * 4))
+        culprit.must_have(requests=8)
+        assert longest_wait(honest, requests, seconds=1.0) <= PATIENCE_S
+        for reader in readers:
+            reader.close()
+    assert watch.grown_mib <= 1.1 * LIMITS["max_inflight_mib_per_tenant"]
+
+
+class FarClient:
+    """A tenant whose every flight of bytes takes `delay` seconds to arrive."""
+
+    def __init__(self, address: str, context: ssl.SSLContext, *, delay: float) -> None:
+        self._raw = socket.create_connection(parse_address(address), timeout=10)
+        self._delay = delay
+        self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._in, self._out, server_hostname="127.0.0.1")
+
+    def health(self) -> None:
+        self._until_done(self._tls.do_handshake)
+        self._tls.write(wire.encode(wire.Health()))
+        self._until_done(lambda: self._tls.read(1))
+        self._raw.close()
+
+    def _until_done(self, step: Callable[[], object]) -> None:
+        while True:
+            try:
+                step()
+                return
+            except ssl.SSLWantReadError:
+                time.sleep(self._delay)
+                self._raw.sendall(self._out.read())
+                self._in.write(self._raw.recv(65536))
+
+
+def test_strangers_who_say_nothing(victim: Service, keys: Keys) -> None:
+    """400 silent connections a second from 250 addresses, and a tenant 300 ms away."""
+    over, opened = threading.Event(), list[socket.socket]()
+
+    def flood() -> None:
+        begun = time.monotonic()
+        while not over.is_set() and len(opened) < 2000:
+            source = f"127.1.0.{1 + len(opened) % 250}"
+            connection = socket.create_connection(parse_address(victim.address), source_address=(source, 0))
+            opened.append(connection)
+            over.wait(max(0.0, begun + len(opened) / 400 - time.monotonic()))
+
+    thread = threading.Thread(target=flood)
+    with watching(victim) as watch:
+        thread.start()
+        try:
+            time.sleep(0.5)  # 200 of them are there
+            for _ in range(3):
+                FarClient(victim.address, keys.context("alice"), delay=0.3).health()
+        finally:
+            over.set()
+            thread.join()
+            for connection in opened:
+                connection.close()
+    assert watch.grown_mib <= 32
+    named = [line for line in victim.logged() if line["event"] in ("stranger_dropped", "handshake_refused")]
+    assert len(named) < 50
+
+
+def held(pid: int) -> tuple[int, int]:
+    """(open files, threads) of a process."""
+    return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))  # noqa: PTH208 - /proc
+
+
+def test_a_thousand_connections_come_and_go_and_leave_nothing(
+    victim: Service, connect: Connect, keys: Keys, requests: Requests
+) -> None:
+    honest, before = connect("alice", to=victim), held(victim.process.pid)
+
+    def come_and_go() -> None:
+        for number in range(250):
+            with contextlib.suppress(OSError):  # some do not even wait for their handshake
+                connection = socket.create_connection(parse_address(victim.address), timeout=20)
+                with connection, contextlib.ExitStack() as stack:
+                    if number % 2:
+                        tls = keys.context("bob").wrap_socket(connection, server_hostname="127.0.0.1")
+                        stack.enter_context(tls).sendall(wire.encode(wire.Health()))
+
+    with watching(victim) as watch:
+        threads = [threading.Thread(target=come_and_go) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        assert longest_wait(honest, requests, seconds=1.0) <= PATIENCE_S
+        for thread in threads:
+            thread.join()
+    deadline = time.monotonic() + 20
+    while any(now > then + 2 for now, then in zip(held(victim.process.pid), before, strict=True)):
+        assert time.monotonic() < deadline, (held(victim.process.pid), before)
+        time.sleep(0.05)
+    assert watch.grown_mib <= 32
+
+
+def test_memory_is_flat_in_the_number_of_tenants(victim: Service, connect: Connect, requests: Requests) -> None:
+    """At most 2 MiB for each connection, whatever it has asked for before."""
+    execute, _ = requests
+    rows = torch.ones(64, WIDTH, dtype=torch.int32)
+    with watching(victim) as watch:
+        for tenant in ("alice", "bob", "carol"):
+            for _ in range(20):
+                connect(tenant, to=victim).product(execute(GATE_UP, 64), rows)
+    assert watch.grown_mib <= 2 * 60
+    assert watch.left_mib <= 60

@@ -1,0 +1,486 @@
+"""Who is let in, what may be asked, and what happens to those who are slow, many or rude."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import secrets
+import socket
+import ssl
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+import torch
+
+from provider.config.schema import MIB, Limits
+from provider.executor.client import ExecutorClient
+from provider.executor.envelope import ExecutorReport
+from provider.gateway.admission import ByteBudget
+from provider.products.model import ServedModel
+from provider.refusal import Refusal
+from provider.serve import Provider
+from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.network import wire
+from symbiosis_priv.network.addresses import parse_address
+from symbiosis_priv.network.tls import TenantIdentity
+
+if TYPE_CHECKING:
+    from tests.provider.conftest import Client, Configure, Connect, Keys, Requests
+
+WIDTH = 64  # of the tiny Llama
+SLOW = {"handshake_timeout_s": 0.3, "frame_timeout_s": 0.3, "idle_timeout_s": 0.3}
+
+
+def failure(reply: wire.Reply) -> wire.ErrorCode:
+    assert isinstance(reply, wire.Failure), reply
+    assert reply.detail
+    return reply.code
+
+
+def works(client: Client, requests: Requests) -> bool:
+    execute, _ = requests
+    return client.product(execute(0, 2), torch.ones(2, WIDTH, dtype=torch.int32)).shape[0] == 2
+
+
+def healthy(client: Client) -> bool:
+    try:
+        return isinstance(client.ask(wire.Health()), wire.HealthReport)
+    except OSError:  # refused before it could ask
+        return False
+
+
+# Certificates
+
+
+def open_tcp(provider: Provider, *, source: str = "127.0.0.1") -> socket.socket:
+    return socket.create_connection(parse_address(provider.address), timeout=20, source_address=(source, 0))
+
+
+def refused(connection: socket.socket, context: ssl.SSLContext) -> bool:
+    """In TLS 1.3 a client learns of its refusal from its first read."""
+    with connection, context.wrap_socket(connection, server_hostname="127.0.0.1") as tls:
+        try:
+            tls.sendall(wire.encode(wire.Health()))
+            return tls.recv(1) == b""
+        except (ssl.SSLError, ConnectionError):
+            return True
+
+
+def test_no_certificate(provider: Provider, connect: Connect, requests: Requests, keys: Keys) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(keys.provider.certificate)
+    assert refused(open_tcp(provider), context)
+    assert works(connect(), requests)
+
+
+def test_certificate_of_another_authority(provider: Provider, connect: Connect, requests: Requests, keys: Keys) -> None:
+    assert refused(open_tcp(provider), keys.context("stranger"))
+    assert works(connect(), requests)
+
+
+def test_old_tls_and_no_tls(provider: Provider, connect: Connect, requests: Requests, keys: Keys) -> None:
+    with open_tcp(provider) as plain:
+        plain.sendall(wire.encode(wire.Health()))
+        with contextlib.suppress(ConnectionError):
+            while plain.recv(100):  # a TLS alert at most
+                pass
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(keys.provider.certificate)
+    context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
+    with open_tcp(provider) as old, pytest.raises(ssl.SSLError):
+        context.wrap_socket(old, server_hostname="127.0.0.1")
+    assert works(connect(), requests)
+
+
+# What may be asked
+
+
+def test_hello_is_checked(connect: Connect, provider: Provider) -> None:
+    client = connect(role=None)
+    wrong = wire.Hello(version=99, role="executor", model_digest=provider.model_digest)
+    assert failure(client.ask(wrong)) == wire.ErrorCode.BAD_REQUEST
+    assert failure(client.hello("sha256:other")) == wire.ErrorCode.WRONG_MODEL
+    welcome = client.hello(provider.model_digest)
+    assert isinstance(welcome, wire.Welcome)
+    assert welcome.max_payload == provider.config.limits.max_payload_mib * MIB
+    assert failure(client.hello(provider.model_digest)) == wire.ErrorCode.BAD_REQUEST
+
+
+def test_a_part_of_the_layers(
+    configure: Configure, connect: Connect, requests: Requests, provider: Provider, keys: Keys
+) -> None:
+    """A provider of layer 1 alone: the whole model's digest, and the whole provider's bits where it serves."""
+    execute, effect = requests
+    whole, part = configure(), configure()
+    part = msgspec.structs.replace(whole, model=msgspec.structs.replace(whole.model, layers="1"))
+    with Provider(part) as one:
+        assert one.model_digest == provider.model_digest
+        client, everything = connect(to=one), connect("bob")
+        reply = connect("dave", role=None, to=one).hello(one.model_digest)
+        assert isinstance(reply, wire.Welcome)
+        assert reply.groups == range(4, 9)  # the LM head goes with the last layer
+        for group in range(9):
+            request, rows = execute(group, 3), None
+            columns = {True: WIDTH, False: 112}[group % 4 != 3]
+            rows = torch.arange(3 * columns, dtype=torch.int32).reshape(3, columns)
+            if group in reply.groups:
+                assert torch.equal(client.product(request, rows), everything.product(execute(group, 3), rows))
+            else:
+                assert failure(client.ask(request, wire.as_bytes(rows))) == wire.ErrorCode.NOT_SERVED
+        helper = connect("carol", role="helper", to=one)
+        assert failure(helper.ask(effect(3, 2, seed=bytes(32)))) == wire.ErrorCode.NOT_SERVED
+        assert len(helper.product(effect(4, 2, seed=bytes(32)))) == 2
+        assert failure(client.ask(execute(9, 0))) == wire.ErrorCode.BAD_REQUEST
+        report = client.ask(wire.Health())
+        assert isinstance(report, wire.HealthReport)
+        assert (report.groups, report.groups_loaded) == (5, 5)
+        assert abs(report.time - time.time()) < 60
+        status = one.status().executor
+        assert status is not None
+        assert (status.first_group, len(status.heat)) == (4, 5)
+        assert status.heat == [5, 3, 3, 3, 3]
+
+
+def test_layers_that_the_model_has_not(configure: Configure) -> None:
+    whole = configure()
+    part = msgspec.structs.replace(whole, model=msgspec.structs.replace(whole.model, layers="1-2"))
+    with pytest.raises(ConfigError, match="layers = '1-2' goes beyond this model, whose layers are 0-1"):
+        Provider(part).start()
+
+
+def test_health_needs_no_hello(connect: Connect, provider: Provider, requests: Requests) -> None:
+    assert works(connect(), requests)
+    report = connect(role=None).ask(wire.Health())
+    assert isinstance(report, wire.HealthReport)
+    assert (report.name, report.model_digest, report.groups) == ("alpha", provider.model_digest, 9)
+    assert report.groups_loaded >= 1
+    assert report.requests >= 1
+    assert report.connections >= 2
+    assert report.uptime_s > 0
+
+
+def test_who_asks_for_health_all_the_time_takes_nothing_of_the_executors(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the executor says about itself is in nobody's share, so it says it now and then, and not to everybody."""
+    asked = []
+    report = ExecutorClient.report
+
+    def noted(client: ExecutorClient, *, deadline: float) -> ExecutorReport:
+        asked.append(time.monotonic())
+        return report(client, deadline=deadline)
+
+    clients = [connect(tenant, role=None) for tenant in ("alice", "bob")]
+    monkeypatch.setattr(ExecutorClient, "report", noted)
+    for _ in range(100):
+        for client in clients:
+            assert isinstance(client.ask(wire.Health()), wire.HealthReport)
+    assert all(later - earlier > 0.2 for earlier, later in itertools.pairwise(asked))
+
+
+def test_a_health_report_counts_nobody_else(configure: Configure, connect: Connect, requests: Requests) -> None:
+    with Provider(configure()) as provider:
+        alice, bob = connect("alice", to=provider), connect("bob", to=provider)
+        neighbour = connect("alice", to=provider)
+
+        def counted(client: Client) -> tuple[int, int]:
+            report = client.ask(wire.Health())
+            assert isinstance(report, wire.HealthReport)
+            return report.requests, report.connections
+
+        assert works(alice, requests)
+        assert works(neighbour, requests)
+        assert counted(alice) == (2, 2)
+        assert counted(bob) == (0, 1)
+        assert works(bob, requests)
+        assert counted(alice) == (2, 2)
+        assert counted(bob) == (1, 1)
+
+
+def test_namesakes_of_two_authorities_share_nothing(
+    configure: Configure, connect: Connect, requests: Requests, keys: Keys, tmp_path: Path
+) -> None:
+    both = tmp_path / "tenants.pem"
+    both.write_bytes(keys.authority.certificate.read_bytes() + keys.other_authority.certificate.read_bytes())
+    config = configure(max_connections_per_tenant=1)
+    config = msgspec.structs.replace(config, tls=msgspec.structs.replace(config.tls, tenant_authority=both))
+    with Provider(config) as provider:
+        alice = connect("alice", to=provider)
+        assert works(alice, requests)
+        namesake = connect("namesake", role=None, to=provider)  # not alice's one connection
+        report = namesake.ask(wire.Health())
+        assert isinstance(report, wire.HealthReport)
+        assert (report.requests, report.connections) == (0, 1)
+        assert isinstance(namesake.hello(provider.model_digest, "helper"), wire.Welcome)  # nor alice's role
+
+
+def test_refused_requests_leave_the_connection_usable(connect: Connect, provider: Provider, requests: Requests) -> None:
+    execute, effect = requests
+    code = wire.ErrorCode
+    client = connect()
+    seed = secrets.token_bytes(32)
+    too_many = provider.config.limits.max_rows + 1
+    for request, payload, expected in [
+        (execute(9, 1), b"\0" * 4 * WIDTH, code.BAD_REQUEST),  # no such group
+        (execute(0, 1), b"\0" * 4 * (WIDTH + 1), code.BAD_REQUEST),
+        (execute(0, 2), b"\0" * 4 * WIDTH, code.BAD_REQUEST),
+        (execute(0, 1), b"", code.BAD_REQUEST),
+        (execute(0, 0), b"\0" * 4, code.BAD_REQUEST),
+        (execute(0, 1, direction="backward"), b"\0" * 4 * WIDTH, code.BAD_REQUEST),  # backward is wider
+        (execute(0, too_many), b"\0" * 4 * WIDTH * too_many, code.TOO_LARGE),
+        (effect(0, 1, seed=seed), b"", code.ROLE_REFUSED),
+        (wire.Health(), b"\0", code.BAD_REQUEST),
+    ]:
+        assert failure(client.ask(request, payload)) == expected, request
+        assert works(client, requests)
+    helper = connect(role="helper")
+    assert failure(helper.ask(execute(0, 1), b"\0" * 4 * WIDTH)) == code.ROLE_REFUSED
+    assert failure(helper.ask(effect(0, 1, seed=seed), b"\0" * 4)) == code.BAD_REQUEST
+    float_effect = wire.Effect(
+        nonce=bytes(16), group=0, direction="forward", arithmetic="float", rows=1, seed=seed, first_row=0
+    )
+    assert failure(helper.ask(float_effect)) == code.BAD_REQUEST
+    assert failure(connect(role=None).ask(execute(0, 0))) == code.BAD_REQUEST  # no hello
+
+
+def test_broken_frames_end_the_connection(connect: Connect, provider: Provider) -> None:
+    code = wire.ErrorCode
+    limit = provider.config.limits.max_payload_mib * MIB
+    for frame, expected in [
+        (b"HTTP" + bytes(8), code.BAD_FRAME),
+        (wire.PREFIX.pack(wire.MAGIC, wire.MAX_HEADER + 1, 0), code.TOO_LARGE),
+        (wire.PREFIX.pack(wire.MAGIC, 0, 0), code.TOO_LARGE),
+        (wire.PREFIX.pack(wire.MAGIC, 10, limit + 1), code.TOO_LARGE),
+        (wire.PREFIX.pack(wire.MAGIC, 10, 0) + bytes(10), code.BAD_FRAME),
+    ]:
+        client = connect()
+        client.socket.sendall(frame)
+        assert failure(client.receive()[0]) == expected
+        assert client.at_end()
+
+
+# Roles (rule 8)
+
+
+def hello_until_welcome(client: Client, provider: Provider, role: wire.Role) -> None:
+    """The end of another connection is noticed soon, not at once."""
+    deadline = time.monotonic() + 10
+    while not isinstance(client.hello(provider.model_digest, role), wire.Welcome):
+        assert time.monotonic() < deadline
+
+
+def test_a_tenant_has_one_role_at_a_time(configure: Configure, connect: Connect) -> None:
+    with Provider(configure()) as provider:
+        first, second = connect("alice", to=provider), connect("alice", to=provider)
+        other = connect("alice", role=None, to=provider)
+        assert failure(other.hello(provider.model_digest, "helper")) == wire.ErrorCode.ROLE_REFUSED
+        connect("bob", role="helper", to=provider)
+        first.close()
+        assert failure(other.hello(provider.model_digest, "helper")) == wire.ErrorCode.ROLE_REFUSED
+        second.close()
+        hello_until_welcome(other, provider, "helper")
+        late = connect("alice", role=None, to=provider)
+        assert failure(late.hello(provider.model_digest, "executor")) == wire.ErrorCode.ROLE_REFUSED
+
+
+def test_a_provider_serves_only_its_roles(configure: Configure, connect: Connect) -> None:
+    with Provider(configure(roles=("helper",))) as provider:
+        client = connect(role=None, to=provider)
+        assert failure(client.hello(provider.model_digest, "executor")) == wire.ErrorCode.ROLE_REFUSED
+
+
+# Slow, silent, many
+
+
+def test_silent_and_slow_clients_are_dropped(
+    configure: Configure, connect: Connect, keys: Keys, requests: Requests
+) -> None:
+    with Provider(configure(**SLOW)) as provider:
+        silent = open_tcp(provider)
+        idle = connect(to=provider)
+        trickle = connect(to=provider)
+        trickle.socket.settimeout(0.05)
+        frame = wire.encode(wire.Health())
+        ended = False
+        for byte in frame * 100:  # each byte in time, the frame never
+            try:
+                trickle.socket.sendall(bytes([byte]))
+                ended = trickle.socket.recv(1) == b""
+            except TimeoutError:
+                assert works(connect("bob", to=provider), requests)  # meanwhile
+                continue
+            except OSError:
+                ended = True
+            if ended:
+                break
+        assert ended
+        assert silent.recv(1) == b""
+        silent.close()
+        assert idle.at_end()
+
+
+def test_a_client_that_does_not_read_is_dropped(
+    configure: Configure, keys: Keys, requests: Requests, connect: Connect
+) -> None:
+    execute, _ = requests
+    with Provider(configure(frame_timeout_s=0.5)) as provider:
+        raw = socket.socket()
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.settimeout(20)
+        raw.connect(parse_address(provider.address))
+        with keys.context("bob").wrap_socket(raw, server_hostname="127.0.0.1") as deaf:
+            hello = wire.Hello(version=wire.VERSION, role="executor", model_digest=provider.model_digest)
+            deaf.sendall(wire.encode(hello))
+            rows = provider.config.limits.max_rows
+            deaf.sendall(wire.encode(execute(0, rows), payload_bytes=rows * WIDTH * 4) + bytes(rows * WIDTH * 4))
+            client = connect("bob", role=None, to=provider)
+            deadline = time.monotonic() + 10
+            while True:  # until it has been dropped: this connection of its tenant alone is left
+                report = client.ask(wire.Health())
+                assert isinstance(report, wire.HealthReport)
+                if report.connections == 1 and report.requests == 1:
+                    break
+                assert time.monotonic() < deadline
+
+
+def test_strangers_cannot_take_the_places_of_tenants(
+    configure: Configure, connect: Connect, requests: Requests
+) -> None:
+    with Provider(configure(max_handshakes=2)) as provider, contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(open_tcp(provider)) for _ in range(5)]
+        assert works(connect(to=provider), requests)
+        assert silent[0].recv(1) == b""  # the oldest had to go
+
+
+def test_a_flood_from_one_address_costs_another_no_handshake(
+    configure: Configure, connect: Connect, keys: Keys, requests: Requests
+) -> None:
+    with Provider(configure(max_handshakes=4)) as provider, contextlib.ExitStack() as stack:
+        early = stack.enter_context(open_tcp(provider))
+        flood = [stack.enter_context(open_tcp(provider, source="127.0.0.2")) for _ in range(20)]
+        for dropped in flood[:-3]:
+            assert dropped.recv(1) == b""
+        assert not refused(early, keys.context("alice"))
+
+
+@pytest.mark.parametrize("limit", ["max_connections", "max_connections_per_tenant"])
+def test_too_many_connections(configure: Configure, connect: Connect, requests: Requests, limit: str) -> None:
+    with Provider(configure(**{limit: 2})) as provider:
+        first, _second = connect(to=provider), connect(to=provider)
+        third = connect(role=None, to=provider)
+        assert failure(third.receive()[0]) == wire.ErrorCode.BUSY
+        assert third.at_end()
+        if limit == "max_connections_per_tenant":
+            assert works(connect("bob", to=provider), requests)
+        first.close()
+        deadline = time.monotonic() + 10
+        while not healthy(connect(role=None, to=provider)):  # the end of `first` is noticed soon, not at once
+            assert time.monotonic() < deadline
+
+
+def tenants(*names: str) -> list[TenantIdentity]:
+    return [TenantIdentity(name, authority="sha256:a") for name in names]
+
+
+LARGE = Limits(max_payload_mib=3, max_inflight_mib=16, max_inflight_mib_per_tenant=8, max_connections=4)  # 12 to share
+
+
+def test_bytes_are_taken_before_memory_is() -> None:
+    budget = ByteBudget(LARGE)
+    alice, bob = tenants("alice", "bob")
+    with pytest.raises(Refusal, match="at most"), budget.taken(alice, 9 * MIB, timeout=0):
+        pass
+    with budget.taken(alice, 8 * MIB, timeout=0):
+        with pytest.raises(Refusal, match="in flight"), budget.taken(alice, 2 * MIB, timeout=0):
+            pass
+        with budget.taken(bob, 4 * MIB, timeout=0), pytest.raises(Refusal), budget.taken(bob, 2 * MIB, timeout=0):
+            pass
+        assert budget.used == 8 * MIB
+    assert budget.used == 0
+
+
+def test_small_requests_never_wait_for_bytes() -> None:
+    budget = ByteBudget(LARGE)
+    alice, bob, carol = tenants("alice", "bob", "carol")
+    with budget.taken(alice, 8 * MIB, timeout=0), budget.taken(bob, 4 * MIB, timeout=0):
+        with budget.taken(carol, LARGE.small_request, timeout=0), budget.taken(alice, 10, timeout=0):
+            pass
+        with pytest.raises(Refusal), budget.taken(carol, LARGE.small_request + 1, timeout=0):
+            pass
+
+
+def test_bytes_come_to_tenants_by_turns() -> None:
+    """Who had some last waits longest, however often it asks; whose turn it is is not overtaken by smaller claims."""
+    budget = ByteBudget(LARGE)
+    alice, bob, carol = tenants("alice", "bob", "carol")
+    order: list[str] = []
+    lock = threading.Lock()
+
+    def claim(tenant: TenantIdentity, size: int) -> None:
+        with budget.taken(tenant, size, timeout=20), lock:
+            order.append(tenant.name)
+
+    with budget.taken(carol, 2 * MIB, timeout=0):
+        pass
+    with budget.taken(alice, 8 * MIB, timeout=0), budget.taken(bob, 4 * MIB, timeout=0):
+        waiters = []
+        for number, (tenant, size) in enumerate([(bob, 7 * MIB), (alice, 7 * MIB), (carol, 7 * MIB)], start=1):
+            waiters.append(threading.Thread(target=claim, args=(tenant, size)))
+            waiters[-1].start()
+            while budget.waiting < number:
+                time.sleep(0.001)
+        assert order == []
+    for waiter in waiters:
+        waiter.join(20)
+    assert order == ["carol", "alice", "bob"]
+
+
+def test_a_tenant_leaves_room_for_another() -> None:
+    budget = ByteBudget(LARGE)
+    alice, bob = tenants("alice", "bob")
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):  # half of the 12: one tenant more may come
+            stack.enter_context(budget.taken(alice, 2 * MIB, timeout=0))
+        with pytest.raises(Refusal), budget.taken(alice, 2 * MIB, timeout=0):
+            pass
+        with budget.taken(bob, 6 * MIB, timeout=0):
+            pass
+
+
+# The end
+
+
+def test_stop_answers_what_is_in_flight(
+    configure: Configure, connect: Connect, requests: Requests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute, _ = requests
+    begun, go_on = threading.Event(), threading.Event()
+    product = ServedModel.product
+
+    def slow(*args: object, **kwargs: object) -> torch.Tensor:
+        begun.set()
+        assert go_on.wait(20)
+        return product(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ServedModel, "product", slow)
+    provider = Provider(configure()).start()
+    idle, busy = connect("bob", to=provider), connect(to=provider)
+    busy.send(execute(0, 1), bytes(4 * WIDTH))
+    assert begun.wait(20)
+    busy.send(execute(0, 1), bytes(4 * WIDTH))  # one more, too late
+    address = parse_address(provider.address)
+    stopper = threading.Thread(target=provider.stop)
+    stopper.start()
+    assert idle.at_end()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address, timeout=5)
+    go_on.set()
+    assert isinstance(busy.receive()[0], wire.Result)
+    assert busy.at_end()
+    stopper.join(20)
+    assert not stopper.is_alive()
+    provider.stop()  # once more does nothing

@@ -1,0 +1,651 @@
+"""Quotas, bills, revocation, and files that are read again while the provider runs."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import os
+import resource
+import secrets
+import signal
+import sqlite3
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from provider.cli import app
+from provider.config.schema import MIB, QuotaConfig, SchedulerConfig, UsageConfig
+from provider.executor.client import ExecutorClient
+from provider.gateway.quota import Meter, QuotaGate
+from provider.gateway.usage import Counts, Usage, read
+from provider.products.model import ServedModel
+from provider.refusal import Refusal
+from provider.serve import Provider
+from symbiosis_priv import certificates
+from symbiosis_priv.certificates import Identity, Kind, keys_cli
+from symbiosis_priv.certificates.revocation import load_revoked, mark_of, revoke
+from symbiosis_priv.errors import CertificateError, ConfigError
+from symbiosis_priv.network import wire
+from symbiosis_priv.network.tls import TenantIdentity, client_context
+from threat_model.twins import twin_of
+
+if TYPE_CHECKING:
+    from tests.provider.conftest import Client, Configure, Connect, Keys, Launch, Requests
+
+WIDTH = 64
+ALICE, BOB = (TenantIdentity(name, authority="sha256:a") for name in ("alice", "bob"))
+OPEN_FILES = Path("/proc/self/fd")
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def ones(rows: int) -> torch.Tensor:
+    return torch.ones(rows, WIDTH, dtype=torch.int32)
+
+
+# Quotas
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 50), st.floats(0, 0.5)), min_size=1, max_size=60),
+    st.sampled_from((10.0, 100.0)),
+)
+def test_over_time_no_more_than_the_rate_comes_in(asked: list[tuple[int, float]], rate: float) -> None:
+    """A second's worth at once, then the rate; the last request may be larger than all that was left."""
+    quota, now, admitted = QuotaConfig(rows_per_s=rate), 0.0, 0
+    meter = Meter(now)
+    for rows, pause in asked:
+        now += pause
+        delay = meter.delay(quota, now)
+        if delay:
+            assert meter.delay(quota, now + 0.99 * delay) > 0
+            now += 1.01 * delay  # no longer than it says
+            assert not meter.delay(quota, now)
+        assert admitted <= rate * (now + 1) + 1e-6
+        meter.take(rows=rows, work=0)
+        admitted += rows
+
+
+def test_quotas_are_each_tenants_own() -> None:
+    quotas = {ALICE: QuotaConfig(requests_per_s=0.1), BOB: QuotaConfig()}
+    gate = QuotaGate(quotas.__getitem__)
+    for _ in range(100):
+        with gate.admitted(BOB, rows=10**6, work=10**12):
+            pass
+    for _ in range(2):  # the first leaves the bucket in debt
+        with contextlib.suppress(Refusal), gate.admitted(ALICE, rows=1, work=1):
+            pass
+    with pytest.raises(Refusal) as refused, gate.admitted(ALICE, rows=1, work=1):
+        pass
+    assert refused.value.code == wire.ErrorCode.BUSY
+    gate.renew(lambda _: QuotaConfig(giga_multiply_adds_per_s=1.0))
+    with gate.admitted(BOB, rows=1, work=10 * 10**9):
+        pass
+    with pytest.raises(Refusal), gate.admitted(BOB, rows=1, work=1):
+        pass
+
+
+def test_rows_in_flight_wait_for_those_before() -> None:
+    gate = QuotaGate(lambda _: QuotaConfig(max_rows_in_flight=10))
+    with pytest.raises(Refusal) as refused, gate.admitted(ALICE, rows=11, work=0):
+        pass
+    assert refused.value.code == wire.ErrorCode.TOO_LARGE
+    entered = threading.Event()
+
+    def second() -> None:
+        with gate.admitted(ALICE, rows=5, work=0):
+            entered.set()
+
+    waiter = threading.Thread(target=second)
+    with gate.admitted(ALICE, rows=6, work=0):
+        waiter.start()
+        assert not entered.wait(0.05)
+    assert entered.wait(20)
+    waiter.join()
+
+
+def test_a_tenants_own_values_stand_before_the_default(configure: Configure) -> None:
+    config = msgspec.structs.replace(
+        configure(),
+        quota=QuotaConfig(rows_per_s=5.0, weight=1.0),
+        tenants={"alice": QuotaConfig(weight=2.0), str(BOB): QuotaConfig(rows_per_s=7.0)},
+    )
+    assert config.quota_of(ALICE) == QuotaConfig(rows_per_s=5.0, weight=2.0)
+    assert config.quota_of(BOB) == QuotaConfig(rows_per_s=7.0, weight=1.0)
+    assert config.quota_of(TenantIdentity("bob", authority="sha256:b")) == config.quota
+
+
+def test_a_quota_is_enforced_at_the_door(configure: Configure, connect: Connect, requests: Requests) -> None:
+    execute, _ = requests
+    config = msgspec.structs.replace(configure(), tenants={"alice": QuotaConfig(rows_per_s=1.0)})
+    with Provider(config) as provider:
+        alice, bob = connect("alice", to=provider), connect("bob", to=provider)
+        alice.product(execute(0, 100), ones(100))
+        reply = alice.ask(execute(0, 1), bytes(4 * WIDTH))
+        assert isinstance(reply, wire.Failure)
+        assert reply.code == wire.ErrorCode.BUSY
+        for _ in range(3):
+            bob.product(execute(0, 100), ones(100))
+
+
+def test_refusals_and_reports_have_a_rate_of_their_own() -> None:
+    """Whoever asks for nothing else is listened to a thousand times a second, with a second's worth at once."""
+    gate = QuotaGate(lambda _: QuotaConfig())
+    assert [gate.pause(ALICE, size=0) for _ in range(1000)] == [0.0] * 1000
+    assert 0.5 < [gate.pause(ALICE, size=0) for _ in range(1000)][-1] <= 1.0
+    assert not gate.pause(BOB, size=0)
+    assert gate.pause(BOB, size=512 * MIB) > 3.0
+    with gate.admitted(ALICE, rows=1, work=1):  # products do not wait for it
+        pass
+
+
+def test_who_is_refused_all_the_time_is_not_listened_to_all_the_time_and_is_named(
+    configure: Configure, connect: Connect, requests: Requests, tmp_path: Path
+) -> None:
+    """Also before it has said hello, which needs no role: what it asks for in vain takes time from all others."""
+    execute, _ = requests
+    database, matrix = tmp_path / "usage.sqlite", bytes(8 * MIB)
+    with Provider(msgspec.structs.replace(configure(), usage=UsageConfig(database=database))) as provider:
+        alice, begun = connect("alice", to=provider, role=None), time.monotonic()
+        for _ in range(20):
+            assert isinstance(alice.ask(execute(0, 0), matrix), wire.Failure)
+        assert isinstance(alice.ask(wire.Health()), wire.HealthReport)
+        assert time.monotonic() - begun > 0.5
+        broken = connect("bob", to=provider)
+        broken.socket.sendall(b"HTTP" + bytes(8))
+        assert isinstance(broken.receive()[0], wire.Failure)
+    bill = {(row["tenant"], row["role"]): row["refused"] for row in read(database)}
+    assert bill == {("alice", "none"): 20, ("bob", "executor"): 1}
+
+
+def test_requests_of_zero_rows_take_nothing_of_the_executor_and_have_a_rate(
+    configure: Configure, connect: Connect, requests: Requests
+) -> None:
+    """No work could be charged for them: as jobs they would go before every other tenant's, for ever."""
+    execute, effect = requests
+    with Provider(configure()) as provider:
+        alice, carol = connect("alice", to=provider), connect("carol", to=provider, role="helper")
+        alice.product(execute(0, 1), ones(1))
+        carol.product(effect(0, 0, seed=bytes(32)))
+        begun = time.monotonic()
+        for _ in range(1200):  # a second's worth at once, and then the rate
+            assert alice.product(execute(0, 0), ones(0)).shape[0] == 0
+        assert time.monotonic() - begun > 0.15
+        executor = provider.status().executor
+        assert executor is not None
+        assert sum(executor.batch_requests.counts) == 1
+        bill = {tenant.tenant.partition("@")[0]: tenant.counts for tenant in provider.status().tenants}
+    assert (bill["alice"].requests, bill["alice"].rows, bill["carol"].requests) == (1201, 1, 1)
+
+
+# Bills
+
+
+def test_counters_survive_sigkill(
+    configure: Configure, launch: Launch, connect: Connect, requests: Requests, tmp_path: Path
+) -> None:
+    """What tenants have received is on the bill, and no more than what was in flight beside it."""
+    execute, effect = requests
+    database = tmp_path / "usage.sqlite"
+    service = launch(msgspec.structs.replace(configure(), usage=UsageConfig(database=database)))
+    received = {"alice": 0, "bob": 0, "carol": 0}
+    clients = {
+        "alice": connect("alice", to=service),
+        "bob": connect("bob", to=service),
+        "carol": connect("carol", role="helper", to=service),
+    }
+
+    def ask(name: str, client: Client) -> None:
+        while True:
+            try:
+                if name == "carol":
+                    client.product(effect(0, 2, seed=bytes(32)))
+                else:
+                    client.product(execute(0, 2), ones(2))
+            except OSError:
+                return
+            received[name] += 1
+
+    threads = [threading.Thread(target=ask, args=each) for each in clients.items()]
+    for thread in threads:
+        thread.start()
+    until(lambda: min(received.values()) > 20)
+    os.kill(service.process.pid, signal.SIGKILL)
+    for thread in threads:
+        thread.join(20)
+    bill = {str(row["tenant"]): row for row in read(database)}
+    for name, count in received.items():
+        assert 0 <= int(bill[name]["requests"]) - count <= 1  # one in flight
+        assert bill[name]["rows"] == 2 * int(bill[name]["requests"])
+    assert bill["carol"]["role"] == "helper"
+    assert int(bill["carol"]["work"]) / int(bill["carol"]["rows"]) > int(bill["alice"]["work"]) / int(
+        bill["alice"]["rows"]
+    )  # the keystream is charged too
+    with Provider(msgspec.structs.replace(configure(), usage=UsageConfig(database=database))) as provider:
+        connect("alice", to=provider).product(execute(0, 2), ones(2))
+    again = {row["tenant"]: row for row in read(database)}
+    assert again["alice"]["requests"] == int(bill["alice"]["requests"]) + 1
+
+
+def test_refused_and_abandoned_requests_are_counted_apart(
+    configure: Configure, connect: Connect, requests: Requests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alice leaves while bob's product runs: hers is not computed, and not on the bill."""
+    execute, _ = requests
+    database = tmp_path / "usage.sqlite"
+    begun, go_on, cancelled = threading.Event(), threading.Event(), threading.Event()
+    product, cancel = ServedModel.product, ExecutorClient.cancel
+
+    def slow(*args: Any, **kwargs: Any) -> torch.Tensor:
+        begun.set()
+        assert go_on.wait(20)
+        return product(*args, **kwargs)
+
+    def noted(self: ExecutorClient) -> None:
+        cancel(self)
+        cancelled.set()
+
+    monkeypatch.setattr(ExecutorClient, "cancel", noted)
+    with Provider(msgspec.structs.replace(configure(), usage=UsageConfig(database=database))) as provider:
+        alice, bob = connect("alice", to=provider), connect("bob", to=provider)
+        assert isinstance(alice.ask(execute(0, 1), b"too little"), wire.Failure)
+        alice.product(execute(0, 1), ones(1))
+        carol = connect("carol", to=provider)
+        carol.send(execute(0, 1), b"half of it", announced=4 * WIDTH)
+        carol.close()
+        monkeypatch.setattr(ServedModel, "product", slow)
+        bob.send(execute(0, 3), wire.as_bytes(ones(3)))
+        assert begun.wait(20)
+        alice.send(execute(1, 1), wire.as_bytes(ones(1)))
+        alice.close()
+        assert cancelled.wait(20)
+        until(lambda: provider.status().connections == 2)
+        assert {row["tenant"]: row["requests"] for row in read(database)} == {"alice": 1, "carol": 0}  # not bob's
+        go_on.set()
+        assert isinstance(bob.receive()[0], wire.Result)
+        until(lambda: provider.status().connections == 1)
+        report = provider.status().executor
+        assert report is not None
+        assert (report.cancelled, sum(report.heat)) == (1, 4)
+    bill = {row["tenant"]: row for row in read(database)}
+    counted = ("requests", "rows", "refused", "abandoned")
+    assert [bill["alice"][name] for name in counted] == [1, 1, 1, 1]
+    assert [bill["bob"][name] for name in counted] == [1, 3, 0, 0]
+    assert [bill["carol"][name] for name in counted] == [0, 0, 0, 1]
+
+
+def test_nothing_is_multiplied_for_who_has_left_before(
+    configure: Configure, connect: Connect, requests: Requests, tmp_path: Path
+) -> None:
+    """Alice is over her rate: by the time that it is her request's turn, she has gone."""
+    execute, _ = requests
+    database = tmp_path / "usage.sqlite"
+    config = msgspec.structs.replace(
+        configure(), usage=UsageConfig(database=database), quota=QuotaConfig(requests_per_s=4.0)
+    )
+    with Provider(config) as provider:
+        alice = connect("alice", to=provider)
+        for _ in range(5):
+            alice.product(execute(0, 1), ones(1))
+        alice.send(execute(0, 100), wire.as_bytes(ones(100)))
+        alice.close()
+        until(lambda: provider.status().connections == 0)
+        report = provider.status().executor
+        assert report is not None
+        assert (report.cancelled, sum(report.heat)) == (0, 5)
+    (bill,) = read(database)
+    assert [bill[name] for name in ("requests", "rows", "abandoned")] == [5, 5, 1]
+
+
+def test_what_was_multiplied_for_who_left_is_on_its_bill(
+    configure: Configure, connect: Connect, requests: Requests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alice leaves after the first slice of her request: that slice is hers to pay, and no other is multiplied."""
+    execute, _ = requests
+    database = tmp_path / "usage.sqlite"
+    begun, cancelled = threading.Event(), threading.Event()
+    product, cancel = ServedModel.product, ExecutorClient.cancel
+
+    def slow(*args: Any, **kwargs: Any) -> torch.Tensor:
+        begun.set()
+        assert cancelled.wait(20)
+        return product(*args, **kwargs)
+
+    def noted(self: ExecutorClient) -> None:
+        cancel(self)
+        cancelled.set()
+
+    config = msgspec.structs.replace(configure(), scheduler=SchedulerConfig(max_batch_rows=5))
+    with Provider(msgspec.structs.replace(config, usage=UsageConfig(database=database))) as provider:
+        connect("bob", to=provider).product(execute(0, 5), ones(5))
+        monkeypatch.setattr(ExecutorClient, "cancel", noted)
+        monkeypatch.setattr(ServedModel, "product", slow)
+        alice = connect("alice", to=provider)
+        alice.send(execute(0, 20), wire.as_bytes(ones(20)))
+        assert begun.wait(20)
+        alice.close()
+        until(lambda: provider.status().connections == 1)
+    bill = {row["tenant"]: row for row in read(database)}
+    counted = ("requests", "rows", "abandoned", "failed", "bytes_sent")
+    assert [bill["alice"][name] for name in counted] == [0, 5, 1, 0, 0]
+    assert bill["alice"]["work"] == bill["bob"]["work"]
+    assert database.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_full_disk_stops_nobody(tmp_path: Path) -> None:
+    """What could not be written is, when there is room again."""
+    usage = Usage(tmp_path / "usage.sqlite")
+    usage._connection.execute("PRAGMA max_page_count = 1")
+    crowd = [TenantIdentity(f"tenant-{number}", authority="sha256:a") for number in range(500)]
+    for tenant in crowd:
+        usage.count(tenant, "executor", Counts(requests=1))
+    usage.settle()
+    assert usage.totals()[crowd[0], "executor"] == Counts(requests=1)
+    assert not list(read(tmp_path / "usage.sqlite"))
+    usage._connection.execute("PRAGMA max_page_count = 1000000")
+    usage.settle()
+    assert len(list(read(tmp_path / "usage.sqlite"))) == len(crowd)
+    usage.close()
+
+
+def test_what_a_full_disk_keeps_back_is_said_and_served_for_a_while_only(
+    configure: Configure, connect: Connect, requests: Requests, tmp_path: Path
+) -> None:
+    """Then tenants are told to ask again, and what they had is on the bill once there is room."""
+    execute, _ = requests
+    database = tmp_path / "usage.sqlite"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    usage = UsageConfig(database=database, max_unwritten_s=0.5)
+    with Provider(msgspec.structs.replace(configure(), usage=usage)) as provider:
+        alice = connect("alice", to=provider)
+        alice.product(execute(0, 1), ones(1))
+        assert provider.status().usage_unwritten_s == 0
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
+        try:
+            alice.product(execute(0, 2), ones(2))
+            until(lambda: provider.status().usage_unwritten_s > 0.5)
+            reply = alice.ask(execute(0, 4), bytes(4 * 4 * WIDTH))
+            assert isinstance(reply, wire.Failure)
+            assert reply.code == wire.ErrorCode.BUSY
+            assert not provider.status().ready
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        alice.until_served(execute(0, 8), ones(8), within=20)
+        assert provider.status().usage_unwritten_s == 0
+    (bill,) = read(database)
+    assert bill["rows"] == 1 + 2 + 8
+    assert bill["requests"] == 3
+
+
+def test_a_database_that_cannot_be_used_is_said_at_the_start(tmp_path: Path) -> None:
+    """Damaged, of a later release, of something else, or on a full disk: nobody is served without a bill."""
+    whole = tmp_path / "whole.sqlite"
+    usage = Usage(whole)
+    for number in range(300):
+        usage.count(TenantIdentity(f"tenant-{number}", authority="sha256:a"), "executor", Counts(requests=1))
+    usage.close()
+    data = whole.read_bytes()
+    (tmp_path / "junk").write_bytes(b"nothing of SQLite's" * 100)
+    (tmp_path / "damaged").write_bytes(data[:8192] + bytes(4096) + data[8192 + 4096 :])
+    (tmp_path / "short").write_bytes(data[:-4096])
+    for name, change in (("later", "PRAGMA user_version = 2"), ("other", "ALTER TABLE usage ADD COLUMN more INTEGER")):
+        (tmp_path / name).write_bytes(data)
+        with contextlib.closing(sqlite3.connect(tmp_path / name)) as connection:
+            connection.execute(change)
+    (tmp_path / "folder").mkdir()
+    for name in ("junk", "damaged", "short", "later", "other", "folder"):
+        with pytest.raises(ConfigError, match="choose another file"):
+            Usage(tmp_path / name)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
+    try:
+        with pytest.raises(ConfigError, match="make room"):
+            Usage(whole)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    Usage(whole).close()
+
+
+def test_two_providers_may_share_a_database_and_who_holds_it_for_long_is_not_waited_for(tmp_path: Path) -> None:
+    database = tmp_path / "usage.sqlite"
+    both = [Usage(database), Usage(database)]
+    for _ in range(20):
+        for usage in both:
+            usage.count(ALICE, "executor", Counts(requests=1))
+            usage.settle()
+    with contextlib.closing(sqlite3.connect(database, isolation_level=None)) as holder:
+        holder.execute("BEGIN IMMEDIATE")
+        both[0].count(ALICE, "executor", Counts(requests=1))
+        began = time.monotonic()
+        both[0].settle()
+        assert time.monotonic() - began < 3
+        assert both[0].unwritten_s > 0
+    for usage in both:
+        usage.close()
+    (bill,) = read(database)
+    assert bill["requests"] == 41
+
+
+def test_tenants_do_not_wait_behind_each_other_for_who_holds_the_database(tmp_path: Path) -> None:
+    database = tmp_path / "usage.sqlite"
+    usage, waits = Usage(database), list[float]()
+
+    def served() -> None:
+        usage.count(ALICE, "executor", Counts(requests=1))
+        began = time.monotonic()
+        usage.settle()
+        waits.append(time.monotonic() - began)
+
+    with contextlib.closing(sqlite3.connect(database, isolation_level=None)) as holder:
+        holder.execute("BEGIN IMMEDIATE")
+        threads = [threading.Thread(target=served) for _ in range(12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert max(waits) < 1.5  # twelve quarters of a second, if they did
+        assert usage.unwritten_s > 0
+    usage.settle()
+    assert usage.unwritten_s == 0
+    (bill,) = read(database)
+    assert bill["requests"] == 12
+    usage.close()
+
+
+@pytest.mark.parametrize("fate", ["moved", "replaced", "damaged"])
+def test_what_is_counted_is_not_written_to_a_file_that_nobody_will_read(tmp_path: Path, fate: str) -> None:
+    database = tmp_path / "usage.sqlite"
+    usage = Usage(database)
+    usage.count(ALICE, "executor", Counts(requests=1))
+    usage.keep()
+    whole = database.read_bytes()
+    if fate == "damaged":  # by somebody else: the pages that this connection has read are as they were
+        with database.open("r+b") as file:
+            file.write(secrets.token_bytes(4096))
+    else:
+        database.rename(tmp_path / "rotated")
+    if fate == "replaced":
+        database.write_bytes(b"")
+    usage.keep()
+    usage.count(ALICE, "executor", Counts(requests=2))
+    usage.settle()
+    assert (usage.unwritten_s > 0) == (fate != "moved")
+    if fate == "damaged":  # it is brought back, from a copy
+        database.write_bytes(whole)
+        usage.keep()
+        assert usage.unwritten_s == 0
+        assert [row["requests"] for row in read(database)] == [3]
+    if fate == "moved":
+        assert [row["requests"] for row in read(database)] == [2]
+    usage.close()
+
+
+@pytest.mark.skipif(not OPEN_FILES.exists(), reason="open files are read from /proc")
+def test_looking_for_damage_leaves_no_file_open(tmp_path: Path) -> None:
+    usage = Usage(tmp_path / "usage.sqlite")
+    before = len(list(OPEN_FILES.iterdir()))
+    for _ in range(3):
+        usage.keep()
+        assert len(list(OPEN_FILES.iterdir())) == before
+    usage.close()
+
+
+def test_export(tmp_path: Path, configure: Configure, keys: Keys) -> None:
+    path = tmp_path / "provider.toml"
+    names = {"certificate": keys.provider.certificate, "key": keys.provider.key}
+    tls = "\n".join(f"{k} = {json.dumps(str(v))}" for k, v in names.items())
+    path.write_text(
+        f'name = "a"\n[model]\ncheckpoint = "m"\n[tls]\n{tls}\n'
+        f"tenant_authority = {json.dumps(str(keys.authority.certificate))}\n"
+    )
+    run = CliRunner()
+    assert isinstance(run.invoke(app, ["usage", "-c", str(path)]).exception, ConfigError)
+    usage = Usage(tmp_path / "provider.usage.sqlite")
+    usage.count(ALICE, "executor", Counts(requests=2, rows=5))
+    usage.count(ALICE, "executor", Counts(requests=1, rows=1))
+    usage.settle()
+    rows = json.loads(run.invoke(app, ["usage", "-c", str(path), "--format", "json"]).stdout)
+    assert [(r["tenant"], r["requests"], r["rows"]) for r in rows] == [("alice", 3, 6)]
+    table = list(csv.DictReader(run.invoke(app, ["usage", "-c", str(path)]).stdout.splitlines()))
+    assert [row["rows"] for row in table] == ["6"]
+    assert run.invoke(app, ["usage", "-c", str(path), "--since", "2999-01-01"]).stdout.count("\n") == 1
+    usage.close()
+
+
+# Revocation
+
+
+@pytest.fixture
+def dora(keys: Keys, tmp_path: Path) -> Identity:
+    """A tenant of her own, to be revoked."""
+    return certificates.issue(tmp_path, authority=keys.authority, kind=Kind.TENANT, name="dora")
+
+
+def test_a_revoked_tenant_is_hung_up_on_in_the_middle_of_a_request(
+    configure: Configure,
+    connect: Connect,
+    keys: Keys,
+    requests: Requests,
+    tmp_path: Path,
+    dora: Identity,
+) -> None:
+    """No new authority, nobody else notices, and she is told when she comes back."""
+    execute, _ = requests
+    listed = tmp_path / "revoked.txt"
+    listed.touch()
+    config = configure()
+    config = msgspec.structs.replace(config, tls=msgspec.structs.replace(config.tls, revoked=listed))
+    context = client_context(certificate=dora.certificate, key=dora.key, pins=(keys.provider.certificate,))
+    with Provider(config) as provider:
+        alice = connect("alice", to=provider)
+        revoked = connect(context=context, to=provider)
+        revoked.product(execute(0, 1), ones(1))
+        revoked.send(execute(0, 100), announced=100 * WIDTH * 4)  # a request whose payload is on its way
+        result = CliRunner().invoke(
+            keys_cli.app, ["revoke", "--name", "dora", "--directory", str(tmp_path), "--file", str(listed)]
+        )
+        assert result.exit_code == 0, result.output
+        assert revoked.at_end()
+        alice.product(execute(0, 1), ones(1))
+        again = connect(context=context, role=None, to=provider)
+        reply, _ = again.receive()
+        assert isinstance(reply, wire.Failure)
+        assert reply.code == wire.ErrorCode.REVOKED
+        assert again.at_end()
+
+
+def test_a_revoked_tenant_does_not_come_back_with_its_certificate_signed_another_way(
+    configure: Configure, connect: Connect, keys: Keys, tmp_path: Path, dora: Identity
+) -> None:
+    """(r, n - s) is as good a signature as (r, s), and whoever has one can write the other."""
+    listed = tmp_path / "revoked.txt"
+    listed.touch()
+    config = configure()
+    config = msgspec.structs.replace(config, tls=msgspec.structs.replace(config.tls, revoked=listed))
+    twin = twin_of(dora, tmp_path / "twin")
+    context = client_context(certificate=twin.certificate, key=twin.key, pins=(keys.provider.certificate,))
+    with Provider(config) as provider:
+        before = connect(context=context, to=provider)  # or this test shows nothing
+        revoke(listed, [dora.certificate])
+        provider.reload()
+        assert before.at_end()
+        reply, _ = connect(context=context, role=None, to=provider).receive()
+        assert isinstance(reply, wire.Failure)
+        assert reply.code == wire.ErrorCode.REVOKED
+
+
+def test_a_list_that_is_not_understood_changes_nothing_and_starts_nothing(
+    configure: Configure, connect: Connect, keys: Keys, requests: Requests, tmp_path: Path, dora: Identity
+) -> None:
+    execute, _ = requests
+    listed = tmp_path / "revoked.txt"
+    config = configure()
+    config = msgspec.structs.replace(config, tls=msgspec.structs.replace(config.tls, revoked=listed))
+    with pytest.raises(CertificateError, match="keys revoke"):
+        Provider(config).start()
+    revoke(listed, [keys.tenants["bob"].certificate])
+    with Provider(config) as provider:
+        listed.write_text("everybody\n")
+        provider.reload()
+        bob = connect("bob", role=None, to=provider)
+        assert isinstance(bob.receive()[0], wire.Failure)
+        connect("alice", to=provider).product(execute(0, 1), ones(1))
+        with pytest.raises(CertificateError, match="line 1"):
+            load_revoked(listed)
+
+
+def test_the_list(keys: Keys, tmp_path: Path, dora: Identity) -> None:
+    listed = tmp_path / "list.txt"
+    listed.write_text("# who left\n")
+    first = revoke(listed, [dora.certificate, dora.certificate])
+    assert first == [mark_of(certificates.load_certificates(dora.certificate)[0])]
+    assert revoke(listed, [dora.certificate]) == []
+    assert load_revoked(listed) == frozenset(first)
+    assert listed.read_text().startswith("# who left\n")
+    with pytest.raises(CertificateError, match="neither a tenant's nor a provider's"):
+        revoke(listed, [keys.authority.certificate])
+
+
+# Reload
+
+
+def test_a_new_certificate_and_new_quotas_are_taken_over(
+    launch: Launch, configure: Configure, connect: Connect, keys: Keys, requests: Requests, tmp_path: Path
+) -> None:
+    """SIGHUP; who is connected stays so, and new connections see the new certificate."""
+    execute, _ = requests
+    own = certificates.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="turning")
+    config = configure()
+    tls = msgspec.structs.replace(config.tls, certificate=own.certificate, key=own.key)
+    service = launch(msgspec.structs.replace(config, tls=tls))
+    identity = keys.tenants["alice"]
+
+    def context() -> ssl.SSLContext:
+        return client_context(certificate=identity.certificate, key=identity.key, pins=(own.certificate,))
+
+    client = connect(context=context(), to=service)
+    certificates.rotate(own.certificate, authority=None)
+    text = service.config_file.read_text()
+    service.config_file.write_text(text.replace("[tenants]", "[tenants.alice]\nrows_per_s = 1.0\n"))
+    service.process.send_signal(signal.SIGHUP)
+    until(lambda: any(line["event"] == "reloaded" for line in service.logged()))
+    client.product(execute(0, 50), ones(50))
+    assert isinstance(client.ask(execute(0, 1), bytes(4 * WIDTH)), wire.Failure)
+    fresh = connect(context=context(), role=None, to=service)
+    assert isinstance(fresh.ask(wire.Health()), wire.HealthReport)

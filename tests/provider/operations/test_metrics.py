@@ -1,0 +1,190 @@
+"""The operator's address: what Prometheus reads, health and readiness, and the live view."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+from typer.testing import CliRunner
+
+from provider.cli import app
+from provider.config.schema import MetricsConfig
+from provider.executor.client import ExecutorClient
+from provider.operations import top
+from provider.operations.metrics import MetricsServer, is_public
+from provider.operations.status import Status
+from provider.refusal import Refusal
+from provider.serve import Provider
+from symbiosis_priv.errors import ConfigError, ConnectionLostError, ProtocolError
+from symbiosis_priv.network.addresses import parse_address
+
+if TYPE_CHECKING:
+    from tests.provider.conftest import Configure, Connect, Requests
+
+WIDTH = 64
+
+
+def get(address: str, path: str) -> tuple[int, str]:
+    host, port = parse_address(address)
+    connection = http.client.HTTPConnection(host, port, timeout=20)
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+    finally:
+        connection.close()
+
+
+def test_the_operators_address(configure: Configure, connect: Connect, requests: Requests) -> None:
+    execute, effect = requests
+    config = msgspec.structs.replace(configure(), metrics=MetricsConfig(listen="127.0.0.1:0"))
+    with Provider(config) as provider:
+        address = provider.metrics_address
+        assert address is not None
+        client, helper = connect("alice", to=provider), connect(role="helper", to=provider)
+        for _ in range(3):
+            client.product(execute(0, 5), torch.full((5, WIDTH), 0x53454352, dtype=torch.int32))
+        helper.product(effect(0, 2, seed=b"S" * 32))
+        before = top.ask(address)
+        client.product(execute(0, 5), torch.ones((5, WIDTH), dtype=torch.int32))
+
+        status, text = get(address, "/metrics")
+        assert status == 200
+        samples = {
+            (s.name, *sorted(s.labels.values())): s.value
+            for family in text_string_to_metric_families(text)
+            for s in family.samples
+        }
+        alice = next(t.tenant for t in top.ask(address).tenants if t.tenant.startswith("alice@"))
+        assert samples["symbiosis_provider_tenant_requests_total", alice, "executor"] == 4
+        assert samples["symbiosis_provider_tenant_rows_total", alice, "executor"] == 20
+        assert samples["symbiosis_provider_group_rows_total", "0"] == 22
+        assert samples["symbiosis_provider_batch_rows_sum",] == 22
+        assert samples["symbiosis_provider_batch_rows_bucket", "+Inf"] == 5
+        assert samples["symbiosis_provider_ready",] == 1
+        names = {label for family in text_string_to_metric_families(text) for s in family.samples for label in s.labels}
+        assert names == {"tenant", "role", "stage", "reason", "outcome", "group", "le"}  # who and where, never what
+        assert "SECR" not in text
+        assert str(0x53454352) not in text
+
+        assert get(address, "/healthz") == (200, "alive\n")
+        assert get(address, "/readyz") == (200, "ready\n")
+        assert get(address, "/elsewhere")[0] == 404
+        now = msgspec.json.decode(get(address, "/status")[1], type=Status)
+        console = Console(width=200)
+        with console.capture() as captured:
+            console.print(top.render(now, before, 0.5))
+        shown = captured.get()
+        assert alice in shown
+        assert "2.0" in shown  # requests a second
+        result = CliRunner().invoke(app, ["top", "--address", address, "--once"])
+        assert result.exit_code == 0, result.output
+
+        provider.executor.stop(5.0)  # as if it had hung: alive, but not ready
+        assert get(address, "/healthz")[0] == 200
+        assert get(address, "/readyz") == (503, "not ready\n")
+        assert top.ask(address).executor is None
+        begun = time.monotonic()
+        with ExecutorClient(provider.executor) as asker, pytest.raises(Refusal):
+            asker.report(deadline=begun)
+        assert time.monotonic() - begun < 1.0  # no grace for a word that it is late
+    with pytest.raises(ConnectionLostError, match="metrics"):
+        top.ask(address)
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:0", "[::1]:0"])
+def test_it_listens_where_it_is_told_to(configure: Configure, listen: str) -> None:
+    with Provider(msgspec.structs.replace(configure(), metrics=MetricsConfig(listen=listen))) as provider:
+        assert provider.metrics_address is not None
+        assert provider.metrics_address.startswith(listen.removesuffix("0"))
+        assert get(provider.metrics_address, "/healthz") == (200, "alive\n")
+
+
+def test_who_listens_to_everybody_is_told_so() -> None:
+    assert all(map(is_public, ["0.0.0.0", "::", "8.8.8.8", "2001:4860::1"]))
+    assert not any(map(is_public, ["127.0.0.1", "10.1.2.3", "192.168.0.1", "::1", "fd00::1", "metrics.internal"]))
+
+
+def test_a_taken_address_is_named(configure: Configure, provider: Provider) -> None:
+    taken = msgspec.structs.replace(configure(), metrics=MetricsConfig(listen=provider.address))
+    with pytest.raises(ConfigError, match="metrics"):
+        Provider(taken).start()
+    assert isinstance(CliRunner().invoke(app, ["top"]).exception, ConfigError)
+
+
+# What comes from elsewhere
+
+
+@contextlib.contextmanager
+def answering(*parts: bytes, pause_s: float = 0.0) -> Iterator[str]:
+    """The address of something that answers every request with these, one after the other, for ever."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    closed = threading.Event()
+
+    def answer() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                with connection, contextlib.suppress(OSError):
+                    connection.recv(4096)
+                    connection.sendall(parts[0])
+                    while not closed.wait(pause_s) and parts[1:]:
+                        connection.sendall(b"".join(parts[1:]))
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    try:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        closed.set()
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join(20)
+
+
+def test_top_reads_no_more_than_a_status_and_no_longer_than_its_deadline() -> None:
+    head = b"HTTP/1.0 200 OK\r\n\r\n"
+    with answering(head, b"x" * (1 << 20)) as endless, pytest.raises((ProtocolError, ConnectionLostError)):
+        top.ask(endless, timeout_s=20.0)
+    for begin in (b"HTTP/1.0 200 OK\r\nX-Slow: ", head):
+        began = time.monotonic()
+        with answering(begin, b".", pause_s=0.05) as slow, pytest.raises((ProtocolError, ConnectionLostError)):
+            top.ask(slow, timeout_s=0.3)
+        assert time.monotonic() - began < 10
+
+
+def test_names_that_others_choose_say_nothing_else_on_a_terminal(provider: Provider) -> None:
+    """Neither escape sequences nor rich's own markup."""
+    status = msgspec.json.decode(msgspec.json.encode(provider.status()))
+    status["provider"] = "evil\x1b[2J\x9b2J"
+    nothing = dict.fromkeys(("requests", "rows", "work"), 0)
+    status["tenants"] = [{"tenant": "\x1b]0;evil\x07[blink]alice", "role": "executor", "counts": nothing}]
+    console = Console(width=200, force_terminal=False)
+    with console.capture() as captured:
+        console.print(top.render(msgspec.convert(status, Status), None, 0.0))
+    assert "[blink]alice" in captured.get()
+    assert all(letter.isprintable() or letter == "\n" for letter in captured.get())
+
+
+def test_the_operators_address_has_places_and_no_more(provider: Provider) -> None:
+    """Everybody on this machine can connect to loopback: who says nothing keeps nobody out, and no thread for long."""
+    server = MetricsServer("127.0.0.1:0", source=None)  # type: ignore[arg-type]
+    try:
+        with contextlib.ExitStack() as crowd:
+            for _ in range(60):
+                crowd.enter_context(socket.create_connection(parse_address(server.address), timeout=20))
+            assert get(server.address, "/healthz") == (200, "alive\n")
+            threads = [thread for thread in threading.enumerate() if thread.name == "metrics-request"]
+            assert len(threads) <= 16
+    finally:
+        server.close()

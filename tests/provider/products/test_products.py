@@ -1,0 +1,370 @@
+"""Every product that a provider serves, against an oracle."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+
+from provider.config.schema import ExecutorConfig, SchedulerConfig
+from provider.executor import envelope
+from provider.executor.executor import Executor
+from provider.executor.queues import Line, LocalInbox
+from provider.products.model import ServedModel
+from provider.scheduler.policy import PolicyName
+from provider.serve import Provider
+from symbiosis_priv.arithmetic.keystream import expand, mask_key
+from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.network import wire
+from symbiosis_priv.network.tls import TenantIdentity
+
+if TYPE_CHECKING:
+    from tests.provider.conftest import Client, Configure, Connect, Requests
+
+ROWS = (0, 1, 7, 33)
+FLOATS = ExecutorConfig(threads=1, float_path=True)
+ARITHMETICS: tuple[wire.Arithmetic, ...] = ("float", "float_bias_free")
+
+
+def ring_rows(rows: int, width: int, *, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(-(1 << 31), 1 << 31, (rows, width), generator=generator, dtype=torch.int64)
+    return x.to(torch.int32)
+
+
+def oracle(store: WeightStore, group: int, direction: Direction, rows: Tensor) -> Tensor:
+    """The int64 product wraps mod 2^64, so its low 32 bits are the ring's."""
+    weight = store.group(group).weight.to(torch.int64)
+    return (rows.to(torch.int64) @ (weight.t() if direction == "forward" else weight)).to(torch.int32)
+
+
+def check_ring(client: Client, store: WeightStore, requests: Requests) -> None:
+    execute, _ = requests
+    for group, entry in enumerate(store.manifest().groups):
+        for direction in DIRECTIONS:
+            for rows in ROWS:
+                x = ring_rows(rows, entry.columns(direction)[0], seed=rows)
+                got = client.product(execute(group, rows, direction=direction), x)
+                assert torch.equal(
+                    got.reshape(rows, -1 if rows else 0), oracle(store, group, direction, x)[:, : got.shape[1]]
+                )
+
+
+def check_float(client: Client, store: WeightStore, requests: Requests) -> None:
+    """A float32 inner product of n terms, in any order, is off by at most gamma_n |x|.|w| (Higham, section 3.1)."""
+    execute, _ = requests
+    for group, entry in enumerate(store.manifest().groups):
+        layers = store.layers(group)
+        w = torch.cat([layer.weight for layer in layers]).double()
+        bias = torch.cat([torch.zeros(len(m.weight)) if m.bias is None else m.bias for m in layers]).double()
+        for direction in DIRECTIONS:
+            matrix = w.t() if direction == "forward" else w
+            for arithmetic in ARITHMETICS:
+                add = bias if (direction, arithmetic) == ("forward", "float") else torch.zeros(matrix.shape[1])
+                for rows in ROWS:
+                    generator = torch.Generator().manual_seed(rows)
+                    x = torch.randn(rows, matrix.shape[0], generator=generator)
+                    got = client.product(execute(group, rows, direction=direction, arithmetic=arithmetic), x)
+                    n = matrix.shape[0] + 2  # the products, the bias, and the oracle's own rounding
+                    gamma = n * 2.0**-24 / (1 - n * 2.0**-24)
+                    bound = gamma * (x.double().abs() @ matrix.abs() + add.abs())
+                    error = (
+                        got.double().reshape(rows, -1 if rows else matrix.shape[1]) - (x.double() @ matrix + add)
+                    ).abs()
+                    assert bool((error <= bound).all()), (entry.name, direction, arithmetic, rows)
+
+
+def test_ring_products_are_exact(connect: Connect, store: WeightStore, requests: Requests) -> None:
+    check_ring(connect(), store, requests)
+
+
+def test_float_products_are_within_the_rounding_bound(
+    configure: Configure, connect: Connect, store: WeightStore, requests: Requests
+) -> None:
+    with Provider(configure(executor=FLOATS)) as provider:
+        check_float(connect(to=provider), store, requests)
+
+
+def test_transposed_weights_and_biases(
+    configure: Configure, connect: Connect, gpt2_store: WeightStore, requests: Requests
+) -> None:
+    assert any(layer.bias is not None for layer in gpt2_store.layers(0))
+    with Provider(configure(checkpoint=gpt2_store.path, executor=FLOATS)) as provider:
+        client = connect(to=provider)
+        check_ring(client, gpt2_store, requests)
+        check_float(client, gpt2_store, requests)
+
+
+def test_effects_are_products_of_the_keystream(connect: Connect, store: WeightStore, requests: Requests) -> None:
+    _, effect = requests
+    client = connect(role="helper")
+    seed = secrets.token_bytes(32)
+    for group, entry in enumerate(store.manifest().groups):
+        for direction in DIRECTIONS:
+            width, _ = entry.columns(direction)
+            key = mask_key(seed, group_name=entry.name, direction=direction)
+            for rows, first_row in ((0, 0), (1, 0), (5, 3), (16, 1 << 40)):
+                masks = expand(key, first_row=first_row, rows=rows, width=width)
+                request = effect(group, rows, seed=seed, first_row=first_row, direction=direction)
+                got = client.product(request)
+                assert torch.equal(got.flatten(), oracle(store, group, direction, masks).flatten())
+
+
+@pytest.mark.parametrize("max_batch_rows", [16_384, 3])
+@pytest.mark.parametrize("policy", ["none", "lockstep", "opportunistic"])
+def test_tenants_at_once_get_what_they_get_alone(
+    configure: Configure,
+    connect: Connect,
+    store: WeightStore,
+    requests: Requests,
+    policy: PolicyName,
+    max_batch_rows: int,
+) -> None:
+    """Bit by bit, with each policy, and also when every request is cut into pieces of three rows."""
+    execute, effect = requests
+    seed = secrets.token_bytes(32)
+    entry = store.manifest().groups[0]
+    masks = expand(mask_key(seed, group_name=entry.name, direction="forward"), first_row=0, rows=9, width=entry.inputs)
+    expected = oracle(store, 0, "forward", masks)
+    scheduling = SchedulerConfig(policy=policy, max_batch_rows=max_batch_rows, lockstep_wait_ms=5.0)
+
+    def executor(number: int) -> None:
+        client = connect(("alice", "bob")[number % 2], to=provider)
+        for direction in DIRECTIONS:
+            x = ring_rows(number + 1, entry.columns(direction)[0], seed=number)
+            for _ in range(10):
+                got = client.product(execute(0, len(x), direction=direction), x)
+                assert torch.equal(got, oracle(store, 0, direction, x))
+
+    def helper() -> None:
+        client = connect(role="helper", to=provider)
+        for _ in range(20):
+            assert torch.equal(client.product(effect(0, 9, seed=seed)), expected)
+
+    config = msgspec.structs.replace(configure(), scheduler=scheduling)
+    with Provider(config) as provider, ThreadPoolExecutor(8) as pool:
+        runs = [*(pool.submit(executor, number) for number in range(6)), *(pool.submit(helper) for _ in range(2))]
+        for run in runs:
+            run.result()
+        report = provider.status().executor
+    assert report is not None
+    assert report.batch_rows.total == sum(10 * 2 * (n + 1) for n in range(6)) + 2 * 20 * 9
+    if policy == "none":
+        assert report.batch_requests.total == sum(report.batch_requests.counts)
+
+
+def work(request: wire.Execute | wire.Effect, *, tenant: str = "alice") -> envelope.Work:
+    now = time.monotonic()
+    identity = TenantIdentity(tenant, authority="sha256:1")
+    return envelope.Work(
+        tenant=identity, stage="fine_tuning", weight=1.0, arrival=now, deadline=now + 60, request=request
+    )
+
+
+class CountingModel(ServedModel):
+    """Notes the rows of each product."""
+
+    def __init__(self, store: WeightStore) -> None:
+        super().__init__(store)
+        self.calls: list[tuple[int, int]] = []
+
+    def product(self, rows: Tensor, *, group: int, direction: Direction, arithmetic: wire.Arithmetic) -> Tensor:
+        self.calls.append((group, len(rows)))
+        return super().product(rows, group=group, direction=direction, arithmetic=arithmetic)
+
+
+@pytest.mark.parametrize("policy", ["none", "lockstep", "opportunistic"])
+@pytest.mark.parametrize("max_batch_rows", [100, 5, 1])
+def test_waiting_requests_share_a_product(
+    store: WeightStore, requests: Requests, max_batch_rows: int, policy: PolicyName
+) -> None:
+    """Requests that wait for one group share products, however they are cut; another group's have their own."""
+    execute, effect = requests
+    inbox = LocalInbox()
+    model = CountingModel(store)
+    scheduling = SchedulerConfig(max_batch_rows=max_batch_rows, policy=policy, slice_ms=10_000)
+    executor = Executor(model, inbox=inbox, scheduling=scheduling)
+    width = store.manifest().groups[0].inputs
+    other = store.manifest().groups[1].inputs
+    seed = secrets.token_bytes(32)
+    key = mask_key(seed, group_name=store.manifest().groups[0].name, direction="forward")
+    asked: list[tuple[wire.Execute | wire.Effect, Tensor]] = [
+        (execute(0, 1), ring_rows(1, width)),
+        (execute(1, 2), ring_rows(2, other)),
+        (execute(0, 2), ring_rows(2, width, seed=1)),
+        (effect(0, 5, seed=seed), expand(key, first_row=0, rows=5, width=width)),
+        (execute(0, 4), ring_rows(4, width, seed=2)),
+    ]
+    lines: list[Line] = []
+    for request, rows in asked:
+        payload = wire.as_bytes(rows) if isinstance(request, wire.Execute) else memoryview(b"")
+        lines.append(inbox.line())
+        lines[-1].send(work(request, tenant=str(len(lines))), payload)
+    executor.stop()
+    executor.run()
+    products = [rows for group, rows in model.calls if group == 0]
+    assert sum(products) == 12
+    assert max(products) <= max_batch_rows
+    assert sum(rows for group, rows in model.calls if group == 1) == 2
+    if max_batch_rows == 100:
+        assert len(products) == 4 if policy == "none" else len(products) <= 2  # the keystream may come a little later
+    for line, (request, rows) in zip(lines, asked, strict=True):
+        answer = line.receive(0.0)
+        assert answer is not None
+        reply = wire.decode_reply(answer.head[wire.PREFIX.size :])
+        assert isinstance(reply, wire.Result)
+        assert reply.nonce == request.nonce
+        got = wire.as_matrix(bytearray(answer.payload), rows=len(rows), arithmetic="ring")
+        assert torch.equal(got, oracle(store, request.group, "forward", rows))
+        assert answer.rows == request.rows
+
+
+def test_a_failing_product_is_answered_and_forgotten(
+    connect: Connect, store: WeightStore, requests: Requests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute, _ = requests
+    client = connect()
+    x = ring_rows(1, store.manifest().groups[0].inputs)
+
+    def fail(*_: object, **__: object) -> Tensor:
+        raise RuntimeError("secret content")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ServedModel, "product", fail)
+        reply = client.ask(execute(0, 1), wire.as_bytes(x))
+    assert isinstance(reply, wire.Failure)
+    assert reply.code == wire.ErrorCode.INTERNAL
+    assert "secret" not in reply.detail
+    assert torch.equal(client.product(execute(0, 1), x), oracle(store, 0, "forward", x))
+
+
+def test_no_tensor_is_kept_between_requests(
+    configure: Configure,
+    connect: Connect,
+    store: WeightStore,
+    requests: Requests,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows and results of requests alone, batched, cut, refused and of effects: their memory is free when all are
+    answered. Storages are watched, not tensors: a slice of a product is another tensor over the same one.
+    """
+    execute, effect = requests
+    kept: list[StorageWeakRef] = []
+    product = ServedModel.product
+
+    def watched(self: ServedModel, rows: Tensor, **what: Any) -> Tensor:
+        result = product(self, rows, **what)
+        kept.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in (rows, result))
+        return result
+
+    monkeypatch.setattr(ServedModel, "product", watched)
+    config = configure(executor=FLOATS)
+    scheduling = SchedulerConfig(max_batch_rows=5, slice_ms=1000.0)
+    with Provider(msgspec.structs.replace(config, scheduler=scheduling)) as provider:
+        width = store.manifest().groups[0].inputs
+
+        def ask(tenant: str) -> None:
+            client = connect(tenant, to=provider)
+            for rows in (0, 1, 4, 5, 17):
+                client.product(execute(0, rows), ring_rows(rows, width))
+                client.product(execute(0, rows, arithmetic="float"), torch.ones(rows, width))
+            assert isinstance(client.ask(execute(0, 1), b"too little"), wire.Failure)
+
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(ask, ("alice", "bob", "carol")))
+        helper = connect("dave", role="helper", to=provider)
+        helper.send(effect(0, 23, seed=secrets.token_bytes(32)))
+        assert isinstance(helper.receive()[0], wire.Result)
+        deadline = time.monotonic() + 20
+        while not all(storage.expired() for storage in kept):
+            assert time.monotonic() < deadline, f"{sum(not s.expired() for s in kept)} of {len(kept)} are still there"
+            time.sleep(0.01)
+        assert len(kept) > 60
+
+
+class _Operations(TorchFunctionMode):
+    """Those of torch's that this thread takes, while `watching`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watching = True
+        self.names: set[str] = set()
+
+    def __torch_function__(
+        self, func: Callable[..., object], types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        if self.watching:
+            self.names.add(func.__name__)
+        return func(*args, **kwargs or {})
+
+
+def test_rows_are_batched_and_answered_without_operations_of_torch(store: WeightStore, requests: Requests) -> None:
+    """Each would let go of the interpreter's lock, which sixteen threads of the gateway wait for."""
+    execute, _ = requests
+    width = store.manifest().groups[0].inputs
+    operations = _Operations()
+    counts: list[int] = []
+
+    class Unwatched(ServedModel):
+        def product(self, rows: Tensor, **what: Any) -> Tensor:
+            operations.watching = False
+            counts.append(len(rows))
+            result = super().product(rows, **what)
+            operations.watching = True
+            return result
+
+    inbox = LocalInbox()
+    executor = Executor(Unwatched(store), inbox=inbox, scheduling=SchedulerConfig(slice_ms=10_000))
+    lines = [inbox.line() for _ in range(5)]
+    rows = [ring_rows(count, width, seed=count) for count in (1, 2, 3, 1, 4)]
+    for tenant, (line, part) in enumerate(zip(lines, rows, strict=True)):
+        line.send(work(execute(0, len(part)), tenant=str(tenant)), wire.as_bytes(part))
+    executor.stop()
+    with operations:
+        executor.run()
+    assert counts == [11]
+    assert operations.names <= {"__get__", "__len__", "numpy", "_set_grad_enabled"}  # which keep the lock
+    for line, part in zip(lines, rows, strict=True):
+        answer = line.receive(0.0)
+        assert answer is not None
+        got = wire.as_matrix(bytearray(answer.payload), rows=len(part), arithmetic="ring")
+        assert torch.equal(got, oracle(store, 0, "forward", part))
+
+
+def test_a_small_answer_does_not_keep_a_large_product(store: WeightStore, requests: Requests) -> None:
+    """Whoever reads its one row slowly holds up no memory of those who shared the product."""
+    execute, _ = requests
+    width = store.manifest().groups[0].inputs
+    products: list[StorageWeakRef] = []
+
+    class Watched(ServedModel):
+        def product(self, rows: Tensor, *, group: int, direction: Direction, arithmetic: wire.Arithmetic) -> Tensor:
+            result = super().product(rows, group=group, direction=direction, arithmetic=arithmetic)
+            products.append(StorageWeakRef(result.untyped_storage()))
+            return result
+
+    inbox = LocalInbox()
+    executor = Executor(Watched(store), inbox=inbox, scheduling=SchedulerConfig(slice_ms=10_000))
+    lines = [inbox.line() for _ in range(2)]
+    for tenant, (line, rows) in enumerate(zip(lines, (1, 8192), strict=True)):
+        line.send(work(execute(0, rows), tenant=str(tenant)), wire.as_bytes(ring_rows(rows, width)))
+    executor.stop()
+    executor.run()
+    small, large = (line.receive(0.0) for line in lines)
+    assert small is not None
+    assert large is not None
+    assert len(products) == 1
+    expected = oracle(store, 0, "forward", ring_rows(1, width))
+    del large
+    assert products[0].expired()
+    assert torch.equal(wire.as_matrix(bytearray(small.payload), rows=1, arithmetic="ring"), expected)

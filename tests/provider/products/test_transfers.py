@@ -1,0 +1,36 @@
+"""Products between copies: every part of the rows arrives, is multiplied, and comes back where it belongs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.strategies import DataObject
+
+from provider.products.transfers import Transfers
+from symbiosis_priv.arithmetic.ring import FORWARD, Direction
+from symbiosis_priv.harness import strategies as testing
+from symbiosis_priv.kernels import RingMatrix
+
+
+@given(data=st.data(), direction=testing.directions(), part=st.integers(1, 9))
+def test_parts_make_the_whole(data: DataObject, direction: Direction, part: int) -> None:
+    matrix = RingMatrix(data.draw(testing.integer_weights(outputs=13, inputs=24, bits=10)), weight_bits=10)
+    rows = data.draw(testing.ring_rows(width=24 if direction == FORWARD else 13, count=st.integers(0, 20)))
+    before = rows.clone()
+    got = Transfers(torch.device("cpu"), part=part).product(matrix, rows, direction)
+    assert torch.equal(got, matrix.product(rows, direction))
+    assert torch.equal(rows, before)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_streams_wait_for_each_other() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randint(-511, 512, (4096, 2048), dtype=torch.int16, generator=generator)
+    here, there = RingMatrix(weight, weight_bits=10), RingMatrix(weight, weight_bits=10, device="cuda")
+    transfers = Transfers(torch.device("cuda"), part=64)
+    for _ in range(20):
+        rows = torch.randint(-(2**31), 2**31, (1000, 2048), dtype=torch.int32, generator=generator)
+        assert torch.equal(transfers.product(there, rows, FORWARD), here.product(rows))

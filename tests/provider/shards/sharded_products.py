@@ -1,0 +1,95 @@
+"""Run by `test_shards.py` on every rank of a group: rank 0 compares sharded products with those of one process, and
+then, if there is one, every rank loads its shard of a large model under a limit on its memory."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from provider.products.operands import LocalOperands
+from provider.shards.sharded import ShardedOperands
+from symbiosis_priv.arithmetic.ring import DIRECTIONS
+from symbiosis_priv.checkpoints.layers import LayerRange
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.kernels import probe_rows
+
+ROWS = (0, 1, 2, 3, 7, 65, 300)
+ROOM = 60 << 20  # bytes: stacks of threads, rows, a layer group while it is read
+
+
+def products(store: WeightStore) -> None:
+    """Every layer group, direction and way to share out, at row counts that leave some ranks without rows."""
+    for sharding in ("columns", "gathered", "auto"):
+        operands = ShardedOperands(store, sharding=sharding)
+        if not operands.leads:
+            operands.follow()
+            continue
+        local = LocalOperands(store)
+        for _ in operands.warm_up():
+            pass
+        assert set(operands.loaded) == set(store.served)
+        for group in store.served:
+            entry = store.manifest().groups[group]
+            for direction in DIRECTIONS:
+                for count in ROWS:
+                    rows = probe_rows(max(2, count), entry.columns(direction)[0])[:count]
+                    want = local.product(rows, group=group, direction=direction)
+                    got = operands.product(rows, group=group, direction=direction)
+                    assert torch.equal(got, want), (sharding, entry.name, direction, count)
+                    assert got.is_contiguous()
+        operands.close()
+        print(f"equal: {sharding} on {dist.get_world_size()} ranks")
+
+
+def limited(store: WeightStore, *, whole: int) -> None:
+    """Load and multiply where a rank may allocate its share and some room, and not the whole of the weights.
+
+    After `products`: what torch imports on the way takes as much as a small model's shard.
+    """
+    store.matrix(0)
+    status = Path("/proc/self/status").read_text()
+    used = 1024 * int(status.partition("VmData:")[2].split()[0])
+    room = whole // dist.get_world_size() + ROOM
+    assert room < whole
+    resource.setrlimit(resource.RLIMIT_DATA, (used + room, used + room))
+    operands = ShardedOperands(store, sharding="columns")
+    if operands.leads:
+        for group, entry in enumerate(store.manifest().groups):
+            for direction in DIRECTIONS:
+                operands.product(probe_rows(2, entry.columns(direction)[0]), group=group, direction=direction)
+        operands.close()
+        with contextlib.suppress(RuntimeError):  # the limit is one
+            torch.empty(whole, dtype=torch.int8)
+            raise AssertionError
+        print("loaded")
+    else:
+        operands.follow()
+
+
+def main(checkpoint: str, cache: str, weight_bits: str, kernel: str, layers: str, *large: str) -> None:
+    """`large`: a checkpoint, its cache and the bytes of its weights; or nothing."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    store = WeightStore(
+        Path(checkpoint),
+        weight_bits=int(weight_bits),
+        cache=Path(cache),
+        kernel=kernel,
+        shardable=True,
+        layers=LayerRange.parse(layers) if layers else None,
+    )
+    with torch.no_grad():
+        products(store)
+        if large:
+            path, large_cache, whole = large
+            limited(WeightStore(Path(path), cache=Path(large_cache), shardable=True), whole=int(whole))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

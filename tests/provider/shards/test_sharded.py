@@ -1,0 +1,229 @@
+"""A group of ranks gives the products of one process, however it shards; who is lost is named, and the group returns.
+
+Every group here is real: processes that torchrun starts, gloo between them, FSDP2 underneath.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from provider.config.schema import ExecutorConfig, ProviderConfig
+from provider.executor.supervisor import GroupExecutor
+from provider.serve import Provider
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.network import wire
+from symbiosis_priv.system import processes as start
+
+SCRIPT = Path(__file__).with_name("sharded_products.py")
+TWO_NODES = Path(__file__).parents[3] / "examples/deploy/two-nodes.sh"
+WIDTH = 64  # of the tiny Llama
+LISTENING = "0A"  # in /proc/net/tcp
+Configure = Callable[..., ProviderConfig]
+Connect = Callable[..., Any]
+Requests = tuple[Callable[..., wire.Execute], Callable[..., wire.Effect]]
+
+
+def run_group(ranks: int, *arguments: object) -> list[str]:
+    """The lines that rank 0 of a group prints; every rank runs `SCRIPT`."""
+    torchrun = start.command("provider.processes.launch", f"--nproc-per-node={ranks}")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [*torchrun, str(SCRIPT), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "weight_bits", "kernel", "layers"), [(2, 10, "auto", ""), (4, 8, "int32", "1")], ids=str
+)
+def test_sharded_products_are_those_of_one_process(
+    save_gpt2: Callable[..., Path],
+    save_llama: Callable[..., Path],
+    tmp_path: Path,
+    ranks: int,
+    weight_bits: int,
+    kernel: str,
+    layers: str,
+) -> None:
+    """Products of a whole model, and of the second of two layers, beside which no other one is packed. The group that
+    has a whole model also loads one that is larger than what every rank may allocate (RLIMIT_DATA): 128 MiB packed."""
+    path = save_gpt2(vocab_size=61, n_positions=32, n_embd=48, n_layer=2 if layers else 1)
+    wanted = [f"equal: {way} on {ranks} ranks" for way in ("columns", "gathered", "auto")]
+    large: tuple[object, ...] = ()
+    if not layers:
+        checkpoint = save_llama(hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, num_key_value_heads=4)
+        store = WeightStore(checkpoint, cache=tmp_path / "large", shardable=True)
+        whole = sum(store.matrix(group).nbytes for group in range(len(store.manifest().groups)))
+        large = checkpoint, tmp_path / "large", whole
+        wanted.append("loaded")
+    assert run_group(ranks, path, tmp_path / "small", weight_bits, kernel, layers, *large) == wanted
+    assert len(list(tmp_path.glob("small/weights/*-*.safetensors"))) == 4
+
+
+def ranks_of(provider: Provider) -> dict[int, int]:
+    """Process ids by rank."""
+    assert isinstance(provider.executor, GroupExecutor)
+    agent = provider.executor.pid
+    children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
+    found = {}
+    for pid in children:
+        for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            name, _, value = entry.partition(b"=")
+            if name == b"RANK":
+                found[int(value)] = int(pid)
+    return found
+
+
+def listening_addresses(pids: Iterable[int]) -> set[str]:
+    """Where processes wait for TCP connections."""
+    found = set()
+    for pid in pids:
+        files = [str(file.readlink()) for file in Path(f"/proc/{pid}/fd").iterdir() if file.is_symlink()]
+        for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == LISTENING and f"socket:[{fields[9]}]" in files:
+                    words = bytes.fromhex(fields[1].partition(":")[0])
+                    address = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
+                    found.add(socket.inet_ntop(family, address))
+    return found
+
+
+def has_ended(pid: int) -> bool:
+    """Whoever has not been reaped yet has ended, too."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def test_a_group_meets_on_loopback_comes_back_from_ranks_that_hang_and_ends_with_its_torchrun(
+    configure: Configure,
+    connect: Connect,
+    requests: Requests,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever torchrun finds in the environment. Whichever rank hangs, and long before the group's timeout: a busy
+    provider for a while, which says so at once, and then the same bits. What becomes of one that dies:
+    `tests/tenant/bench/test_bench.py`.
+
+    In one test, because every group is three processes that import torch.
+    """
+    monkeypatch.setenv("PET_STANDALONE", "1")
+    execute, _ = requests
+    settings = ExecutorConfig(ranks=2, threads=1, warm_up=False, group_timeout_s=300, hang_timeout_s=300)
+    with Provider(configure(executor=settings)) as provider:
+        assert isinstance(provider.executor, GroupExecutor)
+        reached_from_no_other_machine(provider.executor.pid, *ranks_of(provider).values())
+        client = connect(to=provider)
+        rows = torch.arange(4 * WIDTH, dtype=torch.int32).reshape(4, WIDTH)
+        before = client.product(execute(0, 4), rows)
+        for restarts, rank in enumerate((1, 0), start=1):
+            lost = ranks_of(provider)
+            assert lost.keys() == {0, 1}
+            os.kill(lost[rank], signal.SIGSTOP)
+            after, refused = client.until_served(execute(0, 4), rows, within=60)
+            assert torch.equal(before, after)
+            assert refused > 5  # who knows another provider is not kept waiting for this one to start
+            assert provider.status().restarts == restarts
+            assert f"not answering: rank {rank}" in capfd.readouterr().err
+            assert all(map(has_ended, lost.values()))
+        end_with_their_torchrun(provider.executor.pid, ranks_of(provider))
+
+
+def reached_from_no_other_machine(*pids: int) -> None:
+    assert listening_addresses(pids) == {"127.0.0.1"}
+
+
+def end_with_their_torchrun(agent: int, ranks: dict[int, int]) -> None:
+    """Also one that hangs, and would notice nothing."""
+    os.kill(ranks[0], signal.SIGSTOP)
+    os.kill(agent, signal.SIGKILL)
+    deadline = time.monotonic() + 3
+    while not all(map(has_ended, ranks.values())):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_two_machines_serve_one_model(
+    configure: Configure,
+    connect: Connect,
+    requests: Requests,
+    provider: Provider,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """`examples/deploy/two-nodes.sh` twice, as on two machines: the bits of a provider that holds everything, and when
+    one of them is lost, the other one ends and says why."""
+    execute, _ = requests
+    config = configure()
+    settings: dict[str, dict[str, Any]] = {
+        "model": {"checkpoint": config.model.checkpoint, "cache": str(config.model.cache)},
+        "tls": {name: str(getattr(config.tls, name)) for name in ("certificate", "key", "tenant_authority")},
+        "executor": {"threads": 1, "warm_up": False},
+    }
+    tables = [
+        f"[{table}]\n" + "\n".join(f"{key} = {json.dumps(value)}" for key, value in values.items())
+        for table, values in settings.items()
+    ]
+    path = tmp_path / "provider.toml"
+    path.write_text('name = "alpha"\nlisten = "127.0.0.1:0"\n' + "\n".join(tables), encoding="utf-8")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    environment = {
+        **os.environ,
+        "CONFIG": str(path),
+        "INTERFACE": "lo",
+        "OMP_NUM_THREADS": "1",
+        "PORT": str(port),
+        "PYTHON": sys.executable,
+    }
+    nodes = [
+        subprocess.Popen(
+            ["sh", str(TWO_NODES), str(node), "127.0.0.1"],
+            env=environment,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        for node in (0, 1)
+    ]
+    try:
+        assert nodes[0].stdout is not None
+        line = nodes[0].stdout.readline()
+        assert line, "it ended; its reason is above"
+        ready = json.loads(line)
+        served = SimpleNamespace(address=ready["address"], model_digest=ready["model_digest"])
+        rows = torch.arange(4 * WIDTH, dtype=torch.int32).reshape(4, WIDTH)
+        got = connect(to=served).product(execute(0, 4), rows)
+        assert torch.equal(got, connect(to=provider).product(execute(0, 4), rows))
+        nodes[1].kill()
+        assert nodes[0].wait(60) == 1
+        assert "not answering: rank 1" in capfd.readouterr().err
+    finally:
+        for node in nodes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(node.pid, signal.SIGKILL)
+            node.wait(20)
+            assert node.stdout is not None
+            node.stdout.close()

@@ -1,0 +1,320 @@
+"""The program as an operator runs it: ready, healthy, quiet about content, and gone when told to."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import secrets
+import signal
+import socket
+import stat
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from provider import serve as server
+from provider.cli import app
+from provider.config.schema import ExecutorConfig
+from provider.executor.client import ExecutorClient
+from provider.executor.executor import build
+from provider.executor.queues import LocalInbox
+from provider.executor.supervisor import ProcessExecutor, make
+from provider.serve import Provider
+from symbiosis_priv.errors import CheckpointError, ConfigError
+from symbiosis_priv.network import wire
+
+if TYPE_CHECKING:
+    from tests.provider.conftest import Configure, Connect, Keys, Launch, Requests, Service
+
+WIDTH = 64
+LOG_FIELDS = {
+    *("time", "level", "logger", "event", "provider", "address", "groups", "tenant", "reason", "group", "direction"),
+    *("rows", "ms", "requests", "clean", "suppressed", "what", "place", "kind", "mib"),
+}
+
+
+@pytest.fixture
+def socket_folder() -> Iterator[Path]:
+    """A short path: pytest's own may be too long for a socket."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder) / "private"
+
+
+@pytest.fixture(scope="module")
+def exposed(keys: Keys, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The provider's key, where others can read it."""
+    key = tmp_path_factory.mktemp("exposed") / "exposed.key"
+    key.write_bytes(keys.provider.key.read_bytes())
+    key.chmod(0o644)
+    return key
+
+
+@pytest.fixture(scope="module")
+def service(configure: Configure, launch: Launch, exposed: Path) -> Service:
+    config = configure()
+    return launch(msgspec.structs.replace(config, tls=msgspec.structs.replace(config.tls, key=exposed)))
+
+
+def test_a_key_that_others_can_read_is_warned_of_in_the_log(service: Service, exposed: Path) -> None:
+    warnings = [line["event"] for line in service.logged() if line["level"] == "warning"]
+    assert len([event for event in warnings if event.endswith(f"chmod 600 {exposed}")]) == 1
+
+
+def test_serve_until_told_to_stop(
+    service: Service, exposed: Path, connect: Connect, requests: Requests, keys: Keys
+) -> None:
+    """The ready file, health by command line, logs without content, and a clean end on SIGTERM."""
+    execute, effect = requests
+    assert service.ready_file.read_text() == service.address
+    client, helper = connect(to=service), connect(role="helper", to=service)
+    marked = torch.full((3, WIDTH), 0x53454352, dtype=torch.int32)  # "SECR"
+    request, seed = execute(0, 3), secrets.token_bytes(32)
+    client.product(request, marked)
+    helper.product(effect(0, 4, seed=seed))
+    assert isinstance(client.ask(execute(0, 3), b"TOPSECRET"), wire.Failure)
+    client.socket.sendall(b"TOPSECRETTOPSECRET")
+    assert isinstance(client.receive()[0], wire.Failure)
+    client.at_end()
+
+    alice = keys.tenants["alice"]
+    identity = ["--tenant-certificate", str(alice.certificate), "--tenant-key", str(alice.key)]
+    pin = ["--certificate", str(keys.provider.certificate)]
+    result = CliRunner().invoke(app, ["health", service.address, *pin, *identity])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["requests"] == 1  # alice's own
+
+    assert service.stop() == 0
+    lines = [line for line in service.logged() if not line["event"].endswith(str(exposed))]
+    events = [line["event"] for line in lines]
+    assert events[0] == "memory_plan"
+    assert "started" in events
+    assert events[-1] == "stopped"
+    assert (lines[-1]["clean"], lines[-1]["requests"]) == (True, 2)
+    done = [line for line in lines if line["event"] == "request"]
+    served = [(line["tenant"].partition("@sha256:")[0], line["group"], line["rows"]) for line in done]
+    assert served == [("alice", 0, 3), ("carol", 0, 4)]
+    assert "broken_frame" in [line.get("reason") for line in lines]
+    assert {key for line in lines for key in line} <= LOG_FIELDS
+    text = service.log_file.read_text().lower()
+    for secret in (b"SECR", request.nonce, seed):
+        assert secret.hex() not in text
+        assert secret.decode("latin-1").lower() not in text
+    assert str(0x53454352) not in text
+
+
+def test_executor_in_its_own_process_comes_back(
+    configure: Configure,
+    connect: Connect,
+    requests: Requests,
+    socket_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SIGKILL in the middle of a request: BUSY, which is worth the same bytes again, and then the same answer.
+    Also if the machine has no room for another process at first.
+    """
+    execute, _ = requests
+    starts, popen = [0], subprocess.Popen
+
+    def full_at_first(*args: Any, **kwargs: Any) -> Any:
+        starts[0] += 1
+        if starts[0] == 1:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return popen(*args, **kwargs)
+
+    endpoint = f"ipc://{socket_folder}/executor.sock"
+    with Provider(configure(executor=ExecutorConfig(endpoint=endpoint, threads=1))) as provider:
+        assert stat.S_IMODE(socket_folder.stat().st_mode) == 0o700
+        assert isinstance(provider.executor, ProcessExecutor)
+        client = connect(to=provider)
+        x = torch.arange(4 * WIDTH, dtype=torch.int32).reshape(4, WIDTH)
+        before = client.product(execute(0, 4), x)
+        first = provider.executor.pid
+        os.kill(first, signal.SIGSTOP)  # the request will be in flight for as long as it takes
+        with in_flight(monkeypatch) as forwarded:
+            client.send(execute(0, 4), wire.as_bytes(x))
+            assert forwarded.wait(20)
+        monkeypatch.setattr(subprocess, "Popen", full_at_first)
+        os.kill(first, signal.SIGKILL)
+        reply, _ = client.receive()
+        assert isinstance(reply, wire.Failure)
+        assert reply.code in wire.RETRYABLE
+        turned_away = connect("bob", to=provider, role=None).hello(provider.model_digest)
+        assert isinstance(turned_away, wire.Failure)  # who is greeted counts on answers
+        assert turned_away.code == wire.ErrorCode.BUSY
+        after, _ = client.until_served(execute(0, 4), x, within=60)
+        assert torch.equal(before, after)
+        assert provider.executor.pid != first
+        assert starts == [2]
+        child = provider.executor.pid
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+
+
+@contextmanager
+def in_flight(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """An event that is set once the gateway waits for its executor's answer."""
+    forwarded, receive = threading.Event(), ExecutorClient.receive
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        forwarded.set()
+        return receive(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ExecutorClient, "receive", noted)
+        yield forwarded
+
+
+def test_a_socket_that_others_could_reach_is_refused(configure: Configure, socket_folder: Path) -> None:
+    socket_folder.mkdir(mode=0o755)
+    socket_folder.chmod(0o755)
+    executor = ExecutorConfig(endpoint=f"ipc://{socket_folder}/executor.sock")
+    with pytest.raises(ConfigError, match="endpoint"):
+        Provider(configure(executor=executor)).start()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can enter what is another user's alone")
+def test_a_socket_in_another_users_folder_is_refused(configure: Configure, socket_folder: Path) -> None:
+    socket_folder.mkdir(mode=0o700)
+    os.chown(socket_folder, 12345, -1)
+    executor = ExecutorConfig(endpoint=f"ipc://{socket_folder}/executor.sock")
+    with pytest.raises(ConfigError, match="others may enter"):
+        Provider(configure(executor=executor)).start()
+
+
+def test_a_provider_that_cannot_start_says_why(configure: Configure, provider: Provider, tmp_path: Path) -> None:
+    taken = msgspec.structs.replace(configure(), listen=provider.address)
+    with pytest.raises(ConfigError, match="listen"):
+        Provider(taken).start()
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        Provider(configure(checkpoint=tmp_path)).start()
+    for listen in ("a..b:0", "no.such.host.invalid:0"):
+        with pytest.raises(ConfigError, match="listen"):
+            Provider(msgspec.structs.replace(configure(), listen=listen)).start()
+    for device in ("abacus", "meta"):
+        with pytest.raises(ConfigError, match="device"):
+            Provider(configure(executor=ExecutorConfig(device=device))).start()
+
+
+def test_a_socket_in_use_is_not_taken_over(configure: Configure, socket_folder: Path) -> None:
+    socket_folder.mkdir(mode=0o700)
+    path = socket_folder / "executor.sock"
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+        other.listen()
+        with pytest.raises(ConfigError, match="another provider"):
+            Provider(configure(executor=ExecutorConfig(endpoint=f"ipc://{path}"))).start()
+
+
+def test_an_executor_serves_what_the_gateway_announced_or_nothing(configure: Configure) -> None:
+    """A checkpoint that was replaced since: an executor that is started again must not serve the new one."""
+    with pytest.raises(CheckpointError, match="changed"):
+        build(configure(), model_digest="sha256:" + 64 * "0", inbox=LocalInbox())
+
+
+def test_room_for_every_connection(configure: Configure, socket_folder: Path) -> None:
+    """ZeroMQ's own limit is 1,023 sockets."""
+    apart = ExecutorConfig(endpoint=f"ipc://{socket_folder}/executor.sock")
+    executor = make(configure(max_connections=1100, executor=apart), model_digest="")
+    with contextlib.ExitStack() as lines:
+        for _ in range(1100):
+            lines.callback(executor.line().close)
+    executor.close()
+
+
+def test_an_executor_that_hangs_is_started_again(
+    configure: Configure, connect: Connect, requests: Requests, socket_folder: Path
+) -> None:
+    """It is there and says nothing: that must be noticed without anybody asking it for a product."""
+    execute, _ = requests
+    apart = ExecutorConfig(endpoint=f"ipc://{socket_folder}/executor.sock", threads=1, hang_timeout_s=1.0)
+    x = torch.ones(1, WIDTH, dtype=torch.int32)
+    with Provider(configure(executor=apart)) as provider:
+        client = connect(to=provider)
+        before = client.product(execute(0, 1), x)
+        assert isinstance(provider.executor, ProcessExecutor)
+        first = provider.executor.pid
+        os.kill(first, signal.SIGSTOP)
+        deadline = time.monotonic() + 30
+        while not provider.executor.hangs:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        after, _ = client.until_served(execute(0, 1), x, within=60)
+        assert torch.equal(before, after)
+        assert provider.executor.pid != first
+        assert provider.status().hangs == 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_starting_ends_it(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: signal.Signals
+) -> None:
+    def start(self: Provider) -> None:
+        signal.raise_signal(number)
+        pytest.fail("it went on")
+
+    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+    monkeypatch.setattr(Provider, "start", start)
+    monkeypatch.setattr("provider.logs.setup", lambda level: None)
+    try:
+        server.serve(configure())
+    finally:
+        for n, handler in before.items():
+            signal.signal(n, handler)
+    assert not capsys.readouterr().out  # and nobody was told that it listens
+
+
+@pytest.mark.parametrize("warm_up", [True, False])
+def test_layers_are_loaded_in_idle_moments_or_when_first_asked_for(
+    configure: Configure, connect: Connect, requests: Requests, warm_up: bool
+) -> None:
+    execute, _ = requests
+    with Provider(configure(executor=ExecutorConfig(threads=1, warm_up=warm_up))) as provider:
+        client = connect(to=provider)
+
+        def loaded() -> int:
+            report = client.ask(wire.Health())
+            assert isinstance(report, wire.HealthReport)
+            return report.groups_loaded
+
+        deadline = time.monotonic() + 60
+        if not warm_up:
+            assert loaded() == 0
+            client.product(execute(0, 1), torch.ones(1, WIDTH, dtype=torch.int32))
+        while loaded() < (9 if warm_up else 1):  # a report may be a moment old
+            assert time.monotonic() < deadline
+        assert warm_up or loaded() == 1
+
+
+def test_commands(keys: Keys, configure: Configure, provider: Provider, tmp_path: Path) -> None:
+    run = CliRunner()
+    path = tmp_path / "provider.toml"
+    assert run.invoke(app, ["init", str(path)]).exit_code == 0
+    assert isinstance(run.invoke(app, ["init", str(path)]).exception, ConfigError)
+    assert run.invoke(app, ["init", str(tmp_path / "part.toml"), "--layers", "0-15"]).exit_code == 0
+    assert '\nlayers = "0-15"' in (tmp_path / "part.toml").read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8")
+    text = text.replace('"model"', json.dumps(configure().model.checkpoint))
+    text = text.replace('# cache = "cache"', f"cache = {json.dumps(str(configure().model.cache))}")
+    text = text.replace('"keys/alpha.pem"', json.dumps(str(keys.provider.certificate)))
+    path.write_text(text.replace("127.0.0.1:7401", provider.address), encoding="utf-8")
+    result = run.invoke(app, ["manifest", "-c", str(path)])
+    assert result.stdout.strip() == provider.model_digest, result.output
+    bob = keys.tenants["bob"]
+    identity = ["--tenant-certificate", str(bob.certificate), "--tenant-key", str(bob.key)]
+    result = run.invoke(app, ["health", "-c", str(path), *identity])
+    assert json.loads(result.stdout)["name"] == "alpha", result.output
+    assert isinstance(run.invoke(app, ["health", *identity]).exception, ConfigError)

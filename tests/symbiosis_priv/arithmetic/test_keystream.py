@@ -1,0 +1,366 @@
+"""Masks: the right AES stream, addressed by row, never the same twice; secrets that do not outlive their process."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import hmac
+import pickle
+import re
+import subprocess
+import sys
+import time
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from hypothesis import given
+from hypothesis import strategies as st
+
+from symbiosis_priv.arithmetic.keystream import MAX_ROW, Keystream, SessionSecret, derive, expand, mask_key
+from symbiosis_priv.arithmetic.ring import DIRECTIONS
+from symbiosis_priv.errors import BurntRowError, RangeError
+from symbiosis_priv.harness import strategies as testing
+
+KEY = bytes(range(32))
+keys = st.binary(min_size=32, max_size=32)
+first_rows = st.integers(0, 100) | st.integers(0, 2**62) | st.integers(2**31 - 5, 2**33)
+
+
+def by_hand(key: bytes, *, row: int, width: int) -> list[int]:
+    """One row, block by block: AES-256 of the counter, read as little-endian signed words."""
+    blocks = (width + 3) // 4
+    aes = Cipher(algorithms.AES256(key), modes.ECB()).encryptor()
+    stream = b"".join(aes.update((row * blocks + i).to_bytes(16, "big")) for i in range(blocks))
+    return [int.from_bytes(stream[4 * i : 4 * i + 4], "little", signed=True) for i in range(width)]
+
+
+def hkdf(secret: bytes, info: bytes, *, salt: bytes = b"", length: int = 32) -> bytes:
+    """RFC 5869 from HMAC alone; an absent salt is a block of zeros."""
+    pseudorandom_key = hmac.digest(salt or bytes(32), secret, hashlib.sha256)
+    block, output = b"", b""
+    for i in range(-(-length // 32)):
+        block = hmac.digest(pseudorandom_key, block + info + bytes([i + 1]), hashlib.sha256)
+        output += block
+    return output[:length]
+
+
+def test_the_oracle_passes_rfc_5869() -> None:
+    first = hkdf(bytes([0x0B] * 22), bytes(range(0xF0, 0xFA)), salt=bytes(range(13)), length=42)
+    third = hkdf(bytes([0x0B] * 22), b"", length=42)  # no salt, as here
+    assert first.hex() == ("3cb25f25faacd57a90434f64d0362f2a2d2d0a90cf1a5a4c5db02d56ecc4c5bf34007208d5b887185865")
+    assert third.hex() == ("8da4e775a563c18f715f802a063c5a31b8a11f5c5ee1879ec3454e5f3c738d2d9d201395faa4b61a96c8")
+
+
+@given(keys, st.lists(st.text(), max_size=4))
+def test_derive_is_hkdf_over_length_prefixed_labels(secret: bytes, labels: list[str]) -> None:
+    parts = [b"symbiosis-priv v1", *(label.encode() for label in labels)]
+    info = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+    assert derive(secret, *labels) == hkdf(secret, info)
+
+
+@given(st.lists(st.lists(st.text(alphabet="ab\0", max_size=3), max_size=4).map(tuple), unique=True, max_size=30))
+def test_labels_never_collide(paths: list[tuple[str, ...]]) -> None:
+    assert len({derive(KEY, *path) for path in paths}) == len(paths)
+
+
+def test_moving_a_boundary_changes_the_key() -> None:
+    assert derive(KEY, "ab", "c") != derive(KEY, "a", "bc")
+    assert mask_key(KEY, group_name="a", direction="bforward") != mask_key(KEY, group_name="ab", direction="forward")
+
+
+@given(key=keys, first_row=first_rows, rows=st.integers(0, 4), width=testing.widths())
+def test_expand_is_aes_ctr(key: bytes, first_row: int, rows: int, width: int) -> None:
+    got = expand(key, first_row=first_row, rows=rows, width=width)
+    assert (got.dtype, got.shape, got.is_contiguous()) == (torch.int32, (rows, width), True)
+    assert got.tolist() == [by_hand(key, row=first_row + i, width=width) for i in range(rows)]
+
+
+@given(key=keys, first_row=first_rows, rows=st.integers(0, 9), width=testing.widths(), data=st.data())
+def test_a_keystream_is_added_as_it_is_expanded(
+    key: bytes, first_row: int, rows: int, width: int, data: st.DataObject
+) -> None:
+    before = data.draw(testing.ring_rows(width=width, count=rows))
+    after = before.clone()
+    Keystream(key, width=width).add_to(after, first_row=first_row)
+    assert torch.equal(after, before + expand(key, first_row=first_row, rows=rows, width=width))
+
+
+@given(width=testing.widths(), places=st.lists(st.tuples(first_rows, st.integers(0, 4), st.booleans()), max_size=9))
+def test_a_keystream_that_is_used_again_starts_where_it_is_told(
+    width: int, places: list[tuple[int, int, bool]]
+) -> None:
+    keystream = Keystream(KEY, width=width)
+    for first_row, rows, added in places:
+        got = torch.zeros(rows, width, dtype=torch.int32)
+        if added:
+            keystream.add_to(got, first_row=first_row)
+        else:
+            got = keystream.expand(first_row, rows)
+        assert got.tolist() == [by_hand(KEY, row=first_row + i, width=width) for i in range(rows)]
+
+
+@given(
+    width=testing.widths(),
+    places=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.booleans()), max_size=30),
+)
+def test_rows_made_ahead_are_those_that_are_asked_for_or_none(width: int, places: list[tuple[int, int, bool]]) -> None:
+    keystream = Keystream(KEY, width=width)
+    for first_row, rows, ahead in places:
+        if ahead:
+            keystream.make_ahead(first_row, rows)
+        else:
+            got = torch.zeros(rows, width, dtype=torch.int32)
+            keystream.add_to(got, first_row=first_row)
+            assert got.tolist() == [by_hand(KEY, row=first_row + i, width=width) for i in range(rows)]
+
+
+def test_nothing_is_made_ahead_that_there_is_not_or_that_is_much() -> None:
+    keystream, width = Keystream(KEY, width=1 << 12), 1 << 12
+    keystream.make_ahead(MAX_ROW - 1, 2)
+    keystream.make_ahead(0, 1 << 40)
+    got = torch.zeros(1, width, dtype=torch.int32)
+    keystream.add_to(got, first_row=MAX_ROW - 1)
+    assert got.tolist() == [by_hand(KEY, row=MAX_ROW - 1, width=width)]
+
+
+def test_threads_share_a_keystream() -> None:
+    keystream, width = Keystream(KEY, width=5000), 5000
+    want = expand(KEY, first_row=0, rows=64, width=width)
+
+    def masked(first_row: int) -> bool:
+        rows = torch.zeros(16, width, dtype=torch.int32)
+        keystream.make_ahead(first_row, 4)
+        keystream.add_to(rows[:4], first_row=first_row)
+        keystream.add_to(rows[4:], first_row=first_row + 4)
+        return torch.equal(rows, want[first_row : first_row + 16])
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(masked, [16 * (i % 4) for i in range(400)]))
+
+
+@pytest.mark.parametrize("width", [4096, 4097, 1 << 17, (1 << 17) + 3])
+def test_pieces_are_one_stream(width: int) -> None:
+    """Rows that fill several pieces of what is encrypted at a time, and end within one."""
+    rows = (1 << 18) // width + 2
+    got = expand(KEY, first_row=5, rows=rows, width=width)
+    assert got[0].tolist() == by_hand(KEY, row=5, width=width)
+    assert got[-1].tolist() == by_hand(KEY, row=5 + rows - 1, width=width)
+    added = torch.ones(rows, width, dtype=torch.int32)
+    Keystream(KEY, width=width).add_to(added, first_row=5)
+    assert torch.equal(added, got + 1)
+
+
+@given(first_row=first_rows, rows=st.integers(0, 40), width=testing.widths(), data=st.data())
+def test_expand_is_seekable(first_row: int, rows: int, width: int, data: st.DataObject) -> None:
+    whole = expand(KEY, first_row=first_row, rows=rows, width=width)
+    start = data.draw(st.integers(0, rows))
+    stop = data.draw(st.integers(start, rows))
+    part = expand(KEY, first_row=first_row + start, rows=stop - start, width=width)
+    assert torch.equal(part, whole[start:stop])
+
+
+def test_the_last_row_there_is() -> None:
+    assert expand(KEY, first_row=MAX_ROW - 1, rows=1, width=9).tolist() == [by_hand(KEY, row=MAX_ROW - 1, width=9)]
+
+
+def blocks(stream: torch.Tensor) -> list[bytes]:
+    data = stream.numpy().tobytes()
+    return [data[i : i + 16] for i in range(0, len(data), 16)]
+
+
+def test_no_block_is_ever_reused() -> None:
+    """Across rows, layer groups, directions, helpers and sessions. By chance: below 2^-100."""
+    seen: list[bytes] = []
+    for secret in (SessionSecret(), SessionSecret()):
+        for helper in ("sha256:aa", "sha256:ab"):
+            for group in ("model.layers.0.mlp", "model.layers.1.mlp", "model.layers.10.mlp"):
+                for direction in DIRECTIONS:
+                    key = mask_key(secret.seed_for(helper), group_name=group, direction=direction)
+                    seen += blocks(expand(key, first_row=0, rows=64, width=16))
+    assert len(seen) == 2 * 2 * 3 * 2 * 64 * 4
+    assert len(set(seen)) == len(seen)
+
+
+def test_helpers_know_no_seed_but_their_own() -> None:
+    secret = SessionSecret()
+    holders = [("a",), ("b",), ("ab",), ("a", "b"), ("a", "bc"), ("ab", "c")]
+    seeds = [secret.seed_for(*holder) for holder in holders]
+    assert len(set(seeds)) == len(holders)
+    assert all(len(seed) == 32 for seed in seeds)
+    assert secret.seed_for("a") == seeds[0]
+
+
+def test_sessions_share_no_seed() -> None:
+    seeds = {SessionSecret().seed_for("helper") for _ in range(200)}
+    assert len(seeds) == 200
+
+
+def test_masks_ignore_torch_and_numpy_seeds() -> None:
+    """Rule 1: a session secret comes from the operating system, whatever a training script seeds."""
+    seeds = set()
+    for _ in range(2):
+        torch.manual_seed(0)
+        np.random.seed(0)
+        seeds.add(SessionSecret().seed_for("helper"))
+    assert len(seeds) == 2
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(DIRECTIONS), st.integers(0, 9)), max_size=30))
+def test_burnt_rows_are_never_handed_out_again(requests: list[tuple[str, str, int]]) -> None:
+    secret = SessionSecret()
+    burnt: dict[tuple[str, str], set[int]] = {}
+    for group, direction, rows in requests:
+        first = secret.burn(group_name=group, direction=direction, rows=rows)
+        taken = set(range(first, first + rows))
+        before = burnt.setdefault((group, direction), set())
+        assert not before & taken
+        before |= taken
+
+
+class SlowCount(int):
+    """A number of rows that takes its time to be added: another thread gets in between reading and writing."""
+
+    def __radd__(self, other: int) -> int:
+        time.sleep(1e-5)
+        return int(other) + int(self)
+
+
+def test_burnt_ranges_never_overlap_under_threads() -> None:
+    secret = SessionSecret()
+    sizes = [SlowCount(1 + i % 5) for i in range(1000)]
+    with ThreadPoolExecutor(8) as pool:
+        firsts = list(pool.map(lambda rows: secret.burn(group_name="g", direction="forward", rows=rows), sizes))
+    ranges = sorted(zip(firsts, sizes, strict=True))
+    assert all(a + int(rows) == b for (a, rows), (b, _) in pairwise(ranges))
+    assert secret.burn(group_name="g", direction="forward", rows=0) == sum(map(int, sizes))
+
+
+def test_a_counter_never_goes_back() -> None:
+    secret = SessionSecret()
+    secret.burn(group_name="g", direction="forward", rows=7)
+    with pytest.raises(BurntRowError):
+        secret.burn(group_name="g", direction="forward", rows=-7)
+    assert secret.burn(group_name="g", direction="forward", rows=1) == 7
+
+
+@pytest.mark.parametrize("carry", [copy.copy, copy.deepcopy, pickle.dumps, lambda s: pickle.dumps({"state": [s]}, 2)])
+def test_a_secret_is_never_stored_or_copied(carry: object) -> None:
+    """Rule 2: a counter that was stored could be resumed, and its rows used twice."""
+    assert callable(carry)
+    with pytest.raises(BurntRowError):
+        carry(SessionSecret())
+
+
+def test_a_secret_is_not_printed() -> None:
+    secret = SessionSecret()
+    assert re.fullmatch(r"SessionSecret\(\.\.\.\)", repr(secret))
+    assert str(secret) == f"{secret}" == repr(secret)
+
+
+FORKED = """
+import multiprocessing
+import os
+import subprocess
+import sys
+from symbiosis_priv.errors import BurntRowError
+from symbiosis_priv.arithmetic.keystream import SessionSecret
+
+secret = SessionSecret()
+secret.burn(group_name="g", direction="forward", rows=3)
+if "same process id" in sys.argv:  # as in a new pid namespace, or when an id is used again
+    os.getpid = lambda: 1
+
+
+def use(_=None):
+    try:
+        secret.burn(group_name="g", direction="forward", rows=1)
+    except BurntRowError:
+        os._exit(7)
+
+
+def fork(work):
+    if not (child := os.fork()):
+        work()
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+assert fork(use) == 7
+assert fork(lambda: os._exit(fork(use))) == 7, "a grandchild could use it"
+worker = multiprocessing.get_context("fork").Process(target=use)
+worker.start()
+worker.join()
+assert worker.exitcode == 7
+subprocess.run([sys.executable, "-c", ""], check=True)  # vfork and exec: nothing of ours runs in between
+
+child = os.fork()
+if child == 0:
+    refused = 0
+    for use in (lambda: secret.seed_for("h"), lambda: secret.burn(group_name="g", direction="forward", rows=1)):
+        try:
+            use()
+        except BurntRowError:
+            refused += 1
+    fresh = SessionSecret()
+    os._exit(0 if refused == 2 and not secret.alive and fresh.alive and fresh.seed_for("h") else 1)
+_, status = os.waitpid(child, 0)
+assert os.waitstatus_to_exitcode(status) == 0, "the child could use its parent's secret"
+assert secret.alive and secret.burn(group_name="g", direction="forward", rows=1) == 3
+"""
+
+
+@pytest.mark.parametrize("ids", ["own process id", "same process id"])
+def test_a_forked_child_finds_the_secret_dead(ids: str) -> None:
+    """In a process of its own: forking this one, with torch's threads in it, is undefined."""
+    subprocess.run([sys.executable, "-c", FORKED, ids], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"first_row": -1},
+        {"rows": -1},
+        {"width": 0},
+        {"first_row": MAX_ROW},
+        {"first_row": MAX_ROW - 1, "rows": 2},
+        {"rows": 1 << 40},
+        {"width": 1 << 40},
+        {"key": bytes(16)},
+        {"key": bytes(33)},
+    ],
+    ids=str,
+)
+def test_impossible_requests_take_no_memory(arguments: dict[str, object]) -> None:
+    request = {"key": KEY, "first_row": 0, "rows": 1, "width": 4} | arguments
+    tracemalloc.start()
+    try:
+        with pytest.raises(RangeError):
+            expand(**request)  # type: ignore[arg-type]
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_masks_look_uniform() -> None:
+    """Pearson's chi-square of each byte position and of neighbouring bits: sound masks fail below 1e-9."""
+    words = expand(SessionSecret().seed_for("h"), first_row=0, rows=256, width=4096).numpy().view(np.uint8)
+    for position in range(4):
+        counts = np.bincount(words.reshape(-1, 4)[:, position], minlength=256)
+        expected = counts.sum() / 256
+        statistic = float(((counts - expected) ** 2).sum() / expected)
+        # 255 degrees of freedom; Laurent and Massart (2000): P(X > k + 2 sqrt(k t) + 2 t) <= e^-t, with t = 24
+        assert statistic < 255 + 2 * (255 * 24) ** 0.5 + 2 * 24
+
+
+def test_streams_are_uncorrelated() -> None:
+    """Hoeffding bounds the share of equal bits between streams, and between a stream and itself moved."""
+    seeds = [derive(KEY, str(i)) for i in range(6)]
+    streams = [expand(seed, first_row=0, rows=64, width=1024).numpy() for seed in seeds]
+    for a, b in combinations([*streams, streams[0][::-1], np.roll(streams[0], 1)], 2):
+        equal = 1 - np.bitwise_count((a ^ b).view(np.uint32)).mean() / 32
+        assert abs(equal - 0.5) < (32 / a.size / 32) ** 0.5  # 2 e^-64 for sound masks

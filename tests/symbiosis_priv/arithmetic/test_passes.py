@@ -1,0 +1,266 @@
+"""The two passes, compiled and with torch: the same bits as the steps they are made of, on every build."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from symbiosis_priv.arithmetic import modular, passes
+from symbiosis_priv.arithmetic.modular import Column
+from symbiosis_priv.arithmetic.ring import Bound, dequantise, quantise_rows
+from symbiosis_priv.errors import NonFiniteError, RangeError
+from symbiosis_priv.harness import strategies as testing
+from tests.builds import BUILDS, TORCH, build
+
+KEY = bytes(range(32))
+
+
+def bound_of(width: int) -> Bound:
+    return Bound(inputs=width, weight_absmax=511, weight_norm=511 * math.sqrt(width) / 2)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """Floats as integers: nan equals nan, and -0 is not 0."""
+    size = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.contiguous().view(size)
+
+
+def cut(data: st.DataObject, width: int) -> list[int]:
+    """Widths of siblings that make up `width`."""
+    ends = sorted({*data.draw(st.lists(st.integers(1, width), max_size=2)), width})
+    return [b - a for a, b in zip([0, *ends], ends, strict=False)]
+
+
+def scales(width: int, seed: int) -> Tensor:
+    """float64 `[width]`, as weight scales are."""
+    return torch.from_numpy(np.random.default_rng(seed).uniform(1e-6, 1e-2, width))
+
+
+@given(data=st.data(), rows=testing.float_rows(width=testing.widths(), largest=1e300))
+def test_encode_is_quantise_and_expect(data: st.DataObject, rows: Tensor) -> None:
+    width = rows.shape[1]
+    fold = data.draw(st.none() | st.builds(scales, st.just(width), st.integers(0, 9)))
+    column = data.draw(st.none() | st.just(modular.uniform(KEY, width)))
+    parts = rows.split(cut(data, width), dim=1)
+
+    xq, scale = quantise_rows(rows if fold is None else rows.double() * fold, bound_of(width))
+    for name in BUILDS:
+        out, expected = torch.full_like(xq, 7), torch.full((len(xq),), 7)
+        with build(name):
+            got = passes.encode(parts, bound=bound_of(width), out=out, fold=fold, column=column, expected=expected)
+        assert torch.equal(out, xq), name
+        assert torch.equal(bits(got), bits(scale[:, 0])), name
+        assert torch.equal(expected, torch.full((len(xq),), 7) if column is None else modular.dot(xq, column)), name
+
+
+@given(
+    data=st.data(),
+    answer=testing.ring_rows(width=8) | testing.widths().flatmap(lambda width: testing.ring_rows(width=width)),
+    dtype=st.sampled_from(testing.FLOAT_DTYPES),
+    helpers=st.integers(0, 3),
+)
+def test_decode_is_subtract_dequantise_and_store(
+    data: st.DataObject, answer: Tensor, dtype: torch.dtype, helpers: int
+) -> None:
+    count, width = answer.shape
+    effects = [data.draw(testing.ring_rows(width=width, count=count)) for _ in range(helpers)]
+    channel_scale = data.draw(st.none() | st.builds(scales, st.just(width), st.integers(0, 9)))
+    bias = None if channel_scale is None else data.draw(st.none() | st.builds(scales, st.just(width), st.just(10)))
+    scale = torch.from_numpy(10.0 ** np.random.default_rng(data.draw(st.integers(0, 9))).uniform(-320, 300, count))
+    widths = cut(data, width)
+
+    y = answer.clone()
+    for effect in effects:
+        y -= effect
+    column = modular.uniform(KEY, width)
+    floats = dequantise(y, scale=scale[:, None], channel_scale=channel_scale)
+    floats = floats if bias is None else floats + bias
+    want = [part.to(dtype) for part in floats.split(widths, dim=1)]
+    for name in BUILDS:
+        outputs = [torch.full_like(part, 7) for part in want]
+        with build(name):
+            passed = passes.decode(
+                answer,
+                outputs,
+                scale=scale,
+                effects=effects,
+                channel_scale=channel_scale,
+                bias=bias,
+                column=column,
+                expected=modular.dot(y, column),
+            )
+        assert passed, name
+        for got, part in zip(outputs, want, strict=True):
+            assert torch.equal(bits(got), bits(part)), name
+
+
+@pytest.mark.parametrize("name", BUILDS)
+@given(data=st.data(), width=testing.widths(), error=st.integers(1, 2**32 - 1))
+def test_no_wrong_row_passes(name: str, data: st.DataObject, width: int, error: int) -> None:
+    """Whatever the error's valuation, and also where it wraps: by chance once in 2^60."""
+    answer = data.draw(testing.ring_rows(width=width, count=st.integers(1, 4)))
+    column = modular.uniform(KEY, width)
+    expected = modular.dot(answer, column)
+    place = data.draw(st.integers(0, answer.numel() - 1))
+    wrong = answer.to(torch.int64)
+    wrong.view(-1)[place] += error
+    lie = wrong.to(torch.int32)
+    outputs = [torch.full(answer.shape, 7.0)]
+    scale = torch.ones(len(answer), dtype=torch.float64)
+    with build(name):
+        assert not passes.decode(lie, outputs, scale=scale, column=column, expected=expected)
+        assert passes.unmask(lie, effects=[], column=column, expected=expected) is None
+        right = passes.unmask(answer + lie, effects=[lie], column=column, expected=expected)
+    assert right is not None
+    assert torch.equal(right, answer)
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_an_error_of_the_modulus_of_a_smaller_prime_does_not_pass(name: str) -> None:
+    """Against p = 2^31 - 1 an error of exactly p would."""
+    answer = torch.zeros(1, 5, dtype=torch.int32)
+    column, expected = modular.uniform(KEY, 5), torch.zeros(1, dtype=torch.int64)
+    answer[0, 3] = 2**31 - 1
+    with build(name):
+        assert passes.unmask(answer, effects=[], column=column, expected=expected) is None
+
+
+@pytest.mark.parametrize("name", [name for name in BUILDS if name != TORCH])
+def test_nothing_of_a_wrong_row_is_stored(name: str) -> None:
+    column = modular.uniform(KEY, 9)
+    answer = torch.ones(3, 9, dtype=torch.int32)
+    expected = modular.dot(answer, column)
+    answer[1, 4] = 2
+    outputs = [torch.full((3, 9), 7.0)]
+    with build(name):
+        assert not passes.decode(
+            answer, outputs, scale=torch.ones(3, dtype=torch.float64), column=column, expected=expected
+        )
+    assert bool((outputs[0][1] == 7.0).all())
+
+
+@pytest.mark.parametrize("name", BUILDS)
+@given(
+    rows=testing.float_rows(width=testing.widths(), count=st.integers(1, 4)),
+    bad=st.sampled_from([math.nan, math.inf, -math.inf]),
+    data=st.data(),
+)
+def test_non_finite_rows_are_refused(name: str, rows: Tensor, bad: float, data: st.DataObject) -> None:
+    i, j = data.draw(st.integers(0, rows.shape[0] - 1)), data.draw(st.integers(0, rows.shape[1] - 1))
+    rows[i, j] = bad
+    out = torch.empty(rows.shape, dtype=torch.int32)
+    with build(name), pytest.raises(NonFiniteError, match="nothing was sent"):
+        passes.encode(rows.split(cut(data, rows.shape[1]), dim=1), bound=bound_of(rows.shape[1]), out=out)
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_what_a_fold_makes_infinite_is_refused(name: str) -> None:
+    rows, fold = torch.full((1, 3), 1e300, dtype=torch.float64), torch.full((3,), 1e10, dtype=torch.float64)
+    with build(name), pytest.raises(NonFiniteError):
+        passes.encode([rows], bound=bound_of(3), out=torch.empty(1, 3, dtype=torch.int32), fold=fold)
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        [torch.zeros(2, 5)],
+        [torch.zeros(4)],
+        [torch.zeros(1, 4)],
+        [torch.zeros(2, 2), torch.zeros(2, 3)],
+        [torch.zeros(2, 2), torch.zeros(3, 2)],
+        [torch.zeros(2, 4, dtype=torch.int32)],
+    ],
+    ids=lambda inputs: f"{inputs[0].dtype}-{[list(part.shape) for part in inputs]}",
+)
+@pytest.mark.parametrize("name", BUILDS)
+def test_wrong_shapes_and_dtypes_are_refused(name: str, inputs: Sequence[Tensor]) -> None:
+    with build(name), pytest.raises(RangeError):
+        passes.encode(inputs, bound=bound_of(4), out=torch.empty(2, 4, dtype=torch.int32))
+
+
+def strided(rows: Tensor) -> dict[str, Tensor]:
+    """The same matrix in other layouts."""
+    wider = torch.nn.functional.pad(rows, (3, 2))
+    return {
+        "transposed": rows.t().contiguous().t(),
+        "part of a wider one": wider[:, 3:-2],
+        "every other column": torch.stack([rows, rows], dim=-1)[:, :, 1],
+        "expanded": rows[:1].expand_as(rows),
+    }
+
+
+@pytest.mark.parametrize("name", BUILDS)
+@pytest.mark.parametrize("dtype", testing.FLOAT_DTYPES)
+def test_layout_and_threads_change_nothing(name: str, dtype: torch.dtype, set_threads: Callable[[int], None]) -> None:
+    """Also where there is enough to do for several threads."""
+    width = 4099
+    generator = np.random.default_rng(0)
+    rows = torch.from_numpy(generator.standard_normal((257, width))).to(dtype)
+    mask = torch.from_numpy(generator.integers(-(2**31), 2**31, rows.shape, dtype=np.int32))
+    column = modular.uniform(KEY, width)
+    channel_scale = scales(width, 0)
+
+    def both(inputs: Tensor, blank: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        out = torch.empty(rows.shape, dtype=torch.int32)
+        expected = torch.empty(len(rows), dtype=torch.int64)
+        scale = passes.encode([inputs], bound=bound_of(width), out=out, column=column, expected=expected)
+        out += mask
+        y = blank(rows)
+        assert passes.decode(
+            out, [y], scale=scale, effects=[mask], channel_scale=channel_scale, column=column, expected=expected_of(out)
+        )
+        return [out, bits(scale), expected, bits(y)]
+
+    def expected_of(out: Tensor) -> Tensor:
+        return modular.dot(out - mask, column)
+
+    with build(TORCH):
+        want = both(rows, torch.empty_like)
+    assert torch.equal(want[2], expected_of(want[0]))  # of this "layer", whose product is its input
+    with build(name):
+        for threads in (1, 2, 5):
+            set_threads(threads)
+            for got, part in zip(both(rows, torch.empty_like), want, strict=True):
+                assert torch.equal(got, part)
+        for layout in strided(rows).keys() - {"expanded"}:
+            blank = functools.partial(lambda layout, like: strided(torch.empty_like(like))[layout], layout)
+            others = both(strided(rows)[layout], blank)
+            assert all(torch.equal(a, b) for a, b in zip(others, want, strict=True)), layout
+        first = both(strided(rows)["expanded"], torch.empty_like)
+        assert torch.equal(first[1], want[1][:1].expand(len(rows)))
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_a_wrong_row_is_found_by_any_thread(name: str, set_threads: Callable[[int], None]) -> None:
+    set_threads(4)
+    width = 4096
+    column = modular.uniform(KEY, width)
+    answer = torch.zeros(400, width, dtype=torch.int32)
+    expected, scale = torch.zeros(400, dtype=torch.int64), torch.ones(400, dtype=torch.float64)
+    outputs = [torch.empty(400, width)]
+    with build(name):
+        for row in (0, 199, 399):
+            answer[row, row] = -(2**31)
+            assert not passes.decode(answer, outputs, scale=scale, column=column, expected=expected)
+            answer[row, row] = 0
+        assert passes.decode(answer, outputs, scale=scale, column=column, expected=expected)
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_no_rows(name: str) -> None:
+    column = Column(torch.zeros(4, dtype=torch.int64))
+    with build(name):
+        out = torch.empty(0, 4, dtype=torch.int32)
+        expected = torch.empty(0, dtype=torch.int64)
+        scale = passes.encode([torch.zeros(0, 4)], bound=bound_of(4), out=out, column=column, expected=expected)
+        assert (scale.shape, scale.dtype) == ((0,), torch.float64)
+        outputs = [torch.empty(0, 3), torch.empty(0, 1)]
+        assert passes.decode(out, outputs, scale=scale, column=column, expected=expected)

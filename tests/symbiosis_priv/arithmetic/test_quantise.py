@@ -1,0 +1,210 @@
+"""Weights to integers: how far off, how deterministic, and whether the digest sees everything."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.strategies import DataObject
+from torch import Tensor
+
+from symbiosis_priv.arithmetic.quantise import Layer, QuantisedGroup, quantise
+from symbiosis_priv.arithmetic.ring import Direction
+from symbiosis_priv.errors import CheckpointError, ConfigError
+from symbiosis_priv.harness import strategies as testing
+from tests.builds import BUILDS, build
+
+
+def layer(weight: Tensor, bias: Tensor | None = None) -> Layer:
+    return Layer("layer", weight, bias)
+
+
+def same(a: QuantisedGroup, b: QuantisedGroup) -> bool:
+    biases = (a.bias is None and b.bias is None) or (
+        a.bias is not None and b.bias is not None and torch.equal(a.bias, b.bias)
+    )
+    return biases and torch.equal(a.weight, b.weight) and torch.equal(a.channel_scale, b.channel_scale)
+
+
+@given(testing.layers(), testing.weight_bits())
+def test_error_is_half_a_step_per_channel(members: list[Layer], bits: int) -> None:
+    group = quantise(members, weight_bits=bits)
+    peak = 2 ** (bits - 1) - 1
+    stacked = torch.cat([member.weight.double() for member in members])
+    assert group.weight.shape == stacked.shape
+    for weights, integers, step in zip(stacked, group.weight, group.channel_scale.tolist(), strict=True):
+        largest = weights.abs().max().item()
+        scale = Fraction(step)
+        assert integers.abs().max() <= peak
+        if step == 1.0 and largest < 1e-300:  # a zero channel, or one that no float32 can tell from it
+            assert not integers.any()
+            continue
+        assert integers.abs().max() == peak  # the whole range is used
+        for w, q in zip(weights.tolist(), integers.tolist(), strict=True):
+            # dividing by the scale rounds once: 1 eps of |w|
+            assert abs(Fraction(w) - q * scale) <= scale / 2 + abs(Fraction(w)) * Fraction(2) ** -52
+
+
+@given(testing.layers(), testing.weight_bits(), testing.directions())
+def test_the_bound_holds_the_true_norms(members: list[Layer], bits: int, direction: Direction) -> None:
+    group = quantise(members, weight_bits=bits)
+    bound = group.bound(direction)
+    rows = group.weight.tolist() if direction == "forward" else group.weight.t().tolist()
+    assert bound.inputs == len(rows[0])
+    assert bound.weight_absmax == max(abs(w) for row in rows for w in row)
+    squared = max(sum(w * w for w in row) for row in rows)
+    assert math.isclose(bound.weight_norm, math.sqrt(squared), rel_tol=1e-15)
+
+
+def test_zero_channels_stay_zero() -> None:
+    weight = torch.zeros(3, 4)
+    weight[1] = torch.tensor([0.0, -2.0, 1.0, 0.5])
+    group = quantise([layer(weight)], weight_bits=8)
+    assert group.weight.tolist() == [[0] * 4, [0, -127, 64, 32], [0] * 4]
+    assert group.channel_scale.tolist() == [1.0, 2 / 127, 1.0]
+
+
+def test_subnormal_channels_do_not_leave_the_integer_range() -> None:
+    """Half-way between two subnormal numbers the scale is off by a third: 189 / 127 would be stored as 1."""
+    weight = torch.full((1, 4), 189 * 5e-324, dtype=torch.float64)
+    assert quantise([layer(weight)], weight_bits=8).weight.abs().max() <= 127
+
+
+@given(testing.layers(), st.data())
+def test_the_digest_sees_every_bit(members: list[Layer], data: DataObject) -> None:
+    group = quantise(members)
+    parts = {"weight": group.weight, "channel_scale": group.channel_scale, "bias": group.bias}
+    name = data.draw(st.sampled_from([name for name, tensor in parts.items() if tensor is not None]))
+    tensor = parts[name]
+    assert tensor is not None
+    changed = tensor.clone()
+    octets = changed.view(torch.uint8).view(-1)
+    octets[data.draw(st.integers(0, len(octets) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    before = group.digest()
+    assert replace(group, **{name: changed}).digest() != before
+    assert group.digest() == before
+
+
+def test_the_digest_sees_shapes_and_absent_biases() -> None:
+    flat = torch.arange(6, dtype=torch.int16)
+    ones = torch.ones(6, dtype=torch.float64)
+    groups = [
+        QuantisedGroup(flat.view(2, 3), ones[:2], None),
+        QuantisedGroup(flat.view(3, 2), ones[:3], None),
+        QuantisedGroup(flat.view(2, 3), ones[:2], torch.zeros(2)),
+        QuantisedGroup(flat.view(2, 3).to(torch.int32), ones[:2], None),
+    ]
+    assert len({group.digest() for group in groups}) == len(groups)
+
+
+def test_the_digest_is_of_values_not_of_layout() -> None:
+    group = quantise([layer(torch.arange(12.0).view(3, 4))])
+    turned = QuantisedGroup(group.weight.t().contiguous().t(), group.channel_scale, None)
+    assert turned.digest() == group.digest()
+
+
+def test_the_digest_is_what_it_says() -> None:
+    """SHA-256 of name, dtype, shape and little-endian values, in this order: other programs can compute it."""
+    group = quantise([layer(torch.tensor([[1.0, -0.25, 0.1], [0.0, 0.0, 0.0]]), torch.tensor([0.5, -1.5]))])
+    stream = b'["weight","<i2",[2,3]]' + struct.pack("<6h", 511, -128, 51, 0, 0, 0)
+    stream += b'["channel_scale","<f8",[2]]' + struct.pack("<2d", 1 / 511, 1.0)
+    stream += b'["bias","<f4",[2]]' + struct.pack("<2f", 0.5, -1.5)
+    assert group.digest() == hashlib.sha256(stream).hexdigest()
+
+
+def test_threads_and_layout_change_nothing(set_threads: Callable[[int], None]) -> None:
+    """Also where there is enough to do for several threads."""
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(600, 2100, generator=generator), torch.randn(600, generator=generator)
+    digests, bounds = set(), set()
+    for name in BUILDS:
+        with build(name):
+            for threads in (1, 2, 5):
+                set_threads(threads)
+                for same in (weight, weight.t().contiguous().t(), torch.cat([weight, weight], dim=1)[:, 2100:]):
+                    group = quantise([layer(same, bias)])
+                    digests.add(group.digest())
+                    bounds.add((group.bound("forward"), group.bound("backward")))
+    assert len(digests) == len(bounds) == 1
+
+
+@given(testing.layers(), testing.weight_bits())
+def test_every_build_makes_the_same_bits(members: list[Layer], bits: int) -> None:
+    """A digest is pinned in federation files: it must not depend on a compiler having been there."""
+    seen = set()
+    for name in BUILDS:
+        with build(name):
+            group = quantise(members, weight_bits=bits)
+            seen.add((group.digest(), group.bound("forward"), group.bound("backward")))
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_a_bad_weight_is_found_in_any_row(name: str) -> None:
+    for row in (0, 150, 299):
+        weight = torch.ones(300, 3000)
+        weight[row, row] = math.inf
+        with build(name), pytest.raises(CheckpointError, match="weight of layer "):
+            quantise([layer(torch.ones(2, 3000)), layer(weight)])
+
+
+@given(testing.layers(dtypes=[torch.bfloat16, torch.float16]))
+def test_the_storage_dtype_changes_nothing(members: list[Layer]) -> None:
+    """A bf16 checkpoint and its exact float32 copy are the same model."""
+    wider = [Layer(m.name, m.weight.float(), None if m.bias is None else m.bias.float()) for m in members]
+    assert same(quantise(members), quantise(wider))
+
+
+@given(testing.layers(members=1, dtypes=[torch.float32]))
+def test_a_transposed_weight_is_the_same_weight(members: list[Layer]) -> None:
+    """`Conv1D` stores `[in, out]`; reading it through `.t()` must not matter."""
+    [member] = members
+    stored = member.weight.t().contiguous()
+    assert quantise([Layer("c_attn", stored.t(), member.bias)]).digest() == quantise(members).digest()
+
+
+@given(testing.layers(members=3))
+def test_siblings_are_stacked_in_order(members: list[Layer]) -> None:
+    group = quantise(members)
+    alone = [quantise([member]) for member in members]
+    assert torch.equal(group.weight, torch.cat([one.weight for one in alone]))
+    assert torch.equal(group.channel_scale, torch.cat([one.channel_scale for one in alone]))
+    if any(member.bias is not None for member in members):
+        biases = [torch.zeros(len(m.weight)) if m.bias is None else m.bias.float() for m in members]
+        assert group.bias is not None
+        assert torch.equal(group.bias, torch.cat(biases))
+    else:
+        assert group.bias is None
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", ["weight", "bias"])
+def test_non_finite_parameters_are_refused_by_name(where: str, bad: float) -> None:
+    parameters = {"weight": torch.ones(3, 4), "bias": torch.ones(3)}
+    parameters[where].view(-1)[-1] = bad
+    with pytest.raises(CheckpointError, match=f"{where} of model.layers.7 "):
+        quantise([Layer("model.layers.7", parameters["weight"], parameters["bias"])])
+
+
+def test_members_that_share_no_input_are_refused() -> None:
+    with pytest.raises(CheckpointError, match="share"):
+        quantise([layer(torch.ones(3, 4)), layer(torch.ones(3, 5))])
+
+
+def test_a_bias_of_the_wrong_length_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="length"):
+        quantise([layer(torch.ones(3, 4), torch.ones(4))])
+
+
+@pytest.mark.parametrize("bits", [-1, 0, 3, 13, 32])
+def test_weight_bits_outside_the_proof_are_refused(bits: int) -> None:
+    with pytest.raises(ConfigError, match=str(bits)):
+        quantise([layer(torch.ones(3, 4))], weight_bits=bits)

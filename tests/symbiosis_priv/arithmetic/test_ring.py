@@ -1,0 +1,213 @@
+"""The ring's promises, against exact integer arithmetic: nothing leaves the range, masking changes nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from hypothesis.strategies import DataObject
+from torch import Tensor
+
+from symbiosis_priv.arithmetic.keystream import expand
+from symbiosis_priv.arithmetic.quantise import QuantisedGroup, quantise
+from symbiosis_priv.arithmetic.ring import BACKWARD, RANGE, Bound, Direction, dequantise, quantise_rows
+from symbiosis_priv.errors import NonFiniteError, RangeError
+from symbiosis_priv.harness import strategies as testing
+from symbiosis_priv.kernels import KERNELS, RingMatrix
+
+KEY = bytes(range(32))
+
+
+def group_of(weight: Tensor) -> QuantisedGroup:
+    return QuantisedGroup(weight, torch.ones(len(weight), dtype=torch.float64), None)
+
+
+def matrix_of(group: QuantisedGroup, direction: Direction) -> Tensor:
+    """`[width, outputs]`: what rows of a direction are multiplied by."""
+    return group.weight if direction == BACKWARD else group.weight.t()
+
+
+def exact_product(rows: Tensor, matrix: Tensor) -> np.ndarray:
+    """In int64, which no product of int32 rows with 12-bit weights overflows below 2^20 terms."""
+    return rows.numpy().astype(np.int64) @ matrix.numpy().astype(np.int64)
+
+
+def assert_inside(rows: Tensor, group: QuantisedGroup, direction: Direction) -> None:
+    xq, _ = quantise_rows(rows, group.bound(direction))
+    product = exact_product(xq, matrix_of(group, direction))
+    assert np.abs(product).max(initial=0) < RANGE
+
+
+@given(st.data(), testing.directions(), testing.weight_bits())
+def test_no_product_leaves_the_range(data: DataObject, direction: Direction, bits: int) -> None:
+    members = data.draw(testing.layers())
+    group = quantise(members, weight_bits=bits)
+    width = matrix_of(group, direction).shape[0]
+    assert_inside(data.draw(testing.float_rows(width=width)), group, direction)
+
+
+@given(st.data(), testing.directions(), testing.weight_bits())
+def test_no_product_leaves_the_range_where_the_bounds_are_tight(
+    data: DataObject, direction: Direction, bits: int
+) -> None:
+    outputs, inputs = data.draw(testing.widths()), data.draw(testing.widths(largest=600))
+    group = group_of(data.draw(testing.integer_weights(outputs=outputs, inputs=inputs, bits=bits)))
+    matrix = matrix_of(group, direction)
+    assert_inside(testing.tight_rows(matrix.t()), group, direction)
+
+
+@pytest.mark.parametrize("bits", [4, 12])
+@pytest.mark.parametrize("width", [1, 4097, 150_001])
+def test_no_product_leaves_the_range_of_a_wide_layer(width: int, bits: int) -> None:
+    peak = 2 ** (bits - 1) - 1
+    group = group_of(torch.full((1, width), peak, dtype=torch.int16))
+    assert_inside(testing.tight_rows(group.weight), group, "forward")
+
+
+@given(st.data(), testing.weight_bits(), st.integers(0, 2**32 - 1), st.floats(0, 1))
+def test_no_precision_is_given_away(data: DataObject, bits: int, seed: int, density: float) -> None:
+    """The better of the two Hölder bounds is met within 1 %: the other one, or a bound for the worst row, is not."""
+    outputs, inputs = data.draw(testing.widths()), data.draw(testing.widths())
+    weight = data.draw(testing.integer_weights(outputs=outputs, inputs=inputs, bits=bits))
+    bound = group_of(weight).bound("forward")
+    generator = np.random.default_rng(seed)
+    row = generator.standard_normal((1, inputs)) * (generator.random((1, inputs)) <= density)
+    assume(row.any() and weight.any())
+    xq = quantise_rows(torch.from_numpy(row), bound)[0].double()
+    by_sum, by_length = float(xq.abs().sum()) * bound.weight_absmax, float(xq.norm()) * bound.weight_norm
+    assert 0.99 * RANGE < min(by_sum, by_length) < 1.01 * RANGE
+
+
+@given(rows=testing.float_rows(width=testing.widths(), count=st.integers(1, 6)), data=st.data())
+def test_rounding_error_is_half_a_step(rows: Tensor, data: DataObject) -> None:
+    bound = Bound(inputs=rows.shape[1], weight_absmax=511, weight_norm=511 * math.sqrt(rows.shape[1]))
+    xq, scale = quantise_rows(rows, bound)
+    i = data.draw(st.integers(0, rows.shape[0] - 1))
+    step = Fraction(float(scale[i, 0]))
+    for value, integer in zip(rows[i].double().tolist(), xq[i].tolist(), strict=True):
+        x = Fraction(value)
+        # Three float64 roundings (x / peak, times the factor, the scale itself) move x by at most 4 eps of itself;
+        # a scale among the subnormal numbers is off by half of their spacing.
+        slack = 4 * abs(x) * Fraction(2) ** -52 + abs(integer) * Fraction(2) ** -1075
+        assert abs(x - integer * step) <= step / 2 + slack
+
+
+@given(data=st.data(), rows=testing.float_rows(width=testing.widths(), count=st.integers(1, 9)))
+def test_a_row_does_not_depend_on_its_batch(data: DataObject, rows: Tensor) -> None:
+    bound = Bound(inputs=rows.shape[1], weight_absmax=511, weight_norm=2000.0)
+    together = quantise_rows(rows, bound)
+    order = torch.tensor(data.draw(st.permutations(range(len(rows)))))
+    permuted = quantise_rows(rows[order], bound)
+    alone = [quantise_rows(row[None], bound) for row in rows]
+    for k in range(2):  # integers, scales
+        assert torch.equal(permuted[k], together[k][order])
+        assert torch.equal(torch.cat([one[k] for one in alone]), together[k])
+
+
+def test_a_row_does_not_depend_on_threads_or_layout(set_threads: Callable[[int], None]) -> None:
+    generator = np.random.default_rng(0)
+    rows = torch.from_numpy(generator.standard_normal((7, 40_001)) * 10.0 ** generator.uniform(-30, 30, (7, 1)))
+    bound = Bound(inputs=rows.shape[1], weight_absmax=511, weight_norm=60_000.0)
+    outcomes = []
+    for threads in (1, 2, 3, 5):
+        set_threads(threads)
+        outcomes += [quantise_rows(rows, bound), quantise_rows(rows.t().contiguous().t(), bound)]
+    for xq, scale in outcomes[1:]:
+        assert torch.equal(xq, outcomes[0][0])
+        assert torch.equal(scale, outcomes[0][1])
+
+
+@given(
+    rows=testing.float_rows(width=testing.widths(), count=st.integers(1, 4)),
+    bad=st.sampled_from([math.nan, math.inf, -math.inf]),
+    data=st.data(),
+)
+def test_non_finite_rows_are_refused(rows: Tensor, bad: float, data: DataObject) -> None:
+    i, j = data.draw(st.integers(0, rows.shape[0] - 1)), data.draw(st.integers(0, rows.shape[1] - 1))
+    rows[i, j] = bad
+    with pytest.raises(NonFiniteError):
+        quantise_rows(rows, Bound(inputs=rows.shape[1], weight_absmax=511, weight_norm=2000.0))
+
+
+def test_a_non_finite_row_is_found_behind_many_others() -> None:
+    rows = torch.zeros(5, 40_000)
+    rows[-1, -1] = math.nan
+    with pytest.raises(NonFiniteError):
+        quantise_rows(rows, Bound(inputs=rows.shape[1], weight_absmax=511, weight_norm=2000.0))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        torch.zeros(2, 5),
+        torch.zeros(4),
+        torch.zeros(1, 2, 4),
+        torch.zeros(2, 4, dtype=torch.int32),
+        torch.zeros(2, 4, dtype=torch.bool),
+        torch.zeros(2, 4, dtype=torch.complex64),
+    ],
+    ids=lambda rows: f"{rows.dtype}-{list(rows.shape)}",
+)
+def test_wrong_shapes_and_dtypes_are_refused(rows: Tensor) -> None:
+    with pytest.raises(RangeError):
+        quantise_rows(rows, Bound(inputs=4, weight_absmax=511, weight_norm=2000.0))
+
+
+@pytest.mark.parametrize("width", [0, -1, 1 << 22])
+def test_widths_outside_the_proof_are_refused(width: int) -> None:
+    with pytest.raises(RangeError):
+        Bound(inputs=width, weight_absmax=1, weight_norm=1.0)
+
+
+def test_a_width_that_rounding_alone_could_fill_is_refused() -> None:
+    with pytest.raises(RangeError, match="fewer weight bits"):
+        Bound(inputs=1 << 21, weight_absmax=2048, weight_norm=2048.0)
+
+
+def test_no_rows() -> None:
+    xq, scale = quantise_rows(torch.zeros(0, 4), Bound(inputs=4, weight_absmax=511, weight_norm=511.0))
+    assert (xq.shape, xq.dtype, scale.shape, scale.dtype) == ((0, 4), torch.int32, (0, 1), torch.float64)
+
+
+@pytest.mark.parametrize("kernel", [name for name in KERNELS if KERNELS[name].supports(torch.device("cpu"))])
+@given(data=st.data(), direction=testing.directions(), bits=testing.weight_bits())
+def test_masking_changes_nothing(kernel: str, data: DataObject, direction: Direction, bits: int) -> None:
+    """encode -> mask -> execute -> unmask == the integer product, bit for bit, whatever the rows and the pad."""
+    group = quantise(data.draw(testing.layers()), weight_bits=bits)
+    matrix = matrix_of(group, direction)
+    executor = RingMatrix(group.weight, weight_bits=bits, kernel=kernel)
+    rows = data.draw(testing.float_rows(width=matrix.shape[0]))
+    first_row = data.draw(st.integers(0, 2**40))
+
+    xq, _ = quantise_rows(rows, group.bound(direction))
+    noise = expand(KEY, first_row=first_row, rows=len(rows), width=matrix.shape[0])
+    effect = executor.product(noise, direction)
+    answer = executor.product(xq + noise, direction)
+    unmasked = answer - effect
+
+    assert np.array_equal(unmasked.numpy().astype(np.int64), exact_product(xq, matrix))
+
+
+@given(data=st.data(), direction=testing.directions())
+def test_the_product_approximates_the_float_one(data: DataObject, direction: Direction) -> None:
+    """|y - x W'| <= |scale/2|_1 * max|W'|: the ring's only loss is the rounding of the rows (W' = Wq s)."""
+    members = data.draw(testing.layers(dtypes=[torch.float32], members=1))
+    assume(all(layer.weight.abs().max() < 1e20 for layer in members))
+    group = quantise(members, weight_bits=10)
+    matrix = matrix_of(group, direction).double()
+    rows = data.draw(testing.float_rows(width=matrix.shape[0], dtypes=[torch.float32], largest=1e20))
+    xq, scale = quantise_rows(rows, group.bound(direction))
+    product = torch.from_numpy(exact_product(xq, matrix_of(group, direction)).astype(np.int32))
+    channel_scale = group.channel_scale if direction == "forward" else None
+    y = dequantise(product, scale=scale, channel_scale=channel_scale)
+    truth = rows.double() @ matrix * (1.0 if channel_scale is None else channel_scale)
+    unit = 1.0 if channel_scale is None else channel_scale
+    columns = matrix.abs().sum(dim=0) * unit
+    rounding = 1e-12 * (rows.double().abs() @ matrix.abs()) * unit  # of `truth`, summed in float64
+    assert bool(((y - truth).abs() <= scale / 2 * columns * (1 + 1e-9) + rounding + 1e-300).all())

@@ -1,0 +1,164 @@
+"""Reading safetensors checkpoints: whole, sharded, damaged and malicious."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from symbiosis_priv.checkpoints.checkpoint import Checkpoint, resolve
+from symbiosis_priv.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def copied(llama_path: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(llama_path, tmp_path / "copy"))
+
+
+@pytest.fixture
+def sharded(llama: PreTrainedModel, tmp_path: Path) -> Path:
+    llama.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 3
+    return tmp_path / "sharded"
+
+
+def test_every_tensor_is_read_as_stored(llama: PreTrainedModel, llama_path: Path) -> None:
+    state = llama.state_dict()
+    with Checkpoint(llama_path) as checkpoint:
+        assert set(checkpoint.names()) == set(state)
+        for name in checkpoint.names():
+            assert name in checkpoint
+            assert torch.equal(checkpoint.tensor(name), state[name])
+        assert "nowhere" not in checkpoint
+
+
+def test_shards_hold_the_same_tensors(llama_path: Path, sharded: Path) -> None:
+    with Checkpoint(llama_path) as whole, Checkpoint(sharded) as parts:
+        assert set(whole.names()) == set(parts.names())
+        assert all(torch.equal(whole.tensor(name), parts.tensor(name)) for name in whole.names())
+
+
+def test_shards_are_opened_when_needed(sharded: Path) -> None:
+    """A tenant or a layer server reads its own layers: the other files may not even be readable yet."""
+    with Checkpoint(sharded) as checkpoint:
+        index = json.loads((sharded / INDEX).read_text())["weight_map"]
+        name = "model.layers.1.mlp.down_proj.weight"
+        for file in set(index.values()) - {index[name]}:
+            (sharded / file).write_bytes(b"")
+        assert checkpoint.tensor(name).shape == (32, 48)
+
+
+def test_a_missing_tensor_is_named(llama_path: Path) -> None:
+    with Checkpoint(llama_path) as checkpoint, pytest.raises(CheckpointError, match=r"layers\.9\.mlp"):
+        checkpoint.tensor("model.layers.9.mlp.down_proj.weight")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "..", "", ".", "sub/../x", "missing.safetensors"],
+)
+def test_an_index_names_files_of_its_own_folder_only(name: str, sharded: Path) -> None:
+    (sharded.parent / "secret.safetensors").write_bytes(b"x")
+    index = json.loads((sharded / INDEX).read_text())
+    index["weight_map"]["lm_head.weight"] = name
+    (sharded / INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError):
+        Checkpoint(sharded)
+
+
+@pytest.mark.parametrize(
+    "index",
+    ["", "{", "[]", "{}", "null", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a": null}}'],
+)
+def test_a_damaged_index_is_a_checkpoint_error(index: str, sharded: Path) -> None:
+    (sharded / INDEX).write_text(index)
+    with pytest.raises(CheckpointError, match="damaged"):
+        Checkpoint(sharded)
+
+
+def test_an_index_that_promises_too_much_is_named(sharded: Path) -> None:
+    index = json.loads((sharded / INDEX).read_text())
+    index["weight_map"]["promised.weight"] = index["weight_map"]["lm_head.weight"]
+    (sharded / INDEX).write_text(json.dumps(index))
+    with Checkpoint(sharded) as checkpoint, pytest.raises(CheckpointError, match=r"promised\.weight"):
+        checkpoint.tensor("promised.weight")
+
+
+@given(st.integers(0, 10**9), st.binary(max_size=40))
+def test_a_damaged_file_is_a_checkpoint_error(
+    tmp_path_factory: pytest.TempPathFactory, llama_path: Path, cut: int, tail: bytes
+) -> None:
+    path = tmp_path_factory.mktemp("damaged")
+    whole = (llama_path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(whole[: cut % len(whole)] + tail)
+    with pytest.raises(CheckpointError, match="damaged"), Checkpoint(path):
+        pass
+
+
+def test_a_checkpoint_without_safetensors_says_what_to_do(copied: Path) -> None:
+    (copied / "model.safetensors").rename(copied / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="save_pretrained"):
+        Checkpoint(copied)
+
+
+@pytest.mark.parametrize("change", ["size", "time", "config", "shard", "in place", "copy"])
+def test_the_identity_sees_changes(change: str, sharded: Path) -> None:
+    def identity() -> str:
+        with Checkpoint(sharded) as checkpoint:
+            return checkpoint.identity()
+
+    file, before = min(sharded.glob("*.safetensors")), identity()
+    stat = file.stat()
+    assert identity() == before
+    if change == "size":
+        save_file({**load_file(file), "one.more": torch.zeros(1)}, file)
+        os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    elif change == "time":
+        os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    elif change == "config":
+        config = json.loads((sharded / "config.json").read_text())
+        (sharded / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    elif change == "in place":  # the last byte, and the times set back
+        with file.open("r+b") as opened:
+            opened.seek(-1, os.SEEK_END)
+            last = opened.read(1)
+            opened.seek(-1, os.SEEK_END)
+            opened.write(bytes([last[0] ^ 1]))
+        os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    elif change == "copy":  # the same bytes in another file
+        shutil.copy2(file, sharded / "copy")
+        (sharded / "copy").rename(file)
+    else:
+        file.rename(sharded / "renamed.safetensors")
+        index = (sharded / INDEX).read_text().replace(file.name, "renamed.safetensors")
+        (sharded / INDEX).write_text(index)
+    assert identity() != before
+
+
+def test_resolve(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve(copied) == copied.resolve()
+    monkeypatch.chdir(copied.parent)
+    assert resolve("copy") == copied.resolve()
+    monkeypatch.setenv("HOME", str(copied.parent))
+    assert resolve("~/copy") == copied.resolve()
+
+
+def test_resolve_refuses_a_folder_without_a_config(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        resolve(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["somebody/not-in-the-cache", "no such/model/name", "/nowhere/at/all"])
+def test_resolve_names_what_it_cannot_find(name: str) -> None:
+    with pytest.raises(CheckpointError, match=f"{name} (is no checkpoint|does not exist)"):
+        resolve(name)

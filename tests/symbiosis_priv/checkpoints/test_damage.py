@@ -1,0 +1,234 @@
+"""Damaged and hostile checkpoints: whatever is wrong with a file, what comes is an error of the tree, and soon."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from symbiosis_priv.checkpoints.checkpoint import Checkpoint, resolve
+from symbiosis_priv.checkpoints.layer_discovery import discover
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.errors import CheckpointError, SymbiosisError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+JUNK: st.SearchStrategy[Any] = st.sampled_from(
+    [
+        None,
+        True,
+        -1,
+        0,
+        1,
+        1.5,
+        2**31,
+        10**30,
+        float("nan"),
+        "",
+        "x",
+        "../x",
+        "/etc/passwd",
+        "a\x00b",
+        "LlamaModel",
+        "bfloat16",
+        [],
+        {},
+        [1],
+        ["x"],
+        [[]],
+        [None],
+        {"a": 1},
+        {"": {}},
+        {"model_type": "bert"},
+    ]
+)
+
+
+@st.composite
+def damaged(draw: st.DrawFn, content: dict[str, Any]) -> dict[str, Any]:
+    """A JSON object with one or two entries, at any depth, replaced by something else or gone."""
+    changed: dict[str, Any] = json.loads(json.dumps(content))
+    for _ in range(draw(st.integers(1, 2))):
+        place: Any = changed
+        while True:
+            keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+            if not keys:
+                break
+            key = draw(st.sampled_from(keys))
+            if isinstance(place[key], dict | list) and place[key] and draw(st.booleans()):
+                place = place[key]
+                continue
+            if isinstance(place, dict) and draw(st.integers(0, 4)) == 0:
+                del place[key]
+            else:
+                place[key] = draw(JUNK)
+            break
+    return changed
+
+
+def header(path: Path) -> tuple[dict[str, Any], bytes]:
+    """The header of a safetensors file, and the rest."""
+    whole = path.read_bytes()
+    (size,) = struct.unpack("<Q", whole[:8])
+    return json.loads(whole[8 : 8 + size]), whole[8 + size :]
+
+
+def survives(folder: Path) -> None:
+    """Every reader takes the folder, or refuses it with an error of the tree."""
+    ways: list[Callable[[], object]] = [
+        lambda: resolve(folder),
+        lambda: discover(folder),
+        lambda: WeightStore(folder, cache=folder / "cache").is_complete(),
+        lambda: WeightStore(folder, cache=folder / "cache").manifest(),
+    ]
+    for way in ways:
+        with contextlib.suppress(SymbiosisError):
+            way()
+
+
+@pytest.fixture(scope="module")
+def copies(tmp_path_factory: pytest.TempPathFactory, llama: PreTrainedModel, gpt2_path: Path) -> Callable[[str], Path]:
+    """`copies("llama")`, in shards, or `copies("gpt2")`: always the same folder, whole again."""
+    sharded, folder = tmp_path_factory.mktemp("sharded"), tmp_path_factory.mktemp("damaged")
+    llama.save_pretrained(sharded, max_shard_size="20KB")
+
+    def copy(name: str) -> Path:
+        shutil.rmtree(folder)
+        return Path(shutil.copytree(sharded if name == "llama" else gpt2_path, folder))
+
+    return copy
+
+
+@given(st.data(), st.sampled_from(["llama", "gpt2"]))
+@settings(max_examples=settings().max_examples // 2)
+def test_config_json(copies: Callable[[str], Path], data: st.DataObject, name: str) -> None:
+    folder = copies(name)
+    path = folder / "config.json"
+    path.write_text(json.dumps(data.draw(damaged(json.loads(path.read_bytes())))))
+    survives(folder)
+
+
+@given(st.data())
+@settings(max_examples=settings().max_examples // 4)
+def test_the_index(copies: Callable[[str], Path], data: st.DataObject) -> None:
+    folder = copies("llama")
+    path = folder / INDEX
+    path.write_text(json.dumps(data.draw(damaged(json.loads(path.read_bytes())))))
+    survives(folder)
+
+
+@given(st.data())
+@settings(max_examples=settings().max_examples // 4)
+def test_headers_of_tensors(copies: Callable[[str], Path], data: st.DataObject) -> None:
+    folder = copies("gpt2")
+    entries, tensors = header(folder / SINGLE)
+    changed = json.dumps(data.draw(damaged(entries))).encode()
+    (folder / SINGLE).write_bytes(struct.pack("<Q", len(changed)) + changed + tensors)
+    survives(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX])
+@pytest.mark.parametrize(
+    "content", ['{"weight_map": ' + "[" * 100_000, "[" * 100_000 + "]" * 100_000, '{"a": "\\ud800"}', "{}"]
+)
+def test_nesting_and_encodings(copies: Callable[[str], Path], name: str, content: str) -> None:
+    folder = copies("llama")
+    (folder / name).write_text(content)
+    with pytest.raises(SymbiosisError):
+        WeightStore(folder, cache=folder / "cache").manifest()
+    survives(folder)
+
+
+@pytest.mark.parametrize("architectures", [5, "LlamaForCausalLM", [5], [None], [["LlamaForCausalLM"]], [], {}, ["a.b"]])
+def test_architectures_of_any_type(copies: Callable[[str], Path], architectures: Any) -> None:
+    folder = copies("llama")
+    config = json.loads((folder / "config.json").read_bytes())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": architectures}))
+    with pytest.raises(SymbiosisError):
+        discover(folder)
+
+
+WEIGHTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "0-dimensional": lambda w: w[0, 0],
+    "1-dimensional": lambda w: w[0],
+    "flat": lambda w: w.flatten(),
+    "3-dimensional": lambda w: w[None],
+    "transposed": lambda w: w.t(),
+    "empty": lambda w: w[:0],
+    "a row short": lambda w: w[1:],
+    "complex": lambda w: w.to(torch.complex64),
+    "integers": lambda w: w.to(torch.int8),
+    "booleans": lambda w: w > 0,
+    "8 bit floats": lambda w: w.to(torch.float8_e4m3fn),
+    "not finite": lambda w: w / 0,
+}
+
+
+BIASES: dict[str, Callable[[Tensor], Tensor]] = {
+    "0-dimensional": lambda b: b[0],
+    "2-dimensional": lambda b: b[None],
+    "one short": lambda b: b[1:],
+    "complex": lambda b: b.to(torch.complex64),
+    "integers": lambda b: b.to(torch.int32),
+}
+
+
+@pytest.mark.parametrize(
+    ("tensor", "change"),
+    [("mlp.c_proj.weight", change) for change in WEIGHTS] + [("attn.c_attn.bias", change) for change in BIASES],
+)
+def test_weights_of_other_shapes_and_dtypes_are_named(copies: Callable[[str], Path], tensor: str, change: str) -> None:
+    folder = copies("gpt2")
+    tensors = load_file(folder / SINGLE)
+    name = next(n for n in tensors if n.endswith(f"h.1.{tensor}"))
+    tensors[name] = (WEIGHTS if tensor.endswith("weight") else BIASES)[change](tensors[name]).contiguous()
+    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"h\.1\."):
+        WeightStore(folder, cache=folder / "cache").manifest()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_hidden_layers", 2**31),
+        ("num_hidden_layers", 16_000),
+        ("num_hidden_layers", 10**30),
+        ("num_labels", 10**9),
+        ("depths", [2, 2**40]),
+    ],
+)
+def test_sizes_that_would_take_all_memory_are_refused(copies: Callable[[str], Path], key: str, value: Any) -> None:
+    folder = copies("llama")
+    config = json.loads((folder / "config.json").read_bytes())
+    (folder / "config.json").write_text(json.dumps(config | {key: value}))
+    with pytest.raises(CheckpointError, match=f"says {key} = "):
+        discover(folder)
+
+
+def test_one_weight_under_two_names_is_refused(copies: Callable[[str], Path]) -> None:
+    """transformers adds and removes prefixes: which of the two it took, nobody could tell."""
+    folder = copies("gpt2")
+    tensors = load_file(folder / SINGLE)
+    name = next(n for n in tensors if n.endswith("h.0.mlp.c_fc.weight"))
+    other = name.removeprefix("transformer.") if name.startswith("transformer.") else f"transformer.{name}"
+    save_file(tensors | {other: tensors[name] * 2}, folder / SINGLE, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"are both transformer\.h\.0\.mlp\.c_fc\.weight"):
+        WeightStore(folder, cache=folder / "cache").manifest()
+
+
+def test_one_file_goes_before_an_index_as_in_transformers(copies: Callable[[str], Path], llama_path: Path) -> None:
+    folder = copies("llama")
+    shutil.copy(llama_path / SINGLE, folder)
+    with Checkpoint(folder) as checkpoint:
+        assert checkpoint.files() == [SINGLE]

@@ -1,0 +1,372 @@
+"""Layer groups, found from config.json alone, against what real models of many architectures do when they run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BigBirdConfig,
+    BloomConfig,
+    ConvBertConfig,
+    FalconConfig,
+    Gemma3nTextConfig,
+    GemmaConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    Lfm2Config,
+    LlamaConfig,
+    MegatronBertConfig,
+    MistralConfig,
+    MixtralConfig,
+    OPTConfig,
+    PhiConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    RemBertConfig,
+    RoFormerConfig,
+    RwkvConfig,
+    T5Config,
+    ViTConfig,
+    Zamba2Config,
+)
+
+from symbiosis_priv.checkpoints.layer_discovery import Skeleton, discover, is_linear, widths
+from symbiosis_priv.errors import UnsupportedModelError
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "vocab_size": 80,
+}
+OPT_SIZES = SIZES | {"ffn_dim": 96, "word_embed_proj_dim": 64}
+BLOOM_SIZES: dict[str, Any] = {"hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 80}
+T5_SIZES: dict[str, Any] = {
+    "d_model": 64,
+    "d_ff": 96,
+    "num_layers": 2,
+    "num_heads": 4,
+    "d_kv": 16,
+    "vocab_size": 80,
+    "tie_word_embeddings": True,
+}
+
+CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "LlamaForCausalLM": lambda: LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=False),
+    "GPT2LMHeadModel": lambda: GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=80),
+    "Qwen2ForCausalLM": lambda: Qwen2Config(**SIZES, num_key_value_heads=2),
+    "MistralForCausalLM": lambda: MistralConfig(**SIZES, num_key_value_heads=2),
+    "GemmaForCausalLM": lambda: GemmaConfig(**SIZES, head_dim=16, num_key_value_heads=1),
+    "PhiForCausalLM": lambda: PhiConfig(**SIZES),
+    "GPTNeoXForCausalLM": lambda: GPTNeoXConfig(**SIZES),
+    "OPTForCausalLM": lambda: OPTConfig(**OPT_SIZES),
+    "BloomForCausalLM": lambda: BloomConfig(**BLOOM_SIZES),
+    "FalconForCausalLM": lambda: FalconConfig(**SIZES),
+    "Lfm2ForCausalLM": lambda: Lfm2Config(**SIZES, num_key_value_heads=2, layer_types=["conv", "full_attention"]),
+    "BertForMaskedLM": lambda: BertConfig(**SIZES),
+    "T5ForConditionalGeneration": lambda: T5Config(**T5_SIZES),
+    # these look at their masks when nobody traces them
+    "BigBirdForMaskedLM": lambda: BigBirdConfig(**SIZES),
+    "ConvBertForMaskedLM": lambda: ConvBertConfig(**SIZES | {"embedding_size": 64}),
+    "MegatronBertForMaskedLM": lambda: MegatronBertConfig(**SIZES),
+    "RemBertForMaskedLM": lambda: RemBertConfig(**SIZES | {"input_embedding_size": 64, "output_embedding_size": 64}),
+    "RoFormerForMaskedLM": lambda: RoFormerConfig(**SIZES),
+}
+
+
+def save(config: PreTrainedConfig, architecture: str, path: Path) -> Path:
+    config.architectures = [architecture]
+    config.save_pretrained(path)
+    return path
+
+
+def build(architecture: str, config: PreTrainedConfig) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model: PreTrainedModel = getattr(transformers, architecture)(config)
+    return model
+
+
+def run(model: PreTrainedModel) -> dict[str, list[Tensor]]:
+    """One real forward pass: every tensor that each linear received, kept alive so that identity means something."""
+    received: dict[str, list[Tensor]] = {}
+
+    def hook(name: str) -> Any:
+        return lambda _module, args: received.setdefault(name, []).append(args[0])
+
+    handles = [m.register_forward_pre_hook(hook(n)) for n, m in model.named_modules() if is_linear(m)]
+    ids = torch.tensor([[5, 6, 7, 8, 9], [9, 3, 2, 1, 4]])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = ids[:, :3]
+    model(**inputs)
+    for handle in handles:
+        handle.remove()
+    return received
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Skeleton, Path]:
+    architecture = request.param
+    path = save(CONFIGS[architecture](), architecture, tmp_path_factory.mktemp(architecture))
+    return architecture, discover(path), path
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_siblings_receive_one_tensor_and_others_do_not(found: tuple[str, Skeleton, Path], training: bool) -> None:
+    """Rule 4: one mask for siblings of one input, and different inputs never share one."""
+    architecture, skeleton, _ = found
+    model = build(architecture, CONFIGS[architecture]()).train(training)
+    received = run(model)
+    inputs: dict[tuple[int, str], str] = {}
+    for group in skeleton.groups:
+        first, *others = [received[member] for member in group.members]
+        assert len(first) == 1  # each layer ran once
+        for other in others:
+            assert len(other) == 1
+            assert other[0] is first[0]
+        assert first[0].shape[-1] == group.inputs
+        block = group.members[0].split(".layers.")[-1].split(".block.")[-1].split(".h.")[-1].split(".")[0]
+        key = (id(first[0]), block)
+        assert key not in inputs, f"{group.name} and {inputs[key]} share an input and could be one group"
+        inputs[key] = group.name
+
+
+def test_groups_cover_every_linear_but_a_tied_head(found: tuple[str, Skeleton, Path]) -> None:
+    architecture, skeleton, _ = found
+    model = build(architecture, CONFIGS[architecture]())
+    linears = {name: m for name, m in model.named_modules() if is_linear(m)}
+    offloaded = [member for group in skeleton.groups for member in group.members]
+    assert len(offloaded) == len(set(offloaded))
+    embeddings = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+    tied = {name for name, m in linears.items() if any(m.weight is weight for weight in embeddings)}
+    beside = {"generator_predictions.dense"}  # ConvBERT's, outside the base model and its LM head
+    assert set(offloaded) == set(linears) - tied - beside
+    for group in skeleton.groups:
+        assert [widths(linears[member]) for member in group.members] == [(group.inputs, o) for o in group.outputs]
+    assert skeleton.transposed == {n for n in offloaded if not isinstance(linears[n], nn.Linear)}
+    assert skeleton.biased == {n for n in offloaded if linears[n].bias is not None}
+    assert len({group.name for group in skeleton.groups}) == len(skeleton.groups)
+
+
+def test_both_sides_find_the_same(found: tuple[str, Skeleton, Path]) -> None:
+    _, skeleton, path = found
+    assert discover(path) == skeleton
+
+
+def test_looking_leaves_the_random_numbers_alone(tmp_path: Path) -> None:
+    """Fake tensors draw some. Whoever seeds torch and loads a model gets the same head, whether or not it is split."""
+    path = save(CONFIGS["BigBirdForMaskedLM"](), "BigBirdForMaskedLM", tmp_path)
+    before = torch.get_rng_state()
+    discover(path)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+EXPECTED = {
+    "LlamaForCausalLM": ["q_proj k_proj v_proj", "o_proj", "gate_proj up_proj", "down_proj"],
+    "GPT2LMHeadModel": ["c_attn", "c_proj", "c_fc", "c_proj"],
+    "Qwen2ForCausalLM": ["q_proj k_proj v_proj", "o_proj", "gate_proj up_proj", "down_proj"],
+    "PhiForCausalLM": ["q_proj k_proj v_proj fc1", "dense", "fc2"],  # attention and MLP in parallel
+    "FalconForCausalLM": ["query_key_value dense_h_to_4h", "dense", "dense_4h_to_h"],
+    "BertForMaskedLM": ["query key value", "dense", "dense", "dense"],
+}
+
+
+@pytest.mark.parametrize("architecture", EXPECTED)
+def test_the_groups_of_one_block(architecture: str, tmp_path: Path) -> None:
+    groups = discover(save(CONFIGS[architecture](), architecture, tmp_path)).groups
+    shown = [" ".join(member.rpartition(".")[2] for member in group.members) for group in groups]
+    block = [text for group, text in zip(groups, shown, strict=True) if ".0." in group.members[0]]
+    # parallel branches are called in an order of their own: the order inside a group is what matters
+    assert sorted(block) == sorted(EXPECTED[architecture])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_tied_head_stays_and_an_untied_one_goes(tied: bool, tmp_path: Path) -> None:
+    config = LlamaConfig(**SIZES, tie_word_embeddings=tied)
+    groups = discover(save(config, "LlamaForCausalLM", tmp_path)).groups
+    assert (("lm_head",) in [group.members for group in groups]) is not tied
+    assert len(groups) == 8 + (not tied)
+
+
+def kept(path: Path, architecture: str, config: PreTrainedConfig) -> set[str]:
+    """Last names of the linears that stay with the tenant."""
+    offloaded = {member for group in discover(save(config, architecture, path)).groups for member in group.members}
+    names = {name for name, m in build(architecture, config).named_modules() if is_linear(m)}
+    assert offloaded < names
+    return {name.rpartition(".")[2] for name in names - offloaded}
+
+
+def test_both_ends_of_a_tie_between_linears_stay(tmp_path: Path) -> None:
+    """Zamba2's blocks share one transformer: were it offloaded where it is called first, there were none for others."""
+    config = Zamba2Config(
+        **SIZES | {"num_hidden_layers": 3},
+        layers_block_type=["mamba", "hybrid", "hybrid"],
+        mamba_d_state=8,
+        n_mamba_heads=4,
+        num_mem_blocks=1,
+        adapter_rank=4,
+        use_mamba_kernels=False,
+    )
+    shared = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj", "0", "1", "lm_head"}
+    assert kept(tmp_path, "Zamba2ForCausalLM", config) == shared
+
+
+def gemma3n() -> PreTrainedConfig:
+    sizes = SIZES | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    return Gemma3nTextConfig(
+        **sizes,
+        vocab_size_per_layer_input=80,
+        hidden_size_per_layer_input=16,
+        laurel_rank=8,
+        num_kv_shared_layers=0,
+        layer_types=["sliding_attention", "full_attention"],
+        activation_sparsity_pattern=[0.0, 0.0],
+        altup_num_inputs=2,
+    )
+
+
+RWKV: dict[str, Any] = {"vocab_size": 80, "hidden_size": 64, "attention_hidden_size": 64, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config", "names"),
+    [
+        ("Gemma3nForCausalLM", gemma3n, {"correction_coefs", "prediction_coefs", "lm_head"}),  # clamped in training
+        ("RwkvForCausalLM", lambda: RwkvConfig(**RWKV), {"output", "value"}),  # divided in evaluation
+    ],
+)
+def test_linears_that_the_model_writes_to_stay(
+    architecture: str, config: Callable[[], PreTrainedConfig], names: set[str], tmp_path: Path
+) -> None:
+    assert kept(tmp_path, architecture, config()) == names
+
+
+class Same(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        product = input @ self.weight.T
+        return product if self.bias is None else product + self.bias
+
+
+class Twice(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+class Noisy(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input + torch.rand_like(input) if self.training else input)
+
+
+class Single(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.linear(input.float(), self.weight.float(), self.bias)
+
+
+class Router(nn.Linear):
+    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        y = super().forward(input)
+        return y, y.argmax(-1)
+
+
+class Grouped(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.linear(input.view(len(input), 2, -1), self.weight.view(2, -1, 4), self.bias)
+
+
+def test_a_subclass_is_a_linear_if_it_computes_what_a_linear_does() -> None:
+    for bias in (False, True):
+        for kind, linear in {
+            Same: True,
+            Twice: False,
+            Noisy: False,
+            Single: False,
+            Router: False,
+            Grouped: False,
+        }.items():
+            module = kind(6, 8, bias=bias, device="meta")
+            assert is_linear(module) is linear, kind
+            assert module.weight.is_meta
+            assert (module.in_features, module.training) == (6, True)
+
+
+def test_cross_attention_is_not_fused_over_blocks(tmp_path: Path) -> None:
+    """All decoder blocks read the encoder's output: one tensor, but nobody wants to wait for the last block."""
+    groups = discover(save(CONFIGS["T5ForConditionalGeneration"](), "T5ForConditionalGeneration", tmp_path)).groups
+    cross = [group.members for group in groups if "EncDecAttention.k" in group.members[0]]
+    assert [len(members) for members in cross] == [2, 2]
+
+
+@pytest.mark.parametrize("architectures", [["LlamaForTimeTravel"], [], None])
+def test_unknown_architectures_are_refused(architectures: list[str] | None, tmp_path: Path) -> None:
+    path = save(CONFIGS["LlamaForCausalLM"](), "LlamaForCausalLM", tmp_path) / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"architectures": architectures}))
+    with pytest.raises(UnsupportedModelError, match="architectures"):
+        discover(tmp_path)
+
+
+def test_unknown_model_types_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "time_travel", "architectures": ["TimeTravel"]}')
+    with pytest.raises(UnsupportedModelError):
+        discover(tmp_path)
+
+
+def test_a_name_in_transformers_that_is_no_model_is_refused(tmp_path: Path) -> None:
+    """`architectures` comes from whoever made the checkpoint: it chooses among models, not among functions."""
+    path = save(CONFIGS["LlamaForCausalLM"](), "LlamaForCausalLM", tmp_path) / "config.json"
+    for name in ("AutoTokenizer", "logging", "__version__", "LlamaConfig"):
+        config = json.loads(path.read_text())
+        path.write_text(json.dumps(config | {"architectures": [name]}))
+        with pytest.raises(UnsupportedModelError):
+            discover(tmp_path)
+
+
+def test_code_in_a_checkpoint_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is anybody asked whether to run it."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    (tmp_path / "custom.py").write_text("raise SystemExit('ran the code of the checkpoint')\n")
+    automatic = {"AutoConfig": "custom.Config", "AutoModelForCausalLM": "custom.Model"}
+    config = {"model_type": "custom", "architectures": ["Model"], "auto_map": automatic}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="trust_remote_code"):
+        discover(tmp_path)
+
+
+def test_a_mixture_of_experts_is_refused_by_name(tmp_path: Path) -> None:
+    """Its experts are no linears: without this, nearly all of the model would be loaded by the tenant."""
+    path = save(MixtralConfig(**SIZES, num_local_experts=4), "MixtralForCausalLM", tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"MixtralForCausalLM .*mixture of experts.* model\.layers\.0\.mlp"):
+        discover(path)
+
+
+def test_weights_that_are_quantised_already_are_refused(tmp_path: Path) -> None:
+    """Their integers would be taken for the weights, without the scales that stand beside them."""
+    path = save(CONFIGS["LlamaForCausalLM"](), "LlamaForCausalLM", tmp_path) / "config.json"
+    config = json.loads(path.read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    path.write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match=r"quantised already \(fp8\); use one in float32"):
+        discover(tmp_path)
+
+
+def test_a_model_that_does_not_run_on_token_ids_is_refused(tmp_path: Path) -> None:
+    config = ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    with pytest.raises(UnsupportedModelError, match=r"ViTForImageClassification cannot be traced .*token ids alone"):
+        discover(save(config, "ViTForImageClassification", tmp_path))
+
+
+@pytest.mark.parametrize("change", [{"hidden_size": "wide"}, {"num_attention_heads": 0}, {"hidden_act": "magic"}])
+def test_a_config_of_nonsense_is_refused(change: dict[str, object], tmp_path: Path) -> None:
+    path = save(CONFIGS["LlamaForCausalLM"](), "LlamaForCausalLM", tmp_path) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(UnsupportedModelError):
+        discover(tmp_path)

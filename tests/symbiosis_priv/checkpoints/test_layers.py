@@ -1,0 +1,88 @@
+"""Layers: how they are counted, and that a range of them is one contiguous range of groups."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from symbiosis_priv.checkpoints.layers import LayerRange, layers_of, spans, whole_layers
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.errors import ConfigError
+
+_parts = st.sampled_from(["model", "layers", "0", "1", "2", "17", "q_proj", "q_proj+2", "3+1", "lm_head"])
+names = st.lists(st.lists(_parts, min_size=1, max_size=5).map(".".join), min_size=1, max_size=30)
+ranges = st.tuples(st.integers(0, 40), st.integers(0, 40)).map(lambda pair: LayerRange(min(pair), max(pair)))
+
+
+@pytest.mark.parametrize(
+    ("group_names", "layers"),
+    [
+        ([], ()),
+        (["lm_head"], (0,)),
+        (["model.layers.0.attn.q+2", "model.layers.0.mlp", "model.layers.1.attn.q+2", "lm_head"], (0, 0, 1, 1)),
+        (["project_in", "h.7.c_attn", "h.7.mlp", "h.9.c_attn"], (0, 0, 0, 1)),
+        (["encoder.block.0.q", "encoder.block.1.q", "decoder.block.0.q", "decoder.block.1.q"], (0, 1, 2, 3)),
+        (["layers.0.experts.0.up", "layers.0.experts.1.up", "layers.1.experts.0.up"], (0, 0, 1)),
+        (["stack.0+1", "stack.1"], (0, 1)),
+        (["layers.0.q", "shared.q", "layers.1.q", "layers.0.again"], (0, 0, 1, 1)),
+    ],
+    ids=str,
+)
+def test_blocks_are_counted_as_the_manifest_names_them(group_names: list[str], layers: tuple[int, ...]) -> None:
+    assert layers_of(group_names) == layers
+
+
+def test_layers_of_real_models(llama_path: Path, gpt2_path: Path, tmp_path: Path) -> None:
+    for path, heads in ((llama_path, 1), (gpt2_path, 0)):
+        manifest = WeightStore(path, cache=tmp_path).manifest()
+        per_layer = (len(manifest.groups) - heads) // 2
+        assert manifest.layers == (0,) * per_layer + (1,) * (per_layer + heads)
+        assert manifest.layers == layers_of(group.name for group in manifest.groups)
+
+
+@given(names)
+def test_layers_begin_at_0_and_grow_by_one(group_names: list[str]) -> None:
+    layers = layers_of(group_names)
+    assert layers[0] == 0
+    assert all(after - before in (0, 1) for before, after in itertools.pairwise(layers))
+
+
+@given(names, ranges)
+def test_a_range_of_layers_is_one_range_of_groups(group_names: list[str], wanted: LayerRange) -> None:
+    layers = layers_of(group_names)
+    if wanted.last > layers[-1]:
+        with pytest.raises(ConfigError, match=f"'{wanted}' goes beyond this model, whose layers are"):
+            wanted.groups(layers)
+        return
+    groups = wanted.groups(layers)
+    assert [layers[group] in wanted for group in range(len(layers))] == [g in groups for g in range(len(layers))]
+    assert whole_layers(groups, layers) == tuple(range(wanted.first, wanted.last + 1))
+
+
+def test_half_a_layer_is_no_whole_one() -> None:
+    assert whole_layers(range(1, 5), (0, 0, 1, 1, 2, 2)) == (1,)
+
+
+@given(ranges)
+def test_a_range_is_read_as_it_is_written(wanted: LayerRange) -> None:
+    assert LayerRange.parse(str(wanted)) == wanted
+    assert LayerRange.parse(f"{wanted.first}-{wanted.last}") == wanted
+
+
+@pytest.mark.parametrize(
+    "text", ["", "-", "15-0", "-1", "-1-3", "0-", "0–15", "0-15 ", " 0", "0-1-2", "٣", "auto", "1e3", "9" * 5000, "0\n"]
+)
+def test_anything_else_is_a_config_error_that_shows_how(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"as in '?0-15"):
+        LayerRange.parse(text)
+
+
+@given(st.sets(st.integers(0, 60)))
+def test_spans_hold_exactly_the_numbers_and_touch_nowhere(numbers: set[int]) -> None:
+    found = spans(numbers)
+    assert {n for span in found for n in range(span.first, span.last + 1)} == numbers
+    assert all(before.last + 1 < after.first for before, after in itertools.pairwise(found))

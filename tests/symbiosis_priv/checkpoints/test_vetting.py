@@ -1,0 +1,238 @@
+"""Rule 10: a folder does not decide what only its user may, runs nothing, and nobody else is asked about it."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import constants
+from safetensors.torch import save_file
+from transformers import AutoConfig
+
+from symbiosis_priv.checkpoints.checkpoint import resolve
+from symbiosis_priv.checkpoints.layer_discovery import discover, load_config
+from symbiosis_priv.checkpoints.vetting import QUANT_METHOD, on_this_machine, read_json, vet, vet_adapter
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.errors import CheckpointError, ConfigError, UnsupportedModelError
+
+ROOT = Path(__file__).parents[3]
+OURS = {"quant_method": QUANT_METHOD, "masking": "none", "federation": "evil.toml"}
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "of the model": {"quantization_config": OURS},
+    "of its text model": {"text_config": {"model_type": "llama", "quantization_config": OURS}},
+    "deep inside": {"encoders": [{"inner": {"compression_config": OURS}}]},
+    "of another library": {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+    "of no library": {"quantization_config": "unheard of"},
+    "another config.json": {"configuration_files": ["config.4.0.0.json"]},
+    "other weights": {"transformers_weights": "other.safetensors"},
+    "a kernel of the hub": {"attn_implementation": "evil/attention"},
+    "kernels per part": {"_attn_implementation": {"": "sdpa", "text_config": "evil/attention"}},
+}
+
+
+@pytest.fixture
+def folder(llama_path: Path, tmp_path: Path) -> Callable[..., Path]:
+    """`folder(**entries)`: a copy of the Llama whose config.json says more."""
+
+    def write(**entries: Any) -> Path:
+        path = tmp_path / "checkpoint"
+        shutil.copytree(llama_path, path)
+        config = json.loads((path / "config.json").read_bytes())
+        (path / "config.json").write_text(json.dumps(config | entries))
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("override", OVERRIDES)
+def test_overrides_are_refused_by_name_on_every_way_in(
+    folder: Callable[..., Path], override: str, tmp_path: Path
+) -> None:
+    path = folder(**OVERRIDES[override])
+    ways: list[Callable[[], Any]] = [
+        lambda: resolve(path),
+        lambda: discover(path),
+        lambda: load_config(path),
+        lambda: WeightStore(path, cache=tmp_path / "cache").manifest(),
+    ]
+    for way in ways:
+        with pytest.raises((CheckpointError, UnsupportedModelError), match=str(path)):
+            way()
+
+
+def test_what_decides_nothing_is_let_through(folder: Callable[..., Path]) -> None:
+    """`null`, attention by a plain name, and code that is not going to be run."""
+    harmless = {"quantization_config": None, "attn_implementation": "sdpa", "auto_map": {"AutoConfig": "evil--code.C"}}
+    path = folder(**harmless)
+    assert resolve(path) == path
+    assert len(discover(path).groups) == 9
+
+
+def test_a_manifest_in_the_cache_opens_no_way_in(folder: Callable[..., Path], llama_path: Path) -> None:
+    """It is found by the files, config.json among them."""
+    WeightStore(llama_path).manifest()
+    with pytest.raises(CheckpointError, match="does not decide"):
+        WeightStore(folder(quantization_config=OURS)).manifest()
+
+
+@pytest.mark.parametrize(("name", "says"), [("adapter_config.json", "adapter beside"), (".metadata", "unpickled")])
+def test_files_that_transformers_loads_unasked_are_refused(folder: Callable[..., Path], name: str, says: str) -> None:
+    path = folder()
+    (path / name).write_text("{}")
+    with pytest.raises(CheckpointError, match=says):
+        resolve(path)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"a": ' * 100_000, "\0", '"text"', "nan"])
+def test_what_is_no_json_object_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        vet(tmp_path)
+
+
+def test_sizes_are_checked_before_memory_is_taken(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)  # sparse
+    with pytest.raises(CheckpointError, match="MiB"):
+        read_json(path)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_json(tmp_path)
+
+
+# Adapters
+
+ADAPTER = {"peft_type": "LORA", "r": 4}
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"megatron_config": {"a": 1}},
+        {"tokenizer_kwargs": {"trust_remote_code": True}},
+        {"quantization_config": OURS},
+        {"peft_type": "XLORA", "adapters": {"one": "evil/adapter"}},
+        {"peft_type": "MULTITASK_PROMPT_TUNING", "prompt_tuning_init_state_dict_path": "/elsewhere/evil.bin"},
+        {"corda_config": {"cache_file": "/elsewhere/evil.pt"}},
+    ],
+)
+def test_an_adapter_that_would_load_or_run_more_is_refused(tmp_path: Path, entries: dict[str, Any]) -> None:
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(ADAPTER))
+    vet_adapter(tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(ADAPTER | entries))
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        vet_adapter(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 9, "token_dim": 16},
+        {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": "many", "token_dim": 16},
+        {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 8, "token_dim": 10**12},
+        {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 8, "token_dim": 16, "num_layers": 10**7},
+        {"peft_type": "P_TUNING", "num_virtual_tokens": 8, "token_dim": 16, "encoder_hidden_size": 10**9},
+        {"layer_replication": [[0, 2], [0, 2]], "r": 10**6},
+        {"layer_replication": [[0, 2], [0, 2]], "r": 4, "rank_pattern": {"q_proj": 10**6}},
+        {"layer_replication": [[0, 2]] * 2000, "r": 4},
+        {"layer_replication": [1], "r": 4},
+    ],
+)
+def test_an_adapter_takes_no_memory_for_more_than_it_holds(tmp_path: Path, entries: dict[str, Any]) -> None:
+    tensors = {"prompt_embeddings": torch.zeros(8, 16), "model.q_proj.lora_A.weight": torch.zeros(4, 16)}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    honest = {"num_virtual_tokens": 8, "token_dim": 16, "layer_replication": [[0, 2], [0, 2]]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(ADAPTER | honest))
+    assert vet_adapter(tmp_path)["r"] == 4
+    (tmp_path / "adapter_config.json").write_text(json.dumps(ADAPTER | entries))
+    with pytest.raises(CheckpointError, match="fit its tensors"):
+        vet_adapter(tmp_path)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match="damaged"):
+        vet_adapter(tmp_path)
+
+
+def test_an_adapter_is_never_unpickled(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no PEFT folder"):
+        vet_adapter(tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(ADAPTER))
+    (tmp_path / "adapter_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="unpickled"):
+        vet_adapter(tmp_path)
+
+
+# The hub
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The hub is allowed, and here is who was looked up."""
+    names: list[str] = []
+
+    def look_up(host: str, *_: Any, **__: Any) -> Any:
+        names.append(host)
+        raise socket.gaierror("no network in tests")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    return names
+
+
+def test_the_hub_is_not_asked_about_a_folder_that_is_here(asked: list[str], tmp_path: Path, llama_path: Path) -> None:
+    """A config.json may name a repository: plain transformers looks it up."""
+    backbone = {"model_type": "dpt", "backbone": "evil/backbone", "architectures": ["DPTForDepthEstimation"]}
+    (tmp_path / "config.json").write_text(json.dumps(backbone))
+    with pytest.raises(Exception, match="no network"):
+        AutoConfig.from_pretrained(tmp_path, trust_remote_code=False, local_files_only=True)
+    assert asked
+    asked.clear()
+    assert resolve(tmp_path) == tmp_path
+    for way in (discover, load_config):
+        with pytest.raises(UnsupportedModelError, match="offline mode"):
+            way(tmp_path)
+    assert len(discover(llama_path).groups) == 9
+    assert asked == []
+
+
+def test_the_switch_is_put_back(asked: list[str]) -> None:
+    with on_this_machine(), on_this_machine():
+        assert constants.is_offline_mode()
+    assert not constants.is_offline_mode()
+
+
+# Code
+
+
+def loading_calls(source: str) -> list[ast.Call]:
+    """Calls of `Auto*.from_pretrained` and of `from_pretrained` of whatever else is not PEFT."""
+    return [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "from_pretrained"
+        and ast.unparse(node.func.value) != "PeftModel"
+    ]
+
+
+def test_no_code_of_a_checkpoint_is_run() -> None:
+    """Every loading call here says so: transformers would ask `[y/N]`."""
+    folders = ("symbiosis_priv", "provider", "tenant", "threat_model", "examples")
+    calls = [
+        (path, call)
+        for folder in folders
+        for path in (ROOT / folder).rglob("*.py")
+        for call in loading_calls(path.read_text("utf-8"))
+    ]
+    assert len(calls) >= 5
+    for path, call in calls:
+        said = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+        assert said.get("trust_remote_code") == "False", f"{path}:{call.lineno}"

@@ -1,0 +1,340 @@
+"""The manifest: one digest per model whatever its files, process and cache; a cache that is never believed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import DataObject
+from safetensors.torch import load_file, save_file
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedModel
+from transformers.core_model_loading import Chunk, WeightConverter
+
+from symbiosis_priv.arithmetic.quantise import Layer, QuantisedGroup, quantise
+from symbiosis_priv.checkpoints import layer_discovery as discovery
+from symbiosis_priv.checkpoints import weights
+from symbiosis_priv.checkpoints.layers import GroupSpec, LayerRange
+from symbiosis_priv.checkpoints.manifest import Manifest
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.errors import CheckpointError, ConfigError, UnsupportedModelError
+
+ROWS = torch.arange(3 * 32, dtype=torch.int32).reshape(3, 32) * 0x01234567
+
+
+@pytest.fixture(params=["llama", "gpt2"])
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    model: PreTrainedModel = request.getfixturevalue(request.param)
+    return model
+
+
+@pytest.fixture
+def path(model: PreTrainedModel, request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A checkpoint that a test may damage."""
+    original = request.getfixturevalue(f"{model.config.model_type}_path")
+    return Path(shutil.copytree(original, tmp_path / "model"))
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def same(a: QuantisedGroup, b: QuantisedGroup) -> bool:
+    biases = a.bias is b.bias if a.bias is None or b.bias is None else torch.equal(a.bias, b.bias)
+    return biases and torch.equal(a.weight, b.weight) and torch.equal(a.channel_scale, b.channel_scale)
+
+
+def from_model(model: PreTrainedModel, members: tuple[str, ...]) -> QuantisedGroup:
+    """The oracle: quantised from the live model's modules, no file and no store in between."""
+    layers = []
+    for name in members:
+        module = model.get_submodule(name)
+        parameters = {kind: parameter.detach() for kind, parameter in module.named_parameters()}
+        weight, bias = parameters["weight"], parameters.get("bias")
+        layers.append(Layer(name, weight if isinstance(module, torch.nn.Linear) else weight.t(), bias))
+    return quantise(layers)
+
+
+def edit(path: Path, name: str, change: str) -> None:
+    tensors = load_file(path / "model.safetensors")
+    if change == "remove":
+        del tensors[name]
+    else:
+        tensors[name].view(-1)[0] += 0.5
+    save_file(tensors, path / "model.safetensors")
+
+
+def first_weight(store: WeightStore) -> str:
+    return f"{store.manifest().groups[0].members[0]}.weight"
+
+
+def test_groups_are_the_model(model: PreTrainedModel, path: Path, cache: Path) -> None:
+    store = WeightStore(path, cache=cache)
+    manifest = store.manifest()
+    for i, entry in enumerate(manifest.groups):
+        want = from_model(model, entry.members)
+        assert same(store.group(i), want)
+        assert entry.digest == want.digest()
+        assert want.weight.shape == (entry.stacked_outputs, entry.inputs)
+        for layer, name in zip(store.layers(i), entry.members, strict=True):
+            assert same(quantise([layer]), from_model(model, (name,)))
+
+
+def test_a_cache_hit_equals_a_fresh_group(path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh = WeightStore(path, cache=cache)
+    entries, groups = zip(*fresh.each_group(lambda _, entry, group: (entry, group)), strict=True)
+    assert fresh.manifest().groups == entries
+    assert all(same(fresh.group(i), group) for i, group in enumerate(groups))
+    monkeypatch.setattr(weights, "quantise", lambda *_, **__: pytest.fail("quantised again"))
+    later = WeightStore(path, cache=cache)
+    assert later.manifest() == fresh.manifest()
+    assert all(same(later.group(i), group) for i, group in enumerate(groups))
+
+
+PRINT_DIGEST = """
+import sys, torch
+from pathlib import Path
+from symbiosis_priv.checkpoints.weights import WeightStore
+torch.set_num_threads(1)
+print(WeightStore(Path(sys.argv[1]), cache=Path(sys.argv[2])).manifest().digest)
+"""
+
+
+def test_the_digest_is_the_same_in_another_process(gpt2_path: Path, tmp_path: Path) -> None:
+    here = WeightStore(gpt2_path, cache=tmp_path / "here").manifest().digest
+    command = [sys.executable, "-c", PRINT_DIGEST, str(gpt2_path), str(tmp_path / "there")]
+    there = subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONHASHSEED": "7"}
+    )
+    assert there.stdout.strip() == here
+    assert here.startswith("sha256:")
+
+
+def test_sharding_does_not_change_the_digest(model: PreTrainedModel, path: Path, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    assert (tmp_path / "sharded" / "model.safetensors.index.json").is_file()
+    whole = WeightStore(path, cache=tmp_path / "a").manifest()
+    assert WeightStore(tmp_path / "sharded", cache=tmp_path / "b").manifest() == whole
+
+
+@pytest.mark.parametrize("how", ["removed", "added"])
+def test_names_with_and_without_prefix_are_one_model(
+    how: str, model: PreTrainedModel, path: Path, tmp_path: Path
+) -> None:
+    """Published GPT-2 checkpoints say `h.0...`, transformers writes `transformer.h.0...`."""
+    whole = WeightStore(path, cache=tmp_path / "a").manifest()
+    prefix = model.base_model_prefix + "."
+    tensors = load_file(path / "model.safetensors")
+    renamed = {(n.removeprefix(prefix) if how == "removed" else prefix + n): t for n, t in tensors.items()}
+    assert renamed.keys() != tensors.keys()
+    save_file(renamed, path / "model.safetensors")
+    assert WeightStore(path, cache=tmp_path / "b").manifest() == whole
+
+
+def test_an_architecture_that_was_renamed_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
+    """GPT-NeoX checkpoints say `embed_out`; the model's head is `lm_head` now."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 48,
+    }
+    model = GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, vocab_size=64))
+    model.save_pretrained(tmp_path / "neox")
+    assert "embed_out.weight" in load_file(tmp_path / "neox" / "model.safetensors")
+    store = WeightStore(tmp_path / "neox", cache=tmp_path / "cache")
+    assert store.is_complete()
+    assert ("lm_head",) in [entry.members for entry in store.manifest().groups]
+    for i, entry in enumerate(store.manifest().groups):
+        assert same(store.group(i), from_model(model, entry.members))
+
+
+def test_weights_that_transformers_rearranges_are_refused(
+    llama_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor may even keep its name and change its rows' order: reading it as it stands would be silently wrong."""
+    rule = WeightConverter(["q_proj.weight"], ["q_proj.weight"], operations=[Chunk(dim=0)])
+    monkeypatch.setattr(discovery, "get_model_conversion_mapping", lambda _: [rule])
+    with pytest.raises(UnsupportedModelError, match=r"q_proj\.weight .*rearranges"):
+        WeightStore(llama_path, cache=tmp_path / "cache").manifest()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_streaming_gives_the_manifest_and_keeps_no_weights(
+    path: Path, cache: Path, tmp_path: Path, threads: int
+) -> None:
+    store = WeightStore(path, cache=cache)
+    calls: list[tuple[int, int]] = []
+    entries = store.each_group(
+        lambda _, entry, __: entry, threads=threads, progress=lambda done, total: calls.append((done, total))
+    )
+    manifest = store.assemble(entries)
+    total = len(manifest.groups)
+    assert calls == [(i, total) for i in range(total + 1)]
+    assert manifest == WeightStore(path, cache=tmp_path / "other").manifest()
+    assert not list(cache.rglob("*.safetensors"))
+    # A later store finds the manifest, quantises a group on demand and keeps it.
+    later = WeightStore(path, cache=cache)
+    assert later.manifest() == manifest
+    assert later.group(0).digest() == manifest.groups[0].digest
+    assert len(list(cache.rglob("*.safetensors"))) == 1
+
+
+def test_a_store_of_some_layers_packs_those_and_shares_them(path: Path, tmp_path: Path) -> None:
+    """One cache for partial and whole stores of a machine, in any order; the digest is the whole model's."""
+    whole = WeightStore(path, cache=tmp_path / "whole").manifest()
+
+    def packed() -> dict[str, int]:
+        return {file.name.partition("-")[0]: file.stat().st_ino for file in tmp_path.glob("weights/*-*.safetensors")}
+
+    second = WeightStore(path, cache=tmp_path, layers=LayerRange(1, 1))
+    assert second.manifest() == whole
+    assert [whole.layers[group] for group in second.served] == [1] * whole.layers.count(1)
+    digests = [group.digest for group in whole.groups]
+    before = packed()
+    assert before.keys() == {digests[group] for group in second.served}
+    everything = WeightStore(path, cache=tmp_path)
+    assert everything.served == range(len(digests))
+    for index in everything.served:
+        everything.matrix(index)
+    assert packed().keys() == set(digests)
+    assert packed().items() >= before.items()
+    with pytest.raises(ConfigError, match="'1-2' goes beyond this model, whose layers are 0-1"):
+        WeightStore(path, cache=tmp_path / "other", layers=LayerRange(1, 2)).manifest()
+
+
+@settings(max_examples=25)
+@given(data=st.data())
+def test_a_corrupt_cache_file_is_found_and_made_again(
+    data: DataObject,
+    gpt2: PreTrainedModel,
+    gpt2_path: Path,
+    gpt2_cache: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    cache = Path(shutil.copytree(gpt2_cache, tmp_path_factory.mktemp("copy") / "cache"))
+    entry = WeightStore(gpt2_path, cache=cache).manifest().groups[0]
+    [file] = cache.rglob(f"{entry.digest}.safetensors")
+    content = bytearray(file.read_bytes())
+    if data.draw(st.booleans()):
+        position = data.draw(st.integers(0, 300) | st.integers(0, len(content) - 1)) % len(content)
+        content[position] ^= 1 << data.draw(st.integers(0, 7))
+    else:
+        content = content[: data.draw(st.integers(0, len(content) - 1))]
+    file.unlink()
+    file.write_bytes(content)
+    assert same(WeightStore(gpt2_path, cache=cache).group(0), from_model(gpt2, entry.members))
+    repaired = load_file(file)
+    assert QuantisedGroup(repaired["weight"], repaired["channel_scale"], repaired["bias"]).digest() == entry.digest
+
+
+def test_another_models_cache_file_is_not_believed(path: Path, cache: Path) -> None:
+    store = WeightStore(path, cache=cache)
+    first, second = store.manifest().groups[:2]
+    assert store.group(0) is not store.group(1)
+    [victim], [other] = (list(cache.rglob(f"{entry.digest}.safetensors")) for entry in (first, second))
+    other.replace(victim)
+    assert store.group(0).digest() == first.digest
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"version":1}', b"\xff\xfe"])
+def test_a_corrupt_manifest_is_made_again(content: bytes, path: Path, cache: Path) -> None:
+    before = WeightStore(path, cache=cache).manifest()
+    [file] = cache.rglob("manifest-*.json")
+    file.write_bytes(content)
+    assert WeightStore(path, cache=cache).manifest() == before
+    assert Manifest.from_json(file.read_bytes()) == before
+
+
+def test_an_edited_checkpoint_has_another_digest(path: Path, cache: Path) -> None:
+    before = WeightStore(path, cache=cache)
+    digest = before.manifest().digest
+    edit(path, first_weight(before), "change")
+    after = WeightStore(path, cache=cache).manifest()
+    assert after.digest != digest
+    assert [a.digest == b.digest for a, b in zip(after.groups, before.manifest().groups, strict=True)] == [
+        False,
+        *[True] * (len(after.groups) - 1),
+    ]
+
+
+def test_a_checkpoint_that_changes_in_use_is_noticed(path: Path, cache: Path) -> None:
+    store = WeightStore(path, cache=cache)
+    edit(path, first_weight(store), "change")
+    shutil.rmtree(cache)
+    with pytest.raises(CheckpointError, match="changed"):
+        store.group(0)
+
+
+def test_weight_bits_are_part_of_the_digest(path: Path, cache: Path) -> None:
+    manifests = [WeightStore(path, weight_bits=bits, cache=cache).manifest() for bits in (8, 10)]
+    assert manifests[0].digest != manifests[1].digest
+    assert [manifest.weight_bits for manifest in manifests] == [8, 10]
+
+
+def test_a_missing_tensor_is_named(path: Path, cache: Path) -> None:
+    name = first_weight(WeightStore(path, cache=cache))
+    edit(path, name, "remove")
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        WeightStore(path, cache=cache).manifest()
+
+
+def test_a_tensor_of_another_size_than_the_config_is_named(llama_path: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(llama_path, tmp_path / "model"))
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors[name] = tensors[name][:, :-1].contiguous()
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.down_proj"):
+        WeightStore(path, cache=tmp_path / "cache").manifest()
+
+
+def test_a_missing_bias_is_named(gpt2_path: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(gpt2_path, tmp_path / "model"))
+    edit(path, "transformer.h.1.mlp.c_fc.bias", "remove")
+    with pytest.raises(CheckpointError, match=r"h\.1\.mlp\.c_fc\.bias"):
+        WeightStore(path, cache=tmp_path / "cache").manifest()
+
+
+def test_a_bias_that_the_model_does_not_have_is_not_added(llama_path: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(llama_path, tmp_path / "model"))
+    tensors = load_file(path / "model.safetensors")
+    save_file(tensors | {"model.layers.0.mlp.down_proj.bias": torch.ones(32)}, path / "model.safetensors")
+    manifests = [WeightStore(p, cache=tmp_path / "cache").manifest() for p in (llama_path, path)]
+    assert manifests[0] == manifests[1]
+
+
+def test_what_another_transformers_finds_is_not_hidden_by_the_cache(
+    llama_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert max(len(entry.members) for entry in WeightStore(llama_path, cache=cache).manifest().groups) == 3
+    skeleton = discovery.discover(llama_path)
+    alone = [
+        GroupSpec((member,), group.inputs, (outputs,))
+        for group in skeleton.groups
+        for member, outputs in zip(group.members, group.outputs, strict=True)
+    ]
+    monkeypatch.setattr(discovery, "discover", lambda _: dataclasses.replace(skeleton, groups=tuple(alone)))
+    monkeypatch.setattr(weights, "version", lambda _: "99.0")
+    assert max(len(entry.members) for entry in WeightStore(llama_path, cache=cache).manifest().groups) == 1
+
+
+def test_a_cache_that_cannot_be_written_costs_time_only(
+    llama_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "full").write_text("no folder", encoding="utf-8")
+    cached, uncached = (WeightStore(llama_path, cache=tmp_path / name) for name in ("empty", "full"))
+    assert uncached.manifest() == cached.manifest()
+    assert uncached.group(0).digest() == cached.group(0).digest()
+    assert torch.equal(uncached.matrix(0).product(ROWS), cached.matrix(0).product(ROWS))
+    assert [r.levelname for r in caplog.records] == ["WARNING"]  # said once
+    assert "choose another folder" in caplog.text

@@ -1,0 +1,94 @@
+"""The launcher: providers come up, go down, come back at the same address, and leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.federation import load_federation
+from symbiosis_priv.harness.local import LocalFederation
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_providers_come_back_at_their_address_others_join_and_all_are_gone_at_the_end(
+    llama_path: Path, tmp_path: Path
+) -> None:
+    layers = {"executor-1": "0", "executor-2": "1", "helper-1": "0-1"}
+    companies = {"Holding SE": ["executor-1", "helper-2"]}
+    local = LocalFederation(
+        llama_path, tmp_path / "run", executors=2, helpers=2, layers=layers, companies=companies, pad_helpers=1
+    )
+    with local:
+        assert local.names == ("executor-1", "executor-2", "helper-1", "helper-2")
+        federation = load_federation(local.federation)
+        assert [f"{peer.host}:{peer.port}" for peer in federation.peers] == [local.address(n) for n in local.names]
+        assert {peer.name: str(peer.layers) for peer in federation.peers if peer.layers} == layers
+        assert federation.pad_helpers == 1
+        one, two, helper, spare = federation.peers
+        assert federation.one_company(one, spare)
+        assert not federation.one_company(one, helper)
+        assert 'layers = "1"' in (tmp_path / "run" / "executor-2.toml").read_text()
+
+        before, address = local.pid("helper-1"), local.address("helper-1")
+        local.kill("helper-1")
+        assert local.pid("helper-1") is None
+        local.restart("helper-1")
+        assert local.address("helper-1") == address
+        assert local.logs("helper-1").count('"event": "started"') == 2
+        with pytest.raises(ConfigError, match="executor-1"):
+            local.kill("executor")
+
+        with pytest.raises(ConfigError, match="there is a provider 'helper-1' here"):
+            local.add("helper-1", "helper")
+        with pytest.raises(ConfigError, match="'7' goes beyond this model, whose layers are 0-1"):
+            local.add("late", layers="7")
+        local.add("late", layers="1")
+        assert "late" in local.names
+        assert load_federation(local.federation).executors[:2] == (one, two)
+        assert load_federation(local.federation).executors[2].layers == two.layers
+        pids = [before, *map(local.pid, local.names)]
+    assert not any(is_running(pid) for pid in pids if pid is not None)
+
+
+def test_layers_of_nobody_are_a_mistake(llama_path: Path, tmp_path: Path) -> None:
+    with (
+        pytest.raises(ConfigError, match="no provider 'executor-3' here; there are executor, helper"),
+        LocalFederation(llama_path, tmp_path, layers={"executor-3": "0"}),
+    ):
+        pytest.fail("it started")
+
+
+def test_a_provider_that_ends_at_once_is_an_error_with_its_reason(llama_path: Path, tmp_path: Path) -> None:
+    options = {"limits": {"max_rows": 0}}
+    with pytest.raises(ConfigError, match="max_rows"), LocalFederation(llama_path, tmp_path, provider_options=options):
+        pytest.fail("it started")
+
+
+def test_an_executor_that_no_file_lists_is_in_the_registry_with_the_layers_that_were_lacking(
+    llama_path: Path, tmp_path: Path
+) -> None:
+    options = {"registry": {"capacity_layers": 1}}
+    with LocalFederation(
+        llama_path, tmp_path / "run", helpers=0, layers={"executor": "0"}, registry=True, provider_options=options
+    ) as local:
+        file = local.federation.read_bytes()
+        federation = load_federation(local.federation)
+        assert federation.registries is not None
+        assert federation.registries.addresses == (local.registry,)
+        for name, layers in (("one", "1"), ("two", "0")):  # the file's executor has layer 0, and has said so
+            local.add(name, layers="auto", listed=False)
+            placed = [line for line in local.logs(name).splitlines() if '"placed"' in line]
+            assert [json.loads(line)["layers"] for line in placed] == [layers]
+            assert f'"provider": "{name}"' in local.logs("registry")
+        assert local.federation.read_bytes() == file

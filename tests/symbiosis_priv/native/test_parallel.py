@@ -1,0 +1,66 @@
+"""Slices cover everything once, whatever the sizes and threads, and go on working in a fork."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from symbiosis_priv.native import parallel
+
+
+@given(total=st.integers(0, 200), least=st.integers(1, 50))
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_every_unit_is_done_once(threads: int, total: int, least: int) -> None:
+    done: list[int] = []  # appending is atomic
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.get_num_threads", lambda: threads)
+        parallel.for_each_slice(lambda begin, end: done.extend(range(begin, end)), total=total, least=least)
+    assert sorted(done) == list(range(total))
+
+
+def test_several_threads_work_at_once(set_threads: Callable[[int], None]) -> None:
+    set_threads(3)
+    together = threading.Barrier(3, timeout=60)
+
+    def meet(begin: int, end: int) -> None:
+        together.wait()
+
+    parallel.for_each_slice(meet, total=3, least=1)
+
+
+def test_little_work_stays_on_the_callers_thread(set_threads: Callable[[int], None]) -> None:
+    set_threads(3)
+    seen: list[threading.Thread] = []
+    parallel.for_each_slice(lambda *_: seen.append(threading.current_thread()), total=7, least=4)
+    assert seen == [threading.current_thread()]
+
+
+def test_errors_arrive(set_threads: Callable[[int], None]) -> None:
+    set_threads(2)
+
+    def fail(begin: int, end: int) -> None:
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        parallel.for_each_slice(fail, total=64, least=1)
+
+
+def _in_a_fork() -> None:
+    done: list[int] = []
+    parallel.for_each_slice(lambda begin, end: done.extend(range(begin, end)), total=64, least=1)
+    assert sorted(done) == list(range(64))
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_fork_has_threads_of_its_own(set_threads: Callable[[int], None]) -> None:
+    set_threads(2)
+    _in_a_fork()  # the parent's threads are there
+    child = multiprocessing.get_context("fork").Process(target=_in_a_fork)
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0

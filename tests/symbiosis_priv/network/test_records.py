@@ -1,0 +1,262 @@
+"""Records in memory: every byte arrives once and in order, whatever the sizes, and whenever a timeout strikes."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from symbiosis_priv.certificates import Kind, create_authority, issue
+from symbiosis_priv.network import tls
+from symbiosis_priv.network.records import RecordStream
+
+TIMEOUT_S = 20.0
+LARGE = bytes(range(256)) * (3 << 12)  # 3 MiB: more than sockets and streams hold
+_SIZE = struct.Struct(">I")
+
+
+class Contexts(NamedTuple):
+    """Of a server, of a client that trusts it, and of one that does not."""
+
+    server: ssl.SSLContext
+    client: ssl.SSLContext
+    stranger: ssl.SSLContext
+
+
+@pytest.fixture(scope="module")
+def contexts(tmp_path_factory: pytest.TempPathFactory) -> Contexts:
+    keys = tmp_path_factory.mktemp("keys")
+    authority = create_authority(keys)
+    server, other = (
+        issue(keys, authority=authority, kind=Kind.PROVIDER, name=name, hosts=["localhost"])
+        for name in ("server", "other")
+    )
+    tenant = issue(keys, authority=authority, kind=Kind.TENANT, name="tenant")
+
+    def client(pin: Any) -> ssl.SSLContext:
+        return tls.client_context(certificate=tenant.certificate, key=tenant.key, pins=[pin.certificate])
+
+    return Contexts(
+        tls.server_context(certificate=server.certificate, key=server.key, tenant_authority=authority.certificate),
+        client(server),
+        client(other),
+    )
+
+
+@contextlib.contextmanager
+def connected(
+    contexts: Contexts,
+    serve: Callable[[ssl.SSLSocket], object],
+    *,
+    client: ssl.SSLContext | None = None,
+    pair: Callable[[], tuple[socket.socket, socket.socket]] = socket.socketpair,
+) -> Iterator[tuple[RecordStream, Future[object]]]:
+    """A stream, and what becomes of its server."""
+    ours, theirs = pair()
+    for end in (ours, theirs):
+        end.settimeout(TIMEOUT_S)
+
+    def run() -> object:
+        with contexts.server.wrap_socket(theirs, server_side=True, suppress_ragged_eofs=False) as connection:
+            return serve(connection)
+
+    with ThreadPoolExecutor(1) as pool, ours:
+        yield RecordStream(ours, client or contexts.client, host="localhost"), pool.submit(run)
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname(), TIMEOUT_S)
+        return ours, listener.accept()[0]
+
+
+def take(connection: ssl.SSLSocket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        data += connection.recv(size - len(data))
+    return bytes(data)
+
+
+def returns_what_it_gets(connection: ssl.SSLSocket) -> None:
+    """A size, so many bytes, and those bytes again; ends with a size of 0."""
+    while size := _SIZE.unpack(take(connection, _SIZE.size))[0]:
+        connection.sendall(take(connection, size))
+
+
+def send_all(
+    stream: RecordStream, data: bytes, *, timeout: float = TIMEOUT_S, on_timeout: Callable[[], object] = lambda: None
+) -> None:
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[stream.send(view, timeout) :]
+        except TimeoutError:
+            on_timeout()
+
+
+def read_all(
+    stream: RecordStream,
+    size: int,
+    *,
+    step: int = 1 << 20,
+    timeout: float = TIMEOUT_S,
+    on_timeout: Callable[[], object] = lambda: None,
+) -> bytes:
+    buffer = bytearray(size)
+    view = memoryview(buffer)
+    while view:
+        try:
+            count = stream.recv_into(view[:step], timeout)
+        except TimeoutError:
+            on_timeout()
+            continue
+        assert count
+        view = view[count:]
+    return bytes(buffer)
+
+
+@settings(max_examples=15)
+@given(
+    sizes=st.lists(st.integers(1, 1 << 20) | st.sampled_from([1, 16_384, 16_385, 1 << 17]), min_size=1, max_size=4),
+    step=st.sampled_from([1 << 20, 70_000, 16_384, 1000]),
+)
+def test_what_is_sent_comes_back(contexts: Contexts, sizes: list[int], step: int) -> None:
+    with connected(contexts, returns_what_it_gets) as (stream, server):
+        stream.handshake(TIMEOUT_S)
+        for size in sizes:
+            send_all(stream, _SIZE.pack(size) + LARGE[:size])
+            assert read_all(stream, size, step=step) == LARGE[:size]
+        send_all(stream, _SIZE.pack(0))
+        server.result(TIMEOUT_S)
+
+
+def test_no_wait_is_for_more_than_what_was_promised(contexts: Contexts) -> None:
+    """Where the last bytes of a payload are fewer than what is usually taken at once, by more or less than a record."""
+    sizes = [at_once + extra for at_once in (1 << 18, 1 << 19) for extra in range(-20_000, 20_001, 1_000)]
+    with connected(contexts, returns_what_it_gets, pair=tcp_pair) as (stream, server):
+        stream.handshake(TIMEOUT_S)
+        begun = time.monotonic()
+        for size in sizes:
+            send_all(stream, _SIZE.pack(size) + LARGE[:size])
+            assert read_all(stream, size) == LARGE[:size]
+        send_all(stream, _SIZE.pack(0))
+        server.result(TIMEOUT_S)
+    assert time.monotonic() - begun < TIMEOUT_S
+
+
+def test_much_that_comes_in_two_parts_is_read_when_it_is_there(contexts: Contexts) -> None:
+    """Not when the timeout is over: a read that has taken the first part is not woken by less than as much again."""
+    first, rest = LARGE[: 200 << 10], LARGE[200 << 10 : 400 << 10]
+    read = threading.Event()
+
+    def serve(connection: ssl.SSLSocket) -> bool:
+        take(connection, 1)
+        connection.sendall(first)
+        time.sleep(0.2)  # until it has been taken, or is waited for
+        connection.sendall(rest)
+        return read.wait(TIMEOUT_S / 2)
+
+    with connected(contexts, serve, pair=tcp_pair) as (stream, served):
+        stream.handshake(TIMEOUT_S)
+        send_all(stream, b"!")
+        assert read_all(stream, len(first) + len(rest)) == first + rest
+        read.set()
+        assert served.result(TIMEOUT_S)
+
+
+@pytest.mark.parametrize("shaken", [False, True], ids=["handshake", "read"])
+def test_a_trickle_extends_no_timeout(contexts: Contexts, shaken: bool) -> None:
+    """A byte at a time, each well within the timeout: nobody waits for all of them."""
+    slow = threading.Event()
+
+    def trickling_pair() -> tuple[socket.socket, socket.socket]:
+        (ours, near), (far, theirs) = socket.socketpair(), socket.socketpair()
+
+        def pass_on(source: socket.socket, to: socket.socket, *, may_trickle: bool) -> None:
+            with contextlib.suppress(OSError), source, to:
+                while data := source.recv(1 if may_trickle and slow.is_set() else 1 << 16):
+                    to.sendall(data)
+                    if may_trickle and slow.is_set():
+                        time.sleep(0.02)
+
+        for source, to, may_trickle in ((far, near, True), (near, far, False)):
+            passing = partial(pass_on, source, to, may_trickle=may_trickle)
+            threading.Thread(target=passing, daemon=True).start()
+        return ours, theirs
+
+    if not shaken:
+        slow.set()
+    with connected(contexts, lambda c: c.sendall(LARGE), pair=trickling_pair) as (stream, _):
+        if shaken:
+            stream.handshake(TIMEOUT_S)
+            slow.set()
+        read = partial(stream.recv_into, memoryview(bytearray(1 << 16)))
+        begun = time.monotonic()
+        with pytest.raises(TimeoutError):
+            for _ in iter(partial(read if shaken else stream.handshake, 0.2), None):
+                pass
+        assert time.monotonic() - begun < TIMEOUT_S
+
+
+def test_timeouts_lose_nothing(contexts: Contexts) -> None:
+    """Neither while nobody reads nor while nobody writes, nor in the handshake."""
+    goes_on = [threading.Event() for _ in range(2)]
+
+    def serve(connection: ssl.SSLSocket) -> bytes:
+        assert goes_on[0].wait(TIMEOUT_S)
+        data = take(connection, len(LARGE))
+        assert goes_on[1].wait(TIMEOUT_S)
+        connection.sendall(data)
+        return data
+
+    with connected(contexts, serve) as (stream, server):
+        while True:
+            with contextlib.suppress(TimeoutError):
+                stream.handshake(0.001)
+                break
+        send_all(stream, LARGE, timeout=0.001, on_timeout=goes_on[0].set)
+        assert goes_on[0].is_set()  # it did time out, or nobody would have read
+        assert read_all(stream, len(LARGE), timeout=0.001, on_timeout=goes_on[1].set) == LARGE
+        assert server.result(TIMEOUT_S) == LARGE
+
+
+def test_an_end_is_an_end_however_it_comes(contexts: Contexts) -> None:
+    for farewell in (ssl.SSLSocket.unwrap, ssl.SSLSocket.detach):
+
+        def serve(connection: ssl.SSLSocket, farewell: Callable[[ssl.SSLSocket], object] = farewell) -> None:
+            connection.sendall(b"last words")
+            with contextlib.suppress(OSError):
+                left = farewell(connection)
+                socket.socket(fileno=left).close() if isinstance(left, int) else None
+
+        with connected(contexts, serve) as (stream, _server):
+            stream.handshake(TIMEOUT_S)
+            assert read_all(stream, 10) == b"last words"
+            assert stream.recv_into(memoryview(bytearray(1)), TIMEOUT_S) == 0
+
+
+def test_the_other_side_hears_why_it_was_refused(contexts: Contexts) -> None:
+    with connected(contexts, lambda connection: None, client=contexts.stranger) as (stream, server):
+        with pytest.raises(ssl.SSLCertVerificationError):
+            stream.handshake(TIMEOUT_S)
+        with pytest.raises(ssl.SSLError, match=r"(?i)alert"):
+            server.result(TIMEOUT_S)
+
+
+def test_a_server_that_goes_away_in_the_handshake(contexts: Contexts) -> None:
+    ours, theirs = socket.socketpair()
+    with ours:
+        theirs.close()
+        with pytest.raises((ssl.SSLEOFError, BrokenPipeError)):
+            RecordStream(ours, contexts.client, host="localhost").handshake(TIMEOUT_S)

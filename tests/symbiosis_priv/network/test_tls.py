@@ -1,0 +1,484 @@
+"""Real handshakes over loopback sockets: who gets in, who is refused, and by whom."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from symbiosis_priv import certificates
+from symbiosis_priv.certificates import Identity, Kind, clock
+from symbiosis_priv.errors import CertificateError, ConnectionLostError, SymbiosisError
+from symbiosis_priv.network import tls
+from symbiosis_priv.network.tls import TenantIdentity
+
+TIMEOUT = 10.0
+
+
+@dataclass(frozen=True)
+class Keys:
+    """One provider with its tenants, and everybody who should not get in."""
+
+    directory: Path
+    authority: Identity
+    provider: Identity  # issued by the authority
+    sibling: Identity  # another provider of the same authority and hosts
+    lone: Identity  # self-signed provider
+    elsewhere: Identity  # provider for another host
+    tenant: Identity
+    lone_tenant: Identity  # self-signed
+    stranger: Identity  # tenant of an authority with the same name
+    expired_tenant: Identity
+    expired_provider: Identity
+
+    def bundle(self, *identities: Identity) -> Path:
+        """One file with the certificates of these identities, in this order."""
+        path = self.directory / ("+".join(identity.certificate.stem for identity in identities) + ".bundle")
+        path.write_bytes(b"".join(identity.certificate.read_bytes() for identity in identities))
+        return path
+
+
+@contextmanager
+def last_month() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clock, "now", lambda: datetime.now(UTC) - timedelta(days=30))
+        yield
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
+    d = tmp_path_factory.mktemp("keys")
+    with last_month():
+        authority = certificates.create_authority(d)
+        expired_tenant = certificates.issue(d, authority=authority, kind=Kind.TENANT, name="late", days=1)
+        expired_provider = certificates.issue(d, authority=authority, kind=Kind.PROVIDER, name="old", days=1)
+    return Keys(
+        directory=d,
+        authority=authority,
+        provider=certificates.issue(d, authority=authority, kind=Kind.PROVIDER, name="provider"),
+        sibling=certificates.issue(d, authority=authority, kind=Kind.PROVIDER, name="sibling"),
+        lone=certificates.create_self_signed(d, kind=Kind.PROVIDER, name="lone"),
+        elsewhere=certificates.create_self_signed(d, kind=Kind.PROVIDER, name="elsewhere", hosts=["a.example.org"]),
+        tenant=certificates.issue(d, authority=authority, kind=Kind.TENANT, name="alice"),
+        lone_tenant=certificates.create_self_signed(d, kind=Kind.TENANT, name="mallory"),
+        stranger=certificates.issue(
+            d, authority=certificates.create_authority(d / "other"), kind=Kind.TENANT, name="stranger"
+        ),
+        expired_tenant=expired_tenant,
+        expired_provider=expired_provider,
+    )
+
+
+def signer(identity: Identity) -> str:
+    return certificates.key_fingerprint(certificates.load_certificates(identity.certificate)[0])
+
+
+def alice(keys: Keys) -> TenantIdentity:
+    return TenantIdentity("alice", authority=signer(keys.authority))
+
+
+def server(keys: Keys, identity: Identity | None = None, *, tenants: Path | None = None) -> ssl.SSLContext:
+    identity = identity or keys.provider
+    return tls.server_context(
+        certificate=identity.certificate,
+        key=identity.key,
+        tenant_authority=tenants or keys.authority.certificate,
+    )
+
+
+Pins = Path | list[Path]
+
+
+def files(pins: Pins) -> list[Path]:
+    return [pins] if isinstance(pins, Path) else pins
+
+
+def client(keys: Keys, pins: Pins, identity: Identity | None = None) -> ssl.SSLContext:
+    identity = identity or keys.tenant
+    return tls.client_context(certificate=identity.certificate, key=identity.key, pins=files(pins))
+
+
+def careless(protocol: ssl._SSLMethod, identity: Identity | None) -> ssl.SSLContext:
+    """A peer that ignores this project's rules and checks nothing."""
+    context = ssl.SSLContext(protocol)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    if identity is not None:
+        context.load_cert_chain(identity.certificate, identity.key)
+    return context
+
+
+def careless_server(identity: Identity) -> ssl.SSLContext:
+    return careless(ssl.PROTOCOL_TLS_SERVER, identity)
+
+
+def careless_client(identity: Identity | None) -> ssl.SSLContext:
+    return careless(ssl.PROTOCOL_TLS_CLIENT, identity)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What either side ended with: what it learnt, or its error."""
+
+    server: TenantIdentity | SymbiosisError | None
+    client: bytes | SymbiosisError
+    client_finished_handshake: bool
+
+    @property
+    def tenant(self) -> str:
+        """The name that the server learnt."""
+        assert isinstance(self.server, TenantIdentity), self.server
+        return self.server.name
+
+
+def _serve(listener: socket.socket, context: ssl.SSLContext) -> TenantIdentity | SymbiosisError | None:
+    connection, _ = listener.accept()
+    connection.settimeout(TIMEOUT)
+    try:
+        with connection, context.wrap_socket(connection, server_side=True) as secured:
+            assert secured.version() == "TLSv1.3"
+            tenant = tls.tenant_identity(secured) if context.verify_mode else None
+            secured.sendall(b"welcome")
+            return tenant
+    except SymbiosisError as error:
+        return error
+    except OSError as error:
+        return tls.handshake_error(error, peer="the client")
+
+
+def connect(
+    serving: ssl.SSLContext, calling: ssl.SSLContext, *, pins: Pins | None = None, hostname: str = "localhost"
+) -> Outcome:
+    """One connection as the packages make it: handshake, pin, then the first read."""
+    finished = False
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        listener.settimeout(TIMEOUT)
+        serverside = pool.submit(_serve, listener, serving)
+        answer: bytes | SymbiosisError
+        try:
+            with (
+                socket.create_connection(listener.getsockname(), timeout=TIMEOUT) as plain,
+                calling.wrap_socket(plain, server_hostname=hostname) as secured,
+            ):
+                finished = True
+                if pins is not None:
+                    tls.check_pin(secured, pins=files(pins))
+                answer = secured.recv(64)
+        except SymbiosisError as error:
+            answer = error
+        except OSError as error:
+            answer = tls.handshake_error(error, peer="the provider")
+        return Outcome(serverside.result(timeout=TIMEOUT), answer, finished)
+
+
+def assert_refused(result: object, error: type[SymbiosisError], message: str) -> None:
+    assert isinstance(result, error)
+    with pytest.raises(error, match=message):
+        raise result
+
+
+# Accepted
+
+
+@pytest.mark.parametrize("hostname", ["localhost", "127.0.0.1"])
+@pytest.mark.parametrize("name", ["provider", "lone"])
+def test_the_right_certificates(keys: Keys, name: str, hostname: str) -> None:
+    provider: Identity = getattr(keys, name)
+    pins = provider.certificate
+    outcome = connect(server(keys, provider), client(keys, pins), pins=pins, hostname=hostname)
+    assert outcome == Outcome(alice(keys), b"welcome", True)
+
+
+def test_a_self_signed_tenant_that_the_provider_lists(keys: Keys) -> None:
+    pins = keys.provider.certificate
+    tenants = keys.bundle(keys.authority, keys.lone_tenant)
+    serving = server(keys, tenants=tenants)
+    assert connect(serving, client(keys, pins, keys.lone_tenant), pins=pins).tenant == "mallory"
+    assert connect(serving, client(keys, pins), pins=pins).tenant == "alice"
+
+
+def test_namesakes_of_two_authorities_are_two_tenants(tmp_path: Path, keys: Keys) -> None:
+    other = certificates.create_authority(tmp_path / "other")  # of the same name as keys.authority
+    namesake = certificates.issue(tmp_path, authority=other, kind=Kind.TENANT, name="alice")
+    lone = certificates.create_self_signed(tmp_path / "lone", kind=Kind.TENANT, name="alice")
+    tenants = tmp_path / "tenants.pem"
+    tenants.write_bytes(b"".join(i.certificate.read_bytes() for i in (lone, other, keys.authority)))
+    serving, pins = server(keys, tenants=tenants), keys.provider.certificate
+    found = [connect(serving, client(keys, pins, who)).server for who in (keys.tenant, namesake, lone)]
+    assert found == [TenantIdentity("alice", authority=signer(by)) for by in (keys.authority, other, lone)]
+    assert len({str(tenant) for tenant in found}) == 3
+    assert all(str(tenant).startswith("alice@sha256:") for tenant in found)
+
+
+def test_an_authority_renewed_with_its_key_keeps_its_tenants(tmp_path: Path, keys: Keys) -> None:
+    """One more certificate for the authority's key: whichever is found first, the tenant stays who it is."""
+    old = certificates.load_certificates(keys.authority.certificate)[0]
+    key = keys.authority.private_key()
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    builder = x509.CertificateBuilder(old.issuer, old.subject, key.public_key(), x509.random_serial_number())
+    builder = builder.not_valid_before(old.not_valid_before_utc).not_valid_after(datetime.now(UTC) + timedelta(days=9))
+    for extension in old.extensions:
+        builder = builder.add_extension(extension.value, extension.critical)
+    renewed = tmp_path / "renewed.pem"
+    renewed.write_bytes(builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
+    pins = keys.provider.certificate
+    assert connect(server(keys, tenants=renewed), client(keys, pins)).server == alice(keys)
+
+
+def test_an_authority_in_between_must_be_listed(tmp_path: Path, keys: Keys) -> None:
+    """A tenant may bring its issuer along in its file: then its name would be worth what that issuer is."""
+    root_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
+    root = authority_certificate("root", key=root_key, signer=root_key, issuer="root", path_length=1)
+    between = authority_certificate("between", key=key, signer=root_key, issuer="root", path_length=0)
+    issuer = Identity(tmp_path / "between.pem", tmp_path / "between.key")
+    issuer.certificate.write_bytes(between)
+    issuer.key.write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    tenant = certificates.issue(tmp_path, authority=issuer, kind=Kind.TENANT, name="alice")
+    tenant.certificate.write_bytes(tenant.certificate.read_bytes() + between)
+    pins = keys.provider.certificate
+    (tmp_path / "root.pem").write_bytes(root)
+    refused = connect(server(keys, tenants=tmp_path / "root.pem"), client(keys, pins, tenant))
+    assert_refused(refused.server, CertificateError, "not in tenant_authority itself: append it")
+    (tmp_path / "both.pem").write_bytes(root + between)
+    listed = connect(server(keys, tenants=tmp_path / "both.pem"), client(keys, pins, tenant))
+    assert listed.server == TenantIdentity("alice", authority=signer(issuer))
+
+
+def authority_certificate(
+    name: str,
+    *,
+    key: ec.EllipticCurvePrivateKey,
+    signer: ec.EllipticCurvePrivateKey,
+    issuer: str,
+    path_length: int,
+) -> bytes:
+    """Another authority's certificate, as PEM."""
+
+    def subject(name: str) -> x509.Name:
+        return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+
+    signs = dict.fromkeys(
+        ["digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"], False
+    ) | {"key_cert_sign": True, "crl_sign": True, "encipher_only": False, "decipher_only": False}
+    now = datetime.now(UTC)
+    return (
+        x509.CertificateBuilder(subject(issuer), subject(name), key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - timedelta(hours=1))
+        .not_valid_after(now + timedelta(days=9))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=path_length), critical=True)
+        .add_extension(x509.KeyUsage(**signs), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
+        .sign(signer, hashes.SHA256())
+        .public_bytes(serialization.Encoding.PEM)
+    )
+
+
+@pytest.mark.parametrize("self_signed", [True, False])
+@pytest.mark.parametrize("old_first", [True, False])
+def test_rotation_with_both_pins(tmp_path: Path, keys: Keys, self_signed: bool, old_first: bool) -> None:
+    if self_signed:
+        provider = certificates.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")
+    else:
+        provider = certificates.issue(tmp_path, authority=keys.authority, kind=Kind.PROVIDER, name="p")
+    old_pin = tmp_path / "old.pem"
+    old_pin.write_bytes(provider.certificate.read_bytes())
+    before = server(keys, provider)
+    certificates.rotate(provider.certificate, authority=None if self_signed else keys.authority)
+    after = server(keys, provider)
+
+    pins = [old_pin, provider.certificate] if old_first else [provider.certificate, old_pin]
+    for serving in (before, after):
+        assert connect(serving, client(keys, pins), pins=pins) == Outcome(alice(keys), b"welcome", True)
+
+    outcome = connect(after, client(keys, old_pin), pins=old_pin)
+    assert_refused(outcome.client, CertificateError, "refused")
+
+
+def test_authority_rotation_with_both_listed(tmp_path: Path, keys: Keys) -> None:
+    successor = certificates.create_authority(tmp_path)  # of the same name
+    bob = certificates.issue(tmp_path, authority=successor, kind=Kind.TENANT, name="bob")
+    pins = keys.provider.certificate
+    tenants = tmp_path / "tenants.pem"
+    tenants.write_bytes(keys.authority.certificate.read_bytes() + successor.certificate.read_bytes())
+    serving = server(keys, tenants=tenants)
+    assert connect(serving, client(keys, pins, bob), pins=pins).tenant == "bob"
+    assert connect(serving, client(keys, pins), pins=pins).tenant == "alice"
+
+
+def test_nothing_to_resume(keys: Keys) -> None:
+    pins = keys.provider.certificate
+    calling = client(keys, pins)
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        listener.settimeout(TIMEOUT)
+        serverside = pool.submit(_serve, listener, server(keys))
+        with (
+            socket.create_connection(listener.getsockname(), timeout=TIMEOUT) as plain,
+            calling.wrap_socket(plain, server_hostname="localhost") as secured,
+        ):
+            assert secured.recv(64) == b"welcome"
+            assert secured.session is not None
+            assert not secured.session.has_ticket
+            assert secured.compression() is None
+        assert serverside.result(timeout=TIMEOUT) == alice(keys)
+
+
+# Refused by the server
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (None, "PEER_DID_NOT_RETURN_A_CERTIFICATE"),
+        ("stranger", "unable to get local issuer|signature failure"),
+        ("lone_tenant", "self.signed certificate"),
+        ("expired_tenant", "certificate has expired"),
+        ("provider", "unsuitable certificate purpose|unsupported certificate purpose"),
+    ],
+)
+def test_the_server_refuses(keys: Keys, name: str | None, message: str) -> None:
+    identity = None if name is None else getattr(keys, name)
+    outcome = connect(server(keys), careless_client(identity))
+    assert_refused(outcome.server, CertificateError, message)
+    # The client's handshake was over before the server had looked: the refusal is its first read.
+    assert outcome.client_finished_handshake
+    assert_refused(outcome.client, CertificateError, "for want of a good certificate")
+
+
+def test_tls_1_2_is_refused(keys: Keys) -> None:
+    old = careless_client(keys.tenant)
+    old.maximum_version = ssl.TLSVersion.TLSv1_2
+    outcome = connect(server(keys), old)
+    assert_refused(outcome.server, ConnectionLostError, "UNSUPPORTED_PROTOCOL")
+    assert_refused(outcome.client, ConnectionLostError, "PROTOCOL_VERSION")
+
+    old_server = careless_server(keys.provider)
+    old_server.maximum_version = ssl.TLSVersion.TLSv1_2
+    outcome = connect(old_server, client(keys, keys.provider.certificate))
+    assert_refused(outcome.client, ConnectionLostError, "PROTOCOL_VERSION|UNSUPPORTED_PROTOCOL")
+
+
+# Refused by the client
+
+
+@pytest.mark.parametrize(
+    ("shown", "pinned", "message"),
+    [
+        ("sibling", ["provider"], "unable to get"),
+        ("lone", ["provider"], "self.signed certificate"),
+        ("expired_provider", ["provider", "expired_provider"], "certificate has expired"),
+        ("elsewhere", ["elsewhere"], "Hostname mismatch"),
+    ],
+)
+def test_the_client_refuses_in_the_handshake(keys: Keys, shown: str, pinned: list[str], message: str) -> None:
+    pins = [getattr(keys, name).certificate for name in pinned]
+    outcome = connect(careless_server(getattr(keys, shown)), client(keys, pins), pins=pins)
+    assert not outcome.client_finished_handshake
+    assert_refused(outcome.client, CertificateError, message)
+
+
+def test_a_tenant_cannot_stand_in_for_a_provider(keys: Keys) -> None:
+    """Even if its certificate were trusted."""
+    calling = client(keys, keys.provider.certificate)
+    calling.load_verify_locations(keys.tenant.certificate)
+    outcome = connect(careless_server(keys.tenant), calling)
+    assert not outcome.client_finished_handshake
+    assert_refused(outcome.client, CertificateError, "purpose")
+
+
+def test_the_pin_refuses_a_sibling_that_the_handshake_accepts(keys: Keys) -> None:
+    """Only where the context trusts more than pins: no pinned file makes it do so."""
+    pins = keys.provider.certificate
+    calling = client(keys, pins)
+    calling.load_verify_locations(keys.authority.certificate)
+    assert connect(server(keys, keys.sibling), calling).client == b"welcome"
+    outcome = connect(server(keys, keys.sibling), calling, pins=pins)
+    assert outcome.client_finished_handshake
+    assert_refused(
+        outcome.client,
+        CertificateError,
+        r"sha256:[0-9a-f]{64}, which is not pinned in .*provider\.pem.*next_certificate",
+    )
+    assert connect(server(keys), calling, pins=pins).client == b"welcome"
+
+
+def test_an_unverified_certificate_names_nobody(keys: Keys) -> None:
+    class Unverified:
+        context = careless_server(keys.provider)
+
+        def getpeercert(self, *, binary_form: bool) -> bytes:
+            return ssl.PEM_cert_to_DER_cert(keys.tenant.certificate.read_text())
+
+    with pytest.raises(CertificateError, match="no verified tenant certificate"):
+        tls.tenant_identity(Unverified())  # type: ignore[arg-type]
+
+
+# Refused before any connection
+
+
+Build = Callable[[Keys], ssl.SSLContext]
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda k: server(k, k.expired_provider), r"old\.pem is valid only .*symbiosis-priv keys rotate"),
+        (lambda k: server(k, k.tenant), r"alice\.pem is a tenant certificate, not a"),
+        (lambda k: server(k, k.authority), r"authority\.pem is no provider certificate"),
+        (lambda k: server(k, tenants=k.sibling.certificate), r"sibling\.pem holds no current tenant"),
+        (lambda k: server(k, tenants=k.directory / "none.pem"), r"none\.pem does not exist.*copy of the executor's"),
+        (lambda k: server(k, Identity(k.provider.certificate, k.tenant.key)), r"alice\.key is not the"),
+        (lambda k: server(k, Identity(k.provider.certificate, k.directory / "no")), r"cannot read .*no"),
+        (lambda k: client(k, k.provider.certificate, k.expired_tenant), r"late\.pem is valid only from"),
+        (lambda k: client(k, k.provider.certificate, k.provider), r"is a provider certificate, not a tenant"),
+        (lambda k: client(k, k.directory / "none.pem"), r"cannot read .*none\.pem"),
+        (lambda k: client(k, k.expired_provider.certificate), r"old\.pem has expired"),
+        (lambda k: client(k, k.authority.certificate), r"authority\.pem is no provider certificate"),
+        (lambda k: client(k, k.tenant.certificate), r"alice\.pem is no provider certificate"),
+        (lambda k: client(k, k.bundle(k.provider, k.sibling)), r"holds 2 certificates.*next_certificate"),
+    ],
+)
+def test_contexts_refuse_bad_files(keys: Keys, build: Build, message: str) -> None:
+    with pytest.raises(CertificateError, match=message):
+        build(keys)
+
+
+def test_context_settings(keys: Keys) -> None:
+    serving, calling = server(keys), client(keys, keys.provider.certificate)
+    for context in (serving, calling):
+        assert context.minimum_version == context.maximum_version == ssl.TLSVersion.TLSv1_3
+        assert context.verify_mode == ssl.CERT_REQUIRED
+        assert context.options & ssl.OP_NO_COMPRESSION
+        assert context.verify_flags & ssl.VERIFY_X509_STRICT
+        assert context.cert_store_stats()["x509"] == 1, "nothing is trusted but the named file"
+        assert context.keylog_filename is None
+    assert calling.check_hostname
+    assert serving.num_tickets == 0
+
+
+def test_no_trust_store_and_no_key_log(keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the environment names: a context of Python's own would write its sessions' keys there."""
+    keylog = tmp_path / "keylog"
+    monkeypatch.setenv("SSLKEYLOGFILE", str(keylog))
+    for name in ("SSL_CERT_FILE", "SSL_CERT_DIR"):
+        monkeypatch.setenv(name, str(keys.sibling.certificate))
+    assert ssl.create_default_context().keylog_filename == str(keylog)  # or this test shows nothing
+    keylog.unlink(missing_ok=True)
+    context = tls.registry_client_context(certificates.load_certificates(keys.authority.certificate))
+    assert context.cert_store_stats()["x509"] == 1
+    assert context.keylog_filename is None
+    test_context_settings(keys)
+    test_the_right_certificates(keys, "provider", "localhost")
+    assert not keylog.exists()

@@ -1,0 +1,306 @@
+"""Frames: what is sent comes back the same, and nothing else comes in."""
+
+from __future__ import annotations
+
+import math
+import tracemalloc
+from typing import Any, get_args
+
+import msgspec
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+
+from symbiosis_priv.arithmetic.ring import DIRECTIONS
+from symbiosis_priv.errors import FrameTooLargeError, ProtocolError
+from symbiosis_priv.harness import strategies as testing
+from symbiosis_priv.network import wire
+
+counts = st.integers(0, 2**63 - 1)
+texts = st.text(max_size=512).filter(lambda text: len(text.encode()) <= 2048)
+seeds = st.binary(min_size=32, max_size=32)
+bindings: dict[str, SearchStrategy[Any]] = {
+    "nonce": st.binary(min_size=wire.NONCE_BYTES, max_size=wire.NONCE_BYTES),
+    "group": st.integers(0, (1 << 20) - 1),
+    "direction": st.sampled_from(DIRECTIONS),
+    "arithmetic": st.sampled_from(get_args(wire.Arithmetic)),
+    "rows": st.integers(0, wire.MAX_ROWS),
+}
+executes = st.builds(wire.Execute, **bindings)
+effects = st.builds(wire.Effect, **bindings, seed=seeds, first_row=st.integers(0, 2**62 - 1))
+hellos = st.builds(wire.Hello, version=counts, role=st.sampled_from(get_args(wire.Role)), model_digest=texts)
+requests: SearchStrategy[wire.Request] = executes | effects | hellos | st.builds(wire.Health)
+replies: SearchStrategy[wire.Reply] = (
+    st.builds(wire.Result, **bindings)
+    | st.builds(
+        lambda groups, **fields: wire.Welcome(first_group=min(groups), end_group=max(groups), **fields),
+        groups=st.lists(st.integers(0, wire.MAX_GROUPS), min_size=2, max_size=2, unique=True),
+        version=counts,
+        model_digest=texts,
+        max_rows=bindings["rows"],
+        max_payload=st.integers(wire.ITEM_BYTES, wire.MAX_PAYLOAD),
+    )
+    | st.builds(
+        wire.HealthReport,
+        name=texts.map(lambda text: text[:64]),
+        model_digest=texts.map(lambda text: text[:64]),
+        time=st.floats(0, 1e12),
+        uptime_s=st.floats(0, 1e12),
+        groups=counts,
+        groups_loaded=counts,
+        requests=counts,
+        connections=counts,
+    )
+    | st.builds(wire.Failure, code=st.sampled_from(wire.ErrorCode), detail=texts)
+)
+
+EXECUTE: dict[str, Any] = {
+    "type": "execute",
+    "nonce": bytes(16),
+    "group": 0,
+    "direction": "forward",
+    "arithmetic": "ring",
+    "rows": 1,
+}
+EFFECT = EXECUTE | {"type": "effect", "seed": bytes(32), "first_row": 0}
+
+
+def split(frame: bytes, *, payload: int) -> bytes:
+    """The header of a frame, its prefix checked on the way."""
+    header_bytes, payload_bytes = wire.decode_prefix(frame[: wire.PREFIX.size], max_payload=payload)
+    header = frame[wire.PREFIX.size :]
+    assert (header_bytes, payload_bytes) == (len(header), payload)
+    return header
+
+
+@given(requests, st.integers(0, wire.MAX_PAYLOAD))
+def test_requests_round_trip(message: wire.Request, payload: int) -> None:
+    header = split(wire.encode(message, payload_bytes=payload), payload=payload)
+    assert wire.decode_request(header) == message
+    assert wire.decode_request(memoryview(header)) == message
+
+
+@given(replies, st.integers(0, wire.MAX_PAYLOAD))
+def test_replies_round_trip(message: wire.Reply, payload: int) -> None:
+    header = split(wire.encode(message, payload_bytes=payload), payload=payload)
+    assert wire.decode_reply(header) == message
+
+
+@given(requests, replies)
+def test_requests_and_replies_do_not_stand_in_for_each_other(request: wire.Request, reply: wire.Reply) -> None:
+    with pytest.raises(ProtocolError):
+        wire.decode_reply(wire.encode(request)[wire.PREFIX.size :])
+    with pytest.raises(ProtocolError):
+        wire.decode_request(wire.encode(reply)[wire.PREFIX.size :])
+
+
+scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary()
+documents = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8)
+fields = st.sampled_from(sorted(EFFECT)) | st.text(max_size=4)
+mutants = st.builds(lambda a, b: a | b, st.sampled_from([EXECUTE, EFFECT, {}]), st.dictionaries(fields, documents))
+
+
+@given(st.binary(max_size=200) | documents.map(msgspec.msgpack.encode) | mutants.map(msgspec.msgpack.encode))
+@example(b"")
+@example(b"\x82\xa1x" + b"\x91" * 4000)  # deep nesting in an unknown field
+@example(b"\x84\xa4type\xa5hello\xa7version\x01\xa4role\xa8executor\xacmodel_digest\xa2\xff\xff")  # no UTF-8
+@example(b"\xdd\xff\xff\xff\xff")  # an array that announces 2^32 elements
+@example(b"\x81\xa4type\xc6\xff\xff\xff\xff")  # 4 GiB of binary
+@example(b"\xc7\x0c\xff" + bytes(12))  # an extension type: a timestamp
+def test_a_header_is_a_message_or_a_protocol_error(header: bytes) -> None:
+    for decode in (wire.decode_request, wire.decode_reply):
+        try:
+            message = decode(header)
+        except ProtocolError:
+            continue
+        assert decode(wire.encode(message)[wire.PREFIX.size :]) == message
+
+
+@given(requests, st.data())
+def test_damaged_headers_are_messages_or_protocol_errors(message: wire.Request, data: st.DataObject) -> None:
+    header = bytearray(wire.encode(message)[wire.PREFIX.size :])
+    with pytest.raises(ProtocolError):
+        wire.decode_request(bytes(header[: data.draw(st.integers(0, len(header) - 1))]))  # truncated
+    with pytest.raises(ProtocolError):
+        wire.decode_request(bytes(header) + data.draw(st.binary(min_size=1, max_size=8)))  # trailing
+    header[data.draw(st.integers(0, len(header) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    try:
+        changed = wire.decode_request(bytes(header))
+    except ProtocolError:
+        return
+    assert changed != message
+
+
+@given(st.binary(max_size=24), st.integers(0, wire.MAX_PAYLOAD))
+def test_a_prefix_is_lengths_or_a_protocol_error(prefix: bytes, limit: int) -> None:
+    for candidate in (prefix, wire.MAGIC + prefix[:8]):
+        try:
+            header, payload = wire.decode_prefix(candidate, max_payload=limit)
+        except ProtocolError:
+            continue
+        assert candidate[:4] == wire.MAGIC
+        assert 0 < header <= wire.MAX_HEADER
+        assert 0 <= payload <= limit
+
+
+@pytest.mark.parametrize(
+    ("header", "payload", "fits"),
+    [
+        (1, 0, True),
+        (wire.MAX_HEADER, 1000, True),
+        (0, 0, False),
+        (wire.MAX_HEADER + 1, 0, False),
+        (2**32 - 1, 0, False),
+        (10, 1001, False),
+        (10, 2**32 - 1, False),
+    ],
+)
+def test_limits_come_before_memory(header: int, payload: int, fits: bool) -> None:
+    prefix = wire.PREFIX.pack(wire.MAGIC, header, payload)
+    tracemalloc.start()
+    try:
+        if fits:
+            assert wire.decode_prefix(prefix, max_payload=1000) == (header, payload)
+        else:
+            with pytest.raises(FrameTooLargeError):
+                wire.decode_prefix(prefix, max_payload=1000)
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_layout_of_a_frame() -> None:
+    """Twelve bytes, little-endian: what another implementation has to write."""
+    frame = wire.encode(wire.Health(), payload_bytes=0x01020304)
+    header = msgspec.msgpack.encode({"type": "health"})
+    assert frame == b"SYM1" + bytes([len(header), 0, 0, 0]) + bytes([4, 3, 2, 1]) + header
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"scale": 0.5},  # rule 5: there is no field for it, and none can be added
+        {"labels": [1, 2, 3]},
+        {"type": "run"},
+        {"type": None},
+        {"rows": -1},
+        {"rows": wire.MAX_ROWS + 1},
+        {"rows": 1.0},
+        {"rows": "1"},
+        {"rows": True},
+        {"group": -1},
+        {"group": 1 << 20},
+        {"direction": "sideways"},
+        {"arithmetic": "double"},
+        {"nonce": bytes(15)},
+        {"nonce": bytes(17)},
+        {"nonce": [0] * 16},
+    ],
+    ids=str,
+)
+def test_unknown_fields_types_and_values_are_refused(change: dict[str, Any]) -> None:
+    assert wire.decode_request(msgspec.msgpack.encode(EXECUTE))
+    with pytest.raises(ProtocolError):
+        wire.decode_request(msgspec.msgpack.encode(EXECUTE | change))
+
+
+@pytest.mark.parametrize(
+    "change", [{"seed": bytes(31)}, {"seed": bytes(33)}, {"first_row": -1}, {"first_row": 1 << 62}], ids=str
+)
+def test_impossible_effects_are_refused(change: dict[str, Any]) -> None:
+    assert wire.decode_request(msgspec.msgpack.encode(EFFECT))
+    with pytest.raises(ProtocolError):
+        wire.decode_request(msgspec.msgpack.encode(EFFECT | change))
+
+
+@given(effects)
+def test_a_seed_is_not_shown(effect: wire.Effect) -> None:
+    assert repr(effect.seed)[2:-1] not in f"{effect} {effect!r} {[effect]}"
+
+
+@pytest.mark.parametrize("name", sorted(EFFECT))
+def test_missing_fields_are_refused(name: str) -> None:
+    document = {key: value for key, value in EFFECT.items() if key != name}
+    with pytest.raises(ProtocolError):
+        wire.decode_request(msgspec.msgpack.encode(document))
+
+
+@pytest.mark.parametrize("groups", [(1, 1), (2, 1), (0, 0), (-1, 3), (0, wire.MAX_GROUPS + 1), (0, None)])
+def test_a_welcome_that_serves_nothing_is_refused(groups: tuple[int, int | None]) -> None:
+    first, end = groups
+    document = {"type": "welcome", "version": 3, "model_digest": "x", "max_rows": 1, "max_payload": 4}
+    with pytest.raises(ProtocolError):
+        wire.decode_reply(msgspec.msgpack.encode(document | {"first_group": first, "end_group": end}))
+
+
+@pytest.mark.parametrize(
+    "change", [{"time": math.nan}, {"uptime_s": math.inf}, {"time": -1.0}, {"groups": -1}, {"requests": -1}], ids=str
+)
+def test_a_report_of_what_is_no_number_is_refused(change: dict[str, Any]) -> None:
+    """A clock of nan seconds would be compared with the own one, and found neither ahead nor behind."""
+    counted = dict.fromkeys(("groups", "groups_loaded", "requests", "connections"), 1)
+    document = {"type": "health_report", "name": "x", "model_digest": "y", "time": 1.0, "uptime_s": 1.0, **counted}
+    assert wire.decode_reply(msgspec.msgpack.encode(document))
+    with pytest.raises(ProtocolError):
+        wire.decode_reply(msgspec.msgpack.encode(document | change))
+
+
+def test_no_message_has_a_field_for_a_secret() -> None:
+    """Rule 5. A new field has to be argued for here."""
+    binding = {"nonce", "group", "direction", "arithmetic", "rows"}
+    fields = {m.__name__: set(m.__struct_fields__) for m in (*get_args(wire.Request), *get_args(wire.Reply))}
+    assert fields == {
+        "Hello": {"version", "role", "model_digest"},
+        "Execute": binding,
+        "Effect": binding | {"seed", "first_row"},
+        "Health": set(),
+        "Welcome": {"version", "model_digest", "first_group", "end_group", "max_rows", "max_payload"},
+        "Result": binding,
+        "HealthReport": {
+            "name", "model_digest", "time", "uptime_s", "groups", "groups_loaded", "requests", "connections",
+        },
+        "Failure": {"code", "detail"},
+    }  # fmt: skip
+
+
+def test_a_frame_that_could_not_be_read_is_not_written() -> None:
+    with pytest.raises(FrameTooLargeError):
+        wire.encode(wire.Failure(code=wire.ErrorCode.INTERNAL, detail="x" * wire.MAX_HEADER))
+    with pytest.raises(FrameTooLargeError):
+        wire.encode(wire.Health(), payload_bytes=wire.MAX_PAYLOAD + 1)
+
+
+@given(st.data(), testing.widths(), testing.row_counts())
+def test_matrices_round_trip_without_a_copy(data: st.DataObject, width: int, count: int) -> None:
+    arithmetic = data.draw(st.sampled_from(get_args(wire.Arithmetic)))
+    if arithmetic == "ring":
+        matrix = data.draw(testing.ring_rows(width=width, count=count))
+    else:
+        matrix = data.draw(testing.float_rows(width=width, count=count, dtypes=[torch.float32]))
+    assert matrix.dtype == wire.payload_dtype(arithmetic)
+
+    sent = wire.as_bytes(matrix)
+    assert sent.format == "B"
+    assert sent.nbytes == matrix.numel() * wire.ITEM_BYTES
+    received = bytearray(sent)
+    got = wire.as_matrix(received, rows=count, arithmetic=arithmetic)
+    assert got.dtype == matrix.dtype
+    assert len(got) == count
+    if not count:
+        return
+    assert torch.equal(got, matrix)
+    matrix[0, 0] = 77  # the bytes are the tensor's own,
+    assert int.from_bytes(sent[:4], "little") == matrix.view(torch.int32)[0, 0]
+    received[:4] = sent[:4]  # and so is the buffer that was received
+    assert got[0, 0] == 77
+    assert wire.as_matrix(memoryview(received), rows=count, arithmetic=arithmetic).data_ptr() == got.data_ptr()
+    again = torch.frombuffer(sent, dtype=matrix.dtype)
+    assert again.data_ptr() == matrix.data_ptr()
+
+
+def test_payloads_are_little_endian_and_row_major() -> None:
+    matrix = torch.tensor([[1, -2], [3, 1 << 30]], dtype=torch.int32)
+    assert bytes(wire.as_bytes(matrix)).hex() == "01000000feffffff0300000000000040"
+    assert bytes(wire.as_bytes(matrix.t())) == bytes(wire.as_bytes(matrix.t().contiguous()))

@@ -1,0 +1,269 @@
+"""Signed descriptors: what is believed, and that nothing which differs from it in one byte, one key or one hour is."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding
+from hypothesis import given
+from hypothesis import strategies as st
+
+from symbiosis_priv import certificates
+from symbiosis_priv.certificates import Identity, Kind
+from symbiosis_priv.certificates.revocation import mark_of
+from symbiosis_priv.checkpoints.layers import LayerRange
+from symbiosis_priv.errors import CertificateError, ConfigError, DescriptorError
+from symbiosis_priv.registry.descriptor import MAX_LIFETIME_S, Descriptor, newest, sign, verify
+from symbiosis_priv.registry.statements import CLOCK_TOLERANCE_S, MAX_BYTES, MAX_CERTIFICATE, MS, Trust
+
+DIGEST = "sha256:" + "0" * 64
+DOMAIN = b"symbiosis-priv descriptor 1\0"
+
+
+@dataclass(frozen=True)
+class World:
+    """A federation's authority, one of its providers, and others that it does not vouch for as an executor."""
+
+    trust: Trust
+    gamma: Identity
+    delta: Identity
+    others: dict[str, Identity]
+    began: float
+
+    @functools.cached_property
+    def good(self) -> bytes:
+        return sign(self.said(), self.gamma.private_key())
+
+    def said(self, identity: Identity | None = None, **changes: Any) -> Descriptor:
+        now = round(MS * self.began)
+        certificate = certificates.load_certificates((identity or self.gamma).certificate)[0]
+        values: dict[str, Any] = {
+            "host": "gamma.example",
+            "port": 7401,
+            "model_digest": DIGEST,
+            "weight_bits": 10,
+            "first_layer": 0,
+            "last_layer": 15,
+            "capacity": 1.0,
+            "issued": now,
+            "expires": now + 600 * MS,
+            "draining": False,
+            "certificate": certificate.public_bytes(Encoding.DER),
+        }
+        return Descriptor(**(values | changes))
+
+
+def signed(body: bytes, identity: Identity, *, domain: bytes = DOMAIN) -> bytes:
+    """Whatever bytes, as their signer would have to sign them."""
+    key = identity.private_key()
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    return msgspec.msgpack.encode({"body": body, "signature": key.sign(domain + body, ec.ECDSA(hashes.SHA256()))})
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    folder = tmp_path_factory.mktemp("registry")
+    authority = certificates.create_authority(folder, name="federation")
+    stranger = certificates.create_authority(folder, name="stranger")
+
+    def issue(name: str, *, signer: Identity = authority, operator: str | None = "Gamma AG") -> Identity:
+        return certificates.issue(
+            folder, authority=signer, kind=Kind.PROVIDER, name=name, hosts=["gamma.example"], operator=operator
+        )
+
+    gamma = issue("gamma")
+    own = certificates.create_self_signed(folder / "own", kind=Kind.PROVIDER, name="gamma", hosts=["gamma.example"])
+    tenant = certificates.issue(folder, authority=authority, kind=Kind.TENANT, name="alice")
+    others = {
+        "its certificate is not one": issue("forger", signer=stranger),
+        "not one that the federation": own,
+        "is no provider's": tenant,
+        "does not say who runs it": issue("nobody", operator=None),
+    }
+    valid_from = certificates.load_certificates(gamma.certificate)[0].not_valid_before_utc
+    return World(Trust.load(authority.certificate), gamma, issue("delta"), others, valid_from.timestamp() + 1000)
+
+
+def test_what_an_executor_has_signed_is_believed(world: World) -> None:
+    vouched = verify(world.good, world.trust, now=world.began)
+    assert vouched.said == world.said()
+    assert (vouched.name, vouched.operator, vouched.data) == ("gamma", "Gamma AG", world.good)
+    assert vouched.key == certificates.key_fingerprint(vouched.certificate)
+    assert vouched.said.layers == LayerRange(0, 15)
+
+
+@pytest.mark.filterwarnings("ignore:Parsed a serial number which wasn't positive")  # cryptography: of what is refused
+@pytest.mark.parametrize("bits", [0x01, 0x20, 0x80, 0xFF])
+def test_any_flipped_byte_is_refused(world: World, bits: int) -> None:
+    for place in range(len(world.good)):
+        altered = bytearray(world.good)
+        altered[place] ^= bits
+        with pytest.raises(DescriptorError):
+            verify(bytes(altered), world.trust, now=world.began)
+
+
+@given(data=st.data())
+def test_nothing_else_that_is_cut_or_added_to_is_believed(world: World, data: st.DataObject) -> None:
+    start, stop = sorted(data.draw(st.lists(st.integers(0, len(world.good)), min_size=2, max_size=2)))
+    altered = world.good[:start] + data.draw(st.binary(max_size=40)) + world.good[stop:]
+    if altered != world.good:
+        with pytest.raises(DescriptorError):
+            verify(altered, world.trust, now=world.began)
+
+
+@given(st.binary(max_size=300) | st.binary(min_size=MAX_BYTES + 1, max_size=MAX_BYTES + 9))
+def test_any_bytes_are_a_descriptor_or_an_error_of_the_tree(world: World, data: bytes) -> None:
+    with pytest.raises(DescriptorError):
+        verify(data, world.trust, now=world.began)
+
+
+def test_a_field_more_is_refused_even_if_it_is_signed(world: World) -> None:
+    """A reader that passed over what it does not know would believe less than was said."""
+    body = msgspec.msgpack.encode({**msgspec.structs.asdict(world.said()), "role": "helper"})
+    with pytest.raises(DescriptorError, match="malformed"):
+        verify(signed(body, world.gamma), world.trust, now=world.began)
+
+
+def test_another_spelling_of_the_same_is_refused_even_if_it_is_signed(world: World) -> None:
+    fields = msgspec.structs.asdict(world.said())
+    body = msgspec.msgpack.encode(dict(reversed(fields.items())))
+    with pytest.raises(DescriptorError, match="canonical"):
+        verify(signed(body, world.gamma), world.trust, now=world.began)
+
+
+def test_who_is_not_vouched_for_is_refused(world: World) -> None:
+    for words, identity in world.others.items():
+        forged = sign(world.said(identity), identity.private_key())
+        with pytest.raises(DescriptorError, match=words):
+            verify(forged, world.trust, now=world.began)
+
+
+def test_a_key_does_not_speak_for_another_ones_certificate(world: World) -> None:
+    forged = sign(world.said(world.gamma), world.delta.private_key())
+    with pytest.raises(DescriptorError, match="not signed by the key of its certificate"):
+        verify(forged, world.trust, now=world.began)
+
+
+def test_a_signature_of_another_domain_is_none(world: World) -> None:
+    body = msgspec.msgpack.encode(world.said())
+    verify(signed(body, world.gamma), world.trust, now=world.began)
+    for domain in (b"", b"symbiosis-priv log head 1\0", b"symbiosis-priv descriptor 2\0", b"descriptor 1\0"):
+        with pytest.raises(DescriptorError, match="not signed"):
+            verify(signed(body, world.gamma, domain=domain), world.trust, now=world.began)
+
+
+def test_a_revoked_certificate_speaks_no_more(world: World) -> None:
+    revoked = frozenset({mark_of(certificates.load_certificates(world.gamma.certificate)[0])})
+    with pytest.raises(DescriptorError, match="revoked"):
+        verify(world.good, Trust(world.trust.authorities, revoked), now=world.began)
+
+
+def test_an_address_is_one_that_the_authority_vouches_for(world: World) -> None:
+    for host in ("delta.example", "GAMMA.example", "gamma.example.", "127.0.0.1", "*.example"):
+        with pytest.raises(DescriptorError, match="claims a host"):
+            verify(sign(world.said(host=host), world.gamma.private_key()), world.trust, now=world.began)
+
+
+@given(shift=st.integers(-2 * MAX_LIFETIME_S, 2 * MAX_LIFETIME_S), life=st.integers(1, MAX_LIFETIME_S))
+def test_it_counts_between_issue_and_expiry_and_the_clocks_tolerance(world: World, shift: int, life: int) -> None:
+    said = world.said()
+    data = sign(
+        msgspec.structs.replace(said, expires=said.issued + MS * life),
+        world.gamma.private_key(),
+    )
+    certificate_holds = shift >= -1000
+    if certificate_holds and -CLOCK_TOLERANCE_S <= shift <= life + CLOCK_TOLERANCE_S:
+        verify(data, world.trust, now=said.issued / MS + shift)
+    else:
+        with pytest.raises(DescriptorError, match=r"future|expired|not valid then"):
+            verify(data, world.trust, now=said.issued / MS + shift)
+
+
+def test_a_certificate_counts_as_long_as_it_is_valid(world: World) -> None:
+    end = certificates.load_certificates(world.gamma.certificate)[0].not_valid_after_utc.timestamp()
+    for now, good in ((end - 10, True), (end + 10, False)):
+        said = world.said(issued=round(MS * (end - 20)), expires=round(MS * (end + 600)))
+        data = sign(said, world.gamma.private_key())
+        if good:
+            verify(data, world.trust, now=now)
+        else:
+            with pytest.raises(DescriptorError, match="not valid then"):
+                verify(data, world.trust, now=now)
+        verify(data, world.trust, now=None)  # an auditor asks whether it was good when it was said
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"first_layer": 3, "last_layer": 2},
+        {"expires": 0},
+        {"capacity": float("nan")},
+        {"capacity": float("inf")},
+        {"port": 0},
+        {"weight_bits": 40},
+        {"model_digest": "sha256:0"},
+        {"last_layer": 1 << 40},
+    ],
+)
+def test_values_out_of_their_bounds_are_refused_even_if_they_are_signed(world: World, changes: dict[str, Any]) -> None:
+    body = msgspec.msgpack.encode({**msgspec.structs.asdict(world.said()), **changes})
+    with pytest.raises(DescriptorError, match="malformed"):
+        verify(signed(body, world.gamma), world.trust, now=world.began)
+
+
+def test_nothing_lives_for_longer_than_a_day(world: World) -> None:
+    with pytest.raises(ValueError, match="does not live"):
+        world.said(expires=world.said().issued + MS * MAX_LIFETIME_S + 1)
+
+
+@given(order=st.permutations(range(4)), repeats=st.lists(st.integers(0, 3), max_size=6))
+def test_the_newest_of_a_key_counts_in_whatever_order_they_come(
+    world: World, order: list[int], repeats: list[int]
+) -> None:
+    """A registry may reorder and repeat as it likes; also two of one moment end up in one order."""
+    began = world.said().issued
+    said = [world.said(issued=began + step, port=port) for step, port in ((0, 1), (1, 2), (2, 3), (2, 4))]
+    vouched = [verify(sign(one, world.gamma.private_key()), world.trust, now=world.began) for one in said]
+    (found,) = newest(vouched[place] for place in [*order, *repeats]).values()
+    assert found == max(vouched, key=lambda one: one.age)
+    assert found.said.issued == began + 2
+
+
+def test_an_older_one_is_a_replay_and_the_same_one_is_not(world: World) -> None:
+    key, began = world.gamma.private_key(), world.said().issued
+    ages = [verify(sign(world.said(issued=began + step), key), world.trust, now=world.began) for step in range(3)]
+    for one, other in itertools.product(ages, repeat=2):
+        if one.age < other.age:
+            with pytest.raises(DescriptorError, match="newer one"):
+                verify(one.data, world.trust, now=world.began, after=other.age)
+        else:
+            verify(one.data, world.trust, now=world.began, after=other.age)
+
+
+def test_what_cannot_vouch_is_no_authority(world: World, tmp_path: Path) -> None:
+    with pytest.raises(CertificateError, match="holds no authority"):
+        Trust.load(world.gamma.certificate)
+    both = tmp_path / "both.pem"
+    authority = world.trust.authorities[0].public_bytes(Encoding.PEM)
+    both.write_bytes(world.gamma.certificate.read_bytes() + authority)
+    assert Trust.load(both).authorities == world.trust.authorities
+
+
+def test_too_many_hosts_do_not_fit(world: World, tmp_path: Path) -> None:
+    authority = certificates.create_authority(tmp_path)
+    hosts = [f"{number:03}.gamma.example" for number in range(70)]
+    many = certificates.issue(tmp_path, authority=authority, kind=Kind.PROVIDER, name="g", hosts=hosts, operator="G")
+    certificate = x509.load_pem_x509_certificate(many.certificate.read_bytes()).public_bytes(Encoding.DER)
+    assert len(certificate) < MAX_CERTIFICATE
+    verify(sign(world.said(many, host=hosts[3]), many.private_key()), Trust.load(authority.certificate), now=None)
+    with pytest.raises(ConfigError, match="fewer hosts"):
+        sign(world.said(certificate=bytes(MAX_BYTES)), many.private_key())

@@ -1,0 +1,110 @@
+"""Signals as exceptions, where they may arrive."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from symbiosis_priv.system.interrupts import Interrupts
+
+
+@pytest.fixture(autouse=True)
+def heeded() -> Iterator[None]:
+    """Ctrl-C is ignored where the tests run in the background of a shell."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def send(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "status"), [(signal.SIGINT, KeyboardInterrupt, None), (signal.SIGTERM, SystemExit, 143)]
+)
+def test_a_signal_becomes_an_exception(number: signal.Signals, kind: type[BaseException], status: int | None) -> None:
+    with pytest.raises(kind) as raised, Interrupts():
+        send(number)
+    assert getattr(raised.value, "code", None) == status
+
+
+def raises(kind: type[BaseException], body: Callable[[Interrupts], None]) -> None:
+    def run() -> None:
+        with Interrupts() as interrupts, interrupts.whole():
+            body(interrupts)
+
+    with pytest.raises(kind):
+        run()
+
+
+def test_what_is_whole_is_completed_first() -> None:
+    steps = []
+
+    def body(interrupts: Interrupts) -> None:
+        send(signal.SIGINT)
+        steps.append("optimizer")
+
+    raises(KeyboardInterrupt, body)
+    assert steps == ["optimizer"]
+
+
+def test_a_signal_that_waits_arrives_at_the_next_place_where_it_may() -> None:
+    steps = []
+
+    def body(interrupts: Interrupts) -> None:
+        send(signal.SIGTERM)
+        steps.append("save")
+        with interrupts.anywhere():
+            steps.append("never")
+
+    raises(SystemExit, body)
+    assert steps == ["save"]
+
+
+def test_it_may_arrive_anywhere_inside() -> None:
+    def body(interrupts: Interrupts) -> None:
+        with interrupts.anywhere():
+            send(signal.SIGINT)
+            pytest.fail("unreachable")
+
+    raises(KeyboardInterrupt, body)
+
+
+def test_the_second_signal_is_obeyed_at_once() -> None:
+    def body(interrupts: Interrupts) -> None:
+        send(signal.SIGTERM)
+        send(signal.SIGINT)
+        pytest.fail("unreachable")
+
+    raises(KeyboardInterrupt, body)
+
+
+def test_handlers_are_put_back_and_what_is_ignored_stays_ignored() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = signal.getsignal(signal.SIGTERM)
+    with Interrupts():
+        assert signal.getsignal(signal.SIGTERM) != before
+        send(signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+
+
+def test_other_threads_may_open_it_too() -> None:
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with Interrupts() as interrupts, interrupts.whole():
+                pass
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert not failures

@@ -1,0 +1,416 @@
+"""The tenant's commands against real provider processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from symbiosis_priv.certificates import Identity, Kind, issue
+from symbiosis_priv.errors import CheckpointError, ConfigError, DeadlineExceededError
+from symbiosis_priv.harness.base_model import Pretraining, make_base_model
+from symbiosis_priv.harness.local import LocalFederation
+from symbiosis_priv.harness.text import private_text
+from tenant import progress
+from tenant.cli import app as cli
+from tenant.cli.generate import generate as generate_command
+from tenant.federation import cli as federation_cli
+from tenant.model.hf import RemoteConfig
+from tenant.model.loading import load_tokenizer
+from tenant.session.published import read_status
+from tenant.training.finetune import FineTuning, finetune
+from tenant.training.generate import Decoding, generate, open_model
+from tenant.training.output import last_checkpoint
+
+TINY = Pretraining(steps=4, batch=2, window=16, sentences=300, vocab=320)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_base_model(tmp_path_factory.mktemp("cli") / "model", recipe=TINY)
+
+
+@pytest.fixture(scope="module")
+def text(model: Path) -> Path:
+    path = model.parent / "notes.txt"
+    path.write_text("\n\n".join(private_text(seed=0, records=40)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def local(model: Path) -> Iterator[LocalFederation]:
+    with LocalFederation(model, model.parent / "federation") as local:
+        yield local
+
+
+@pytest.fixture(scope="module")
+def adapter(model: Path, text: Path, local: LocalFederation) -> Path:
+    """Two steps with a checkpoint after each."""
+    output = model.parent / "adapter"
+    status = model.parent / "status.json"
+    shown = tenant("finetune", *finetuning(model, text, local, output), "--steps", "2", "--status", str(status))
+    assert [(one.name, one.role) for one in read_status(status).providers] == [("executor",) * 2, ("helper",) * 2]
+    for figure in ("loss on", "tokens per second", "round trips to executors", "answer rows verified"):
+        assert figure in shown
+    assert re.findall(r"^step (\d) of 2, loss \d", shown, re.MULTILINE) == ["1", "2"]  # without a terminal
+    return output
+
+
+def finetuning(model: Path, text: Path, local: LocalFederation, output: Path) -> tuple[str, ...]:
+    where = ("--model", str(model), "--federation", str(local.federation), "--text", str(text))
+    return (*where, "--output", str(output), "--sequence-length", "32", "--batch-size", "2", "--save-every", "1")
+
+
+def tenant(*arguments: str, stdin: str | None = None) -> str:
+    return str(checked(CliRunner().invoke(cli.app, arguments, input=stdin)).output)
+
+
+def checked(result: Any) -> Any:
+    if result.exception is not None:
+        raise result.exception
+    return result
+
+
+def test_finetune_writes_a_peft_folder_and_resumes(
+    model: Path, text: Path, local: LocalFederation, adapter: Path
+) -> None:
+    assert (adapter / "adapter_config.json").is_file()
+    assert (adapter / "adapter_model.safetensors").is_file()
+    again = finetuning(model, text, local, adapter)
+    with pytest.raises(ConfigError, match="choose another folder, or pass --resume"):
+        tenant("finetune", *again, "--steps", "3")
+    with pytest.raises(ConfigError, match="rank 8, now 4"):
+        tenant("finetune", *again, "--steps", "3", "--resume", "--rank", "4", "--alpha", "16")
+    resumed = tenant("finetune", *again, "--steps", "3", "--resume", "--gradient-checkpointing")
+    assert "steps" in resumed
+    assert (adapter / "checkpoint-3").is_dir()
+
+
+class Evil:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+def test_a_checkpoint_to_go_on_from_runs_no_code_and_is_whole(
+    model: Path, text: Path, local: LocalFederation, adapter: Path, tmp_path: Path
+) -> None:
+    last = max(adapter.glob("checkpoint-*"))
+    marker = tmp_path / "marker"
+    evil = tmp_path / "evil.pt"
+    torch.save({"state": Evil(marker)}, evil)
+    files: dict[str, bytes | None] = {
+        "optimizer.pt": evil.read_bytes(),
+        "scheduler.pt": None,
+    }
+    for name, content in files.items():
+        output = tmp_path / "output"
+        shutil.copytree(last, output / last.name)
+        (output / last.name / name).unlink()
+        if content is not None:
+            (output / last.name / name).write_bytes(content)
+        with pytest.raises(CheckpointError, match="damaged" if content is not None else name):
+            tenant("finetune", *finetuning(model, text, local, output), "--steps", "9", "--resume")
+        shutil.rmtree(output)
+    assert not marker.exists()
+    torch.load(evil, weights_only=False)
+    assert marker.exists()  # or this test shows nothing
+
+
+def test_finetune_refuses_to_resume_from_nothing(
+    model: Path, text: Path, local: LocalFederation, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="no checkpoint"):
+        tenant("finetune", *finetuning(model, text, local, tmp_path), "--resume")
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["INT", "TERM"])
+def test_an_interrupted_run_says_what_it_has_saved(
+    model: Path, text: Path, local: LocalFederation, tmp_path: Path, number: signal.Signals, status: int
+) -> None:
+    output = tmp_path / "adapter"
+    arguments = ["tenant", "finetune", *finetuning(model, text, local, output), "--steps", "9999"]
+    program = f"""
+import signal
+from symbiosis_priv.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background of a shell
+main({arguments})
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            assert re.fullmatch(r"step 1 of 9999, loss \d.*\n", process.stderr.readline())
+            process.send_signal(number)
+            assert process.wait(60) == status
+            shown = process.stderr.read()
+        finally:
+            process.kill()
+    saved = re.search(r"^saved: .*adapter, after step (\d+) of 9999; .* --resume goes on$", shown, re.MULTILINE)
+    assert saved, shown
+    assert "Traceback" not in shown
+    assert (output / "adapter_model.safetensors").is_file()
+    assert last_checkpoint(output).name == f"checkpoint-{saved[1]}"
+
+
+def test_a_lost_provider_costs_no_step(model: Path, text: Path, local: LocalFederation, tmp_path: Path) -> None:
+    def lose(done: int, total: int, loss: float) -> None:
+        if done == 2:
+            local.kill("helper")
+
+    remote = RemoteConfig(federation=local.federation, deadline_s=1.0, pool_memory_mib=0)
+    options = FineTuning(steps=4, batch_size=1, sequence_length=16)
+    try:
+        with pytest.raises(DeadlineExceededError) as raised:
+            finetune(model, text, tmp_path / "adapter", remote=remote, options=options, on_progress=lose)
+    finally:
+        local.restart("helper")
+    assert "after step 2 of 4" in raised.value.__notes__[0]
+    assert last_checkpoint(tmp_path / "adapter").name == "checkpoint-2"
+
+
+def test_nothing_is_written_into_the_models_own_folder(model: Path, text: Path, local: LocalFederation) -> None:
+    before = sorted(model.iterdir())
+    for resume in ([], ["--resume"]):
+        with pytest.raises(ConfigError, match="model's folder"):
+            tenant("finetune", *finetuning(model, text, local, model), *resume)
+    assert sorted(model.iterdir()) == before
+
+
+def test_a_prompt_need_not_stand_in_the_list_of_processes(
+    model: Path, local: LocalFederation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = ["--model", str(model), "--federation", str(local.federation), "--max-new-tokens", "4", "--masking", "none"]
+    (tmp_path / "prompt").write_bytes("The weather\r\n".encode("utf-8-sig"))  # as some editors write it
+    given = tenant("generate", *where, "--prompt", "The weather")
+    assert tenant("generate", *where, "--prompt-file", str(tmp_path / "prompt")) == given
+    assert tenant("generate", *where, "--prompt-file", "-", stdin="The weather\n") == given
+    with pytest.raises(ConfigError, match="--prompt is no UTF-8 text"):
+        tenant("generate", *where, "--prompt", os.fsdecode(b"M\xfcller"))
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(ConfigError, match="stdin is closed"):
+        generate_command(model=str(model), federation=local.federation, prompt_file=Path("-"), prompt=None)
+    for wrong in ([], ["--prompt", "a", "--prompt-file", "-"]):
+        with pytest.raises(ConfigError, match="--prompt-file FILE"):
+            tenant("generate", *where, *wrong)
+    shown = CliRunner().invoke(cli.app, ["generate", "--help"], env={"COLUMNS": "200"}).output
+    assert "list of processes" in shown
+
+
+def test_more_than_can_be_computed_is_refused_before_it_is(model: Path, text: Path, local: LocalFederation) -> None:
+    """Torch, numpy and transformers would say so too, each in its own way, and late."""
+    where = ["--model", str(model), "--federation", str(local.federation), "--masking", "simulate"]
+    training = ["finetune", *where, "--text", str(text), "--output", str(model.parent / "never")]
+    for command in (["generate", *where, "--prompt", "a"], training):
+        for seed in ("-1", str(2**32)):
+            assert CliRunner().invoke(cli.app, [*command, "--seed", seed]).exit_code == 2
+    assert CliRunner().invoke(cli.app, [*training, "--epochs", "inf"]).exit_code == 2
+    assert not (model.parent / "never").exists()
+
+
+def test_prepare_writes_a_slim_checkpoint_that_generates_the_same(
+    model: Path, local: LocalFederation, adapter: Path, tmp_path: Path
+) -> None:
+    slim = tmp_path / "slim"
+    shown = tenant("prepare", "--model", str(model), "--federation", str(local.federation), "--slim", str(slim))
+    assert "prepared 16 layer groups" in shown
+    with safe_open(slim / "model.safetensors", framework="pt") as file:
+        assert not [name for name in file.keys() if "_proj" in name]  # noqa: SIM118  # not a dict
+
+    def generate(folder: Path, *options: str) -> str:
+        where = ("--model", str(folder), "--federation", str(local.federation), "--adapter", str(adapter))
+        return tenant("generate", *where, "--prompt", "The weather", "--max-new-tokens", "4", *options)
+
+    full = generate(model)
+    assert "round trips" in full
+    assert "0 answers rejected" in full
+    assert generate(slim).splitlines()[0] == full.splitlines()[0]
+    assert "round trips" in generate(slim, "--beams", "2")
+    assert "round trips" in generate(slim, "--temperature", "0.7", "--top-p", "0.9")
+
+
+def test_another_model_is_not_run_on_what_was_prepared(model: Path, local: LocalFederation, tmp_path: Path) -> None:
+    """Nothing that providers serve has changed, so every answer would verify."""
+    where = ("--federation", str(local.federation))
+    prepared = tenant("prepare", "--model", str(model), *where)
+    other = Path(shutil.copytree(model, tmp_path / "other"))
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.embed_tokens.weight"] *= 3
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"{other} is not the checkpoint that was prepared .*{model}"):
+        tenant("generate", "--model", str(other), *where, "--prompt", "a", "--max-new-tokens", "1")
+    tensors["model.layers.0.mlp.up_proj.weight"] *= 3
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"other is model sha256:\w+, but the federation pins sha256:"):
+        tenant("prepare", "--model", str(other), *where)
+    assert tenant("prepare", "--model", str(model), *where) == prepared
+
+
+def test_check_reports_quality_without_a_provider(model: Path, text: Path) -> None:
+    shown = tenant("check", "--model", str(model), "--text", str(text), "--sequence-length", "32", "--blocks", "2")
+    for figure in ("same first choice", "perplexity", "smallest cosine"):
+        assert figure in shown
+
+
+def test_check_shows_how_far_it_is(model: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, int, int]] = []
+
+    @contextmanager
+    def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
+        yield lambda done, total: seen.append((label, done, total))
+
+    monkeypatch.setattr(progress, "progress_bar", progress_bar)
+    tenant("check", "--model", str(model), "--text", str(text), "--sequence-length", "32", "--blocks", "2")
+    for label in ("ring, 10 bits", "bf16"):
+        assert [(done, total) for name, done, total in seen if name == label] == [(1, 2), (2, 2)]
+
+
+def test_check_needs_the_full_checkpoint(model: Path, text: Path, local: LocalFederation, tmp_path: Path) -> None:
+    tenant("prepare", "--model", str(model), "--federation", str(local.federation), "--slim", str(tmp_path / "slim"))
+    with pytest.raises(CheckpointError, match="full base checkpoint"):
+        tenant("check", "--model", str(tmp_path / "slim"), "--text", str(text))
+
+
+def federation_check(path: Path, *, timeout: str = "20") -> Any:
+    return CliRunner().invoke(federation_cli.app, ["check", "--federation", str(path), "--timeout", timeout])
+
+
+def changed(local: LocalFederation, path: Path, pattern: str, replacement: str) -> Path:
+    """A copy of the federation file with one thing changed."""
+    text, count = re.subn(pattern, replacement, local.federation.read_text())
+    assert count == 1
+    path.write_text(text)
+    return path
+
+
+def test_federation_check_passes(local: LocalFederation) -> None:
+    result = checked(federation_check(local.federation))
+    assert result.exit_code == 0
+    assert "every provider showed its pinned certificate" in result.output
+
+
+def test_federation_check_names_the_provider_that_serves_another_model(local: LocalFederation, tmp_path: Path) -> None:
+    path = changed(local, tmp_path / "federation.toml", "sha256:[0-9a-f]{64}", "sha256:" + 64 * "0")
+    result = federation_check(path)
+    assert result.exit_code == 1
+    assert "executor: provider 'executor' answered wrong_model" in result.output
+
+
+def test_federation_check_names_the_provider_with_another_certificate(local: LocalFederation, tmp_path: Path) -> None:
+    path = changed(local, tmp_path / "federation.toml", r"keys/helper\.pem", "keys/stranger.pem")
+    keys = local.directory / "keys"
+    authority = Identity(keys / "authority.pem", keys / "authority.key")
+    issue(keys, authority=authority, kind=Kind.PROVIDER, name="stranger")
+    result = federation_check(path)
+    assert result.exit_code == 1
+    assert "helper: " in result.output
+    assert "certificate" in result.output
+    assert "executor: " not in result.output
+
+
+def test_federation_check_names_the_provider_that_is_down(local: LocalFederation, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        nobody = "127.0.0.1:" + str(listener.getsockname()[1])
+    path = changed(local, tmp_path / "federation.toml", local.address("helper"), nobody)
+    result = federation_check(path, timeout="1")
+    assert result.exit_code == 1
+    assert "check its address, and with its operator whether it runs" in result.output
+
+
+def test_a_checkpoint_without_a_tokenizer_is_told_so(model: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(model, bare, ignore=shutil.ignore_patterns("tokenizer*", "special_tokens*"))
+    with pytest.raises(CheckpointError, match="no tokenizer"):
+        load_tokenizer(bare)
+    assert load_tokenizer(model)("Patient:")["input_ids"]
+
+
+def test_rule_9_a_fixed_length_hides_the_end(model: Path) -> None:
+    """The same text, and as many forward passes however early it ends."""
+    split, tokenizer = open_model(model, remote=RemoteConfig(masking="simulate"))
+    passes = 0
+
+    def count(*args: Any) -> None:
+        nonlocal passes
+        passes += 1
+
+    split.register_forward_pre_hook(count)
+    prompt = tokenizer("The weather", return_tensors="pt", return_token_type_ids=False)
+    new = split.generate(**prompt, max_new_tokens=6, do_sample=False, eos_token_id=None)[0, -6:].tolist()
+    end = new.index(new[2])  # where the text would end if its third token meant the end
+    split.generation_config.eos_token_id = [tokenizer.eos_token_id, new[2]]  # the tokenizer knows one of the two
+    passes = 0
+    short = generate(split, tokenizer, "The weather", decoding=Decoding(max_new_tokens=6))
+    assert passes == end + 1
+    passes = 0
+    fixed = generate(split, tokenizer, "The weather", decoding=Decoding(max_new_tokens=6, fixed_length=True))
+    assert passes == 6
+    assert fixed == tokenizer.decode(new[:end])
+    assert short.startswith(fixed)
+
+
+def test_rule_10_a_folder_does_not_decide_how_many_rows_are_sent(model: Path, tmp_path: Path) -> None:
+    """With prompt lookup an executor would see from the number of rows where a text repeats itself, also at a fixed
+    length; an early exit would send every layer's rows several times; a maximal time would end it."""
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    path = folder / "generation_config.json"
+    own = json.loads(path.read_bytes()) if path.exists() else {}
+    sent: list[int] = []
+
+    def count(module: Any, args: Any, inputs: dict[str, Any]) -> None:
+        sent.append(inputs["input_ids"].shape[1])
+
+    texts = set()
+    changes: list[dict[str, Any]] = [{"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 1}, {"max_time": 1e-9}]
+    for change in ({}, *changes, {"use_cache": False}, {"stop_strings": ["e"]}):
+        path.write_text(json.dumps(own | change))
+        split, tokenizer = open_model(folder, remote=RemoteConfig(masking="simulate"))
+        split.register_forward_pre_hook(count, with_kwargs=True)
+        sent.clear()
+        decoding = Decoding(max_new_tokens=6, fixed_length=True)
+        texts.add(generate(split, tokenizer, "The weather the weather the weather", decoding=decoding))
+        assert sent == [sent[0], *[1] * 5]
+    assert len(texts) == 1
+
+
+def test_a_prompt_without_tokens_is_told_so(model: Path) -> None:
+    split, tokenizer = open_model(model, remote=RemoteConfig(masking="simulate"))
+    bare: Any = partial(cast(Any, tokenizer), add_special_tokens=False)  # as those of GPT-2
+    with pytest.raises(ConfigError, match="no tokens"):
+        generate(split, bare, "")
+
+
+def test_positions_in_a_table_end_with_it_and_rotary_ones_do_not(model: Path) -> None:
+    tokenizer, decoding = load_tokenizer(model), Decoding(max_new_tokens=40, fixed_length=True)
+    small: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    table = GPT2LMHeadModel(GPT2Config(**small, n_positions=32))
+    with pytest.raises(ConfigError, match=r"2 tokens of prompt and --max-new-tokens 40 .* 32 positions; shorten"):
+        generate(table, tokenizer, "a", decoding=decoding)
+    rotary = LlamaForCausalLM(LlamaConfig(**small, intermediate_size=16, max_position_embeddings=32))
+    assert generate(rotary, tokenizer, "a", decoding=decoding)

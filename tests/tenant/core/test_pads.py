@@ -1,0 +1,294 @@
+"""Pads: every row handed out once, every effect the mask's own product, never more memory than allowed."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from symbiosis_priv.arithmetic.keystream import Keystream, SessionSecret
+from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.errors import BurntRowError, DeadlineExceededError, VerificationError
+from tenant.core.facts import Preparation
+from tenant.core.pads import EffectSource, NoisePool, Pad, PoolMemory, Share, joined
+from tenant.masking.local import LocalSource
+from tenant.routing.route import Route
+from tenant.worker import Promise, Worker
+
+TIMEOUT_S = 20.0
+
+
+def multiply(store: WeightStore, index: int, direction: Direction, rows: Tensor) -> Tensor:
+    """`rows @ W.T` (or `rows @ W`) mod 2^32, in int64, which wraps to the same low bits."""
+    weight = store.group(index).weight.to(torch.int64)
+    return (rows.to(torch.int64) @ (weight.t() if direction == FORWARD else weight)).to(torch.int32)
+
+
+def mask_of(pads: list[Pad], width: int) -> Tensor:
+    """What the pads, one below the other, add to rows."""
+    masks = [torch.zeros(pad.rows, width, dtype=torch.int32) for pad in pads]
+    for pad, mask in zip(pads, masks, strict=True):
+        pad.put_on(mask)
+    return joined(masks)
+
+
+def effect_of(pad: Pad) -> Tensor:
+    """The sum of its effects, once they are there."""
+    for share in pad.shares:
+        share.effect.result(TIMEOUT_S)
+    return torch.stack(pad.effects()).sum(dim=0, dtype=torch.int32)
+
+
+def rows_of(masks: Tensor) -> list[bytes]:
+    return [row.numpy().tobytes() for row in masks]
+
+
+class Ledger(PoolMemory):
+    """Remembers the most that was ever reserved."""
+
+    peak = 0
+
+    def take(self, size: int) -> bool:
+        granted = super().take(size)
+        self.peak = max(self.peak, self.used)
+        return granted
+
+
+class Pools:
+    """A pool for every (layer group, direction) over one source, as a session has them."""
+
+    def __init__(self, source: EffectSource, preparation: Preparation, *, memory: int) -> None:
+        self.source = source
+        self.memory = Ledger(memory)
+        self._facts = preparation.facts
+        self._refill = Worker("refill")
+        self._pools: dict[tuple[int, Direction], NoisePool] = {}
+
+    def pool(self, index: int, direction: Direction) -> NoisePool:
+        facts = self._facts[index]
+        return self._pools.setdefault(
+            (index, direction),
+            NoisePool(
+                self.source,
+                index=index,
+                direction=direction,
+                refill=self._refill,
+                memory=self.memory,
+                row_bytes=4 * (facts.entry.inputs + facts.entry.stacked_outputs),
+                max_rows=lambda: 4096,
+            ),
+        )
+
+    def take(self, index: int, direction: Direction, rows: int) -> list[Pad]:
+        """As a product does: pads for it, and as many again for the next one."""
+        pool = self.pool(index, direction)
+        pads = pool.take(rows)
+        pool.order(rows)
+        return pads
+
+    def settle(self) -> None:
+        """Wait for every refill that was ordered, and for what the source's own threads promised."""
+        for worker in (self._refill, *self.source.workers):
+            worker.submit(lambda: None).result(TIMEOUT_S)
+
+    def close(self) -> None:
+        for worker in (self._refill, *self.source.workers):
+            worker.stop()
+            assert worker.join(TIMEOUT_S)
+
+
+@pytest.fixture
+def local(preparation: Preparation, store: WeightStore) -> Iterator[Pools]:
+    pools = Pools(LocalSource(preparation.facts, SessionSecret(), store), preparation, memory=8 << 20)
+    yield pools
+    pools.close()
+
+
+takes = st.lists(
+    st.tuples(st.sampled_from((0, 1, 8)), st.sampled_from(DIRECTIONS), st.integers(1, 150), st.booleans()), max_size=12
+)
+
+
+@given(pattern=takes, memory=st.sampled_from((0, 1, 40_000, 1 << 18, 8 << 20)))
+def test_no_pad_row_is_handed_out_twice_and_every_effect_is_its_masks_product(
+    preparation: Preparation, store: WeightStore, pattern: list[tuple[int, Direction, int, bool]], memory: int
+) -> None:
+    pools = Pools(LocalSource(preparation.facts, SessionSecret(), store), preparation, memory=memory)
+    masks: list[bytes] = []
+    for index, direction, rows, settled in pattern:
+        pads = pools.take(index, direction, rows)
+        mask = mask_of(pads, preparation.facts[index].inputs(direction))
+        effect = joined([effect_of(pad) for pad in pads])
+        assert len(mask) == rows
+        assert torch.equal(effect, multiply(store, index, direction, mask))
+        masks += rows_of(mask)
+        if settled:  # the next take finds the pool full; otherwise it races with the refill
+            pools.settle()
+    assert len(set(masks)) == len(masks)
+    assert pools.memory.peak <= memory
+    pools.close()
+
+
+def test_no_pad_row_is_handed_out_twice_under_threads(local: Pools) -> None:
+    """A session takes under one lock; refills and effects finish on other threads whenever they like."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    lock, masks = threading.Lock(), []
+
+    def tenant(number: int) -> None:
+        for rows in (1, 3, 40, 7, 64, 65, 2):
+            with lock:
+                pads = local.take(0, DIRECTIONS[number % 2], rows)
+            for pad in pads:
+                assert len(effect_of(pad)) == pad.rows
+            masks.extend(rows_of(mask_of(pads, (64, 128)[number % 2])))
+
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            for done in [threads.submit(tenant, number) for number in range(8)]:
+                done.result(TIMEOUT_S)
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(masks) == 8 * 182
+    assert len(set(masks)) == len(masks)
+
+
+def test_a_full_pool_is_not_dry(local: Pools) -> None:
+    pool = local.pool(0, FORWARD)
+    local.take(0, FORWARD, 8)
+    local.settle()
+    local.take(0, FORWARD, 8)
+    assert (pool.taken, pool.dry) == (16, 8)
+
+
+def test_no_more_is_drawn_ahead_than_was_ordered(local: Pools) -> None:
+    pool = local.pool(0, FORWARD)
+    pool.take(8)
+    local.settle()
+    assert pool.ready() == 0  # nobody has ordered
+    for rows in (70, 70, 64, 1):
+        pool.order(rows)
+    local.settle()
+    assert pool.ready() == 70
+    pool.order(5000)  # a draw has 4096 at most
+    local.settle()
+    assert pool.ready() == 70 + 2 * 4096
+
+
+def test_memory_comes_back(local: Pools) -> None:
+    pool = local.pool(0, FORWARD)
+    for _ in range(10):
+        local.take(0, FORWARD, 10)
+        local.settle()
+    held = sum(pad.rows for pad in pool._ready)
+    assert pool.ready() == held
+    assert local.memory.used == held * 4 * (64 + 128)
+
+
+def test_without_memory_every_pad_is_drawn_on_the_spot(preparation: Preparation, store: WeightStore) -> None:
+    pools = Pools(LocalSource(preparation.facts, SessionSecret(), store), preparation, memory=0)
+    pool = pools.pool(0, BACKWARD)
+    for _ in range(3):
+        pools.take(0, BACKWARD, 5)
+        pools.settle()
+    assert pool.dry == pool.taken == 15
+    pools.close()
+
+
+class Flaky(EffectSource):
+    """Effects that fail as told."""
+
+    def __init__(self, preparation: Preparation, error: Exception, *, at_once: bool = False) -> None:
+        super().__init__(preparation.facts, SessionSecret())
+        self.error, self.at_once, self.away = error, at_once, True
+        self.drawn: list[tuple[int, bool]] = []
+
+    def draw(self, index: int, direction: Direction, rows: int, *, ahead: bool, executor: Route | None = None) -> Pad:
+        first = self._burn(index, direction, rows)
+        self.drawn.append((rows, ahead))
+        effect: Promise[Tensor] = Promise()
+        if ahead and self.away:
+            if self.at_once:
+                raise self.error
+            effect.set_exception(self.error)
+        else:
+            effect.set_result(torch.zeros(rows, 1, dtype=torch.int32))
+        return Pad(rows, (Share(None, Keystream(bytes(32), width=64), first, effect),))
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_pool_recovers_from_a_helper_that_was_away(preparation: Preparation, at_once: bool) -> None:
+    source = Flaky(preparation, DeadlineExceededError("away"), at_once=at_once)
+    pools = Pools(source, preparation, memory=1 << 20)
+    pool = pools.pool(0, FORWARD)
+    seen: list[int] = []
+    for away in (True, True, False, False, False):
+        source.away = away
+        pads = pools.take(0, FORWARD, 4)
+        assert all(share.effect.exception(TIMEOUT_S) is None for pad in pads for share in pad.shares)
+        seen += [pad.shares[0].first_row + pad.start + i for pad in pads for i in range(pad.rows)]
+        pools.settle()
+    assert len(set(seen)) == len(seen) == 20
+    assert pool.dry < pool.taken  # the last ones came from the pool
+    assert pools.memory.used == sum(pad.rows for pad in pool._ready) * 4 * (64 + 128)
+    pools.close()
+
+
+def test_a_lie_in_the_pool_is_not_swept_away(preparation: Preparation) -> None:
+    lie = VerificationError(provider="helper", group_name="g", direction=FORWARD, what="an effect")
+    pools = Pools(Flaky(preparation, lie), preparation, memory=1 << 20)
+    pools.take(0, FORWARD, 4)
+    pools.settle()
+    (pad,) = pools.take(0, FORWARD, 4)
+    assert pad.shares[0].effect.exception(TIMEOUT_S) is lie
+    pools.close()
+
+
+def test_a_split_pad_keeps_its_promise_whenever_it_is_fulfilled(preparation: Preparation) -> None:
+    """Slices of an effect that is still on its way: fulfilled, failed and cancelled alike."""
+
+    class Slow(Flaky):
+        def draw(
+            self, index: int, direction: Direction, rows: int, *, ahead: bool, executor: Route | None = None
+        ) -> Pad:
+            self.promised: Promise[Tensor] = Promise()
+            return Pad(rows, (Share(None, Keystream(bytes(32), width=64), 100 if ahead else 0, self.promised),))
+
+    for outcome in ("result", "error", "cancel"):
+        source = Slow(preparation, ValueError())
+        pools = Pools(source, preparation, memory=1 << 20)
+        pools.take(0, FORWARD, 4)
+        pools.settle()
+        promised = source.promised
+        first, second = pools.take(0, FORWARD, 3)[0], pools.take(0, FORWARD, 2)[0]
+        assert [pad.shares[0].first_row + pad.start for pad in (first, second)] == [100, 103]
+        if outcome == "result":
+            promised.set_result(torch.arange(64, dtype=torch.int32)[:, None])
+            assert [first.effects()[0].flatten().tolist(), second.effects()[0].flatten().tolist()] == [
+                [0, 1, 2],
+                [3, 4],
+            ]
+        elif outcome == "error":
+            promised.set_exception(DeadlineExceededError("away"))
+            with pytest.raises(DeadlineExceededError):
+                second.effects()
+        else:
+            promised.cancel()
+            with pytest.raises(CancelledError):
+                second.effects()
+        pools.close()
+
+
+def test_a_source_dies_with_its_process(preparation: Preparation, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Flaky(preparation, ValueError())
+    monkeypatch.setattr("symbiosis_priv.arithmetic.keystream.generation", lambda: -1)
+    with pytest.raises(BurntRowError, match="forked"):
+        source.draw(0, FORWARD, 1, ahead=False)

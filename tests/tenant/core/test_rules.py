@@ -1,0 +1,999 @@
+"""The rules of the design that may never be broken. Each has a checker; the real code passes it, and code with a
+planted breach does not. A checker that nothing can fail proves nothing.
+
+    1  masks come from a CSPRG keystream                 6  verify before anything is used; aborts say nothing
+    2  fresh secrets per process; nothing is resumed     7  replies are bound to requests, compared exactly
+    3  a row is burnt before it leaves, and used once    8  executor and helper are never the same operator
+    4  siblings share a mask, nothing else does          9  what stays visible depends on shapes alone
+    5  no scale, loss, label or token id leaves         10  nothing in a folder overrides the tenant
+                                                        11  parties are pairwise distinct, seeds bound to them
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import pickle
+import select
+import shutil
+import signal
+import struct
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM
+from transformers.quantizers.base import HfQuantizer
+
+from symbiosis_priv.arithmetic import keystream, modular, passes
+from symbiosis_priv.arithmetic.keystream import SessionSecret
+from symbiosis_priv.arithmetic.modular import PRIME, Column
+from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, quantise_rows
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.errors import (
+    BurntRowError,
+    CheckpointError,
+    ConfigError,
+    ProtocolError,
+    QuarantinedError,
+    RoleConflictError,
+    SymbiosisError,
+    VerificationError,
+)
+from symbiosis_priv.federation import Federation, load_federation
+from symbiosis_priv.network import wire
+from symbiosis_priv.network.dial import Line
+from tenant import RemoteConfig, backend_of
+from tenant.core.backend import RingBackend
+from tenant.core.facts import Preparation
+from tenant.core.pads import Pad
+from tenant.core.rows import Rows
+from tenant.core.verifier import VerificationKeys
+from tenant.model.hf import RemoteQuantizer
+from tenant.model.remote_linear import LayerGroup, _Pending
+from tenant.routing.routes import Routes
+from tenant.session.runtime import Runtime
+from tenant.session.session import Session
+
+if TYPE_CHECKING:
+    from tests.tenant.conftest import Heard, NewFederation, NewProvider, NewSession, ScriptedProvider, Tape
+
+Patch = pytest.MonkeyPatch
+encode = passes.encode
+QKV, OUT = 0, 1
+IDS = torch.arange(1, 41).view(2, 20)
+
+
+def ring_rows(preparation: Preparation, index: int = QKV, count: int = 4, *, direction: Any = FORWARD) -> Tensor:
+    """Always the same rows: whatever differs between two frames of them is their mask."""
+    width = preparation.facts[index].inputs(direction)
+    rows = torch.randn(count, width, generator=torch.Generator().manual_seed(7))
+    return quantise_rows(rows, preparation.facts[index].bounds[direction])[0]
+
+
+def masks_of(heard: Sequence[Heard], xq: Tensor) -> list[bytes]:
+    """What an executor would see if it knew the rows: the masks, one per row."""
+    return [row.numpy().tobytes() for h in heard for row in h.rows - xq[: len(h.rows)]]
+
+
+def repeats(items: Sequence[bytes]) -> int:
+    return len(items) - len(set(items))
+
+
+def is_uniform(rows: Tensor) -> bool:
+    """Every byte position of int32 words fair, by a chi-square test. By chance unfair: below 1e-12 in all.
+
+    With 255 degrees of freedom, 255 + 9.5 * sqrt(2 * 255) = 470 has a tail below 1e-14.
+    """
+    words = rows.contiguous().numpy().view(np.uint8).reshape(-1, 4)
+    assert len(words) >= 5 * 256, "too few words to tell"
+    expected = len(words) / 256
+    counts = [np.bincount(words[:, i], minlength=256) for i in range(4)]
+    return all(float(((c - expected) ** 2 / expected).sum()) < 470 for c in counts)
+
+
+@pytest.fixture
+def split(
+    llama: Path,
+    executor: ScriptedProvider,
+    helper: ScriptedProvider,
+    new_federation: NewFederation,
+    federation_file: Callable[[Federation], Path],
+) -> Iterator[Any]:
+    """A masked Llama with a LoRA adapter, at scripted providers."""
+    config = RemoteConfig(federation=federation_file(new_federation([executor], [helper])))
+    base = AutoModelForCausalLM.from_pretrained(llama, quantization_config=config)
+    torch.manual_seed(0)
+    adapter = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=4, init_lora_weights=False)
+    model = get_peft_model(base, adapter)
+    yield model
+    backend_of(model).close()
+
+
+def train_a_step(model: Any, ids: Tensor = IDS) -> float:
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return float(loss.detach())
+
+
+# Rule 1. Masks come from a CSPRG keystream.
+
+
+def masks_repeat_with_the_seed(new_session: NewSession, executor: ScriptedProvider) -> bool:
+    """Whether seeding torch and numpy alike gives two sessions the same masks."""
+    for _ in range(2):
+        torch.manual_seed(0)
+        np.random.seed(0)
+        session = new_session("local", [executor])
+        session.product(QKV, FORWARD, xq := ring_rows(session.preparation))
+    return repeats(masks_of(executor.executed, xq)) > 0
+
+
+def test_rule_1_a_training_seed_says_nothing_about_masks(new_session: NewSession, executor: ScriptedProvider) -> None:
+    state = torch.get_rng_state()
+    np_state = np.random.get_state(legacy=False)
+    session = new_session("local", [executor])
+    session.product(QKV, FORWARD, ring_rows(session.preparation))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert repr(np.random.get_state(legacy=False)) == repr(np_state)
+    assert not masks_repeat_with_the_seed(new_session, executor)
+
+
+def planted_generator(cipher: Any, words: NDArray[np.int32]) -> None:
+    generator = torch.Generator().manual_seed(torch.initial_seed())
+    torch.from_numpy(words).random_(-(2**31), 2**31, generator=generator)
+
+
+def test_rule_1_breach_torchs_generator(
+    new_session: NewSession, executor: ScriptedProvider, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(keystream, "_encrypt", planted_generator)
+    assert masks_repeat_with_the_seed(new_session, executor)
+
+
+def test_rule_1_frames_are_uniform(new_session: NewSession, executor: ScriptedProvider, monkeypatch: Patch) -> None:
+    """Also where every row is zero, and not if masks were rounded floats."""
+    session = new_session("local", [executor])
+    session.product(QKV, FORWARD, torch.zeros(60, 64, dtype=torch.int32))
+    assert is_uniform(executor.executed[-1].rows)
+
+    def gaussian(cipher: Any, words: NDArray[np.int32]) -> None:
+        normal = torch.randn(words.shape, generator=torch.Generator().manual_seed(0))
+        torch.from_numpy(words).copy_(normal * 2.0**28)
+
+    monkeypatch.setattr(keystream, "_encrypt", gaussian)
+    new_session("local", [executor]).product(QKV, FORWARD, torch.zeros(60, 64, dtype=torch.int32))
+    assert not is_uniform(executor.executed[-1].rows)
+
+
+# Rule 2. A fresh secret per process, also after a fork; counters are never stored or resumed.
+
+
+def in_a_fork(work: Callable[[], bytes]) -> bytes:
+    """What a forked child says."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:  # nothing of pytest's may run here
+        try:
+            os.write(writer, work())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        ready, _, _ = select.select([pipe], [], [], 60)
+        answer = pipe.read() if ready else b"no answer"
+    os.kill(child, signal.SIGKILL)  # in case it hangs
+    os.waitpid(child, 0)
+    return answer
+
+
+def a_fork_takes_the_same_rows(secret: SessionSecret) -> bool:
+    def burn() -> bytes:
+        try:
+            return str(secret.burn(group_name="g", direction=FORWARD, rows=4)).encode()
+        except BurntRowError:
+            return b"refused"
+
+    return in_a_fork(burn) == burn()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_rule_2_a_fork_takes_no_rows_of_its_parent(monkeypatch: Patch) -> None:
+    assert not a_fork_takes_the_same_rows(SessionSecret())
+    monkeypatch.setattr(SessionSecret, "_check_alive", lambda self: None)
+    assert a_fork_takes_the_same_rows(SessionSecret())
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_rule_2_a_forked_session_goes_on_with_a_secret_of_its_own(
+    new_session: NewSession, executor: ScriptedProvider, helper: ScriptedProvider
+) -> None:
+    session = new_session("pad", [executor], [helper])
+    session.product(QKV, FORWARD, xq := ring_rows(session.preparation))
+
+    def go_on() -> bytes:
+        return session.product(QKV, FORWARD, xq).numpy().tobytes()
+
+    in_child = in_a_fork(go_on)
+    assert in_child == go_on()
+    assert len(executor.executed) == 3
+    assert repeats(masks_of(executor.executed, xq)) == 0
+    assert len({h.request.seed for h in helper.effects if isinstance(h.request, wire.Effect)}) == 2
+
+
+def sessions_repeat_a_mask(new_session: NewSession, executor: ScriptedProvider) -> bool:
+    """Whether a program that is started again uses a row of its last run."""
+    for _ in range(3):
+        session = new_session("local", [executor])
+        session.product(QKV, FORWARD, xq := ring_rows(session.preparation))
+        session.close()
+    return repeats(masks_of(executor.executed, xq)) > 0
+
+
+def test_rule_2_nothing_is_resumed(new_session: NewSession, executor: ScriptedProvider) -> None:
+    assert not sessions_repeat_a_mask(new_session, executor)
+
+
+def test_rule_2_breach_a_stored_secret(new_session: NewSession, executor: ScriptedProvider, monkeypatch: Patch) -> None:
+    monkeypatch.setattr("symbiosis_priv.arithmetic.keystream.secrets.token_bytes", lambda size: bytes(size))
+    assert sessions_repeat_a_mask(new_session, executor)
+
+
+def counters_can_be_stored(secret: SessionSecret) -> bool:
+    ways: list[Callable[[], object]] = [
+        lambda: copy.copy(secret),
+        lambda: copy.deepcopy(secret),
+        lambda: pickle.dumps(secret),
+    ]
+    for way in ways:
+        try:
+            way()
+        except BurntRowError:
+            continue
+        except TypeError:  # not by design, only for the lock in it
+            continue
+        return True
+    return False
+
+
+def test_rule_2_counters_cannot_be_stored(monkeypatch: Patch) -> None:
+    assert not counters_can_be_stored(SessionSecret())
+    monkeypatch.delattr(SessionSecret, "__reduce__")
+    assert counters_can_be_stored(SessionSecret())
+
+
+# Rule 3. A row is burnt before its bytes leave; retries resend identical bytes; a recomputation takes new rows.
+
+
+def masks_repeat(session: Session, executor: ScriptedProvider) -> bool:
+    """Whether any row is used twice, over requests of many sizes that find the pool dry and full."""
+    xq = ring_rows(session.preparation, count=80)
+    executor.heard.clear()
+    for count in (3, 80, 1, 64, 65, 2, 80):
+        session.product(QKV, FORWARD, xq[:count])
+    return repeats(masks_of(executor.executed, xq)) > 0
+
+
+def burns_nothing(self: SessionSecret, *, group_name: str, direction: str, rows: int) -> int:
+    return 0
+
+
+def test_rule_3_a_row_is_used_once(
+    new_session: NewSession, executor: ScriptedProvider, helper: ScriptedProvider, monkeypatch: Patch
+) -> None:
+    session = new_session("pad", [executor], [helper])
+    assert not masks_repeat(session, executor)
+    monkeypatch.setattr(SessionSecret, "burn", burns_nothing)
+    assert masks_repeat(session, executor)
+
+
+def test_rule_3_breach_a_pad_handed_out_twice(
+    new_session: NewSession, executor: ScriptedProvider, monkeypatch: Patch
+) -> None:
+    session = new_session("local", [executor])
+    kept: dict[tuple[int, str, int], list[Pad]] = {}
+    take = Runtime.take
+
+    def take_again(self: Runtime, index: int, direction: Any, rows: int) -> list[Pad]:
+        return kept.setdefault((index, direction, rows), take(self, index, direction, rows))
+
+    monkeypatch.setattr(Runtime, "take", take_again)
+    assert masks_repeat(session, executor)
+
+
+def a_row_survives_a_crash(new_session: NewSession, executor: ScriptedProvider) -> bool:
+    """Whether rows whose request died on its way out are used for another one."""
+
+    class Crash:
+        rows: Tensor | None = None
+
+        def sent(self, peer: Any, message: wire.Message, payload: Tensor | None) -> None:
+            if self.rows is None and payload is not None:
+                self.rows = payload.clone()
+                raise KeyboardInterrupt
+
+        def received(self, peer: Any, message: wire.Message, payload: Tensor | None) -> None: ...
+
+    crash = Crash()
+    session = new_session("local", [executor], wiretap=crash)
+    xq = ring_rows(session.preparation)
+    with pytest.raises(KeyboardInterrupt):
+        session.product(QKV, FORWARD, xq)
+    session.product(QKV, FORWARD, xq)
+    assert crash.rows is not None
+    lost = [row.numpy().tobytes() for row in crash.rows - xq]
+    return repeats(lost + masks_of(executor.executed, xq)) > 0
+
+
+def test_rule_3_rows_are_burnt_before_they_leave(
+    new_session: NewSession, executor: ScriptedProvider, monkeypatch: Patch
+) -> None:
+    assert not a_row_survives_a_crash(new_session, executor)
+    executor.heard.clear()
+    monkeypatch.setattr(SessionSecret, "burn", burns_nothing)
+    assert a_row_survives_a_crash(new_session, executor)
+
+
+def a_retry_differs(new_session: NewSession, executor: ScriptedProvider, frames: Callable[..., bytes]) -> bool:
+    """Whether a request that was cut off comes again with other bytes."""
+    executor.heard.clear()
+
+    def leave_twice(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
+        return frames(reply, answer) if len(executor.heard) > 2 else None
+
+    executor.behaviour = leave_twice
+    session = new_session("local", [executor])
+    with contextlib.suppress(VerificationError):  # the answer to rows that are not those that were meant
+        session.product(QKV, FORWARD, ring_rows(session.preparation))
+    assert len(executor.heard) == 3
+    return len({heard.header + heard.payload for heard in executor.heard}) > 1
+
+
+def test_rule_3_a_retry_resends_identical_bytes(
+    new_session: NewSession, executor: ScriptedProvider, frames: Callable[..., bytes], monkeypatch: Patch
+) -> None:
+    assert not a_retry_differs(new_session, executor, frames)
+    send = Line.send
+
+    def send_with_another_mask(self: Line, message: Any, payload: Tensor | None = None, *, deadline: float) -> None:
+        other = None if payload is None else payload + torch.randint(9, payload.shape).int()
+        send(self, message, other, deadline=deadline)
+
+    monkeypatch.setattr(Line, "send", send_with_another_mask)
+    assert a_retry_differs(new_session, executor, frames)
+
+
+def test_rule_3_a_recomputation_takes_new_rows(split: Any, executor: ScriptedProvider) -> None:
+    """Gradient checkpointing runs a forward pass again: the same rows, masked anew."""
+    layer = backend_of(split)
+    linear = next(m for m in split.modules() if type(m).__name__ == "RemoteLinear")
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(7)).requires_grad_()
+    checkpoint(lambda x: linear(x).square().sum(), x, use_reentrant=False).backward()
+    xq, _ = quantise_rows(x.detach(), layer.facts[QKV].bounds[FORWARD])
+    forward = [h for h in executor.executed if h.request.direction == FORWARD]
+    assert len(forward) == 2
+    assert repeats(masks_of(forward, xq)) == 0
+    for heard in forward:
+        assert not torch.equal(heard.rows, xq)
+
+
+# Rule 4. Siblings share one mask; different inputs never do; backward is masked as forward is.
+
+
+def frames_per_group(executor: ScriptedProvider) -> set[int]:
+    """How often each (layer group, direction) was asked in a step; the first layer needs no gradient of its input."""
+    return set(Counter((h.request.group, h.request.direction) for h in executor.executed).values())
+
+
+def test_rule_4_siblings_are_masked_once(split: Any, executor: ScriptedProvider, monkeypatch: Patch) -> None:
+    train_a_step(split)
+    assert frames_per_group(executor) == {1}
+    executor.heard.clear()
+    monkeypatch.setattr(_Pending, "is_for", lambda self, x: False)
+    train_a_step(split)
+    assert frames_per_group(executor) != {1}
+
+
+def test_rule_4_backward_is_masked_as_forward_is(split: Any, executor: ScriptedProvider, monkeypatch: Patch) -> None:
+    train_a_step(split)
+    for direction in (FORWARD, BACKWARD):
+        heard = [h for h in executor.executed if h.request.direction == direction]
+        assert len(heard) >= 8
+        assert all(is_uniform(h.rows) for h in heard)
+    executor.heard.clear()
+    take = Runtime.take
+    monkeypatch.setattr(
+        Runtime, "take", lambda self, index, way, rows: [] if way == BACKWARD else take(self, index, way, rows)
+    )
+    train_a_step(split)
+    assert not any(is_uniform(h.rows) for h in executor.executed if h.request.direction == BACKWARD)
+
+
+def test_rule_4_layers_and_directions_share_no_mask(new_session: NewSession, executor: ScriptedProvider) -> None:
+    """The other block's layers and the other direction have masks of their own, though widths are the same."""
+    session = new_session("local", [executor])
+    zeros = torch.zeros(8, 64, dtype=torch.int32)
+    for index in (OUT, OUT + 4):  # 64 -> 64
+        for direction in (FORWARD, BACKWARD):
+            session.product(index, direction, zeros)
+    assert repeats(masks_of(executor.executed, zeros)) == 0
+
+
+# Rule 5. Scales, losses, labels and token ids never leave; formats do not depend on data.
+
+
+def leaks(providers: Sequence[ScriptedProvider], secrets: dict[str, list[bytes]]) -> set[str]:
+    """What of `secrets` can be read in anything that left, or `format` if a frame is not as the protocol fixes it.
+
+    Every byte is accounted for: a header is the canonical encoding of its few fields, whose values are the layer, the
+    direction, the row count, a nonce and (to helpers) a seed; a payload is rows * width words and uniform.
+    """
+    found = set()
+    everything = b"\0".join(h.header + h.payload for p in providers for h in p.heard)
+    for name, patterns in secrets.items():
+        assert min(map(len, patterns)) >= 8  # shorter ones turn up by chance
+        if any(pattern in everything for pattern in patterns):
+            found.add(name)
+    for heard in (h for p in providers for h in p.heard):
+        request = heard.request
+        fields = set(msgspec.structs.asdict(request)) - {"nonce", "group", "direction", "arithmetic", "rows"}
+        allowed = {"seed", "first_row"} if isinstance(request, wire.Effect) else set()
+        if fields != allowed or request.arithmetic != "ring":
+            found.add("format")
+        if heard.header != wire.encode(request, payload_bytes=len(heard.payload)):
+            found.add("format")
+        if isinstance(request, wire.Execute) and not is_uniform(heard.rows):
+            found.add("format")
+    nonces = [h.request.nonce for p in providers for h in p.heard]
+    if repeats(nonces):
+        found.add("format")
+    return found
+
+
+@pytest.fixture
+def secrets_of_a_step(split: Any, monkeypatch: Patch) -> dict[str, list[bytes]]:
+    """Trains a step and returns what must not be seen, as bytes."""
+    scales: list[Tensor] = []
+
+    def spy(*args: Any, **kwargs: Any) -> Tensor:
+        scales.append(encode(*args, **kwargs))
+        return scales[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(passes, "encode", spy)
+        loss = train_a_step(split)
+    ids = IDS.flatten()
+    runs = [ids[i : i + 4] for i in range(0, len(ids), 4)]
+    return {
+        "scale": [struct.pack("<d", s) for scale in scales for s in scale.flatten().tolist()],
+        "loss": [struct.pack("<d", loss)],
+        "tokens": [run.to(dtype).numpy().tobytes() for run in runs for dtype in (torch.int32, torch.int64)],
+    }
+
+
+def test_rule_5_nothing_of_it_leaves(
+    secrets_of_a_step: dict[str, list[bytes]], executor: ScriptedProvider, helper: ScriptedProvider
+) -> None:
+    assert len(secrets_of_a_step["scale"]) == sum(h.request.rows for h in executor.executed)
+    assert leaks([executor, helper], secrets_of_a_step) == set()
+
+
+def test_rule_5_breach_a_scale_in_a_nonce(
+    split: Any, executor: ScriptedProvider, helper: ScriptedProvider, monkeypatch: Patch
+) -> None:
+    scales: list[float] = []
+
+    def spy(*args: Any, **kwargs: Any) -> Tensor:
+        scale = encode(*args, **kwargs)
+        scales.append(float(scale[0]))
+        return scale
+
+    monkeypatch.setattr(passes, "encode", spy)
+    monkeypatch.setattr(
+        "tenant.connections.executor.fresh_nonce", lambda: struct.pack("<d", scales[-1]) + os.urandom(8)
+    )
+    train_a_step(split)
+    assert leaks([executor, helper], {"scale": [struct.pack("<d", s) for s in scales]}) == {"scale"}
+
+
+def test_rule_5_breach_token_ids_in_a_payload(
+    split: Any, executor: ScriptedProvider, helper: ScriptedProvider, monkeypatch: Patch
+) -> None:
+    send = Line.send
+
+    def send_ids(self: Line, message: Any, payload: Tensor | None = None, *, deadline: float) -> None:
+        if payload is not None:
+            payload[0, :4] = IDS[0, :4]
+        send(self, message, payload, deadline=deadline)
+
+    monkeypatch.setattr(Line, "send", send_ids)
+    with pytest.raises(VerificationError):  # what came back is no product of the row; but it was sent
+        split(input_ids=IDS)
+    assert leaks([executor, helper], {"tokens": [IDS[0, :4].int().numpy().tobytes()]}) == {"tokens"}
+
+
+def test_rule_5_breach_rows_as_they_are(
+    split: Any, executor: ScriptedProvider, helper: ScriptedProvider, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(Runtime, "take", lambda self, index, direction, rows: [])
+    with torch.no_grad():
+        split(input_ids=IDS)
+    assert leaks([executor, helper], {}) == {"format"}
+
+
+# Rule 6. Verify before unmasking is used for anything; an abort carries no detail to the provider.
+
+
+def spoils(frames: Callable[..., bytes], *, row: int = 0) -> Callable[..., bytes]:
+    def behave(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
+        answer[row, 0] += 1
+        return frames(reply, answer)
+
+    return behave
+
+
+def a_lie_is_believed(session: Session) -> bool:
+    session.routes.quarantined.parties.clear()
+    try:
+        session.product(QKV, FORWARD, ring_rows(session.preparation))
+    except VerificationError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("liar", ["executor", "helper"])
+def test_rule_6_no_lie_is_used(
+    new_session: NewSession,
+    executor: ScriptedProvider,
+    helper: ScriptedProvider,
+    frames: Callable[..., bytes],
+    monkeypatch: Patch,
+    liar: str,
+) -> None:
+    {"executor": executor, "helper": helper}[liar].behaviour = spoils(frames)
+    session = new_session("pad", [executor], [helper], pool_memory=0)
+    assert not a_lie_is_believed(session)
+    nods = Column(torch.zeros(128, dtype=torch.int64)), Column(torch.zeros(64, dtype=torch.int64))
+    monkeypatch.setattr(VerificationKeys, "columns", lambda *place: nods)
+    assert a_lie_is_believed(session)
+
+
+@pytest.mark.parametrize("liar", ["executor", "helper"])
+def test_rule_6_nothing_is_handed_out_before_all_of_it_has_passed(
+    new_session: NewSession,
+    executor: ScriptedProvider,
+    helper: ScriptedProvider,
+    frames: Callable[..., bytes],
+    monkeypatch: Patch,
+    liar: str,
+) -> None:
+    """The last row is false: whoever asked for the product gets none of it."""
+    {"executor": executor, "helper": helper}[liar].behaviour = spoils(frames, row=-1)
+    session = new_session("pad", [executor], [helper], pool_memory=0)
+    group = LayerGroup(RingBackend(session.preparation.facts, session), QKV)
+    x = torch.randn(4, 64)
+    with pytest.raises(VerificationError):
+        group.output(x, 0)
+    assert group._pending is None
+    decode = passes.decode
+    monkeypatch.setattr(passes, "decode", lambda *args, **kwargs: [decode(*args, **kwargs), True][1])
+    session.routes.quarantined.parties.clear()
+    assert group.output(x, 0).shape == (4, 64)
+
+
+def heard_after_an_abort(session: Session, provider: ScriptedProvider) -> int:
+    """Requests that a provider gets after its lie, whatever the tenant does next."""
+    xq = ring_rows(session.preparation)
+    with pytest.raises(VerificationError):
+        session.product(QKV, FORWARD, xq)
+    before = len(provider.heard)
+    for index in (QKV, OUT):
+        with pytest.raises(SymbiosisError):
+            session.product(index, FORWARD, xq)
+    session.close()
+    return len(provider.heard) - before + len(provider.hellos) - 1
+
+
+def test_rule_6_an_abort_tells_the_provider_nothing(
+    new_session: NewSession, executor: ScriptedProvider, frames: Callable[..., bytes], monkeypatch: Patch
+) -> None:
+    executor.behaviour = spoils(frames)
+    assert heard_after_an_abort(new_session("local", [executor]), executor) == 0
+    executor.heard.clear()
+    executor.hellos.clear()
+    monkeypatch.setattr(Routes, "quarantine", lambda self, *suspects: None)
+    assert heard_after_an_abort(new_session("local", [executor]), executor) > 0
+
+
+def test_rule_6_lies_of_every_kind_end_alike(
+    new_session: NewSession, executor: ScriptedProvider, frames: Callable[..., bytes]
+) -> None:
+    """Small or half the ring, odd or even: the provider sees one thing, silence."""
+
+    def high(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
+        return frames(reply, answer ^ -(1 << 31))
+
+    for behaviour in (spoils(frames), high):
+        executor.heard.clear()
+        executor.hellos.clear()
+        executor.behaviour = behaviour
+        assert heard_after_an_abort(new_session("local", [executor]), executor) == 0
+
+
+# Rule 7. Replies are bound to their requests; the comparison is exact.
+
+
+def stranger(frames: Callable[..., bytes], **fields: Any) -> Callable[..., bytes]:
+    """Answers honestly, in the name of another request."""
+
+    def behave(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
+        return frames(msgspec.structs.replace(reply, **fields), answer)
+
+    return behave
+
+
+def believes(session: Session) -> bool:
+    session.routes.quarantined.parties.clear()
+    try:
+        session.product(QKV, FORWARD, ring_rows(session.preparation))
+    except (ProtocolError, VerificationError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("masking", ["local", "pad"])
+@pytest.mark.parametrize(
+    "fields",
+    [{"nonce": bytes(16)}, {"group": 5}, {"direction": BACKWARD}, {"rows": 9}, {"arithmetic": "float"}],
+    ids=str,
+)
+def test_rule_7_a_reply_answers_one_request(
+    new_session: NewSession,
+    executor: ScriptedProvider,
+    helper: ScriptedProvider,
+    frames: Callable[..., bytes],
+    monkeypatch: Patch,
+    fields: dict[str, Any],
+    masking: str,
+) -> None:
+    """An executor's reply, and (with pads) a helper's."""
+    liar = executor if masking == "local" else helper
+    liar.behaviour = stranger(frames, **fields)
+    session = new_session(masking, [executor], [helper] if masking == "pad" else [], pool_memory=0)
+    assert not believes(session)
+    monkeypatch.setattr(wire.Result, "answers", lambda self, request: True)
+    assert believes(session)
+
+
+def test_rule_7_comparison_is_exact(
+    new_session: NewSession, executor: ScriptedProvider, frames: Callable[..., bytes], monkeypatch: Patch
+) -> None:
+    executor.behaviour = spoils(frames)
+    session = new_session("none", [executor])
+    assert not believes(session)
+
+    def tolerant(rows: Tensor, column: Column, expected: Tensor) -> bool:
+        """One entry may be off by one."""
+        off = (modular.dot(rows, column) - expected).remainder(PRIME)
+        small = torch.cat([torch.zeros(1, dtype=torch.int64), column.values, PRIME - column.values])
+        return bool(torch.isin(off, small).all())
+
+    monkeypatch.setattr(passes, "_passes", tolerant)
+    assert believes(session)
+
+
+# Rule 8. Executor and helper are never the same operator, also after a failover.
+
+
+def someone_knows_both(providers: Sequence[tuple[str, ScriptedProvider]]) -> bool:
+    """Whether one operator was sent a seed and a row masked with it."""
+    seeds = {operator for operator, p in providers if p.effects}
+    return any(operator in seeds for operator, p in providers if p.executed)
+
+
+@pytest.mark.parametrize("shared", ["operator", "certificate", "address"])
+def test_rule_8_one_party_in_both_roles_is_refused(
+    executor: ScriptedProvider,
+    helper: ScriptedProvider,
+    new_federation: NewFederation,
+    federation_file: Callable[[Federation], Path],
+    shared: str,
+) -> None:
+    if shared == "address":
+        helper.port = executor.port
+    if shared == "certificate":
+        helper.certificate = executor.certificate
+    operators = ("Alpha", "alpha " if shared == "operator" else "Beta")
+    peers = executor.peer("executor", operator=operators[0]), helper.peer("helper", operator=operators[1])
+    path = federation_file(new_federation(peers[:1], peers[1:]))
+    with pytest.raises(RoleConflictError, match=f"same {shared}"):
+        load_federation(path)
+
+
+@pytest.mark.parametrize("failover", [False, True])
+def test_rule_8_no_party_gets_seed_and_row(
+    new_session: NewSession,
+    new_provider: NewProvider,
+    frames: Callable[..., bytes],
+    monkeypatch: Patch,
+    failover: bool,
+) -> None:
+    """Also where the second executor, asked after a lie of the first, is the helper's operator."""
+    first, second, helper = new_provider(), new_provider(), new_provider()
+    if failover:
+        first.behaviour = spoils(frames)
+    else:
+        second = first
+    executors = [first.peer("executor", operator="Alpha" if failover else "Beta")]
+    if failover:
+        executors.append(second.peer("executor", operator="Beta"))
+    helpers = [helper.peer("helper", operator="Beta")]
+    parties = [("Alpha" if failover else "Beta", first), ("Beta", second), ("Beta", helper)]
+
+    def use() -> None:
+        session = new_session("pad", executors, helpers)
+        session.product(QKV, FORWARD, ring_rows(session.preparation))
+
+    with pytest.raises(RoleConflictError, match="same operator"):
+        use()
+    assert not someone_knows_both(parties)
+    monkeypatch.setattr("tenant.session.runtime.check_parties", lambda peers, **_: None)
+    monkeypatch.setattr(Federation, "admissible", lambda self, executor, holders: True)
+    use()
+    assert someone_knows_both(parties)
+
+
+def test_rule_8_a_quarantined_helper_is_not_replaced_by_an_executor(
+    new_session: NewSession, executor: ScriptedProvider, helper: ScriptedProvider, frames: Callable[..., bytes]
+) -> None:
+    helper.behaviour = spoils(frames)
+    session = new_session("pad", [executor], [helper])
+    xq = ring_rows(session.preparation)
+    with pytest.raises(VerificationError):
+        session.product(QKV, FORWARD, xq)
+    with pytest.raises(QuarantinedError):
+        session.product(QKV, FORWARD, xq)
+    assert executor.effects == []
+    assert helper.executed == []
+
+
+# Rule 9. What stays visible is what the documentation names: layer, direction, row count, order.
+
+
+def visible(tape: Tape) -> list[tuple[str, int, str, int]]:
+    """All that a frame to an executor tells besides uniform words."""
+    return [(type(m).__name__, m.group, m.direction, m.rows) for m, _ in tape.executed()]
+
+
+def data_shows(llama: Path, federation: Path, tapes: Sequence[Tape]) -> bool:
+    """Whether two inputs of one shape can be told apart by counts, sizes or order."""
+    inputs = (IDS, IDS.masked_fill(IDS % 2 == 0, 3))
+    for ids, tape in zip(inputs, tapes, strict=True):
+        config = RemoteConfig(federation=federation, wiretap=tape)
+        base: Any = AutoModelForCausalLM.from_pretrained(llama, quantization_config=config)
+        with torch.no_grad():  # an easy case for whoever skips rows
+            base.model.embed_tokens.weight[3] = 0
+        model: Any = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
+        train_a_step(model, ids)
+        model.generate(input_ids=ids[:, :4], max_new_tokens=3, min_new_tokens=3, do_sample=False)
+        backend_of(model).close()
+    return visible(tapes[0]) != visible(tapes[1])
+
+
+def test_rule_9_only_shapes_are_visible(
+    llama: Path,
+    executor: ScriptedProvider,
+    helper: ScriptedProvider,
+    new_federation: NewFederation,
+    federation_file: Callable[[Federation], Path],
+    tape: Tape,
+    monkeypatch: Patch,
+) -> None:
+    federation = federation_file(new_federation([executor], [helper]))
+    tapes = [type(tape)() for _ in range(4)]
+    assert not data_shows(llama, federation, tapes[:2])
+    multiply = Session.multiply
+
+    def skip_zeros(self: Session, index: int, direction: Any, rows: Rows) -> None:
+        facts = self.preparation.facts[index]
+        xq = torch.empty((rows.count, facts.inputs(direction)), dtype=torch.int32)
+        rows.encode(xq)
+        some = xq.any(dim=1)
+        if bool(some.all()) or not bool(some.any()):
+            multiply(self, index, direction, rows)
+        else:
+            answer = torch.zeros((rows.count, facts.outputs(direction)), dtype=torch.int32)
+            answer[some] = self.product(index, direction, xq[some])
+            rows.decode(0, answer)
+
+    monkeypatch.setattr(Session, "multiply", skip_zeros)
+    assert data_shows(llama, federation, tapes[2:])
+
+
+def test_rule_9_frames_have_one_size_per_shape(split: Any, executor: ScriptedProvider, store: WeightStore) -> None:
+    train_a_step(split)
+    train_a_step(split, IDS.flip(0, 1))
+    sizes: dict[tuple[Any, ...], set[int]] = {}
+    for heard in executor.executed:
+        request = heard.request
+        sizes.setdefault((request.group, request.direction, request.rows), set()).add(len(heard.header + heard.payload))
+    assert all(len(seen) == 1 for seen in sizes.values())
+
+
+def test_rule_9_a_bucket_hides_exact_row_counts(
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: Any, store: WeightStore
+) -> None:
+    session = new_session("pad", [executor], [helper], row_bucket=16)
+    weight = store.group(1).weight.to(torch.int64)
+    for count in (1, 15, 16, 17, 40):
+        rows = torch.arange(count * weight.shape[1], dtype=torch.int32).view(count, -1) % 97 - 48
+        expected = (rows.to(torch.int64) @ weight.t()).to(torch.int32)
+        assert torch.equal(session.product(1, "forward", rows), expected)
+    assert [heard.request.rows for heard in executor.executed] == [16, 16, 16, 32, 48]
+
+
+# Rule 10. What the tenant asked for is final: a checkpoint folder decides nothing.
+
+
+def masked_rows_reach(executor: ScriptedProvider, folder: Path, remote: RemoteConfig) -> bool:
+    """Whether what an executor gets of the first layer group is masked, by loading a folder and using the model."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, quantization_config=remote)
+    with torch.no_grad():
+        model(input_ids=torch.arange(95).expand(24, -1))
+    backend_of(model).close()
+    rows = executor.executed[0].rows
+    assert rows is not None
+    return is_uniform(rows)
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")  # all that transformers says
+def test_rule_10_a_folder_does_not_turn_masking_off(
+    llama: Path,
+    executor: ScriptedProvider,
+    helper: ScriptedProvider,
+    new_federation: NewFederation,
+    federation_file: Callable[[Federation], Path],
+    tmp_path: Path,
+    monkeypatch: Patch,
+) -> None:
+    federation = federation_file(new_federation([executor], [helper]))
+    remote = RemoteConfig(federation=federation)
+    assert masked_rows_reach(executor, llama, remote)
+    executor.heard.clear()
+    folder = tmp_path / "hostile"
+    shutil.copytree(llama, folder)
+    config = json.loads((folder / "config.json").read_bytes())
+    unmasked = {
+        "quant_method": "symbiosis-priv",
+        "masking": "none",
+        "federation": str(federation),
+        "cache": str(tmp_path / "evil"),
+    }
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": unmasked}))
+    with pytest.raises(CheckpointError, match="does not decide"):
+        masked_rows_reach(executor, folder, remote)
+    assert executor.heard == []
+    # as transformers would have it
+    monkeypatch.setattr(RemoteConfig, "from_dict", classmethod(lambda cls, values: cls(**values)))
+    monkeypatch.setattr(RemoteQuantizer, "__init__", HfQuantizer.__init__)
+    monkeypatch.setattr("tenant.model.hf.vet", lambda folder: {})
+    monkeypatch.setattr("symbiosis_priv.checkpoints.checkpoint.vet", lambda folder: {})
+    monkeypatch.setattr("symbiosis_priv.checkpoints.layer_discovery.vet", lambda folder: {})
+    assert not masked_rows_reach(executor, folder, remote)
+
+
+# Rule 11. Parties are pairwise distinct, and a seed is bound to its holder's entry and key.
+
+
+def masks_are_even(session: Session, executor: ScriptedProvider) -> bool:
+    """Whether the lowest bit of all that an executor is sent is the row's own."""
+    xq = ring_rows(session.preparation)
+    session.product(QKV, FORWARD, xq)
+    rows = executor.executed[-1].rows
+    assert rows is not None
+    return not bool(((rows - xq) & 1).any())
+
+
+def test_rule_11_two_helpers_never_expand_one_stream(
+    new_session: NewSession, executor: ScriptedProvider, helper: ScriptedProvider, monkeypatch: Patch
+) -> None:
+    """Also not if somebody takes the check away: two entries have two seeds, whoever holds them."""
+    twins = [helper.peer("helper", name=name) for name in ("one", "other")]
+    refused = new_session("pad", [executor], twins)
+    with pytest.raises(ConfigError, match=r"helper 'one' and helper 'other' have the same certificate, public key"):
+        masks_are_even(refused, executor)
+    assert executor.heard == helper.heard == []
+    monkeypatch.setattr("tenant.session.runtime.check_parties", lambda peers, **_: None)
+    assert not masks_are_even(new_session("pad", [executor], twins), executor)
+    seed_for = SessionSecret.seed_for
+    monkeypatch.setattr(SessionSecret, "seed_for", lambda secret, name, key: seed_for(secret, key))
+    assert masks_are_even(new_session("pad", [executor], twins), executor)
+
+
+def test_rule_11_a_quarantined_executor_is_not_asked_under_another_name(
+    new_session: NewSession, executor: ScriptedProvider, frames: Callable[..., bytes], monkeypatch: Patch
+) -> None:
+    executor.behaviour = spoils(frames)
+    twins = [executor.peer("executor", name=name) for name in ("one", "other")]
+
+    def asked() -> int:
+        session = new_session("local", twins)
+        with pytest.raises((ConfigError, VerificationError)):
+            session.product(QKV, FORWARD, ring_rows(session.preparation))
+        return len(executor.executed)
+
+    assert asked() == 0
+    monkeypatch.setattr("tenant.session.runtime.check_parties", lambda peers, **_: None)
+    assert asked() == 1
+    monkeypatch.setattr("tenant.routing.quarantine.traits", lambda peer: {"name": frozenset({peer.name})})
+    assert asked() == 1 + 2
+
+
+# Rule 12. A secret lives in one process: forks are noticed by a fork hook, not by comparing process ids.
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_rule_12_a_fork_is_noticed_where_process_ids_are_the_same(
+    new_session: NewSession,
+    executor: ScriptedProvider,
+    helper: ScriptedProvider,
+    frames: Callable[..., bytes],
+    monkeypatch: Patch,
+) -> None:
+    """As in a new pid namespace, and while another thread of the parent is in the middle of a product."""
+    monkeypatch.setattr("os.getpid", lambda: 1)
+    session = new_session("pad", [executor], [helper])
+    session.product(QKV, FORWARD, xq := ring_rows(session.preparation))
+    busy, done = threading.Event(), threading.Event()
+
+    def hold_up_the_other_layer(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
+        if heard.request.group == OUT:
+            busy.set()
+            done.wait(20)
+        return frames(reply, answer)
+
+    executor.behaviour = hold_up_the_other_layer
+    thread = threading.Thread(target=lambda: session.product(OUT, FORWARD, ring_rows(session.preparation, OUT)))
+    thread.start()
+    assert busy.wait(20)
+    in_child = in_a_fork(lambda: session.product(QKV, FORWARD, xq).numpy().tobytes())
+    done.set()
+    thread.join()
+    assert in_child == session.product(QKV, FORWARD, xq).numpy().tobytes()
+    assert repeats(masks_of(executor.executed, xq)) == 0
+    assert len({h.request.seed for h in helper.effects if isinstance(h.request, wire.Effect)}) == 2
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_rule_12_breach_forks_go_unnoticed(monkeypatch: Patch) -> None:
+    monkeypatch.setattr("os.getpid", lambda: 1)
+    monkeypatch.setattr("symbiosis_priv.arithmetic.keystream.generation", os.getpid)
+    assert a_fork_takes_the_same_rows(SessionSecret())
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_rule_12_a_child_leaves_its_parents_connections_alone(
+    new_session: NewSession, executor: ScriptedProvider
+) -> None:
+    session = new_session("local", [executor])
+    session.product(QKV, FORWARD, xq := ring_rows(session.preparation))
+
+    def close() -> bytes:
+        session.close()
+        return b"closed"
+
+    assert in_a_fork(close) == b"closed"
+    session.product(QKV, FORWARD, xq)
+    assert len(executor.hellos) == 1

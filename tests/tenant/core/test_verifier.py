@@ -1,0 +1,224 @@
+"""Freivalds over the integers, and modulo 2^32 for whom to blame: true products pass, false ones do not."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor
+
+from symbiosis_priv.arithmetic.modular import PRIME, dot
+from symbiosis_priv.arithmetic.quantise import QuantisedGroup
+from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction, quantise_rows
+from symbiosis_priv.errors import CheckpointError
+from symbiosis_priv.harness import strategies as testing
+from symbiosis_priv.kernels import RingMatrix
+from tenant.core.verifier import BlameKeys, VerificationKeys
+
+
+def keys_of(weight: Tensor) -> VerificationKeys:
+    keys = VerificationKeys.fresh()
+    keys.add(0, weight)
+    return keys
+
+
+def blame_of(weight: Tensor, *, bits: int = 12, columns: int = 16) -> BlameKeys:
+    keys = BlameKeys.fresh(columns=columns)
+    keys.add(0, weight, weight_bits=bits)
+    return keys
+
+
+def passed(keys: VerificationKeys, direction: Direction, *, rows: Tensor, product: Tensor) -> list[bool]:
+    """The verdict on every row."""
+    r, v = keys.columns(0, direction)
+    return (dot(product, r) == dot(rows, v)).tolist()
+
+
+@st.composite
+def weights(draw: st.DrawFn) -> tuple[Tensor, int]:
+    outputs, inputs, bits = draw(testing.widths()), draw(testing.widths()), draw(testing.weight_bits())
+    return draw(testing.integer_weights(outputs=outputs, inputs=inputs, bits=bits)), bits
+
+
+Case = tuple[Tensor, Tensor, Tensor, Direction]
+
+
+@st.composite
+def quantised(draw: st.DrawFn) -> Case:
+    """(weight, rows as a tenant quantises them, their product over the integers, direction)"""
+    weight, _ = draw(weights())
+    direction = draw(testing.directions())
+    group = QuantisedGroup(weight, torch.ones(len(weight), dtype=torch.float64), None)
+    bound = group.bound(direction)
+    floats = draw(testing.float_rows(width=bound.inputs, count=st.integers(1, 5)))
+    rows, _ = quantise_rows(floats, bound)
+    product = rows.long() @ (weight.t() if direction == FORWARD else weight).long()
+    assert torch.equal(product, product.to(torch.int32).long())
+    return weight, rows, product.to(torch.int32), direction
+
+
+@st.composite
+def residues(draw: st.DrawFn) -> Case:
+    """(weight, any rows of the ring, their product modulo 2^32, direction)"""
+    weight, bits = draw(weights())
+    direction = draw(testing.directions())
+    rows = draw(testing.ring_rows(width=weight.shape[1 if direction == FORWARD else 0]))
+    product = RingMatrix(weight, weight_bits=bits, kernel="int32").product(rows, direction)
+    return weight, rows, product, direction
+
+
+def error_of(data: st.DataObject, valuation: int) -> int:
+    error = (2 * data.draw(st.integers(0, 2**31 - 1)) + 1) << valuation
+    return error % 2**32
+
+
+# The check
+
+
+@given(quantised())
+def test_true_products_pass(case: Case) -> None:
+    weight, rows, product, direction = case
+    assert all(passed(keys_of(weight), direction, rows=rows, product=product))
+
+
+@given(quantised(), st.data(), st.integers(0, 31))
+def test_a_wrong_entry_never_passes(case: Case, data: st.DataObject, valuation: int) -> None:
+    """Any error modulo 2^32, of any 2-adic valuation, wrapping or not: no bit of the range is kept back for it."""
+    weight, rows, product, direction = case
+    place = data.draw(st.integers(0, product.numel() - 1))
+    lie = product.long()
+    lie.view(-1)[place] += error_of(data, valuation)
+    verdicts = passed(keys_of(weight), direction, rows=rows, product=lie.to(torch.int32))
+    assert verdicts == [row != place // product.shape[1] for row in range(len(rows))]
+
+
+@given(quantised(), st.data())
+def test_errors_in_many_entries_never_pass(case: Case, data: st.DataObject) -> None:
+    weight, rows, product, direction = case
+    lie = product + data.draw(testing.ring_rows(width=product.shape[1], count=len(product)))
+    verdicts = passed(keys_of(weight), direction, rows=rows, product=lie)
+    assert verdicts == (lie == product).all(dim=1).tolist()
+
+
+def test_the_other_directions_keys_are_other_keys() -> None:
+    """A square layer, whose rows fit both ways."""
+    weight = torch.arange(64, dtype=torch.int16).view(8, 8)
+    keys, rows = keys_of(weight), torch.arange(8, dtype=torch.int32)[None]
+    forward, backward = (rows @ matrix.to(torch.int32) for matrix in (weight.t(), weight))
+    assert passed(keys, "forward", rows=rows, product=forward) == [True]
+    assert passed(keys, "backward", rows=rows, product=backward) == [True]
+    assert passed(keys, "forward", rows=rows, product=backward) == [False]
+
+
+def test_keys_are_fresh_and_differ_by_layer_and_direction() -> None:
+    weight = torch.ones(8, 8, dtype=torch.int16)
+    columns = []
+    for _ in range(2):
+        keys = keys_of(weight)
+        keys.add(1, weight)
+        columns += [keys.columns(i, d)[0].values.numpy().tobytes() for i, d in itertools.product(range(2), DIRECTIONS)]
+    assert len(columns) == len(set(columns)) == 8
+
+
+def test_residues_are_secret_and_uniform() -> None:
+    """Small or sparse columns could be learned by probing. Every bit is fair; by chance unfair: below 1e-12."""
+    column, _ = keys_of(torch.ones(8, 1 << 15, dtype=torch.int16)).columns(0, "backward")
+    values = column.values
+    assert len(values) == 1 << 15
+    assert 0 <= int(values.min()) <= int(values.max()) < PRIME
+    for bit in range(61):
+        ones = int((values >> bit & 1).sum())
+        assert abs(ones - len(values) / 2) < 7.2 * (len(values) / 4) ** 0.5
+
+
+@given(quantised())
+def test_keys_survive_the_disk(case: Case) -> None:
+    weight, rows, product, direction = case
+    keys = keys_of(weight)
+    again = VerificationKeys.from_tensors(keys.to_tensors(), groups=1)
+    assert all(passed(again, direction, rows=rows, product=product))
+    for way in DIRECTIONS:
+        for before, after in zip(keys.columns(0, way), again.columns(0, way), strict=True):
+            assert torch.equal(before.values, after.values)
+
+
+def test_damaged_keys_are_refused() -> None:
+    tensors = keys_of(torch.ones(2, 2, dtype=torch.int16)).to_tensors()
+    with pytest.raises(KeyError):
+        VerificationKeys.from_tensors(tensors, groups=2)
+    tensors["secret"] = tensors["secret"][:31]
+    with pytest.raises(CheckpointError, match="damaged"):
+        VerificationKeys.from_tensors(tensors, groups=1)
+
+
+# Who lied
+
+
+@given(residues())
+def test_nobody_is_blamed_for_a_true_answer(case: Case) -> None:
+    weight, rows, product, direction = case
+    assert blame_of(weight).accepts(0, direction, rows=rows, answer=product)
+
+
+@given(residues(), st.data(), st.integers(0, 29))
+def test_whoever_is_wrong_is_blamed(case: Case, data: st.DataObject, valuation: int) -> None:
+    """Errors of valuation 30 or 31 may pass, once in 2^32 or 2^16 times; then all who took part are suspects."""
+    weight, rows, product, direction = case
+    if not product.numel():
+        return
+    place = data.draw(st.integers(0, product.numel() - 1))
+    lie = product.long()
+    lie.view(-1)[place] += error_of(data, valuation)
+    assert not blame_of(weight).accepts(0, direction, rows=rows, answer=lie.to(torch.int32))
+
+
+@given(residues())
+def test_another_shape_or_dtype_is_blamed(case: Case) -> None:
+    weight, rows, product, direction = case
+    keys = blame_of(weight)
+    wider = torch.nn.functional.pad(product, (0, 1))
+    longer = torch.nn.functional.pad(product, (0, 0, 0, 1))
+    for wrong in (wider, longer, product[:, 1:], product.to(torch.int64), product.to(torch.float32)):
+        assert not keys.accepts(0, direction, rows=rows, answer=wrong)
+
+
+def test_columns_are_uniform_over_the_whole_ring() -> None:
+    """By chance unfair: below 1e-12 for each bit."""
+    r = blame_of(torch.ones(8, 2048, dtype=torch.int16))._expand(0, "backward", rows=2048)
+    assert r.shape == (2048, 16)
+    for bit in range(32):
+        ones = int((r >> bit & 1).sum())
+        assert abs(ones - r.numel() / 2) < 7.2 * (r.numel() / 4) ** 0.5
+
+
+def test_blame_survives_the_disk(tmp_path: Path) -> None:
+    weight = torch.arange(6, dtype=torch.int16).view(2, 3)
+    rows = torch.tensor([[1, -2, 2**31 - 1]], dtype=torch.int32)
+    path = tmp_path / "blame.safetensors"
+    save_file(blame_of(weight, columns=9).to_tensors(), path)
+    again = BlameKeys.open(path, columns=9, groups=1)
+    path.unlink()
+    assert again.accepts(0, FORWARD, rows=rows, answer=rows @ weight.t().to(torch.int32))
+    assert not again.accepts(0, FORWARD, rows=rows, answer=rows @ weight.t().to(torch.int32) + 1)
+
+
+def test_incomplete_or_damaged_blame_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "blame.safetensors"
+    tensors = blame_of(torch.ones(2, 2, dtype=torch.int16)).to_tensors()
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match=r"lacks.*1\.backward"):
+        BlameKeys.open(path, columns=16, groups=2)
+    save_file({**tensors, "secret": tensors["secret"][:31].clone()}, path)
+    with pytest.raises(CheckpointError, match="damaged"):
+        BlameKeys.open(path, columns=16, groups=1)
+
+
+def test_nothing_secret_is_printed() -> None:
+    weight = torch.ones(2, 2, dtype=torch.int16)
+    assert repr(keys_of(weight)) == "VerificationKeys(2 products)"
+    assert repr(blame_of(weight)) == "BlameKeys(16 columns)"

@@ -1,0 +1,130 @@
+"""`torch.compile` of a split model: no break at its layers, the same calls to providers, the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction
+from tenant import RemoteConfig, backend_of
+from tenant.model.remote_linear import LayerGroup, RemoteLinear
+
+IDS = torch.arange(3, 19).view(2, 8)
+Calls = list[tuple[int, Direction]]
+
+pytestmark = [
+    # torch's own: what it compiles of itself, and of autograd's functions
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::FutureWarning:torch"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def one_block(save_llama: Callable[..., Path]) -> Path:
+    """Half of `llama`: its head, and every kind of layer group."""
+    return save_llama(vocab_size=96, pad_token_id=0, num_hidden_layers=1)
+
+
+@pytest.fixture
+def load(llama: Path) -> Callable[..., Any]:
+    """A split model with an adapter; always the same."""
+
+    def load(path: Path = llama) -> Any:
+        model = AutoModelForCausalLM.from_pretrained(path, quantization_config=RemoteConfig(masking="simulate"))
+        torch.manual_seed(1)
+        lora = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", r=4, init_lora_weights=False)
+        return get_peft_model(model, lora)
+
+    return load
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Calls]:
+    """`calls(model)`: a list that grows with each call of the model's backend."""
+
+    def record(model: Any) -> Calls:
+        made: Calls = []
+        backend = backend_of(model)
+        multiply = backend.multiply
+
+        def recording(index: int, direction: Direction, inputs: Any, outputs: Any) -> None:
+            made.append((index, direction))
+            multiply(index, direction, inputs, outputs)
+
+        monkeypatch.setattr(backend, "multiply", recording)
+        return made
+
+    return record
+
+
+def step(model: Any, run: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits and gradients of one training step."""
+    out = run(input_ids=IDS, labels=IDS)
+    out.loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return out.logits.detach(), gradients
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_whole_training_step_is_one_graph_and_gives_the_same_bits(
+    load: Callable[[], Any], calls: Callable[[Any], Calls], backend: str
+) -> None:
+    model = load()
+    made = calls(model)
+    expected_logits, expected = step(model, model)
+    eager = list(made)
+    made.clear()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)  # any break is an error
+    for _ in range(2):  # once while compiling, once compiled
+        logits, gradients = step(model, compiled)
+        assert torch.equal(logits, expected_logits)
+        assert expected
+        assert gradients.keys() == expected.keys()
+        assert all(torch.equal(gradients[name], expected[name]) for name in gradients)
+    assert made == 2 * eager
+    assert {direction for _, direction in made} == {FORWARD, BACKWARD}
+
+
+@pytest.mark.parametrize("guard", [torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
+def test_modes_give_the_same_bits(load: Callable[..., Any], one_block: Path, guard: Callable[[], Any]) -> None:
+    model = load(one_block)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with guard():
+        assert torch.equal(compiled(input_ids=IDS).logits, model(input_ids=IDS).logits)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_an_input_changed_in_place_is_another_input(load: Callable[[], Any], backend: str) -> None:
+    offloaded = backend_of(load())
+    group, entry = LayerGroup(offloaded, 0), offloaded.facts[0].entry
+    query, key, value = nn.ModuleList(
+        RemoteLinear(entry.inputs, outputs, group=group, member=i) for i, outputs in enumerate(entry.outputs)
+    )
+
+    def attend(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x = x * 1.0
+        first = query(x)
+        x.mul_(2)
+        return first, key(x), value(x)
+
+    x = torch.randn(3, entry.inputs, generator=torch.Generator().manual_seed(5)).requires_grad_()
+    results = []
+    for run in (attend, torch.compile(attend, backend=backend, fullgraph=True)):
+        parts: tuple[Tensor, ...] = run(x)
+        (gradient,) = torch.autograd.grad(torch.cat(parts, dim=-1).square().sum(), x)
+        results.append((*parts, gradient))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -1,0 +1,476 @@
+"""`from_pretrained`: only the tenant's tensors are loaded, and what cannot work says so."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForPreTraining,
+    BertForSequenceClassification,
+    Gemma2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    Lfm2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PhiConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForTokenClassification,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
+
+from symbiosis_priv.checkpoints.checkpoint import Checkpoint
+from symbiosis_priv.checkpoints.layer_discovery import architecture, discover, load_config
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.errors import CheckpointError, NonFiniteError, SymbiosisError
+from symbiosis_priv.federation import Federation
+from tenant import RemoteConfig, backend_of
+from tenant.model.remote_linear import RemoteLayer
+
+if TYPE_CHECKING:
+    from tests.tenant.conftest import NewFederation, NewProvider, ScriptedProvider, Tape
+
+Write = Callable[[Federation], Path]
+IDS = torch.arange(1, 21).view(2, 10)
+TIMEOUT_S = 20.0
+
+
+Load = Callable[..., Any]
+
+
+@pytest.fixture
+def load() -> Iterator[Load]:
+    """`from_pretrained` with a `RemoteConfig`, closed after the test."""
+    with contextlib.ExitStack() as opened:
+
+        def load(
+            path: Path, *, dtype: torch.dtype | str = "auto", kind: Any = AutoModelForCausalLM, **options: Any
+        ) -> Any:
+            model = kind.from_pretrained(path, dtype=dtype, quantization_config=RemoteConfig(**options))
+            opened.callback(backend_of(model).close)
+            return model
+
+        yield load
+
+
+@pytest.fixture
+def federation(
+    executor: ScriptedProvider, helper: ScriptedProvider, new_federation: NewFederation, federation_file: Write
+) -> Path:
+    """Of the Llama, with one helper."""
+    return federation_file(new_federation([executor], [helper]))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_every_frozen_linear_is_remote_and_everything_else_is_loaded(
+    load: Load, request: pytest.FixtureRequest, name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path: Path = request.getfixturevalue(name)
+    model = load(path, masking="simulate")
+    members = {m for entry in WeightStore(path).manifest().groups for m in entry.members}
+    remote = {n for n, m in model.named_modules() if isinstance(m, RemoteLayer)}
+    assert remote == members
+    offloaded = {f"{n}.{kind}" for n in members for kind in ("weight", "bias")}
+    state = model.state_dict()
+    with Checkpoint(path) as checkpoint:
+        kept = set(checkpoint.names()) - offloaded
+        assert kept
+        for key in kept:
+            assert torch.equal(state[key], checkpoint.tensor(key))
+    assert offloaded.isdisjoint(state)
+    assert not any(p.is_meta for p in (*model.parameters(), *model.buffers()))
+    assert "UNEXPECTED" not in (printed := "".join(capfd.readouterr()))
+    assert "MISSING" not in printed
+
+
+def test_logits_are_close_to_the_float_model(load: Load, llama: Path, gpt2: Path) -> None:
+    for path, full in ((llama, LlamaForCausalLM.from_pretrained(llama)), (gpt2, GPT2LMHeadModel.from_pretrained(gpt2))):
+        with torch.no_grad():
+            split, reference = load(path, masking="simulate")(input_ids=IDS).logits, full(input_ids=IDS).logits
+        assert torch.nn.functional.cosine_similarity(split, reference, dim=-1).min() > 0.999
+
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "vocab_size": 96,
+    "pad_token_id": 0,
+}
+HEADS: dict[str, Any] = SIZES | {"num_key_value_heads": 2, "head_dim": 16}
+ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "biases everywhere": lambda: LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
+    "a renamed head": lambda: GPTNeoXConfig(**SIZES),
+    "attention beside the MLP, a biased head": lambda: PhiConfig(**SIZES),
+    "norms of q and k": lambda: Qwen3Config(**HEADS),
+    "soft-capped logits, a tied head": lambda: Gemma2Config(**HEADS),
+    "convolutions": lambda: Lfm2Config(**SIZES, num_key_value_heads=2, layer_types=["conv", "full_attention"]),
+}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_and_gradients_of_other_architectures_are_close(
+    load: Load, architecture: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(4)
+    full = AutoModelForCausalLM.from_config(ARCHITECTURES[architecture]())
+    for name, parameter in full.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.1)
+    full.save_pretrained(tmp_path)
+    capfd.readouterr()
+    logits: list[Tensor] = []
+    gradients: list[dict[str, Tensor]] = []
+    for model in (full, load(tmp_path, masking="simulate")):
+        torch.manual_seed(5)
+        lora = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", r=4, init_lora_weights=False)
+        adapted: Any = get_peft_model(model, lora).eval()
+        out = adapted(input_ids=IDS, labels=IDS)
+        out.loss.backward()
+        logits.append(out.logits.detach())
+        gradients.append({n: p.grad.flatten() for n, p in adapted.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    assert torch.nn.functional.cosine_similarity(logits[0], logits[1], dim=-1).min() > 0.999
+    for name in gradients[0]:
+        assert torch.nn.functional.cosine_similarity(gradients[0][name], gradients[1][name], dim=0) > 0.99
+    assert not {"UNEXPECTED", "MISSING"} & set("".join(capfd.readouterr()).split())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(load: Load, llama: Path, dtype: torch.dtype) -> None:
+    """The tenant's tensors are rounded, the products are not."""
+    model = load(llama, masking="simulate", dtype=dtype)
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    assert {m.weight.dtype for m in model.modules() if isinstance(m, RemoteLayer)} == {dtype}
+    adapted: Any = get_peft_model(model, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    out = adapted(input_ids=IDS, labels=IDS)
+    out.loss.backward()
+    assert out.logits.dtype == dtype
+    reference = load(llama, masking="simulate")
+    with torch.no_grad():
+        full = reference(input_ids=IDS).logits
+    assert torch.nn.functional.cosine_similarity(out.logits.float(), full, dim=-1).min() > 0.99
+
+
+def test_half_precision_over_the_wire_is_the_simulation(load: Load, llama: Path, federation: Path) -> None:
+    with torch.no_grad():
+        outputs = [
+            load(llama, dtype=torch.bfloat16, **options)(input_ids=IDS).logits
+            for options in ({"federation": federation}, {"masking": "simulate"})
+        ]
+    assert torch.equal(*outputs)
+
+
+def test_autocast_trains(load: Load, llama: Path) -> None:
+    model: Any = get_peft_model(load(llama, masking="simulate"), LoraConfig(target_modules="all-linear"))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(input_ids=IDS, labels=IDS).loss
+    loss.backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.requires_grad)
+
+
+def test_non_finite_activations_raise_before_a_byte_is_sent(
+    load: Load, llama: Path, federation: Path, tape: Tape, executor: ScriptedProvider, helper: ScriptedProvider
+) -> None:
+    model = load(llama, federation=federation, wiretap=tape)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[5, 3] = float("nan")
+    with pytest.raises(NonFiniteError, match="nothing was sent"):
+        model(input_ids=IDS)
+    assert tape.frames == []
+    assert executor.hellos == helper.hellos == []
+
+
+def test_non_finite_gradients_raise_before_a_byte_of_them_is_sent(
+    load: Load, llama: Path, federation: Path, tape: Tape
+) -> None:
+    model = load(llama, federation=federation, wiretap=tape)
+    model.get_input_embeddings().weight.requires_grad_(True)
+    loss = model(input_ids=IDS).logits.sum() * float("inf")
+    sent = len(tape.executed())
+    assert sent == 9
+    with pytest.raises(NonFiniteError):
+        loss.backward()
+    assert len(tape.executed()) == sent
+
+
+def test_offloaded_weights_count_as_parameters_but_take_no_memory(load: Load, llama: Path) -> None:
+    full, split = LlamaForCausalLM.from_pretrained(llama), load(llama, masking="simulate")
+    assert split.num_parameters() == full.num_parameters()
+    own = [p for n, p in split.named_parameters() if "norm" in n or "embed" in n]
+    assert split.get_memory_footprint(return_buffers=False) == sum(p.nbytes for p in own)
+    lora = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", r=4)
+    counts = [get_peft_model(model, lora).get_nb_trainable_parameters() for model in (full, split)]
+    assert counts[0] == counts[1]
+
+
+def test_an_optimizer_may_be_given_every_parameter(load: Load, llama: Path) -> None:
+    model: Any = get_peft_model(load(llama, masking="simulate"), LoraConfig(target_modules=["q_proj"]))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    assert len(optimizer.state) == len([p for p in model.parameters() if p.requires_grad])
+
+
+# Checkpoints
+
+
+def slim(source: Path, target: Path) -> Path:
+    """A checkpoint with nothing but the tenant's tensors."""
+    offloaded = {m for entry in WeightStore(source).manifest().groups for m in entry.members}
+    target.mkdir()
+    for file in source.glob("*.json"):
+        shutil.copy(file, target)
+    with Checkpoint(source) as full:
+        tensors = {k: full.tensor(k) for k in full.names() if k.rpartition(".")[0] not in offloaded}
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def test_a_slim_checkpoint_needs_a_preparation_once(
+    load: Load, llama: Path, federation: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder, cache = slim(llama, tmp_path / "slim"), tmp_path / "cache"
+    with pytest.raises(CheckpointError, match=r"nothing is prepared .*RemoteConfig\(checkpoint='FULL_CHECKPOINT'\)"):
+        load(folder, federation=federation, cache=cache)
+    first = load(folder, federation=federation, cache=cache, checkpoint=llama)
+    again = load(folder, federation=federation, cache=cache)
+    with torch.no_grad():
+        reference = load(llama, masking="simulate")(input_ids=IDS).logits
+        assert torch.equal(first(input_ids=IDS).logits, reference)
+        assert torch.equal(again(input_ids=IDS).logits, reference)
+    assert "MISSING" not in "".join(capfd.readouterr())
+
+
+def test_local_masking_and_simulation_need_the_full_checkpoint(
+    load: Load, llama: Path, federation: Path, tmp_path: Path
+) -> None:
+    folder, cache = slim(llama, tmp_path / "slim"), tmp_path / "cache"
+    load(folder, federation=federation, cache=cache, checkpoint=llama)
+    with pytest.raises(CheckpointError, match=r"pass RemoteConfig\(checkpoint='FULL_CHECKPOINT'\)"):
+        load(folder, federation=federation, cache=cache, masking="local")
+    with pytest.raises(CheckpointError, match="is it the full base checkpoint"):
+        load(folder, cache=cache, masking="simulate")
+    load(folder, cache=cache, masking="simulate", checkpoint=llama)
+
+
+def test_a_federation_of_another_model_is_refused(
+    load: Load, gpt2: Path, federation: Path, executor: ScriptedProvider, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match="but the federation pins"):
+        load(gpt2, federation=federation, cache=tmp_path)
+    assert executor.hellos == []
+
+
+def test_other_weights_are_refused(load: Load, llama: Path, federation: Path, tmp_path: Path) -> None:
+    """One weight of one layer differs: the digest does, too."""
+    other = tmp_path / "other"
+    model = LlamaForCausalLM.from_pretrained(llama)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[3, 3] += 0.5
+    model.save_pretrained(other)
+    with pytest.raises(CheckpointError, match="but the federation pins"):
+        load(other, federation=federation, cache=tmp_path / "cache")
+
+
+def test_another_architecture_than_the_federations_is_refused(
+    load: Load, llama: Path, federation: Path, tmp_path: Path
+) -> None:
+    """Prepared for the Llama, pointed at something else: nothing may be replaced by chance."""
+    narrow = tmp_path / "narrow"
+    LlamaForCausalLM(
+        LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=96)
+    ).save_pretrained(narrow)
+    with pytest.raises(CheckpointError, match="is not the checkpoint that was prepared"):
+        load(narrow, federation=federation, checkpoint=llama)
+
+
+def test_a_model_without_the_head_loads_the_rest(load: Load, llama: Path) -> None:
+    model = load(llama, masking="simulate", kind=AutoModel)
+    with torch.no_grad():
+        hidden = model(input_ids=IDS).last_hidden_state
+        whole = load(llama, masking="simulate")(input_ids=IDS, output_hidden_states=True).hidden_states[-1]
+    assert torch.equal(hidden, whole)
+
+
+def test_shards_and_subfolders_are_read_where_transformers_reads_them(load: Load, llama: Path, tmp_path: Path) -> None:
+    LlamaForCausalLM.from_pretrained(llama).save_pretrained(tmp_path / "inner", max_shard_size="40KB")
+    assert len(list((tmp_path / "inner").glob("*.safetensors"))) > 1
+    sharded = AutoModelForCausalLM.from_pretrained(
+        tmp_path, subfolder="inner", quantization_config=RemoteConfig(masking="simulate")
+    )
+    with torch.no_grad():
+        assert torch.equal(sharded(input_ids=IDS).logits, load(llama, masking="simulate")(input_ids=IDS).logits)
+
+
+# Heads of tasks
+
+
+LABELLED: dict[str, Any] = {**SIZES, "num_labels": 3}
+CLASSIFIERS: dict[str, Callable[[], PreTrainedModel]] = {
+    "bert": lambda: BertForSequenceClassification(BertConfig(**LABELLED)),
+    "llama": lambda: LlamaForSequenceClassification(LlamaConfig(**LABELLED)),
+    "roberta, a head of two layers": lambda: RobertaForSequenceClassification(RobertaConfig(**LABELLED)),
+    "tokens": lambda: Qwen3ForTokenClassification(Qwen3Config(**HEADS | LABELLED)),
+}
+
+
+@pytest.fixture
+def classifier(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    torch.manual_seed(6)
+    CLASSIFIERS[request.param]().save_pretrained(tmp_path / "classifier")
+    return tmp_path / "classifier"
+
+
+def head_of(model: Any) -> dict[str, Tensor]:
+    """The tensors outside the base model."""
+    prefix = model.base_model_prefix + "."
+    return {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(prefix)}
+
+
+@pytest.mark.parametrize("classifier", CLASSIFIERS, indirect=True)
+def test_a_classification_head_stays_with_the_tenant_and_is_trained(
+    load: Load,
+    classifier: Path,
+    new_provider: NewProvider,
+    new_federation: NewFederation,
+    federation_file: Write,
+    tmp_path: Path,
+) -> None:
+    """By real providers, who find the same groups; saved here, and loaded at home."""
+    kind = architecture(load_config(classifier))
+    store = WeightStore(classifier)
+    members = {member for entry in store.manifest().groups for member in entry.members}
+    assert members
+    assert all(member.startswith(kind.base_model_prefix + ".") for member in members)
+    providers = [new_provider(store=store) for _ in range(2)]
+    federation = federation_file(new_federation(providers[:1], providers[1:], digest=store.manifest().digest))
+    task = "TOKEN_CLS" if "Token" in kind.__name__ else "SEQ_CLS"
+    labels = IDS % 3 if task == "TOKEN_CLS" else torch.tensor([1, 2])
+    outcomes = []
+    for options in ({"federation": federation}, {"masking": "simulate"}):
+        model = load(classifier, kind=kind, **options)
+        stored = head_of(model)
+        assert stored
+        torch.manual_seed(7)
+        # "all-linear" would be PEFT's own conflict with the head of a token classifier
+        where: Any = "all-linear" if task == "SEQ_CLS" else ["q_proj", "down_proj"]
+        lora = LoraConfig(task_type=task, target_modules=where, r=4)
+        adapted: Any = get_peft_model(model, lora)
+        optimizer = torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], lr=0.1)
+        adapted.eval()(input_ids=IDS, labels=labels).loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            outcomes.append(adapted(input_ids=IDS).logits)
+    assert torch.equal(*outcomes)
+    adapted.save_pretrained(tmp_path / "adapter")
+    with Checkpoint(classifier) as checkpoint:
+        for name, tensor in stored.items():
+            assert torch.equal(tensor, checkpoint.tensor(name))
+    trained = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert any(not torch.equal(t, stored[n]) for name, t in trained.items() for n in stored if name.endswith(n))
+    home: Any = PeftModel.from_pretrained(kind.from_pretrained(classifier), str(tmp_path / "adapter")).eval()
+    with torch.no_grad():
+        assert torch.nn.functional.cosine_similarity(home(input_ids=IDS).logits, outcomes[0], dim=-1).min() > 0.99
+
+
+@pytest.mark.parametrize("classifier", ["bert", "llama"], indirect=True)
+def test_another_number_of_labels_makes_another_head(load: Load, classifier: Path) -> None:
+    kind = architecture(load_config(classifier))
+    config = RemoteConfig(masking="simulate")
+    model: Any = kind.from_pretrained(
+        classifier, num_labels=7, ignore_mismatched_sizes=True, quantization_config=config
+    )
+    with torch.no_grad():
+        assert model(input_ids=IDS).logits.shape == (2, 7)
+    backend_of(model).close()
+
+
+@pytest.mark.parametrize("classifier", ["bert"], indirect=True)
+def test_a_language_model_beside_a_classifier_is_another_model(classifier: Path, tmp_path: Path) -> None:
+    """An LM head, with the transform before it, is the provider's; a head beside it is not."""
+    torch.manual_seed(6)
+    BertForPreTraining(BertConfig(**SIZES)).save_pretrained(tmp_path / "lm")
+    members = {member for group in discover(tmp_path / "lm").groups for member in group.members}
+    outside = {member for member in members if not member.startswith("bert.")}
+    assert outside == {"cls.predictions.transform.dense"}
+    assert "bert.pooler.dense" in members
+
+
+# Models
+
+
+def test_the_base_model_is_not_saved(load: Load, llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ValueError, match="not serializable"):
+        load(llama, masking="simulate").save_pretrained(tmp_path)
+    assert "no base model here to save" in caplog.text
+
+
+def test_a_model_that_is_dropped_closes_its_connections(
+    llama: Path, federation: Path, executor: ScriptedProvider, helper: ScriptedProvider
+) -> None:
+    """Nobody called close. (pytest makes an error of a socket that is collected unclosed.)"""
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        llama, quantization_config=RemoteConfig(federation=federation, masking="pad")
+    )
+    before = set(threading.enumerate())
+    model(input_ids=IDS)
+    started = set(threading.enumerate()) - before  # the session's, and the providers' for each of its connections
+    assert len(executor.hellos) == 1
+    assert len(helper.hellos) == 2
+    assert len(started) > 3
+    del model
+    gc.collect()
+    for thread in started:
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive()
+
+
+def test_a_copied_model_gives_the_same_logits(load: Load, llama: Path) -> None:
+    model = load(llama, masking="simulate")
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        assert torch.equal(twin(input_ids=IDS).logits, model(input_ids=IDS).logits)
+
+
+def test_backend_of_finds_it_through_peft(load: Load, llama: Path) -> None:
+    model = load(llama, masking="simulate")
+    wrapped = get_peft_model(model, LoraConfig(target_modules="all-linear"))
+    assert backend_of(wrapped) is backend_of(model)
+    with pytest.raises(SymbiosisError, match="not loaded with RemoteConfig"):
+        backend_of(nn.Linear(2, 2))
+
+
+def test_a_provider_of_the_wrong_model_is_named(
+    load: Load,
+    llama: Path,
+    store: WeightStore,
+    gpt2_store: WeightStore,
+    new_provider: NewProvider,
+    new_federation: NewFederation,
+    federation_file: Write,
+) -> None:
+    federation = federation_file(new_federation([new_provider(store=gpt2_store)]))
+    with pytest.raises(SymbiosisError, match="does not serve the pinned model"):
+        load(llama, federation=federation, masking="none")(input_ids=IDS)

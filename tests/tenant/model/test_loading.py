@@ -1,0 +1,397 @@
+"""Folders that somebody else wrote: they override nothing, run nothing, and nothing in them is made up."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from huggingface_hub import constants
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForMaskedLM,
+    BertModel,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from typer.testing import CliRunner
+
+from symbiosis_priv.checkpoints.checkpoint import Checkpoint
+from symbiosis_priv.checkpoints.vetting import QUANT_METHOD
+from symbiosis_priv.errors import CheckpointError, SymbiosisError, UnsupportedModelError
+from symbiosis_priv.federation import Federation
+from symbiosis_priv.harness.base_model import Pretraining, make_base_model
+from symbiosis_priv.harness.text import private_text
+from tenant import RemoteConfig
+from tenant.cli import app as cli
+from tenant.model.loading import load_adapter, load_model, load_tokenizer
+
+if TYPE_CHECKING:
+    from tests.tenant.conftest import NewFederation, ScriptedProvider
+
+IDS = torch.arange(1, 21).view(2, 10)
+Write = Callable[[Federation], Path]
+Hostile = Callable[..., Path]
+
+
+@pytest.fixture
+def federation(
+    executor: ScriptedProvider, helper: ScriptedProvider, new_federation: NewFederation, federation_file: Write
+) -> Path:
+    return federation_file(new_federation([executor], [helper]))
+
+
+@pytest.fixture
+def hostile(llama: Path, tmp_path: Path) -> Hostile:
+    """`hostile(**entries)`: a copy of the Llama whose config.json says more."""
+
+    def write(folder: str = "hostile", **entries: Any) -> Path:
+        path = tmp_path / folder
+        shutil.copytree(llama, path)
+        config = json.loads((path / "config.json").read_bytes())
+        (path / "config.json").write_text(json.dumps(config | entries))
+        return path
+
+    return write
+
+
+# What a folder says about masking and verification
+
+
+@pytest.fixture
+def plaintext(federation: Path, llama: Path, tmp_path: Path) -> dict[str, Any]:
+    """What an attacker would like a tenant to run: no masks, keys of theirs."""
+    evil = {"masking": "none", "federation": str(federation), "cache": str(tmp_path / "evil"), "verify_columns": 8}
+    return {"quant_method": QUANT_METHOD, "checkpoint": str(llama), **evil}
+
+
+@pytest.mark.parametrize(
+    "kind", [AutoModelForCausalLM, AutoModel, LlamaForCausalLM, AutoModelForSequenceClassification]
+)
+@pytest.mark.parametrize("masking", ["pad", "simulate", None])
+def test_a_folder_cannot_turn_masking_off(
+    kind: Any,
+    masking: str | None,
+    hostile: Hostile,
+    federation: Path,
+    plaintext: dict[str, Any],
+    executor: ScriptedProvider,
+    helper: ScriptedProvider,
+    tmp_path: Path,
+) -> None:
+    path = hostile(quantization_config=plaintext)
+    options: dict[str, Any] = {}
+    if masking is not None:
+        remote: dict[str, Any] = {"federation": federation} if masking == "pad" else {}
+        options = {"quantization_config": RemoteConfig(masking=masking, **remote)}
+    with pytest.raises(CheckpointError, match="does not decide how it is masked and verified"):
+        kind.from_pretrained(path, **options)
+    assert executor.hellos == helper.hellos == []
+    assert not (tmp_path / "evil").exists()
+
+
+@pytest.mark.parametrize("unknown", [False, True])
+def test_a_nested_one_is_refused_by_name(
+    unknown: bool, hostile: Hostile, federation: Path, plaintext: dict[str, Any], executor: ScriptedProvider
+) -> None:
+    """Also behind one that transformers ignores."""
+    outer = {"quantization_config": {"quant_method": "unheard of"}} if unknown else {}
+    path = hostile(**outer, audio_config={"model_type": "llama", "quantization_config": plaintext})
+    remote = RemoteConfig(federation=federation)
+    for load in (
+        lambda: AutoModelForCausalLM.from_pretrained(path, quantization_config=remote),
+        lambda: load_model(path),
+    ):
+        with pytest.raises(SymbiosisError, match=str(path)):
+            load()
+    assert executor.hellos == []
+
+
+def test_one_of_the_text_model_is_refused(llama: Path, federation: Path, plaintext: dict[str, Any]) -> None:
+    config: Any = Gemma3Config()
+    config.text_config.quantization_config = plaintext
+    with pytest.raises(CheckpointError, match="does not decide"):
+        Gemma3ForConditionalGeneration.from_pretrained(
+            llama, config=config, quantization_config=RemoteConfig(federation=federation)
+        )
+
+
+def test_subfolders_and_the_hubs_cache_are_folders_too(
+    hostile: Hostile, federation: Path, plaintext: dict[str, Any], tmp_path: Path
+) -> None:
+    path = hostile(quantization_config=plaintext)
+    remote = RemoteConfig(federation=federation)
+    with pytest.raises(CheckpointError, match="does not decide"):
+        AutoModelForCausalLM.from_pretrained(path.parent, subfolder=path.name, quantization_config=remote)
+    repository, revision = tmp_path / "hub" / "models--evil--model", 40 * "a"
+    shutil.copytree(path, repository / "snapshots" / revision)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(revision)
+    for which in (None, "main", revision):
+        with pytest.raises(CheckpointError, match="does not decide"):
+            AutoModelForCausalLM.from_pretrained(
+                "evil/model", cache_dir=tmp_path / "hub", revision=which, quantization_config=remote
+            )
+
+
+def test_a_configuration_object_cannot_either(
+    llama: Path, federation: Path, plaintext: dict[str, Any], executor: ScriptedProvider
+) -> None:
+    config = AutoConfig.from_pretrained(llama)
+    config.quantization_config = plaintext
+    remote = RemoteConfig(federation=federation)
+    with pytest.raises(CheckpointError, match="does not decide"):
+        AutoModelForCausalLM.from_pretrained(llama, config=config, quantization_config=remote)
+    with pytest.raises(CheckpointError, match="does not decide"):
+        AutoModelForCausalLM.from_pretrained(llama, quantization_config=plaintext)
+    assert executor.hellos == []
+
+
+def test_an_adapters_base_model_cannot_either(
+    hostile: Hostile, federation: Path, plaintext: dict[str, Any], llama: Path, tmp_path: Path
+) -> None:
+    """transformers and PEFT follow `base_model_name_or_path` to it."""
+    path = hostile(quantization_config=plaintext)
+    adapted: Any = get_peft_model(load_model(llama), LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
+    adapted.peft_config["default"].base_model_name_or_path = str(path)
+    adapted.save_pretrained(str(tmp_path / "adapter"))
+    for kind in (AutoModelForCausalLM, AutoPeftModelForCausalLM):
+        with pytest.raises(CheckpointError, match="does not decide"):
+            kind.from_pretrained(tmp_path / "adapter", quantization_config=RemoteConfig(federation=federation))
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+def test_no_kernel_is_fetched_for_a_folder(key: str, hostile: Hostile, federation: Path) -> None:
+    """transformers would, while it builds the model."""
+    remote = RemoteConfig(federation=federation)
+    with pytest.raises(CheckpointError, match=r"fetch(ed)? and run"):
+        AutoModelForCausalLM.from_pretrained(hostile(**{key: "somebody/kernel"}), quantization_config=remote)
+
+
+def test_what_was_passed_is_what_is_used(llama: Path) -> None:
+    config = RemoteConfig(masking="simulate")
+    model: Any = AutoModelForCausalLM.from_pretrained(llama, quantization_config=config)
+    assert model.hf_quantizer.quantization_config is config
+
+
+def test_nothing_that_is_saved_says_how_a_tenant_masks(llama: Path, federation: Path, tmp_path: Path) -> None:
+    remote = RemoteConfig(federation=federation, cache=tmp_path / "private-cache")
+    model: Any = AutoModelForCausalLM.from_pretrained(llama, quantization_config=remote)
+    model.config.save_pretrained(tmp_path / "config")
+    get_peft_model(model, LoraConfig(target_modules="all-linear")).save_pretrained(str(tmp_path / "adapter"))
+    for folder in ("config", "adapter"):
+        for file in (tmp_path / folder).iterdir():
+            content = file.read_bytes()
+            for secret in (b"quantization_config", b"private-cache", str(federation).encode(), QUANT_METHOD.encode()):
+                assert secret not in content, file
+    assert "quantization_config" not in model.config.to_json_string() + str(model.config.to_dict())
+    again = AutoModelForCausalLM.from_pretrained(llama, config=model.config, quantization_config=remote)
+    with torch.no_grad():
+        assert torch.equal(again(input_ids=IDS).logits, model(input_ids=IDS).logits)
+
+
+def test_other_files_than_the_keys_are_made_from_are_not_loaded(llama: Path, federation: Path, tmp_path: Path) -> None:
+    path = tmp_path / "variants"
+    shutil.copytree(llama, path)
+    shutil.copy(path / "model.safetensors", path / "model.other.safetensors")
+    remote = RemoteConfig(federation=federation)
+    with pytest.raises(CheckpointError, match=r"loads model\.other\.safetensors .* without a variant"):
+        AutoModelForCausalLM.from_pretrained(path, variant="other", quantization_config=remote)
+    with Checkpoint(llama) as checkpoint:
+        tensors = {name: checkpoint.tensor(name) for name in checkpoint.names()}
+    config = AutoConfig.from_pretrained(llama)
+    with pytest.raises(CheckpointError, match="not from a state_dict"):
+        LlamaForCausalLM.from_pretrained(None, config=config, state_dict=tensors, quantization_config=remote)
+
+
+# Code that a folder brings
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Path:
+    """Here lies a file once code of the checkpoint has run."""
+    return tmp_path / "ran"
+
+
+@pytest.fixture
+def custom(hostile: Hostile, marker: Path) -> Path:
+    """A model type of its own, with code for everything."""
+    classes = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M", "AutoModel": "code.M"}
+    path = hostile(model_type="unheard-of", auto_map=classes)
+    (path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "T", "auto_map": {"AutoTokenizer": ["code.T", "code.T"]}})
+    )
+    (path / "custom_generate").mkdir()
+    for name in ("code.py", "custom_generate/generate.py"):
+        (path / name).write_text(f"open({str(marker)!r}, 'w').close()\nclass C: pass\nM = T = C\n")
+    return path
+
+
+@pytest.mark.parametrize("answer", ["y\n", "yes\n", ""])
+def test_the_commands_run_no_code_of_a_checkpoint(
+    answer: str, custom: Path, marker: Path, federation: Path, tmp_path: Path
+) -> None:
+    """transformers would ask `[y/N]` on the terminal."""
+    (tmp_path / "text").write_text("one\n\ntwo")
+    model, text = ("--model", str(custom)), ("--text", str(tmp_path / "text"))
+    where = (*model, "--federation", str(federation))
+    for command in (
+        ("check", *model, *text),
+        ("generate", *where, "--prompt", "a"),
+        ("finetune", *where, *text, "--output", str(tmp_path / "out")),
+        ("prepare", *where),
+    ):
+        result = CliRunner().invoke(cli.app, command, input=answer)
+        assert isinstance(result.exception, SymbiosisError), result.output
+        assert "[y/N]" not in result.output
+    for load in (load_model, load_tokenizer):
+        with pytest.raises(SymbiosisError):
+            load(custom)
+    assert not marker.exists()
+
+
+def test_custom_generation_is_not_loaded(hostile: Hostile, marker: Path) -> None:
+    path = hostile()
+    (path / "custom_generate").mkdir()
+    (path / "custom_generate" / "generate.py").write_text(f"open({str(marker)!r}, 'w').close()")
+    load_model(path)
+    assert not marker.exists()
+
+
+# Names in a folder that would be looked up
+
+
+def test_the_hub_is_not_asked_about_what_is_here(
+    hostile: Hostile, federation: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def look_up(host: str, *_: Any, **__: Any) -> Any:
+        asked.append(host)
+        raise socket.gaierror("no network in tests")
+
+    path = hostile(auto_map={"AutoModelForCausalLM": "evil/code--code.M"}, _name_or_path="evil/model")
+    (path / "generation_config.json").write_text(json.dumps({"penalty_alpha": 0.6, "top_k": 4}))
+    (path / "tokenizer_config.json").write_text(
+        json.dumps({"auto_map": {"AutoTokenizer": ["evil/code--code.T", None]}})
+    )
+    adapter = tmp_path / "adapter"
+    get_peft_model(load_model(path), LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")).save_pretrained(
+        str(adapter)
+    )
+    config = json.loads((adapter / "adapter_config.json").read_bytes())
+    elsewhere = {"base_model_name_or_path": "evil/model", "revision": "evil"}
+    (adapter / "adapter_config.json").write_text(json.dumps(config | elsewhere))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    load_adapter(load_model(path, remote=RemoteConfig(federation=federation, cache=tmp_path / "cache")), adapter)
+    with pytest.raises(SymbiosisError):
+        load_tokenizer(path)
+    assert asked == []
+
+
+def test_an_adapter_takes_memory_for_what_it_holds_and_not_for_what_it_says(llama: Path, tmp_path: Path) -> None:
+    """Its tensors are small, and its rank is not."""
+    adapter = tmp_path / "adapter"
+    lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"])
+    get_peft_model(load_model(llama), lora).save_pretrained(str(adapter))
+    config = json.loads((adapter / "adapter_config.json").read_bytes())
+    for change in ({"r": 1 << 20}, {"rank_pattern": {"q_proj": 1 << 20}}):
+        (adapter / "adapter_config.json").write_text(json.dumps(config | change))
+        model = load_model(llama, remote=RemoteConfig(masking="simulate"))
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        with pytest.raises(CheckpointError, match="does not fit"):
+            load_adapter(model, adapter)
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 18  # KiB
+
+
+# Tensors that are not there
+
+
+def test_missing_tensors_are_an_error_and_not_random(hostile: Hostile, llama: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"no whole LlamaForSequenceClassification: score\.weight would be random"
+    ):
+        load_model(llama, kind=AutoModelForSequenceClassification, remote=RemoteConfig(masking="simulate"))
+    with pytest.raises(CheckpointError, match="cannot be loaded as AutoModelForCausalLM"):
+        load_model(hostile(hidden_size=65), remote=None)
+
+
+# Models that predict no next token
+
+
+@pytest.fixture(scope="module")
+def tokenized(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`tokenized(model)`: a checkpoint with the demo's tokenizer, and private text beside it."""
+    source = make_base_model(
+        tmp_path_factory.mktemp("tokenizer") / "model",
+        recipe=Pretraining(steps=1, batch=2, window=16, sentences=300, vocab=320),
+    )
+
+    def write(model: PreTrainedModel) -> Path:
+        path = tmp_path_factory.mktemp(type(model).__name__)
+        model.save_pretrained(path)
+        for file in source.glob("*token*"):
+            shutil.copy(file, path)
+        (path / "notes.text").write_text("\n\n".join(private_text(seed=0, records=20)))
+        return path
+
+    return write
+
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 320,
+}
+T5: dict[str, Any] = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 1, "num_heads": 2, "vocab_size": 320}
+NO_LANGUAGE_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "BertModel": lambda: BertModel(BertConfig(**SMALL)),
+    "BertForMaskedLM": lambda: BertForMaskedLM(BertConfig(**SMALL)),
+    "LlamaForSequenceClassification": lambda: LlamaForSequenceClassification(LlamaConfig(**SMALL, pad_token_id=0)),
+    "T5ForConditionalGeneration": lambda: T5ForConditionalGeneration(T5Config(**T5)),
+}
+
+
+@pytest.mark.parametrize("name", NO_LANGUAGE_MODELS)
+def test_an_encoder_is_measured_by_its_hidden_states_and_not_given_a_random_head(
+    name: str, tokenized: Callable[..., Path], federation: Path, executor: ScriptedProvider, tmp_path: Path
+) -> None:
+    torch.manual_seed(2)
+    path = tokenized(NO_LANGUAGE_MODELS[name]())
+    text = ("--text", str(path / "notes.text"))
+    check = CliRunner().invoke(
+        cli.app, ["check", "--model", str(path), *text, "--sequence-length", "16", "--blocks", "2"]
+    )
+    assert check.exception is None, check.exception
+    assert "perplexity" not in check.output
+    (line,) = [line for line in check.output.splitlines() if "smallest cosine of hidden states" in line]
+    assert float(line.split()[-2]) > 0.999  # the ring's; bf16's is the last
+    where = ("--model", str(path), "--federation", str(federation))
+    for command in (
+        ("finetune", *where, *text, "--output", str(tmp_path / "out")),
+        ("generate", *where, "--prompt", "a"),
+    ):
+        error = CliRunner().invoke(cli.app, command).exception
+        assert isinstance(error, UnsupportedModelError), error
+        assert f"{name}, which does not predict the next token" in str(error)
+    assert executor.hellos == []

@@ -1,0 +1,565 @@
+"""The linears that are not there: one product per group of siblings, nothing kept, nothing read."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from peft import (
+    AdaLoraConfig,
+    AdaptionPromptConfig,
+    HRAConfig,
+    IA3Config,
+    LoraConfig,
+    OFTConfig,
+    PeftConfig,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    VeraConfig,
+    get_peft_model,
+)
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, RANGE, Direction, quantise_rows
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.errors import NonFiniteError, UnsupportedMethodError
+from symbiosis_priv.harness import strategies as testing
+from tenant import RemoteConfig
+from tenant.core.backend import Backend, RingBackend, Simulation
+from tenant.core.facts import GroupFacts
+from tenant.model.offloaded import OffloadedWeight
+from tenant.model.remote_linear import LayerGroup, RemoteLinear
+
+QKV, OUT = 0, 1  # layer groups of the tiny Llama's first block
+Siblings = list[RemoteLinear]
+
+
+class Counting(Backend):
+    """The simulation, with a list of what was asked."""
+
+    def __init__(self, store: WeightStore) -> None:
+        entries = store.manifest().groups
+        self.facts = [GroupFacts.of(entry, store.group(i)) for i, entry in enumerate(entries)]
+        self.calls: list[tuple[int, Direction, Tensor]] = []
+        self._inner = RingBackend(self.facts, Simulation(store))
+
+    def multiply(self, index: int, direction: Direction, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        self.calls.append((index, direction, torch.cat([part.detach() for part in inputs], dim=1)))
+        self._inner.multiply(index, direction, inputs, outputs)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    @property
+    def directions(self) -> list[Direction]:
+        return [direction for _, direction, _ in self.calls]
+
+
+@pytest.fixture
+def backend(store: WeightStore) -> Counting:
+    return Counting(store)
+
+
+@pytest.fixture
+def qkv(backend: Counting) -> Siblings:
+    """Three siblings of one group."""
+    return siblings(backend)
+
+
+def siblings(backend: Counting, index: int = QKV) -> Siblings:
+    group = LayerGroup(backend, index)
+    entry = backend.facts[index].entry
+    modules = [RemoteLinear(entry.inputs, outputs, group=group, member=i) for i, outputs in enumerate(entry.outputs)]
+    for module in modules:
+        module.seal(dtype=torch.float32, device=torch.device("cpu"))
+    return modules
+
+
+def activations(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, 64, generator=torch.Generator().manual_seed(5)).to(dtype)
+
+
+# Siblings
+
+
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_siblings_are_one_product(qkv: Siblings, backend: Counting, guard: Callable[[], Any]) -> None:
+    with guard():
+        x = activations(2, 3)
+        y = [module(x) for module in qkv]
+    assert [part.shape for part in y] == [(2, 3, 64), (2, 3, 32), (2, 3, 32)]
+    assert backend.directions == [FORWARD]
+    reference = backend.linear(QKV, FORWARD, x.reshape(-1, 64)).float()
+    assert torch.equal(torch.cat(y, dim=-1).reshape(6, -1), reference)
+
+
+def test_siblings_are_one_product_backward(qkv: Siblings, backend: Counting) -> None:
+    x = activations(4).requires_grad_()
+    loss = sum((module(x).square().sum() for module in qkv), torch.zeros(()))
+    loss.backward()
+    assert backend.directions == [FORWARD, BACKWARD]
+    assert backend.calls[1][2].shape == (4, 128)
+    assert x.grad is not None
+    assert x.grad.shape == x.shape
+
+
+def test_a_sibling_without_gradient_counts_as_zero(qkv: Siblings, backend: Counting) -> None:
+    x = activations(4).requires_grad_()
+    _, key, _ = (module(x) for module in qkv)
+    key.sum().backward()
+    ((_, _, g),) = [call for call in backend.calls if call[1] == BACKWARD]
+    assert torch.equal(g, torch.cat([torch.zeros(4, 64), torch.ones(4, 32), torch.zeros(4, 32)], dim=1))
+
+
+def test_siblings_may_be_called_in_any_order_and_again(qkv: Siblings, backend: Counting) -> None:
+    x = activations(2)
+    with torch.no_grad():
+        first = [qkv[i](x) for i in (2, 0, 1)]
+        assert len(backend.calls) == 1
+        assert torch.equal(qkv[2](x), first[0])  # collected before: another product
+    assert len(backend.calls) == 2
+
+
+def test_equal_values_in_another_tensor_are_another_input(qkv: Siblings, backend: Counting) -> None:
+    x = activations(2)
+    with torch.no_grad():
+        qkv[0](x)
+        qkv[1](x.clone())
+    assert len(backend.calls) == 2
+
+
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
+def test_an_input_changed_in_place_is_another_input(qkv: Siblings, backend: Counting, guard: Callable[[], Any]) -> None:
+    with guard():
+        x = activations(2)
+        qkv[0](x)
+        x.mul_(2)
+        key = qkv[1](x)
+        assert len(backend.calls) == 2
+        assert torch.equal(key, siblings(backend)[1](x))
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (torch.no_grad, torch.enable_grad),
+        (torch.enable_grad, torch.no_grad),
+        (torch.inference_mode, torch.enable_grad),
+        (torch.inference_mode, torch.no_grad),
+    ],
+)
+def test_modes_do_not_mix(qkv: Siblings, backend: Counting, first: Callable[[], Any], then: Callable[[], Any]) -> None:
+    x = activations(2).requires_grad_()
+    with first():
+        qkv[0](x)
+    with then():
+        key = qkv[1](x)
+    assert len(backend.calls) == 2
+    assert key.requires_grad == (then is torch.enable_grad)
+    assert not key.is_inference()
+
+
+def test_an_input_that_starts_to_require_grad_is_another_input(qkv: Siblings, backend: Counting) -> None:
+    x = activations(2)
+    qkv[0](x)
+    assert qkv[1](x.requires_grad_()).requires_grad
+    assert len(backend.calls) == 2
+
+
+def test_autocast_decides_the_output_dtype(qkv: Siblings, backend: Counting) -> None:
+    x = activations(2).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = qkv[0](x)
+    assert y.dtype == torch.bfloat16
+    assert qkv[1](x).dtype == torch.float32
+    assert len(backend.calls) == 2
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_dtypes_pass_through(qkv: Siblings, dtype: torch.dtype) -> None:
+    x = activations(2, dtype=dtype).requires_grad_()
+    y = qkv[0](x)
+    y.sum().backward()
+    assert x.grad is not None
+    assert y.dtype == x.grad.dtype == dtype
+
+
+def test_outputs_may_be_written_to(qkv: Siblings) -> None:
+    x = activations(2).requires_grad_()
+    query, key = qkv[0](x), qkv[1](x)
+    before = key.detach().clone()
+    query.mul_(2).add_(1)
+    assert torch.equal(key, before)
+    query.sum().backward()
+    assert x.grad is not None
+
+
+def test_nothing_is_pending_once_an_input_is_gone(qkv: Siblings, backend: Counting) -> None:
+    """A new tensor at the address of a dead one is another input."""
+    with torch.no_grad():
+        for i in range(20):
+            qkv[0](activations(2) * i)
+            qkv[1](activations(2) * -i)
+    assert len(backend.calls) == 40
+
+
+def test_gradient_checkpointing_runs_the_group_again(qkv: Siblings, backend: Counting) -> None:
+    def block(x: Tensor) -> Tensor:
+        return sum((module(x).square().sum(-1) for module in qkv), torch.zeros(()))
+
+    x = activations(3).requires_grad_()
+    block(x).sum().backward()
+    expected, x.grad = x.grad, None
+    backend.calls.clear()
+    checkpoint(block, x, use_reentrant=False).sum().backward()
+    assert backend.directions == [FORWARD, FORWARD, BACKWARD]
+    assert x.grad is not None
+    assert expected is not None
+    assert torch.equal(x.grad, expected)
+
+
+def test_a_copy_shares_the_backend_but_no_call_in_flight(qkv: Siblings, backend: Counting) -> None:
+    x = activations(2)
+    with torch.no_grad():
+        qkv[0](x)
+        twin = copy.deepcopy(nn.ModuleList(qkv))
+        assert isinstance(twin[1], RemoteLinear)
+        assert twin[1].group.backend is backend
+        assert isinstance(twin[1].weight, OffloadedWeight)
+        twin[1](x)
+        assert len(backend.calls) == 2
+        qkv[1](x)
+    assert len(backend.calls) == 2
+
+
+# Arithmetic
+
+
+def dequantised(store: WeightStore, index: int) -> Tensor:
+    group = store.group(index)
+    return group.weight.to(torch.float64) * group.channel_scale[:, None]
+
+
+@pytest.mark.parametrize("index", [QKV, OUT])
+@given(data=st.data())
+def test_forward_and_backward_are_products_of_the_dequantised_weights(
+    store: WeightStore, index: int, data: st.DataObject
+) -> None:
+    """The only error is that of rounding a row to its scale: half a step per entry, times the weights.
+
+    Where a scale is subnormal, it is itself rounded, by at most 2^-1075: times any product.
+    """
+    backend = Counting(store)
+    weight = dequantised(store, index)
+    x = data.draw(testing.float_rows(width=weight.shape[1], dtypes=[torch.float64], largest=1e200)).requires_grad_()
+    parts = [module(x) for module in siblings(backend, index)]
+    g = data.draw(testing.float_rows(width=weight.shape[0], count=len(x), dtypes=[torch.float64], largest=1e200))
+    torch.cat(parts, dim=1).backward(g)
+    assert x.grad is not None
+    folded = g * store.group(index).channel_scale
+    unscaled = store.group(index).weight.to(torch.float64)
+    for rows, matrix, raw, got in (
+        (x.detach(), weight.t(), weight.t(), torch.cat(parts, dim=1).detach()),
+        (folded, unscaled, unscaled, x.grad),
+    ):
+        bound = backend.facts[index].bounds[FORWARD if rows is not folded else BACKWARD]
+        _, scale = quantise_rows(rows, bound)
+        allowed = scale / 2 * raw.abs().sum(dim=0)
+        size = rows.abs() @ matrix.abs()  # what the float64 reference itself may be off by
+        assert bool(((got - rows @ matrix).abs() <= allowed * (1 + 1e-9) + size * 1e-12 + RANGE * 5e-324).all())
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_gradients_agree_with_finite_differences(store: WeightStore, direction: Direction) -> None:
+    """The layer is linear, so a difference quotient has no truncation error: only rounding remains."""
+    qkv = siblings(Counting(store))
+    x = activations(2, dtype=torch.float64).requires_grad_()
+    step = torch.zeros_like(x)
+    step[0, 7], step[1, 3] = 1.0, -2.0
+    weights = [torch.linspace(-1, 1, module.out_features, dtype=torch.float64) for module in qkv]
+
+    def loss(x: Tensor) -> Tensor:
+        return sum(((module(x) * w).sum() for module, w in zip(qkv, weights, strict=True)), torch.zeros(()))
+
+    loss(x).backward()
+    assert x.grad is not None
+    quotient = (loss(x.detach() + step) - loss(x.detach() - step)) / 2
+    assert float((x.grad * step).sum()) == pytest.approx(float(quotient), rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (2, 0)])
+def test_no_rows_are_no_call(qkv: Siblings, shape: tuple[int, ...]) -> None:
+    x = activations(*shape).requires_grad_()
+    y = qkv[0](x)
+    assert y.shape == (*shape, 64)
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
+def test_non_finite_rows_are_an_error(qkv: Siblings, poison: float) -> None:
+    x = activations(3)
+    x[1, 5] = poison
+    with pytest.raises(NonFiniteError, match="nothing was sent"):
+        qkv[0](x)
+
+
+# Memory
+
+
+def test_nothing_is_saved_for_backward(qkv: Siblings) -> None:
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        x = activations(4).requires_grad_()
+        y = [module(x) for module in qkv]
+    assert saved == []
+    torch.cat(y, dim=-1).sum().backward()
+
+
+def test_the_input_is_not_kept_alive(qkv: Siblings) -> None:
+    x = activations(4).requires_grad_()
+    y = [module(x * 1.0) for module in qkv]
+    inner = x * 1.0
+    ghost = weakref.ref(inner)
+    y += [module(inner) for module in qkv]
+    del inner
+    assert ghost() is None
+    torch.cat(y, dim=-1).sum().backward()
+
+
+def test_a_weight_has_no_bytes_and_knows_its_place(qkv: Siblings) -> None:
+    for module in qkv:
+        assert isinstance(module, nn.Linear)
+        assert isinstance(module.weight, OffloadedWeight)
+        assert module.weight.untyped_storage().nbytes() == module.weight.nbytes == module.weight.element_size() == 0
+        assert module.weight.shape == (module.out_features, module.in_features)
+        assert module.weight.numel() == module.out_features * module.in_features
+        assert module.weight.dtype == torch.float32
+        assert module.weight.device.type == "cpu"
+        assert module.state_dict() == {}
+
+
+def test_copies_of_a_weight_are_as_empty(qkv: Siblings) -> None:
+    """What is done to a weight before it is computed with makes no tensor of it that could be computed with."""
+    weight = qkv[1].weight
+    for twin in (
+        weight.detach(),
+        weight.clone(),
+        weight.data,
+        weight.to(torch.bfloat16).to("cpu").float(),
+        copy.deepcopy(weight),
+        weight.requires_grad_(False),
+    ):
+        assert isinstance(twin, OffloadedWeight)
+        assert twin.shape == twin.size() == (32, 64)
+        assert (twin.size(0), twin.dim(), twin.ndim, len(twin), twin.nbytes) == (32, 2, 2, 32, 0)
+    assert qkv[0].to(torch.float64).weight.dtype == torch.float64
+    assert repr(weight) == "OffloadedWeight((32, 64), dtype=torch.float32, device='cpu')"
+    with pytest.raises(UnsupportedMethodError, match="cannot be pickled"):
+        pickle.dumps(qkv)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda w: w + 1,
+        lambda w: w @ w,
+        lambda w: w.sum(),
+        lambda w: w.data + 1,
+        lambda w: w.data.clamp_(-1, 1),
+        lambda w: w.detach().float().sum(),
+        lambda w: w.T,
+        lambda w: torch.cat([torch.zeros(2, 64), w]),
+        lambda w: setattr(w, "data", torch.zeros(64, 64)),
+        lambda w: torch.linalg.norm(w),
+        lambda w: torch.nn.functional.linear(torch.zeros(2, 64), w),
+        lambda w: w.tolist(),
+        lambda w: w.numpy(),
+        lambda w: torch.empty_like(w),
+    ],
+)
+def test_a_weight_cannot_be_read(qkv: Siblings, read: Callable[[Tensor], object]) -> None:
+    with pytest.raises(UnsupportedMethodError, match="stays at the providers"):
+        read(qkv[0].weight)
+
+
+def test_a_weight_cannot_be_trained(qkv: Siblings) -> None:
+    with pytest.raises(UnsupportedMethodError, match="weight of an offloaded layer cannot be trained itself"):
+        nn.ModuleList(qkv).requires_grad_(True)
+
+
+# PEFT
+
+
+@pytest.fixture
+def load(llama: Any) -> Callable[[], PreTrainedModel]:
+    """A split Llama that simulates."""
+    return lambda: AutoModelForCausalLM.from_pretrained(llama, quantization_config=RemoteConfig(masking="simulate"))
+
+
+METHODS: dict[str, Callable[[], PeftConfig]] = {
+    "lora": lambda: LoraConfig(target_modules="all-linear", r=4),
+    "rslora": lambda: LoraConfig(target_modules="all-linear", r=4, use_rslora=True),
+    "lora with dropout": lambda: LoraConfig(target_modules=["q_proj", "v_proj"], r=4, lora_dropout=0.1),
+    "lora and bias": lambda: LoraConfig(target_modules=["q_proj"], r=4, bias="lora_only"),
+    "orthogonal": lambda: LoraConfig(target_modules="all-linear", r=4, init_lora_weights="orthogonal"),
+    "ia3": lambda: IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "oft": lambda: OFTConfig(target_modules=["q_proj", "v_proj"], oft_block_size=16, use_cayley_neumann=False),
+    "vera": lambda: VeraConfig(target_modules=["q_proj", "o_proj"], r=4),
+    "adalora": lambda: AdaLoraConfig(target_modules=["q_proj", "v_proj"], total_step=10, tinit=1, tfinal=1),
+    "prefix": lambda: PrefixTuningConfig(num_virtual_tokens=3),
+    "prompt": lambda: PromptTuningConfig(num_virtual_tokens=3),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_that_need_no_base_weight_train(load: Callable[[], PreTrainedModel], name: str) -> None:
+    config: PeftConfig = METHODS[name]()
+    config.task_type = "CAUSAL_LM"
+    base: Any = load()
+    model: Any = get_peft_model(base, config)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    before = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    ids = torch.arange(24).view(2, 12)
+    for _ in range(2):  # the second step also reaches what starts behind a zero
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert bool(torch.isfinite(loss))
+    assert before
+    assert any(not torch.equal(before[n], p) for n, p in model.named_parameters() if n in before)
+
+
+ADAPTERS = r"On an offloaded nn\.Linear, PEFT's Lora, "
+STARTS = "Use LoRA with init_lora_weights=True"
+REFUSED: dict[str, tuple[str, str, Callable[[], PeftConfig]]] = {
+    "dora": ("DoRA", ADAPTERS, lambda: LoraConfig(target_modules="all-linear", use_dora=True)),
+    "pissa": ("PiSSA", STARTS, lambda: LoraConfig(target_modules="all-linear", init_lora_weights="pissa")),
+    "pissa fast": ("PiSSA", STARTS, lambda: LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa_niter_4")),  # type: ignore[arg-type]
+    "olora": ("OLoRA", STARTS, lambda: LoraConfig(target_modules="all-linear", init_lora_weights="olora")),
+    "a method without a name here": ("PEFT's hra", ADAPTERS, lambda: HRAConfig(target_modules=["q_proj"])),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_methods_that_read_the_base_weight_are_refused_by_name(load: Callable[[], PreTrainedModel], name: str) -> None:
+    title, advice, config = REFUSED[name]
+
+    def use() -> None:
+        get_peft_model(load(), config())(input_ids=torch.arange(8).view(1, 8))
+
+    with pytest.raises(UnsupportedMethodError, match=rf"^{title}.* needs the base weight, .*providers\. {advice}"):
+        use()
+
+
+@pytest.mark.parametrize("verb", ["merge_and_unload", "merge_adapter"])
+def test_merging_is_refused_by_name(load: Callable[[], PreTrainedModel], verb: str) -> None:
+    model = get_peft_model(load(), LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    with pytest.raises(UnsupportedMethodError, match=r"^merging an adapter into W needs the base weight"):
+        getattr(model, verb)()
+
+
+def test_unmerging_is_refused_by_name(load: Callable[[], PreTrainedModel]) -> None:
+    model: Any = get_peft_model(load(), LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    layer.merged_adapters.append("default")  # as if it had been merged
+    with pytest.raises(UnsupportedMethodError, match=r"^merging an adapter into W needs the base weight"):
+        layer.unmerge()
+
+
+def test_resizing_the_head_is_refused_by_name(load: Callable[[], PreTrainedModel]) -> None:
+    with pytest.raises(UnsupportedMethodError, match=r"^resizing the LM head needs the base weight"):
+        load().resize_token_embeddings(128)
+
+
+def test_training_an_offloaded_layer_itself_is_refused(load: Callable[[], PreTrainedModel]) -> None:
+    """PEFT trains a copy of such a layer, and a copy of nothing would be trained in silence."""
+    config = LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    with pytest.raises(UnsupportedMethodError, match=r"target_modules instead of modules_to_save"):
+        get_peft_model(load(), config)
+    config = LoraConfig(target_modules=["q_proj", "lm_head"], modules_to_save=["embed_tokens"], task_type="CAUSAL_LM")
+    assert get_peft_model(load(), config)
+
+
+@pytest.fixture
+def biased(gpt2: Any) -> Any:
+    """A split GPT-2 that simulates."""
+    return AutoModelForCausalLM.from_pretrained(gpt2, quantization_config=RemoteConfig(masking="simulate"))
+
+
+# plain PEFT says so whenever it puts LoRA on GPT-2
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False but the target module is `Conv1D`:UserWarning")
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_training_the_biases_of_offloaded_layers_is_refused(biased: Any, bias: Any) -> None:
+    with pytest.raises(UnsupportedMethodError, match=r"BitFit.*use bias='none', or lora_bias=True"):
+        get_peft_model(biased, LoraConfig(target_modules=["c_attn"], bias=bias, task_type="CAUSAL_LM"))
+
+
+def test_bitfit_by_hand_is_refused(biased: Any) -> None:
+    biased.requires_grad_(False)
+    biases = {name: parameter for name, parameter in biased.named_parameters() if name.endswith("bias")}
+    biases["transformer.h.0.ln_1.bias"].requires_grad = True
+    with pytest.raises(UnsupportedMethodError, match="BitFit"):
+        biases["transformer.h.0.attn.c_attn.bias"].requires_grad = True
+
+
+def test_a_bias_that_is_not_here_is_no_burden(biased: Any) -> None:
+    """It is listed, moved and copied with the model, but neither saved nor missed; computing with it is an error."""
+    bias = biased.get_submodule("transformer.h.0.attn.c_attn").bias
+    assert isinstance(bias, nn.Parameter)
+    assert (bias.shape, bias.nbytes) == ((192,), 0)
+    twin = copy.deepcopy(biased).to(torch.float64)
+    for model in (biased, twin):
+        assert not any(name.endswith("c_attn.bias") for name in model.state_dict())
+        assert not model.load_state_dict(model.state_dict()).missing_keys
+    moved = twin.get_submodule("transformer.h.0.attn.c_attn").bias
+    assert isinstance(moved, nn.Parameter)
+    assert moved.dtype == torch.float64
+    for stand_in in (bias, moved):
+        with pytest.raises(UnsupportedMethodError, match="bias of an offloaded layer"):
+            stand_in + 1
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        biased.load_state_dict(biased.state_dict() | {"transformer.h.0.attn.c_attn.bias": torch.zeros(192)})
+
+
+def test_adapters_that_ask_a_block_for_any_parameter(load: Callable[[], PreTrainedModel]) -> None:
+    """LLaMA-Adapter takes dtype and device of an attention's first parameter, and all of an attention is offloaded."""
+    config = AdaptionPromptConfig(adapter_len=4, adapter_layers=1, task_type="CAUSAL_LM")
+    model: Any = get_peft_model(load(), config)
+    model(input_ids=torch.arange(8).view(1, 8), labels=torch.arange(8).view(1, 8)).loss.backward()
+    gradients = [p.grad for p in model.parameters() if p.requires_grad]
+    assert gradients
+    assert any(g is not None and bool(g.any()) for g in gradients)
+
+
+def test_disabled_adapters_give_the_base_model(load: Callable[[], PreTrainedModel]) -> None:
+    ids = torch.arange(8).view(1, 8)
+    with torch.no_grad(), warnings.catch_warnings():
+        base = load()
+        expected = base(input_ids=ids).logits
+        model = get_peft_model(
+            base, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+        )
+        assert not torch.equal(model(input_ids=ids).logits, expected)
+        with model.disable_adapter():
+            assert torch.equal(model(input_ids=ids).logits, expected)

@@ -1,0 +1,435 @@
+"""What is kept of a base model: public facts, secret keys, one pass over the checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save, save_file
+from torch import Tensor
+
+from symbiosis_priv.arithmetic.modular import dot
+from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD
+from symbiosis_priv.checkpoints.checkpoint import Checkpoint
+from symbiosis_priv.checkpoints.manifest import Manifest
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.errors import CheckpointError, ConfigError, StorageError
+from tenant.core.facts import GroupFacts, Preparation
+from tenant.preparation import keys as preparation
+from tenant.preparation.keys import _alone, prepare
+from tenant.preparation.own_tensors import own_digest
+from tenant.preparation.slim import write_slim
+
+DIRECT = ["gpt2_store", "store"]
+KEYS = ["keys.safetensors", "blame.safetensors"]
+
+
+def prepared(store: WeightStore | None, digest: str, cache: Path, *, columns: int = 16) -> Preparation:
+    return prepare(store, digest=digest, columns=columns, cache=cache)
+
+
+def folder_of(cache: Path) -> Path:
+    (folder,) = (cache / "tenant").iterdir()
+    return folder
+
+
+@pytest.fixture(params=DIRECT)
+def base(request: pytest.FixtureRequest) -> WeightStore:
+    """With biases and without."""
+    store: WeightStore = request.getfixturevalue(request.param)
+    return store
+
+
+def same_facts(a: GroupFacts, b: GroupFacts) -> bool:
+    biases = (a.bias is None and b.bias is None) or (
+        a.bias is not None and b.bias is not None and torch.equal(a.bias, b.bias)
+    )
+    return a.entry == b.entry and a.bounds == b.bounds and torch.equal(a.channel_scale, b.channel_scale) and biases
+
+
+def test_facts_are_those_of_the_weights_and_survive_the_disk(base: WeightStore, tmp_path: Path) -> None:
+    digest = base.manifest().digest
+    fresh = prepared(base, digest, tmp_path)
+    cached = prepared(None, digest, tmp_path)
+    truth = [GroupFacts.of(entry, base.group(i)) for i, entry in enumerate(base.manifest().groups)]
+    for facts in (fresh.facts, cached.facts):
+        assert all(same_facts(a, b) for a, b in zip(facts, truth, strict=True))
+    assert fresh.manifest == cached.manifest == base.manifest()
+
+
+def test_keys_are_made_once_and_work_from_the_disk(base: WeightStore, tmp_path: Path) -> None:
+    digest = base.manifest().digest
+    prepared(base, digest, tmp_path)
+    kept = [(folder_of(tmp_path) / name).read_bytes() for name in KEYS]
+    again = prepared(base, digest, tmp_path)
+    keys, blame = again.keys, again.blame
+    assert [(folder_of(tmp_path) / name).read_bytes() for name in KEYS] == kept
+    for index, facts in enumerate(prepared(None, digest, tmp_path).facts):
+        weight = base.group(index).weight.to(torch.int32)
+        for direction in DIRECTIONS:
+            rows = torch.randint(-(2**31), 2**31, (3, facts.inputs(direction)), dtype=torch.int32)
+            answer = rows @ (weight.t() if direction == FORWARD else weight)
+            assert blame.accepts(index, direction, rows=rows, answer=answer)
+            small = rows >> 24
+            product = small @ (weight.t() if direction == FORWARD else weight)
+            r, v = keys.columns(index, direction)
+            assert torch.equal(dot(product, r), dot(small, v))
+            answer[1, 1] += 1
+            product[1, 1] += 1
+            assert not blame.accepts(index, direction, rows=rows, answer=answer)
+            assert (dot(product, r) == dot(small, v)).tolist() == [True, False, True]
+
+
+def test_who_starts_at_the_same_time_gets_the_same_keys(llama: Path, store: WeightStore, tmp_path: Path) -> None:
+    """And none that is half another one's."""
+    digest = store.manifest().digest
+    together = threading.Barrier(4)
+
+    def start(_: int) -> Preparation:
+        own = WeightStore(llama)
+        together.wait(20)
+        return prepared(own, digest, tmp_path)
+
+    with ThreadPoolExecutor(4) as pool:
+        keys = [found.keys.to_tensors() for found in pool.map(start, range(4))]
+    assert all(torch.equal(other[name], keys[0][name]) for other in keys for name in keys[0])
+
+
+def test_nobody_waits_for_ever_for_another_process(tmp_path: Path) -> None:
+    with _alone(tmp_path), pytest.raises(ConfigError, match="another process"), _alone(tmp_path, patience_s=0.1):
+        pass
+    with _alone(tmp_path, patience_s=0.1):
+        pass
+
+
+def test_keys_that_are_there_wait_for_nobody(store: WeightStore, tmp_path: Path) -> None:
+    digest = store.manifest().digest
+    made = prepared(store, digest, tmp_path)
+    with _alone(tmp_path), ThreadPoolExecutor(1) as pool:
+        found = pool.submit(prepared, store, digest, tmp_path).result(30)
+    assert found.keys.to_tensors().keys() == made.keys.to_tensors().keys()
+
+
+def test_only_the_owner_may_read_the_keys(store: WeightStore, tmp_path: Path) -> None:
+    prepared(store, store.manifest().digest, tmp_path)
+    for name in KEYS:
+        assert stat.S_IMODE((folder_of(tmp_path) / name).stat().st_mode) == 0o600
+
+
+def test_no_weight_is_kept(store: WeightStore, tmp_path: Path) -> None:
+    """Facts are O(o) and keys O(m (o + d)) per layer group."""
+    prepared(store, store.manifest().digest, tmp_path, columns=8)
+    sizes = {entry.inputs * entry.stacked_outputs for entry in store.manifest().groups}
+    for name in ("facts.safetensors", *KEYS):
+        for tensor in load_file(folder_of(tmp_path) / name).values():
+            assert tensor.numel() < min(sizes)
+
+
+def test_forgotten_keys_are_made_anew(store: WeightStore, tmp_path: Path) -> None:
+    digest = store.manifest().digest
+    before = prepared(store, digest, tmp_path)
+    before.forget_keys()
+    before.forget_keys()
+    with pytest.raises(CheckpointError, match="nothing is prepared"):
+        prepared(None, digest, tmp_path)
+    after = prepared(store, digest, tmp_path)
+    assert not torch.equal(before.keys.to_tensors()["secret"], after.keys.to_tensors()["secret"])
+
+
+def test_other_columns_are_other_keys(store: WeightStore, tmp_path: Path) -> None:
+    digest = store.manifest().digest
+    for columns in (8, 16):
+        prepared(store, digest, tmp_path, columns=columns)
+    assert len(list((tmp_path / "tenant").iterdir())) == 2
+
+
+def test_without_a_checkpoint_the_error_says_how_to_go_on(tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"symbiosis-priv tenant prepare --model \S+ --federation \S+`.*RemoteConfig\(checkpoint="
+    ):
+        prepared(None, "sha256:" + 64 * "0", tmp_path)
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_leaves_nothing(
+    store: WeightStore, gpt2_store: WeightStore, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match="but the federation pins"):
+        prepared(gpt2_store, store.manifest().digest, tmp_path)
+    assert not (tmp_path / "tenant").exists()
+
+
+def test_other_weight_bits_are_another_model(llama: Path, store: WeightStore, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="weight_bits"):
+        prepared(WeightStore(llama, weight_bits=8), store.manifest().digest, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "facts.safetensors", *KEYS, "origin.json", "seal"])
+@pytest.mark.parametrize("damage", ["gone", "empty", "cut", "garbage"])
+def test_a_damaged_cache_is_made_again(store: WeightStore, tmp_path: Path, name: str, damage: str) -> None:
+    digest = store.manifest().digest
+    prepared(store, digest, tmp_path)
+    path = folder_of(tmp_path) / name
+    whole = path.read_bytes()
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes({"empty": b"", "cut": whole[: len(whole) // 2], "garbage": bytes(100)}[damage])
+    assert len(prepared(store, digest, tmp_path).facts) == 9
+    assert len(prepared(None, digest, tmp_path).facts) == 9
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_keys_without_some_layer_are_made_again(store: WeightStore, tmp_path: Path, name: str) -> None:
+    digest = store.manifest().digest
+    prepared(store, digest, tmp_path)
+    path = folder_of(tmp_path) / name
+    tensors = load_file(path)
+    tensors.pop("3.forward")
+    save_file(tensors, path)
+    prepared(store, digest, tmp_path)
+    assert len(load_file(path)) == 1 + 2 * 9
+
+
+def test_who_lied_can_be_told_after_the_keys_are_deleted(store: WeightStore, tmp_path: Path) -> None:
+    """A session goes on with who is honest, and may have to judge again."""
+    prepared(store, store.manifest().digest, tmp_path)
+    kept = prepared(None, store.manifest().digest, tmp_path)
+    kept.forget_keys()
+    assert not list((tmp_path / "tenant").iterdir())
+    weight = store.group(2).weight.to(torch.int32)
+    rows = torch.randint(-(2**31), 2**31, (3, weight.shape[1]), dtype=torch.int32)
+    assert kept.blame.accepts(2, FORWARD, rows=rows, answer=rows @ weight.t())
+    assert not kept.blame.accepts(2, FORWARD, rows=rows, answer=rows @ weight.t() + 1)
+
+
+# What lies in the cache is what was prepared
+
+
+def test_every_altered_tensor_is_noticed(base: WeightStore, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Scales, biases, bounds, keys: each in turn, by as little as can be. Logits would change in silence."""
+    digest = base.manifest().digest
+    truth = prepared(base, digest, tmp_path)
+    altered = 0
+    for file in ("facts.safetensors", *KEYS):
+        path = folder_of(tmp_path) / file
+        whole = path.read_bytes()
+        tensors = load_file(path)
+        for name in tensors:
+            changed = {n: t.clone() for n, t in tensors.items()}
+            changed[name].view(torch.uint8).view(-1)[0] ^= 1
+            path.write_bytes(save(changed))
+            with pytest.raises(CheckpointError, match=r"changed or is damaged .*tenant prepare --model"):
+                prepared(None, digest, tmp_path)
+            altered += 1
+        path.write_bytes(whole)
+    assert altered >= 4 * len(truth.facts)
+    path.write_bytes(save(changed))
+    again = prepared(base, digest, tmp_path)
+    assert all(same_facts(a, b) for a, b in zip(again.facts, truth.facts, strict=True))
+    assert "has been changed or is damaged" in caplog.text
+
+
+def test_facts_of_another_preparation_do_not_fit(store: WeightStore, tmp_path: Path) -> None:
+    """The same model, the same tensors: another secret, so another seal."""
+    digest = store.manifest().digest
+    for name in ("one", "other"):
+        prepared(store, digest, tmp_path / name)
+    for name in ("facts.safetensors", "blame.safetensors", "seal", "keys.safetensors"):
+        (folder_of(tmp_path / "one") / name).write_bytes((folder_of(tmp_path / "other") / name).read_bytes())
+        if name != "keys.safetensors":
+            continue
+        prepared(None, digest, tmp_path / "one")  # all of them: it is the other
+    (folder_of(tmp_path / "one") / "seal").write_bytes(bytes(32))
+    with pytest.raises(CheckpointError, match="the seal is not that of the files"):
+        prepared(None, digest, tmp_path / "one")
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("", 0o777),
+        ("", 0o770),
+        ("facts.safetensors", 0o666),
+        ("keys.safetensors", 0o640),
+        ("blame.safetensors", 0o644),
+        ("known", 0o777),
+    ],
+)
+def test_a_cache_that_others_can_change_is_refused(store: WeightStore, tmp_path: Path, name: str, mode: int) -> None:
+    """They could bring facts, keys and a seal of their own."""
+    digest = store.manifest().digest
+    prepared(store, digest, tmp_path)
+    (folder_of(tmp_path) / name).chmod(mode)
+    for source in (store, None):
+        with pytest.raises(ConfigError, match=r"others than you can .*Delete"):
+            prepared(source, digest, tmp_path)
+    shutil.rmtree(folder_of(tmp_path))
+    prepared(store, digest, tmp_path)
+
+
+def test_a_link_to_somewhere_else_is_refused(store: WeightStore, tmp_path: Path) -> None:
+    digest = store.manifest().digest
+    prepared(store, digest, tmp_path)
+    folder = folder_of(tmp_path)
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="others than you can change"):
+        prepared(None, digest, tmp_path)
+
+
+def test_the_folder_is_made_private_whatever_the_umask(store: WeightStore, tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        prepared(store, store.manifest().digest, tmp_path)
+    finally:
+        os.umask(before)
+    prepared(None, store.manifest().digest, tmp_path)
+
+
+def test_a_cache_that_cannot_be_written_costs_time_only(
+    store: WeightStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "full").write_text("no folder", encoding="utf-8")
+    digest = store.manifest().digest
+    kept, made = prepared(store, digest, tmp_path), prepared(store, digest, tmp_path / "full")
+    assert all(map(same_facts, kept.facts, made.facts))
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "made again at every start" in caplog.text
+    rows = torch.ones((3, made.facts[0].inputs(FORWARD)), dtype=torch.int32)
+    assert made.blame.accepts(0, FORWARD, rows=rows, answer=store.matrix(0).product(rows))
+    with pytest.raises(StorageError, match="choose another folder"):  # `tenant prepare` is there to keep it
+        prepare(store, digest=digest, columns=16, reread=True, cache=tmp_path / "full")
+
+
+# What is loaded is what was prepared
+
+
+@pytest.fixture
+def model(llama: Path, tmp_path: Path) -> Path:
+    """A copy of the Llama to change."""
+    return Path(shutil.copytree(llama, tmp_path / "model"))
+
+
+def rewrite(folder: Path, **changes: Callable[[Tensor], Tensor]) -> None:
+    """Change some tensors of a checkpoint of one file."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name, change in changes.items():
+        tensors[name] = change(tensors[name]).contiguous()
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def bound(store: WeightStore, model: Path, cache: Path) -> Preparation:
+    return prepare(None, digest=store.manifest().digest, columns=16, model=WeightStore(model), cache=cache)
+
+
+CHANGES: dict[str, Callable[[Path], None]] = {
+    "embeddings times 3": lambda path: rewrite(path, **{"model.embed_tokens.weight": lambda t: t * 3}),
+    "a norm times 2": lambda path: rewrite(path, **{"model.norm.weight": lambda t: t * 2}),
+    "a norm negated": lambda path: rewrite(path, **{"model.layers.1.input_layernorm.weight": lambda t: -t}),
+    "another dtype": lambda path: rewrite(path, **{"model.norm.weight": lambda t: t.bfloat16()}),
+    "another config": lambda path: change_config(path, rms_norm_eps=0.25),
+}
+
+
+def change_config(folder: Path, **entries: object) -> None:
+    config = json.loads((folder / "config.json").read_bytes())
+    (folder / "config.json").write_text(json.dumps(config | entries))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("met", [False, True])
+def test_a_checkpoint_with_other_tensors_of_the_tenants_own_is_refused(
+    store: WeightStore, model: Path, change: str, met: bool, tmp_path: Path
+) -> None:
+    """Also after it has been met unchanged, and for good."""
+    cache = tmp_path / "cache"
+    prepared(store, store.manifest().digest, cache)
+    if met:
+        bound(store, model, cache)
+    CHANGES[change](model)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=rf"{model} is not the checkpoint that was prepared .*{store.path}"):
+            bound(store, model, cache)
+
+
+def test_what_only_saving_changes_does_not_matter(store: WeightStore, model: Path, tmp_path: Path) -> None:
+    prepared(store, store.manifest().digest, tmp_path / "cache")
+    change_config(model, transformers_version="6.0.0", _name_or_path="elsewhere")
+    bound(store, model, tmp_path / "cache")
+
+
+def test_a_checkpoint_is_hashed_once(
+    store: WeightStore, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    prepared(store, store.manifest().digest, cache)
+    hashed: list[Path] = []
+
+    def count(store: WeightStore, manifest: Manifest) -> str:
+        hashed.append(store.path)
+        return own_digest(store, manifest)
+
+    monkeypatch.setattr(preparation, "own_digest", count)
+    for _ in range(3):
+        bound(store, model, cache)
+        bound(store, store.path, cache)  # which was prepared from: not even once
+    assert len(hashed) == 1
+    os.utime(model / "model.safetensors")
+    bound(store, model, cache)
+    assert len(hashed) == 2
+
+
+def test_a_forged_mark_is_not_believed(store: WeightStore, model: Path, tmp_path: Path) -> None:
+    """`known/` holds MACs, not names alone."""
+    cache = tmp_path / "cache"
+    prepared(store, store.manifest().digest, cache)
+    CHANGES["a norm times 2"](model)
+    with Checkpoint(model) as checkpoint:
+        (folder_of(cache) / "known" / checkpoint.identity()).write_bytes(bytes(32))
+    with pytest.raises(CheckpointError, match="is not the checkpoint"):
+        bound(store, model, cache)
+
+
+def test_a_slim_checkpoint_is_as_good_and_no_better(store: WeightStore, tmp_path: Path) -> None:
+    cache, slim = tmp_path / "cache", tmp_path / "slim"
+    manifest = prepared(store, store.manifest().digest, cache).manifest
+    write_slim(store, manifest, slim)
+    bound(store, slim, cache)
+    CHANGES["embeddings times 3"](slim)
+    with pytest.raises(CheckpointError, match="is not the checkpoint"):
+        bound(store, slim, cache)
+
+
+def test_reading_again_replaces_a_preparation_or_says_what_it_read(
+    store: WeightStore, model: Path, tmp_path: Path
+) -> None:
+    """The user's word for a checkpoint: taken for the tensors of its own, never for what the providers serve."""
+    cache, digest = tmp_path / "cache", store.manifest().digest
+    prepared(store, digest, cache)
+    CHANGES["a norm times 2"](model)
+    again = prepare(WeightStore(model), digest=digest, columns=16, reread=True, cache=cache)
+    assert again.checkpoint == str(model)
+    bound(store, model, cache)
+    with pytest.raises(CheckpointError, match="is not the checkpoint"):
+        bound(store, store.path, cache)
+    rewrite(model, **{"model.layers.0.mlp.down_proj.weight": lambda t: t * 2})
+    other = WeightStore(model).manifest().digest
+    with pytest.raises(CheckpointError, match=f"is model {other}, but the federation pins {digest}"):
+        prepare(WeightStore(model), digest=digest, columns=16, reread=True, cache=cache)
+
+
+def test_weight_bits_are_checked_also_when_everything_is_cached(store: WeightStore, tmp_path: Path) -> None:
+    digest = store.manifest().digest
+    for bits in (10, None):
+        prepare(store, digest=digest, columns=16, weight_bits=bits, cache=tmp_path)
+    with pytest.raises(ConfigError, match=r"has 10 weight bits, but the federation file says 8; correct weight_bits"):
+        prepare(store, digest=digest, columns=16, weight_bits=8, cache=tmp_path)

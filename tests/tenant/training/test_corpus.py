@@ -1,0 +1,147 @@
+"""A tenant's own data: what is read and what is learned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from symbiosis_priv.errors import ConfigError
+from tenant.training.corpus import NOT_LEARNED, load_examples
+
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    """One token per byte, and the template's own."""
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    core = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(sorted(alphabet))}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    whole = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")
+    whole.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>", "<|end|>"]})
+    whole.chat_template = TEMPLATE
+    return whole
+
+
+def write(path: Path, *lines: Any) -> Path:
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n")
+    return path
+
+
+def learned(example: Any, tokenizer: PreTrainedTokenizerBase) -> str:
+    assert len(example.labels) == len(example.input_ids)
+    assert all(label in (NOT_LEARNED, token) for label, token in zip(example.labels, example.input_ids, strict=True))
+    return str(tokenizer.decode([label for label in example.labels if label != NOT_LEARNED]))
+
+
+def test_text_lines_are_packed_as_plain_text_is(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    lines = write(tmp_path / "t.jsonl", {"text": "one\u2028line", "id": 3}, {"text": "two"})
+    plain = tmp_path / "t.txt"
+    plain.write_text("one\u2028line\n\ntwo", encoding="utf-8")
+    assert load_examples(lines, tokenizer, length=4) == load_examples(plain, tokenizer, length=4)
+    examples, shortened = load_examples(lines, tokenizer, length=100)
+    assert learned(examples[0], tokenizer) == "one\u2028line</s>two</s>"
+    assert shortened == 0
+
+
+def test_of_a_pair_the_completion_is_learned(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    lines = write(
+        tmp_path / "p.jsonl", {"prompt": "2+2=", "completion": "4"}, {"prompt": "", "completion": "no prompt"}
+    )
+    (first, second), _ = load_examples(lines, tokenizer, length=100)
+    assert tokenizer.decode(first.input_ids) == "2+2=4</s>"
+    assert learned(first, tokenizer) == "4</s>"
+    assert learned(second, tokenizer) == "no prompt</s>"
+
+
+def test_of_a_chat_the_assistants_words_are_learned(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    turns = [("user", "Hi"), ("assistant", "Hello"), ("user", "Bye <|assistant|>"), ("assistant", "See you")]
+    lines = write(tmp_path / "c.jsonl", {"messages": [{"role": role, "content": words} for role, words in turns]})
+    (example,), _ = load_examples(lines, tokenizer, length=100)
+    assert learned(example, tokenizer) == "Hello<|end|>See you<|end|>"
+    start = "<|user|>Hi<|end|><|assistant|>Hello<|end|>"
+    assert str(tokenizer.decode(example.input_ids)).startswith(start)
+
+
+def test_a_reply_that_the_template_rewrites_later_is_read_only(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As reasoning models do, which drop the thoughts of earlier turns."""
+    forgets = TEMPLATE.replace("{{ message.content }}", "{{ message.content if loop.last else message.content[:1] }}")
+    monkeypatch.setattr(tokenizer, "chat_template", forgets)
+    turns = [("user", "Hi"), ("assistant", "Hello"), ("user", "Bye"), ("assistant", "See you")]
+    lines = write(tmp_path / "c.jsonl", {"messages": [{"role": role, "content": words} for role, words in turns]})
+    with pytest.raises(ConfigError, match="line 1: no message of role assistant"):
+        load_examples(lines, tokenizer, length=100)
+
+
+def test_long_examples_are_cut_and_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    lines = write(
+        tmp_path / "p.jsonl",
+        {"prompt": "abc", "completion": "defgh"},
+        {"prompt": "a", "completion": "b"},
+        {"prompt": "far too long", "completion": "nothing is left of this"},
+    )
+    examples, shortened = load_examples(lines, tokenizer, length=5)
+    assert [learned(example, tokenizer) for example in examples] == ["de", "b</s>"]
+    assert shortened == 2
+    with pytest.raises(ConfigError, match="--sequence-length"):
+        load_examples(lines, tokenizer, length=1)
+
+
+WRONG: dict[str, tuple[list[Any], str]] = {
+    "no JSON": (["{"], "line 1: "),
+    "another type": ([{"text": 3}], "line 1: .*text"),
+    "no known form": ([{"text": "a"}, {"prompt": "a"}], "line 2: .*completion"),
+    "two forms": ([{"text": "a", "prompt": "b", "completion": "c"}], "line 1: "),
+    "mixed forms": ([{"text": "a"}, {"prompt": "b", "completion": "c"}], "line 2: "),
+    "nothing": ([""], "holds no lines"),
+    "nobody answers": ([{"messages": [{"role": "user", "content": "a"}]}], "line 1: .*assistant"),
+    "parts that are no text": ([{"messages": [{"role": "user", "content": [{"type": "image"}]}]}], "line 1: .*content"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_named_with_its_line(name: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    lines, message = WRONG[name]
+    with pytest.raises(ConfigError, match=message):
+        load_examples(write(tmp_path / "w.jsonl", *lines), tokenizer, length=10)
+
+
+def test_chats_need_a_template(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    lines = write(tmp_path / "c.jsonl", {"messages": [{"role": "assistant", "content": "a"}]})
+    with pytest.raises(ConfigError, match="prompt and completion instead"):
+        load_examples(lines, tokenizer, length=10)
+
+
+def test_how_an_editor_wrote_a_file_makes_no_difference(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Windows' begin with a byte order mark, which is no text, and end lines in two characters."""
+    for name, words in (("t.txt", "one\n\ntwo\n"), ("t.jsonl", '{"text": "one"}\n{"text": "two"}\n')):
+        file = tmp_path / name
+        file.write_text(words)
+        plain = load_examples(file, tokenizer, length=100)
+        file.write_bytes(words.replace("\n", "\r\n").encode("utf-8-sig"))
+        assert load_examples(file, tokenizer, length=100) == plain
+    file.write_bytes("Müller".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"no UTF-8 text .*byte 1.; save it as UTF-8"):
+        load_examples(file, tokenizer, length=100)
+
+
+def test_json_is_not_learned_as_plain_text(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    for name in ("p.JSONL", "p.ndjson"):
+        (example,), _ = load_examples(write(tmp_path / name, {"prompt": "a", "completion": "b"}), tokenizer, length=100)
+        assert learned(example, tokenizer) == "b</s>"
+    with pytest.raises(ConfigError, match=r"a line per example, as .* name the file \.jsonl"):
+        load_examples(write(tmp_path / "p.json", [{"prompt": "a", "completion": "b"}]), tokenizer, length=100)

@@ -1,0 +1,261 @@
+"""Runs that end early lose nothing that can be saved. Simulated arithmetic; real providers are in test_cli."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from symbiosis_priv.errors import CheckpointError, ConfigError, StorageError
+from symbiosis_priv.harness.base_model import Pretraining, make_base_model
+from symbiosis_priv.harness.text import private_text
+from tenant.model.hf import RemoteConfig
+from tenant.model.loading import load_adapter, load_model
+from tenant.training.finetune import FineTuned, FineTuning, finetune
+from tenant.training.output import last_checkpoint
+
+TINY = Pretraining(steps=4, batch=2, window=16, sentences=300, vocab=320)
+OPTIONS = FineTuning(steps=5, batch_size=2, sequence_length=16, rank=4, dropout=0.2, learning_rate=1e-2, save_every=2)
+SIMULATE = RemoteConfig(masking="simulate")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_base_model(tmp_path_factory.mktemp("finetune") / "model", recipe=TINY)
+
+
+@pytest.fixture(scope="module")
+def text(model: Path) -> Path:
+    path = model.parent / "notes.txt"
+    path.write_text("\n\n".join(private_text(seed=0, records=6)))
+    return path
+
+
+Run = Callable[..., FineTuned]
+
+
+@pytest.fixture
+def run(model: Path, text: Path) -> Run:
+    def run(output: Path, *, at: int | None = None, event: Callable[[], None] = lambda: None, **changes: Any) -> Any:
+        """`event` happens when step `at` is logged."""
+
+        def progress(done: int, total: int, loss: float) -> None:
+            if done == at:
+                event()
+
+        options = replace(OPTIONS, **changes)
+        return finetune(model, text, output, remote=SIMULATE, options=options, on_progress=progress)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path, text: Path) -> Path:
+    """An adapter from a run that went through."""
+    output = model.parent / "whole"
+    finetune(model, text, output, remote=SIMULATE, options=OPTIONS)
+    return output
+
+
+def tensors(adapter: Path) -> dict[str, torch.Tensor]:
+    return load_file(adapter / "adapter_model.safetensors")
+
+
+def equal(first: Path, second: Path) -> bool:
+    a, b = tensors(first), tensors(second)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+class LostError(Exception):
+    """Stands for whatever a session raises."""
+
+
+def lose() -> None:
+    raise LostError
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize(("event", "kind"), [(lose, LostError), (interrupt, SystemExit)])
+def test_a_run_that_ended_early_goes_on_bit_for_bit(
+    step: int, event: Callable[[], None], kind: type[BaseException], run: Run, whole: Path, tmp_path: Path
+) -> None:
+    """With dropout, in the middle of an epoch, between two checkpoints of its own."""
+    output = tmp_path / "adapter"
+    with pytest.raises(kind) as raised:
+        run(output, at=step, event=event)
+    assert raised.value.__notes__ == [
+        f"saved: {output}, after step {step} of 5; the same command with --resume goes on"
+    ]
+    assert last_checkpoint(output).name == f"checkpoint-{step}"
+    assert equal(output, last_checkpoint(output))
+    assert not equal(output, whole)
+    run(output, resume=True)
+    assert equal(output, whole)
+
+
+def test_the_adapter_is_as_new_as_the_newest_checkpoint(run: Run, tmp_path: Path) -> None:
+    """SIGKILL lets nothing be saved: what stands in the folder at any time is what is left."""
+    output = tmp_path / "adapter"
+    with pytest.raises(LostError):
+        run(output, at=1, event=lose)
+    fresh = []
+    run(output, resume=True, at=3, event=lambda: fresh.append(equal(output, output / "checkpoint-2")))
+    assert fresh == [True]
+
+
+def test_a_run_that_broke_in_its_first_step_has_nothing_to_save(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise LostError
+
+    monkeypatch.setattr("transformers.Trainer.training_step", broken)
+    with pytest.raises(LostError) as raised:
+        run(tmp_path / "adapter")
+    assert raised.value.__notes__ == ["nothing is saved: no step was completed"]
+
+
+@contextmanager
+def full_disk(room: int) -> Iterator[None]:
+    """No file can grow beyond `room` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_leaves_the_last_whole_checkpoint(run: Run, whole: Path, tmp_path: Path) -> None:
+    output = tmp_path / "adapter"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+
+    try:
+        with pytest.raises(StorageError, match=r"checkpoint-4.*make room") as raised:
+            run(output, at=3, event=fill)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    saved = output / "checkpoint-2"
+    assert raised.value.__notes__ == [
+        f"saved before: {saved}; once there is room, the same command with --resume goes on from it"
+    ]
+    assert list(output.glob("checkpoint-*")) == [saved]
+    assert equal(output, saved)
+    run(output, resume=True)
+    assert equal(output, whole)
+
+
+def test_an_optimizer_that_finds_no_room_is_a_full_disk_too(run: Run, tmp_path: Path) -> None:
+    """torch.save raises RuntimeError."""
+    adapter = 4096 + sum(t.nbytes for t in tensors_of(run, tmp_path / "size").values())
+    with full_disk(adapter), pytest.raises(StorageError, match="checkpoint-2"):
+        run(tmp_path / "adapter")
+    assert list((tmp_path / "adapter").iterdir()) == []
+
+
+def tensors_of(run: Run, output: Path) -> dict[str, torch.Tensor]:
+    run(output, steps=1)
+    return tensors(output)
+
+
+def test_a_run_goes_on_with_the_options_it_was_started_with(run: Run, tmp_path: Path, text: Path, model: Path) -> None:
+    output = tmp_path / "adapter"
+    run(output, steps=1)
+    with pytest.raises(ConfigError, match=r"rank 4, now 8, alpha 8, now 16, learning rate 0.01, now 0.1"):
+        run(output, resume=True, rank=8, learning_rate=0.1)
+    other = tmp_path / "other.txt"
+    other.write_text(text.read_text().upper())
+    with pytest.raises(ConfigError, match="other data"):
+        finetune(model, other, output, remote=SIMULATE, options=replace(OPTIONS, resume=True))
+    assert len(run(output, resume=True, steps=2, gradient_checkpointing=True).losses) == 1
+
+
+def test_pairs_of_unequal_length_are_padded(run: Run, model: Path, tmp_path: Path) -> None:
+    lines = tmp_path / "pairs.jsonl"
+    lines.write_text(
+        '{"prompt": "2+2=", "completion": "4"}\n{"prompt": "The weather is", "completion": " fine, and"}\n'
+    )
+    options = replace(OPTIONS, steps=1, sequence_length=12)
+    result = finetune(model, lines, tmp_path / "adapter", remote=SIMULATE, options=options)
+    assert result.loss_before > 0
+    assert not result.held_out
+
+
+def test_lora_is_what_was_asked_for(run: Run, tmp_path: Path) -> None:
+    output = tmp_path / "adapter"
+    run(output, steps=1, alpha=32, target_modules="q_proj, mlp.down_proj")
+    assert {name.split(".")[-3] for name in tensors(output)} == {"q_proj", "down_proj"}
+    config = (output / "adapter_config.json").read_text()
+    assert '"lora_alpha": 32' in config
+    assert '"lora_dropout": 0.2' in config
+    with pytest.raises(ConfigError, match=r"--target-modules query, proj: .* it has down_proj, gate_proj, k_proj"):
+        run(tmp_path / "other", target_modules="q_proj,query,proj")
+
+
+def test_trackers_are_checked_before_anything_takes_long(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"--report-to nobody is unknown; choose from .*tensorboard.*wandb"):
+        run(tmp_path / "adapter", report_to=("nobody",))
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"--report-to wandb: .*pip install wandb"):
+        run(tmp_path / "adapter", report_to=("wandb",))
+    assert not (tmp_path / "adapter").exists()
+
+
+def adapter_for(config: Any, folder: Path, *, targets: str | list[str] = "all-linear") -> Path:
+    lora = LoraConfig(task_type="CAUSAL_LM", target_modules=targets, r=2)
+    get_peft_model(AutoModelForCausalLM.from_config(config), lora).save_pretrained(str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("change", [{"num_hidden_layers": 6}, {"num_hidden_layers": 2}, {"intermediate_size": 64}])
+def test_an_adapter_of_another_architecture_is_refused(change: dict[str, int], model: Path, tmp_path: Path) -> None:
+    """Deeper (PEFT leaves the rest out), shallower (PEFT starts from scratch), of other widths."""
+    adapter = adapter_for(AutoConfig.from_pretrained(model, **change), tmp_path / "adapter", targets=["down_proj"])
+    with pytest.raises(CheckpointError, match="does not fit this model"):
+        load_adapter(load_model(model, remote=SIMULATE), adapter)
+
+
+def test_an_adapter_of_another_family_is_refused(model: Path, save_gpt2: Callable[..., Path], tmp_path: Path) -> None:
+    gpt2 = AutoConfig.from_pretrained(save_gpt2(vocab_size=97, n_embd=32, n_layer=1, bos_token_id=1, eos_token_id=2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # fan_in_fan_out
+        adapter = adapter_for(gpt2, tmp_path / "adapter")
+    with pytest.raises(CheckpointError, match="does not fit this model"):
+        load_adapter(load_model(model, remote=SIMULATE), adapter)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("/no/such/folder", "/no/such/folder does not exist"),
+        ("./model", "model does not exist"),
+        ("{folder}/config.json", "is a file; name the folder"),
+        ("{folder}/..", "has no config.json"),
+    ],
+)
+def test_what_is_no_checkpoint_is_called_that(name: str, message: str, model: Path, text: Path, tmp_path: Path) -> None:
+    """And not a checkpoint without a tokenizer."""
+    with pytest.raises(CheckpointError, match=message):
+        finetune(name.format(folder=model), text, tmp_path / "adapter", remote=SIMULATE)

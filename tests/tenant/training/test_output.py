@@ -1,0 +1,110 @@
+"""Where a run may write, and what it goes on from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from symbiosis_priv.errors import ConfigError
+from tenant.training.output import RunRecord, check_output, last_checkpoint, write_record
+
+RECORD = RunRecord(
+    model="sha256:0",
+    data="0",
+    rank=8,
+    alpha=16,
+    dropout=0.0,
+    target_modules="all-linear",
+    learning_rate=2e-4,
+    batch_size=4,
+    gradient_accumulation=1,
+    sequence_length=256,
+    seed=0,
+)
+
+
+def used(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "file").touch()
+    return folder
+
+
+def link(path: Path, target: Path) -> Path:
+    path.symlink_to(target)
+    return path
+
+
+REFUSED: dict[str, Callable[[Path], Path]] = {
+    "the model's own folder": lambda root: root / "model",
+    "inside of it": lambda root: root / "model" / "new",
+    "a link to it": lambda root: link(root / "link", root / "model"),
+    "around it": lambda root: root,
+    "the cache": lambda root: root / "cache" / "tenant",
+    "another adapter": lambda root: root / "adapter" / "new",
+    "a used folder": lambda root: used(root / "used"),
+    "a link to a used folder": lambda root: link(root / "link", used(root / "used")),
+    "a dangling link": lambda root: link(root / "link", root / "nowhere"),
+    "a file": lambda root: used(root / "used") / "file",
+}
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("place", REFUSED.values(), ids=REFUSED)
+def test_nothing_that_is_somebody_elses_is_written_to(
+    place: Callable[[Path], Path], tmp_path: Path, resume: bool
+) -> None:
+    model, cache = used(tmp_path / "model"), used(tmp_path / "cache")
+    (used(tmp_path / "adapter") / "adapter_config.json").touch()
+    with pytest.raises(ConfigError, match=r"choose another folder|no checkpoint"):
+        check_output(place(tmp_path), resume=resume, apart={"model's folder": model, "cache": cache})
+
+
+def test_a_new_or_empty_folder_will_do(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for output in (tmp_path / "empty", tmp_path / "deep" / "new", link(tmp_path / "link", tmp_path / "empty")):
+        check_output(output, resume=False, apart={"model's folder": tmp_path / "model"})
+
+
+def checkpoint(output: Path, step: int) -> Path:
+    folder = output / f"checkpoint-{step}"
+    write_record(folder, RECORD)
+    (folder / "trainer_state.json").write_text("{}")
+    return folder
+
+
+def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 9)
+    whole = checkpoint(tmp_path, 10)
+    (checkpoint(tmp_path, 11) / "trainer_state.json").write_text('{"global_st')  # a crash while it was written
+    (checkpoint(tmp_path, 12) / "trainer_state.json").unlink()
+    assert last_checkpoint(tmp_path) == whole
+    check_output(tmp_path, resume=True, apart={})
+    with pytest.raises(ConfigError, match="pass --resume to go on"):
+        check_output(tmp_path, resume=False, apart={})
+
+
+CHANGES = {
+    "model": "sha256:1",
+    "data": "1",
+    "rank": 4,
+    "alpha": 8,
+    "dropout": 0.1,
+    "target_modules": "q_proj",
+    "learning_rate": 1e-3,
+    "batch_size": 8,
+    "gradient_accumulation": 2,
+    "sequence_length": 128,
+    "seed": 1,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_run_goes_on_with_its_own_options_only(name: str) -> None:
+    assert set(CHANGES) == set(RECORD.__struct_fields__)
+    RECORD.check_continues(RECORD)
+    changed = msgspec.structs.replace(RECORD, **{name: CHANGES[name]})
+    with pytest.raises(ConfigError, match=f"had: .*{name.replace('_', ' ')}"):
+        changed.check_continues(RECORD)

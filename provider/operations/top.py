@@ -97,11 +97,10 @@ def _headline(status: Status) -> Text:
 
 def _tenants(now: Status, before: Status | None, seconds: float) -> Table:
     unit = "" if before is None else "/s"
-    table = Table("tenant", "role", title=None)
-    for heading in (f"requests{unit}", f"rows{unit}", f"10⁹ work{unit}", f"MiB in{unit}", f"MiB out{unit}"):
-        table.add_column(heading, justify="right")
-    for heading in ("refused", "abandoned", "slow", "failed"):
-        table.add_column(heading, justify="right")
+    headings = ["tenant", "role"]
+    headings += [f"{name}{unit}" for name in ("requests", "rows", "10⁹ work", "MiB in", "MiB out")]
+    headings += ["refused", "abandoned", "slow", "failed"]
+    rows = []
     old = {} if before is None else {(t.tenant, t.role): t.counts for t in before.tenants}
     for tenant in now.tenants:
         counts = tenant.counts
@@ -112,17 +111,11 @@ def _tenants(now: Status, before: Status | None, seconds: float) -> Table:
             was = 0 if _old is None else getattr(_old, name)
             return f"{(getattr(_now, name) - was) / max(span, 1e-9) / scale:,.1f}"  # noqa: B023 - used at once
 
-        table.add_row(
-            escape(one_line(tenant.tenant)),
-            tenant.role,
-            rate("requests"),
-            rate("rows"),
-            rate("work", 1e9),
-            rate("bytes_received", _MIB),
-            rate("bytes_sent", _MIB),
-            *(f"{getattr(counts, name):,}" for name in ("refused", "abandoned", "slow", "failed")),
-        )
-    return table
+        cells = [escape(one_line(tenant.tenant)), tenant.role, rate("requests"), rate("rows"), rate("work", 1e9)]
+        cells += [rate("bytes_received", _MIB), rate("bytes_sent", _MIB)]
+        cells += [f"{getattr(counts, name):,}" for name in ("refused", "abandoned", "slow", "failed")]
+        rows.append(cells)
+    return terminal.table(headings, rows, justify="right")
 
 
 def _queue(status: Status) -> Table:

@@ -194,27 +194,26 @@ def _providers(
     preparation: Preparation | None,
     status: SessionStatus | str | None,
 ) -> Table:
-    table = Table("provider", "operator", "role", "state", "layers" if preparation else "layer groups")
-    for heading in ("round trip", "own requests/s", "connections", "loaded", "up"):
-        table.add_column(heading, justify="right")
+    headings = ["provider", "operator", "role", "state", "layers" if preparation else "layer groups"]
+    headings += ["round trip", "own requests/s", "connections", "loaded", "up"]
     figures: dict[tuple[str, str], ProviderFigures] = {}
     if isinstance(status, SessionStatus):
         figures = {(provider.name, provider.role): provider for provider in status.providers}
-        table.add_column("in the session")
-        for heading in ("latency", "requests", "verified", "rejected"):
-            table.add_column(heading, justify="right")
+        headings += ["in the session", "latency", "requests", "verified", "rejected"]
+    rows, styles = [], []
     for peer, one in zip(federation.peers, seen, strict=True):
         own = figures.get((peer.name, peer.role))
-        cells = [*_cells(peer, one, preparation), *(_figures(own) if figures else ())]
+        cells = [*_cells(peer, one, preparation), *(_figures(own) if isinstance(status, SessionStatus) else ())]
         bad = (one is not None and one.finding.failure) or (own is not None and own.rejected)
-        table.add_row(*map(escape, cells), style="red" if bad else "")
-    return table
+        rows.append([escape(cell) for cell in cells])
+        styles.append("red" if bad else "")
+    return terminal.table(headings, rows, justify="right", styles=styles)
 
 
 def _cells(peer: Peer, one: Seen | None, preparation: Preparation | None) -> list[str]:
     who = [peer.name, peer.operator, peer.role]
     if one is None:
-        return [*who, "not heard yet"]
+        return [*who, "not heard yet", *[""] * 6]
     finding, rate = one.finding, one.requests_per_s
     report = None if finding.failure else finding.report
     return [
@@ -239,6 +238,6 @@ def _served(finding: Finding, preparation: Preparation | None) -> str:
 
 def _figures(own: ProviderFigures | None) -> list[str]:
     if own is None:
-        return ["not in it"]
+        return ["not in it", *[""] * 4]
     latency = "" if own.latency_s is None else f"{1e3 * own.latency_s:,.2f} ms"
     return [own.state, latency, f"{own.requests:,}", f"{own.verified:,}", f"{own.rejected:,}"]

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
+from symbiosis_priv.federation import Federation
 from tenant.core.pads import EffectSource
 from tenant.masking.scheme import Materials, SessionScheme
+
+log = logging.getLogger(__name__)
 
 
 class NoMasking(SessionScheme):
@@ -14,6 +19,14 @@ class NoMasking(SessionScheme):
     roles = frozenset({"executor"})
     hides_from = frozenset()
     assumption = "you trust the executor"
+
+    def check(self, federation: Federation) -> None:
+        super().check(federation)
+        if federation.helpers:
+            log.warning(
+                "masking = 'none': executors can read your rows, though this federation has helpers; masking = 'pad' "
+                "hides the rows"
+            )
 
     def effects(self, materials: Materials) -> EffectSource | None:
         return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,7 @@ NOT_LEARNED = -100
 
 _JSON_LINES = (".jsonl", ".ndjson")
 _MAX_HELD_OUT = 16  # loss is measured on them twice, and every block costs round trips
+_OBJECT = re.compile(r"\s*\[?\s*\{")
 _FORMS = '{"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [{"role": ..., "content": ...}, ...]}'
 
 
@@ -73,10 +76,7 @@ def load_examples(path: Path, tokenizer: PreTrainedTokenizerBase, *, length: int
     Raises:
         ConfigError: unreadable or empty; the message names the line.
     """
-    suffix = path.suffix.lower()
-    if suffix == ".json":  # as plain text, its braces would be learned
-        raise ConfigError(f"{path}: write a line per example, as {_FORMS}, and name the file .jsonl")
-    if suffix not in _JSON_LINES:
+    if path.suffix.lower() not in _JSON_LINES:
         return _packed(read_documents(path), tokenizer, length=length), 0
     lines = list(_read_lines(path))
     form = lines[0][1].form
@@ -101,13 +101,29 @@ def load_examples(path: Path, tokenizer: PreTrainedTokenizerBase, *, length: int
     return examples, shortened
 
 
+def _is_json(text: str) -> bool:
+    """Returns True if the text, or its first line that is not blank, is a JSON object or an array of them."""
+    first = next((line for line in text.splitlines() if line.strip()), "")
+    for part in (first, text):
+        if _OBJECT.match(part):
+            with contextlib.suppress(*UNDECODABLE):
+                msgspec.json.decode(part)
+                return True
+    return False
+
+
 def read_documents(path: Path) -> list[str]:
     """The documents of a text file: what stands between blank lines, or every line if there is no blank line.
 
     Raises:
-        ConfigError: unreadable, not UTF-8, or empty.
+        ConfigError: unreadable, not UTF-8, empty, or JSON.
     """
     text = read_text(path)
+    if path.suffix.lower() == ".json" or _is_json(text):
+        raise ConfigError(
+            f"{path} holds JSON, whose braces and field names would be learned as text. Name plain text, or give "
+            f"`tenant finetune` a file .jsonl with one example per line, as {_FORMS}"
+        )
     parts = text.split("\n\n") if "\n\n" in text.strip() else text.splitlines()
     documents = [part.strip() for part in parts if part.strip()]
     if not documents:

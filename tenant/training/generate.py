@@ -86,28 +86,35 @@ def generate(
     if not encoded["input_ids"].numel():
         raise ConfigError("the prompt has no tokens; there is nothing to continue")
     _check_length(model, encoded["input_ids"].shape[1], decoding.max_new_tokens)
-    streams = stream and decoding.beams == 1 and not decoding.fixed_length
+    streamer = None
+    if stream and decoding.beams == 1 and not decoding.fixed_length:
+        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     endless = {"eos_token_id": None} if decoding.fixed_length else {}
     set_seed(decoding.seed)
-    output = model.generate(
-        input_ids=encoded["input_ids"],
-        attention_mask=encoded["attention_mask"],
-        max_new_tokens=decoding.max_new_tokens,
-        do_sample=decoding.samples,
-        temperature=decoding.temperature or None,
-        top_p=decoding.top_p,
-        num_beams=decoding.beams,
-        trust_remote_code=False,  # generation_config.json may ask for a way of decoding that is code on the hub
-        pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-        **endless,
-        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if streams else None,
-    )
+    try:
+        output = model.generate(
+            input_ids=encoded["input_ids"],
+            attention_mask=encoded["attention_mask"],
+            max_new_tokens=decoding.max_new_tokens,
+            do_sample=decoding.samples,
+            temperature=decoding.temperature or None,
+            top_p=decoding.top_p,
+            num_beams=decoding.beams,
+            trust_remote_code=False,  # generation_config.json may ask for a way of decoding that is code on the hub
+            pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+            **endless,
+            streamer=streamer,
+        )
+    except BaseException:
+        if streamer is not None and streamer.token_cache:  # end the line: the error's message follows
+            streamer.end()
+        raise
     new = output[0, encoded["input_ids"].shape[1] :].tolist()
     if decoding.fixed_length:
         ends = _end_tokens(model, tokenizer)
         new = list(takewhile(lambda token: token not in ends, new))
     text = str(tokenizer.decode(new, skip_special_tokens=True))
-    if stream and not streams:
+    if stream and streamer is None:
         print(text)
     return text
 

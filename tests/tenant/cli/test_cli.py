@@ -401,6 +401,30 @@ def test_a_prompt_without_tokens_is_told_so(model: Path) -> None:
         generate(split, bare, "")
 
 
+def test_an_error_in_mid_generation_stands_on_a_line_of_its_own(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    split, tokenizer = open_model(model, remote=RemoteConfig(masking="simulate"))
+    passes = 0
+
+    def fail(*args: Any) -> None:
+        nonlocal passes
+        passes += 1
+        if passes == 4:
+            raise DeadlineExceededError("lost")
+
+    split.register_forward_pre_hook(fail)
+    with pytest.raises(DeadlineExceededError):
+        generate(split, tokenizer, "The weather", stream=True)
+    shown = capsys.readouterr().out
+    assert shown.strip()
+    assert shown.endswith("\n")
+    passes = 3
+    with pytest.raises(DeadlineExceededError):
+        generate(split, tokenizer, "The weather", stream=True)
+    assert capsys.readouterr().out == ""
+
+
 def test_positions_in_a_table_end_with_it_and_rotary_ones_do_not(model: Path) -> None:
     tokenizer, decoding = load_tokenizer(model), Decoding(max_new_tokens=40, fixed_length=True)
     small: dict[str, Any] = {

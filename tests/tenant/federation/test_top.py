@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 TIMEOUT_S = 20.0
 
 
-def text_of(renderable: object) -> str:
-    console = Console(width=260)
+def text_of(renderable: object, *, width: int = 260) -> str:
+    console = Console(width=width)
     with console.capture() as captured:
         console.print(renderable)
     return captured.get()
@@ -122,6 +123,17 @@ def test_figures_of_a_session_stand_beside(new_federation: NewFederation, execut
     for figure in ("in use", "2.10 ms", "1,234", "98,765", " 7 ", "session of process 4711, 0 s ago"):
         assert figure in shown, figure
     assert "cannot read" in text_of(render(federation, seen, None, "cannot read it"))
+
+
+def test_no_column_is_cut_off(new_federation: NewFederation, executor: ScriptedProvider) -> None:
+    """With few providers and with many, heard or not, in the session or not."""
+    federation = new_federation([executor])
+    seen = seen_now(federation)
+    status = session_of(federation)
+    peers = [replace(federation.peers[0], name=f"provider-number-{i}") for i in range(20)]
+    for some, looks in ((federation.peers, seen), (peers, [None] * 10 + seen * 10)):
+        shown = text_of(render(replace(federation, peers=tuple(some)), looks, None, status), width=140)
+        assert "…" not in shown
 
 
 def test_the_command_prints_one_look(

@@ -9,7 +9,7 @@ import pytest
 
 from symbiosis_priv.errors import ConfigError, RoleConflictError
 from symbiosis_priv.federation import Federation, Peer, Registries
-from tenant.masking.registry import registered
+from tenant.masking.registry import registered, scheme_named
 
 EXECUTOR = Peer("alpha", "A", "executor", "alpha.example", 7401, Path("alpha.pem"))
 HELPER = Peer("beta", "B", "helper", "beta.example", 7402, Path("beta.pem"))
@@ -36,3 +36,11 @@ def test_who_needs_a_helper_says_so() -> None:
                 scheme.check(replace(ALONE, peers=(EXECUTOR,)))
         else:
             scheme.check(replace(ALONE, peers=(EXECUTOR,)))
+
+
+def test_masking_that_is_left_out_is_said_where_a_helper_allows_it(caplog: pytest.LogCaptureFixture) -> None:
+    scheme_named("none").check(replace(ALONE, peers=(EXECUTOR,)))
+    scheme_named("pad").check(ALONE)
+    assert not caplog.records
+    scheme_named("none").check(ALONE)
+    assert "masking = 'pad'" in caplog.text

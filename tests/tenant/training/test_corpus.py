@@ -143,5 +143,12 @@ def test_json_is_not_learned_as_plain_text(tmp_path: Path, tokenizer: PreTrained
     for name in ("p.JSONL", "p.ndjson"):
         (example,), _ = load_examples(write(tmp_path / name, {"prompt": "a", "completion": "b"}), tokenizer, length=100)
         assert learned(example, tokenizer) == "b</s>"
-    with pytest.raises(ConfigError, match=r"a line per example, as .* name the file \.jsonl"):
-        load_examples(write(tmp_path / "p.json", [{"prompt": "a", "completion": "b"}]), tokenizer, length=100)
+    pair = {"prompt": "a", "completion": "b"}
+    for name, lines in (("p.json", [[pair]]), ("p.txt", [pair, pair]), ("array.txt", [[pair, pair]])):
+        with pytest.raises(ConfigError, match=r"\.jsonl"):
+            load_examples(write(tmp_path / name, *lines), tokenizer, length=100)
+    (tmp_path / "cut.txt").write_text(json.dumps(pair) + '\n{"prompt": "a", "compl')
+    with pytest.raises(ConfigError, match=r"\.jsonl"):
+        load_examples(tmp_path / "cut.txt", tokenizer, length=100)
+    (tmp_path / "t.txt").write_text("{a set} and\n[a list]\n")  # braces alone are no JSON
+    assert load_examples(tmp_path / "t.txt", tokenizer, length=100)[0]

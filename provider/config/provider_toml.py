@@ -121,7 +121,7 @@ tenant_authority = "keys/authority.pem"
 
 [scheduler]
 # policy = "opportunistic"       # or "none", "lockstep": to compare with
-# few_rows = 16                  # a forward request of so many rows, of who does not train, goes ahead
+# few_rows = 16                  # a forward request of so many rows goes ahead if its tenant does not train
 # inference_weight = 4.0         # of the executor, beside fine-tuning
 # slice_ms = 20.0                # larger products are cut: nobody waits longer for one of somebody else
 # max_batch_rows = 16384         # rows of one product

@@ -183,8 +183,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     Args:
         policy: `opportunistic` batches whatever waits for the same layer group; `none` and `lockstep` are there to be
             compared with.
-        few_rows: a forward request of so many rows at most counts as inference, and goes ahead, unless its connection
-            has asked for gradients within a minute.
+        few_rows: a forward request of at most so many rows counts as inference, and goes ahead, unless its tenant has
+            sent a backward request within the last minute, on any connection.
         inference_weight: how much more of the executor inference gets than fine-tuning when both want all of it.
         slice_ms: what one product may be expected to take: the longest that a request waits for one of somebody else.
         max_batch_rows: rows of one product.

@@ -20,7 +20,7 @@ from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
 
 _KEYSTREAM_COST = 50  # multiply-adds that take as long as one keystream word
-_STEP_S = 60.0  # who has not asked for a gradient for so long does not train any more
+_STEP_S = 60.0  # a tenant that has sent no backward request for so long has stopped training
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True, tag="work"):
@@ -122,24 +122,25 @@ decode = msgspec.msgpack.Decoder(Envelope).decode
 
 
 class Stages:
-    """What the requests of one connection are for: a connection is one process's, which trains or does not.
+    """Tells inference from fine-tuning, for each tenant and not for each connection: a tenant that sends its forward
+    requests on one connection and its backward requests on another one is fine-tuning. Thread-safe.
 
     Args:
-        few_rows: a forward request of more is never inference.
+        few_rows: a forward request of more rows is never inference.
     """
 
     def __init__(self, few_rows: int) -> None:
         self._few_rows = few_rows
-        self._backward = -math.inf  # when it last asked for a gradient
+        self._last_backward: dict[TenantIdentity, float] = {}
 
-    def of(self, request: wire.Execute | wire.Effect, now: float) -> Stage:
-        """Few rows forward are somebody waiting for a token, unless they are half of a training step; the rest is
-        training, or a prompt.
+    def of(self, tenant: TenantIdentity, request: wire.Execute | wire.Effect, now: float) -> Stage:
+        """The stage of a request that arrives `now`, in seconds of a monotonic clock. A forward request of few rows is
+        inference, unless its tenant has sent a backward request within the last minute.
         """
         if request.direction != FORWARD:
-            self._backward = now
-        few = request.rows <= self._few_rows
-        return "inference" if few and now - self._backward > _STEP_S else "fine_tuning"
+            self._last_backward[tenant] = now
+        trains = now - self._last_backward.get(tenant, -math.inf) <= _STEP_S
+        return "fine_tuning" if trains or request.rows > self._few_rows else "inference"
 
 
 def row_work(request: wire.Execute | wire.Effect, entry: GroupEntry) -> int:

@@ -57,6 +57,7 @@ class Service:
     register: Register
     quotas: QuotaGate
     usage: Usage
+    stages: Stages
     started: float
     """`time.monotonic()`"""
     condition: Condition = field(default_factory=Condition)
@@ -86,7 +87,6 @@ class Connection:
         self._max_payload = self._limits.max_payload_mib * MIB
         self._small = self._limits.small_request
         self._executor = executor
-        self._stages = Stages(service.config.scheduler.few_rows)
         self._role: wire.Role | None = None
         self._prefix = memoryview(bytearray(wire.PREFIX.size))
         self._unread = 0  # payload bytes of the present frame that are still to come
@@ -271,7 +271,7 @@ class Connection:
         now = time.monotonic()
         return Work(
             tenant=self._tenant,
-            stage=self._stages.of(request, now),
+            stage=self._service.stages.of(self._tenant, request, now),
             weight=self._service.quotas.of(self._tenant).weight or 1.0,
             arrival=now,
             deadline=now + self._limits.request_timeout_s,

@@ -19,6 +19,7 @@ import time
 from provider import logs
 from provider.config.schema import ProviderConfig
 from provider.executor.client import ExecutorClient
+from provider.executor.envelope import Stages
 from provider.executor.handle import ExecutorHandle
 from provider.gateway.admission import ByteBudget, Register
 from provider.gateway.connection import Connection, Service, refuse
@@ -69,6 +70,7 @@ class Gateway:
             register=Register(config.limits),
             quotas=QuotaGate(config.quota_of),
             usage=usage,
+            stages=Stages(config.scheduler.few_rows),
             started=time.monotonic(),
         )
         self._reception = Reception(

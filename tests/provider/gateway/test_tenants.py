@@ -194,6 +194,24 @@ def test_requests_of_zero_rows_take_nothing_of_the_executor_and_have_a_rate(
     assert (bill["alice"].requests, bill["alice"].rows, bill["carol"].requests) == (1201, 1, 1)
 
 
+# Stages
+
+
+def test_a_tenant_that_trains_on_one_connection_trains_on_all(
+    configure: Configure, connect: Connect, requests: Requests
+) -> None:
+    """Else small forward requests on a connection of their own would go ahead as if somebody waited for a token."""
+    execute, _ = requests
+    with Provider(configure()) as provider:
+        backward, forward = connect(to=provider), connect(to=provider)
+        backward.product(execute(1, 1, direction="backward"), ones(1))
+        forward.product(execute(0, 1), ones(1))
+        connect("bob", to=provider).product(execute(0, 1), ones(1))
+        executor = provider.status().executor
+    assert executor is not None
+    assert {stage: sum(wait.counts) for stage, wait in executor.waits.items()} == {"fine_tuning": 2, "inference": 1}
+
+
 # Bills
 
 

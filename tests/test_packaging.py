@@ -29,6 +29,10 @@ MAY_IMPORT = {
 EXPORTS = {"symbiosis_priv": set(), "provider": set(), "tenant": {"RemoteConfig", "backend_of"}, "threat_model": set()}
 
 
+CROWDED = {"tenant/bench", "threat_model/attacks"}
+"""Folders of many modules of one kind: a benchmark, or an attack, each."""
+
+
 def imported(package: str) -> set[str]:
     """Top-level names of everything that a package imports, wherever in its code."""
     names: set[str] = set()
@@ -58,7 +62,7 @@ def modules_it_imports(path: Path, modules: dict[str, Path]) -> set[str]:
     return names & modules.keys()
 
 
-@pytest.mark.parametrize("parts", [2, 9], ids=["folders of a package", "modules"])
+@pytest.mark.parametrize("parts", [2, 3, 9], ids=["folders of a package", "folders in folders", "modules"])
 def test_nothing_imports_itself_in_a_circle(parts: int) -> None:
     """Neither with an import that waits for a call: then each can be read, and tested, after what it is made of."""
     modules = {
@@ -75,6 +79,45 @@ def test_nothing_imports_itself_in_a_circle(parts: int) -> None:
         imports[place(name)] |= {place(other) for other in modules_it_imports(path, modules)} - {place(name)}
     order = TopologicalSorter(imports)
     assert len(tuple(order.static_order())) == len(imports)  # CycleError names a circle
+
+
+def layers() -> dict[str, list[str]]:
+    """By package: its folders and modules, from the ground up, as CONTRIBUTING lists them."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    lines = text.partition("```layers\n")[2].partition("```")[0].splitlines()
+    return {package: names for package, *names in map(str.split, lines)}
+
+
+def side_by_side(folder: Path) -> set[str]:
+    """Names of the modules and folders in a folder, without what every package has."""
+    modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    return modules | {path.name for path in folder.iterdir() if any(path.glob("*.py"))}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_import_runs_upward(package: str) -> None:
+    """A folder imports only folders that stand before it in CONTRIBUTING's list."""
+    order = layers()[package]
+    assert sorted(order) == sorted(side_by_side(ROOT / package))
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in (ROOT / package).rglob("*.py")
+    }
+    upward = [
+        f"{name} -> {other}"
+        for name, path in modules.items()
+        for other in modules_it_imports(path, modules)
+        if "." in name and "." in other and order.index(name.split(".")[1]) < order.index(other.split(".")[1])
+    ]
+    assert upward == []
+
+
+def test_folders_can_be_taken_in_at_a_glance() -> None:
+    """At most 16 modules and folders side by side, and every folder says what it is."""
+    folders = {path.parent for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
+    crowded = {str(folder.relative_to(ROOT)) for folder in folders if len(side_by_side(folder)) > 16}
+    assert crowded <= CROWDED
+    assert all(ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) for folder in folders)
 
 
 def test_every_import_is_a_declared_dependency() -> None:

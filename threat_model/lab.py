@@ -37,11 +37,11 @@ from symbiosis_priv.network import wire
 from tenant import RemoteConfig, backend_of
 from threat_model.attacks.collusion import matching, pad_rows
 from threat_model.base_model import make_base_model
-from threat_model.neighbour import Neighbour
-from threat_model.public import Public, alone
-from threat_model.schemes import Scheme
-from threat_model.truth import NO_LABEL, Truth, Witness, adapter_updates
-from threat_model.views import Game, HelperView, NeighbourView, Recorder, Views
+from threat_model.evidence.neighbour import Neighbour
+from threat_model.evidence.public import Public, alone
+from threat_model.evidence.schemes import Scheme
+from threat_model.evidence.truth import NO_LABEL, Truth, Witness, adapter_updates
+from threat_model.evidence.views import Game, HelperView, NeighbourView, Recorder, Views
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,9 +31,9 @@ from threat_model.attacks.row_scale import RowScale
 from threat_model.attacks.sampler_grid import SamplerGrid
 from threat_model.attacks.seeds import SeedRecovery
 from threat_model.attacks.subspace import SubspaceProjection
+from threat_model.evidence.public import Public
+from threat_model.evidence.views import CollusionView, Exchange, ExecutorView
 from threat_model.lab import Recording
-from threat_model.public import Public
-from threat_model.views import CollusionView, Exchange, ExecutorView
 
 NOISE = 16.0
 

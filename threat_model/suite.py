@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from threat_model.active import ActiveReport, attack_actively
+from threat_model.active.lying_providers import ActiveReport, attack_actively
 from threat_model.attacks import ATTACKS, Attack, Outcome
+from threat_model.evidence.schemes import NONE, PAD, QUICK_SCHEMES, SCHEMES, Scheme
 from threat_model.lab import FULL, PLANTED, QUICK, Lab, Recording
 from threat_model.planted import blind_to_companies, one_company_faults, plant, reused_pad_faults, reused_pads
-from threat_model.schemes import NONE, PAD, QUICK_SCHEMES, SCHEMES, Scheme
 
 OnProgress = Callable[[str, int, int], None]
 """Called with (what begins, steps done, steps in all)."""

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from threat_model import cli, suite
+from threat_model.evidence.schemes import Scheme
 from threat_model.lab import Lab, Recording, Workload
-from threat_model.schemes import Scheme
 from threat_model.suite import Suite
 
 Recorded = Callable[[Scheme, Workload], Recording]

@@ -18,6 +18,9 @@ from threat_model.attacks.parity import EvenMasks
 from threat_model.attacks.row_scale import RowScale
 from threat_model.attacks.sampler_grid import SamplerGrid
 from threat_model.attacks.seeds import SeedRecovery
+from threat_model.evidence.public import Public, alone
+from threat_model.evidence.schemes import LOCAL, NONE, PAD, PADS, paper_pool
+from threat_model.evidence.views import CollusionView, ExecutorView
 from threat_model.lab import Lab, Recording, Workload
 from threat_model.planted import (
     Fault,
@@ -29,10 +32,7 @@ from threat_model.planted import (
     twin_helper_fault,
     twin_helpers,
 )
-from threat_model.public import Public, alone
-from threat_model.schemes import LOCAL, NONE, PAD, PADS, paper_pool
 from threat_model.suite import examine
-from threat_model.views import CollusionView, ExecutorView
 
 if TYPE_CHECKING:
     from tests.threat_model.conftest import Recorded

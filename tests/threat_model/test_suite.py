@@ -19,13 +19,13 @@ from threat_model.attacks.candidates import CandidateSubtraction
 from threat_model.attacks.collusion import Coalition, Collusion
 from threat_model.attacks.gradients import BlockLabels, HeadLabels
 from threat_model.conformance import PROPERTIES
+from threat_model.evidence.schemes import LOCAL, NONE, PAD, PADS, PADS_3, QUICK_SCHEMES, SCHEMES, Scheme, paper_pool
+from threat_model.evidence.statistics import FALSE_ALARM
+from threat_model.evidence.views import CollusionView, HelperView
 from threat_model.lab import Lab, Workload
 from threat_model.report.charts import roc_charts
 from threat_model.report.security_table import BEGIN, END, security_table
-from threat_model.schemes import LOCAL, NONE, PAD, PADS, PADS_3, QUICK_SCHEMES, SCHEMES, Scheme, paper_pool
-from threat_model.statistics import FALSE_ALARM
 from threat_model.suite import Suite, Verdict, examine
-from threat_model.views import CollusionView, HelperView
 
 if TYPE_CHECKING:
     from tests.threat_model.conftest import Recorded
@@ -192,7 +192,7 @@ def test_schemes_are_a_table_and_no_attack_asks_for_a_name() -> None:
     folder = Path(__file__).parents[2] / "threat_model" / "attacks"
     for module in folder.glob("*.py"):
         text = module.read_text(encoding="utf-8")
-        assert "threat_model.schemes" not in text, module
+        assert "threat_model.evidence.schemes" not in text, module
         assert not [n for n in names if f'"{n}"' in text], module
 
 

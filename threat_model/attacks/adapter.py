@@ -28,10 +28,10 @@ from torch.nn.functional import normalize
 
 from threat_model.attacks.base import RECOVERED, Attack, Outcome
 from threat_model.attacks.reading import Subtraction, generation, prefills, subtract_candidates
-from threat_model.public import Public
-from threat_model.statistics import binomial_tail
-from threat_model.truth import Truth
-from threat_model.views import Exchange, ExecutorView
+from threat_model.evidence.public import Public
+from threat_model.evidence.statistics import binomial_tail
+from threat_model.evidence.truth import Truth
+from threat_model.evidence.views import Exchange, ExecutorView
 
 _DECOYS = 9999
 _ROWS = 320

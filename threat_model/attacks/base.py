@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import Direction
-from threat_model.public import Public
-from threat_model.statistics import (
+from threat_model.evidence.public import Public
+from threat_model.evidence.statistics import (
     FALSE_ALARM,
     Interval,
     agreement_by_chance,
     binomial_tail,
     clopper_pearson,
 )
-from threat_model.truth import Call, Truth
-from threat_model.views import Party
+from threat_model.evidence.truth import Call, Truth
+from threat_model.evidence.views import Party
 
 V = TypeVar("V")
 G = TypeVar("G")

@@ -14,9 +14,9 @@ import torch
 from symbiosis_priv.arithmetic.ring import Direction
 from threat_model.attacks.base import Attack, Outcome, Rows, score_rows
 from threat_model.attacks.reading import Subtraction, subtract_candidates
-from threat_model.public import Public
-from threat_model.truth import Truth
-from threat_model.views import ExecutorView
+from threat_model.evidence.public import Public
+from threat_model.evidence.truth import Truth
+from threat_model.evidence.views import ExecutorView
 
 
 class CandidateSubtraction(Attack[ExecutorView, Subtraction]):

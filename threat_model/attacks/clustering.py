@@ -17,8 +17,8 @@ from symbiosis_priv.arithmetic.ring import FORWARD
 from threat_model.attacks.base import Labels
 from threat_model.attacks.first_layer import FIRST, FirstLayerAttack
 from threat_model.attacks.reading import deal, first_rows, noises, stack
-from threat_model.public import Public
-from threat_model.views import ExecutorView
+from threat_model.evidence.public import Public
+from threat_model.evidence.views import ExecutorView
 
 _MAX_CLUSTERS, _MAX_ROWS, _ROUNDS, _EM_ROUNDS = 16, 1500, 15, 12
 

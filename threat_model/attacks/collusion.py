@@ -17,9 +17,9 @@ from symbiosis_priv.arithmetic.ring import FORWARD, Direction
 from threat_model.attacks.base import Attack, Outcome, Rows, score_rows
 from threat_model.attacks.reading import deal
 from threat_model.attacks.uniformity import Distinguisher, Verdicts
-from threat_model.public import Public
-from threat_model.truth import Truth
-from threat_model.views import CollusionView, ExecutorView, HelperView
+from threat_model.evidence.public import Public
+from threat_model.evidence.truth import Truth
+from threat_model.evidence.views import CollusionView, ExecutorView, HelperView
 
 _SMALL, _COLUMNS, _RING = 1 << 23, 4, 1 << 32
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from symbiosis_priv.arithmetic.ring import Direction
 from threat_model.attacks.base import RECOVERED, Attack, Outcome
 from threat_model.attacks.reading import noises
-from threat_model.public import Public
-from threat_model.truth import Truth
-from threat_model.views import ExecutorView
+from threat_model.evidence.public import Public
+from threat_model.evidence.truth import Truth
+from threat_model.evidence.views import ExecutorView
 
 _PAIRS, _SMALL = 3000, 1 << 27
 

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import FORWARD
 from threat_model.attacks.base import Attack, Labels, Outcome, score_labels
-from threat_model.truth import Truth
-from threat_model.views import ExecutorView
+from threat_model.evidence.truth import Truth
+from threat_model.evidence.views import ExecutorView
 
 FIRST = 0
 """The layer group."""

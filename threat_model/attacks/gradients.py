@@ -12,9 +12,9 @@ from torch import Tensor
 from symbiosis_priv.arithmetic.ring import BACKWARD
 from threat_model.attacks.base import Attack, Labels, Outcome, score_labels
 from threat_model.attacks.reading import subtract_candidates, unfold
-from threat_model.public import Public
-from threat_model.truth import NO_LABEL, Truth
-from threat_model.views import ExecutorView
+from threat_model.evidence.public import Public
+from threat_model.evidence.truth import NO_LABEL, Truth
+from threat_model.evidence.views import ExecutorView
 
 
 class HeadLabels(Attack[ExecutorView, Labels]):

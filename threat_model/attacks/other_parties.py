@@ -10,10 +10,10 @@ from symbiosis_priv.arithmetic.ring import FORWARD
 from threat_model.attacks.base import Attack, Outcome
 from threat_model.attacks.collusion import pad_rows
 from threat_model.attacks.first_layer import FIRST, first_layer_tokens
-from threat_model.public import Public
-from threat_model.statistics import agreement_by_chance, binomial_tail
-from threat_model.truth import Truth
-from threat_model.views import HelperView, NeighbourView
+from threat_model.evidence.public import Public
+from threat_model.evidence.statistics import agreement_by_chance, binomial_tail
+from threat_model.evidence.truth import Truth
+from threat_model.evidence.views import HelperView, NeighbourView
 
 
 class HelperAlone(Attack[HelperView, Tensor]):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, Direction
-from threat_model.public import Public
-from threat_model.views import Exchange, ExecutorView
+from threat_model.evidence.public import Public
+from threat_model.evidence.views import Exchange, ExecutorView
 
 _PASSES = 6
 

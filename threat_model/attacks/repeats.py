@@ -12,9 +12,9 @@ from torch import Tensor
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
 from threat_model.attacks.base import Attack, Outcome, Rows, score_rows
 from threat_model.attacks.reading import deal, noises, stack
-from threat_model.public import Public
-from threat_model.truth import Truth
-from threat_model.views import Exchange, ExecutorView
+from threat_model.evidence.public import Public
+from threat_model.evidence.truth import Truth
+from threat_model.evidence.views import Exchange, ExecutorView
 
 _MAX_NOISES, _MAX_ROWS, _SAME = 64, 2000, 1e-3
 

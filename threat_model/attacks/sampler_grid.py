@@ -19,8 +19,8 @@ from symbiosis_priv.arithmetic.ring import FORWARD
 from threat_model.attacks.base import Labels
 from threat_model.attacks.first_layer import FIRST, FirstLayerAttack
 from threat_model.attacks.reading import deal, first_rows, noises, stack
-from threat_model.public import Public
-from threat_model.views import ExecutorView
+from threat_model.evidence.public import Public
+from threat_model.evidence.views import ExecutorView
 
 _SCALES = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0)
 _MAX_ROWS, _SCALE_ROWS = 300, 32

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from threat_model.attacks.base import Attack, Outcome, Rows, score_rows
 from threat_model.attacks.reading import carriers
-from threat_model.public import Public
-from threat_model.truth import Truth
-from threat_model.views import Exchange, ExecutorView
+from threat_model.evidence.public import Public
+from threat_model.evidence.truth import Truth
+from threat_model.evidence.views import Exchange, ExecutorView
 
 _SEEDS, _SMALL, _ALIKE = 2048, 1 << 27, 0.5
 

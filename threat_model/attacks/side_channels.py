@@ -18,9 +18,9 @@ from symbiosis_priv.arithmetic.ring import BACKWARD
 from symbiosis_priv.network import wire
 from threat_model.attacks.base import Attack, Outcome
 from threat_model.attacks.reading import generation, noises, prefills
-from threat_model.public import Public
-from threat_model.truth import Truth
-from threat_model.views import ExecutorView, NeighbourView, NetworkView, Packet
+from threat_model.evidence.public import Public
+from threat_model.evidence.truth import Truth
+from threat_model.evidence.views import ExecutorView, NeighbourView, NetworkView, Packet
 
 Facts = Mapping[str, object]
 _HEADER_MOST, _TOLERANCE = 250, 0.1

@@ -12,9 +12,9 @@ from symbiosis_priv.arithmetic.ring import FORWARD
 from threat_model.attacks.base import Attack, Labels, Outcome, score_labels
 from threat_model.attacks.first_layer import FIRST, FirstLayerAttack
 from threat_model.attacks.reading import prefills, subtract_candidates
-from threat_model.public import Public
-from threat_model.truth import Truth
-from threat_model.views import ExecutorView
+from threat_model.evidence.public import Public
+from threat_model.evidence.truth import Truth
+from threat_model.evidence.views import ExecutorView
 
 _RIDGE, _SHRINKAGE = 0.01, 0.05
 

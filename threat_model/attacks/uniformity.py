@@ -14,10 +14,10 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import Direction
 from threat_model.attacks.base import Attack, Outcome
-from threat_model.public import Public
-from threat_model.statistics import binomial_tail, clopper_pearson, normal_tail, roc
-from threat_model.truth import Truth
-from threat_model.views import ExecutorView
+from threat_model.evidence.public import Public
+from threat_model.evidence.statistics import binomial_tail, clopper_pearson, normal_tail, roc
+from threat_model.evidence.truth import Truth
+from threat_model.evidence.views import ExecutorView
 
 _LEVEL = 0.01
 _MIN_WORDS = 2048

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from html import escape
 
+from threat_model.evidence.statistics import gaussian_channel_bits
 from threat_model.report import charts
 from threat_model.report.rows import MARKS, SUMMARY, interval_note, noise_scales, planted_row, pool_cells, summary_rows
 from threat_model.report.security_table import NOT_HIDDEN
-from threat_model.statistics import gaussian_channel_bits
 from threat_model.suite import Cell, Suite, Verdict
 
 _CSS = """

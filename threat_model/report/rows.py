@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from threat_model.statistics import CONFIDENCE, FALSE_ALARM
+from threat_model.evidence.statistics import CONFIDENCE, FALSE_ALARM
+from threat_model.evidence.views import PARTIES
 from threat_model.suite import Cell, PlantedCell, Suite, Verdict
-from threat_model.views import PARTIES
 
 MARKS = {
     Verdict.HIDDEN: "✓",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from threat_model.schemes import SCHEMES, Scheme
-from threat_model.views import Party
+from threat_model.evidence.schemes import SCHEMES, Scheme
+from threat_model.evidence.views import Party
 
 BEGIN, END = "<!-- security-table:begin -->", "<!-- security-table:end -->"
 

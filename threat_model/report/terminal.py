@@ -8,9 +8,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from threat_model.evidence.schemes import Scheme
 from threat_model.report.rows import MARKS, SUMMARY, interval_note, planted_row, pool_cells, summary_rows
 from threat_model.report.security_table import NOT_HIDDEN
-from threat_model.schemes import Scheme
 from threat_model.suite import Cell, Suite, Verdict
 
 _STYLE = {

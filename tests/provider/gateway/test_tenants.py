@@ -38,7 +38,7 @@ from symbiosis_priv.certificates.revocation import load_revoked, mark_of, revoke
 from symbiosis_priv.errors import CertificateError, ConfigError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity, client_context
-from threat_model.twins import twin_of
+from threat_model.evidence.twins import twin_of
 
 if TYPE_CHECKING:
     from tests.provider.conftest import Client, Configure, Connect, Keys, Launch, Requests

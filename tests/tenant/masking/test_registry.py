@@ -24,7 +24,7 @@ from tenant.masking.local import LocalSource
 from tenant.masking.registry import register, registered, scheme_named, session_scheme, unregister
 from tenant.masking.scheme import Materials, SessionScheme
 from tenant.model.connect import open_backend
-from threat_model.schemes import SCHEMES, variant
+from threat_model.evidence.schemes import SCHEMES, variant
 
 if TYPE_CHECKING:
     from tests.tenant.conftest import NewFederation, NewSession, ScriptedProvider

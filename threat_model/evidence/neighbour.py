@@ -19,8 +19,8 @@ from symbiosis_priv.certificates import Identity
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire
 from tenant.connections.channel import Channel, fresh_nonce
-from threat_model.public import Public
-from threat_model.views import NeighbourView
+from threat_model.evidence.public import Public
+from threat_model.evidence.views import NeighbourView
 
 _ASK_EVERY_S, _HEALTH_EVERY_S = 0.05, 0.5  # a report takes a connection of its own
 _START_S = 120.0

@@ -9,7 +9,7 @@ from typing import Any
 
 from tenant.masking import scheme as masking
 from tenant.masking.registry import registered
-from threat_model.views import Party
+from threat_model.evidence.views import Party
 
 OUTSIDERS: frozenset[Party] = frozenset({"network", "neighbour"})
 

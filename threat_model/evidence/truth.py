@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from symbiosis_priv.arithmetic.ring import Direction
 from tenant.core.backend import Backend, RingBackend
 from tenant.model.remote_linear import RemoteLayer
-from threat_model.public import Public
-from threat_model.views import Recorder
+from threat_model.evidence.public import Public
+from threat_model.evidence.views import Recorder
 
 NO_LABEL = -100
 

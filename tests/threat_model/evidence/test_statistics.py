@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from threat_model.statistics import (
+from threat_model.evidence.statistics import (
     agreement_by_chance,
     beta_cdf,
     binomial_tail,

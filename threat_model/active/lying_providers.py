@@ -31,10 +31,10 @@ from tenant.core.verifier import BlameKeys
 from tenant.preparation.keys import prepare
 from tenant.session.options import SessionOptions
 from tenant.session.session import Session
-from threat_model.folders import attack_folders
+from threat_model.active.folders import attack_folders
+from threat_model.active.registries import attack_registry
+from threat_model.evidence.statistics import Interval, clopper_pearson
 from threat_model.lab import Lab
-from threat_model.registries import attack_registry
-from threat_model.statistics import Interval, clopper_pearson
 
 Lie = Callable[[Tensor], None]
 """Changes an answer int32 `[r, o]` in place."""

@@ -19,7 +19,7 @@ from symbiosis_priv.federation import Federation, Registries
 from symbiosis_priv.registry.descriptor import describe
 from symbiosis_priv.registry.statements import MS
 from tenant.routing.discovery import Discovery
-from threat_model.twins import twin_of
+from threat_model.evidence.twins import twin_of
 
 _NOW = 2_000_000_000.0  # seconds since 1970; certificates are valid for longer than that
 _DAYS = 9000

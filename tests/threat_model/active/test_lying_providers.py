@@ -14,11 +14,11 @@ from symbiosis_priv.federation import Federation
 from symbiosis_priv.registry.statements import Trust
 from tenant import RemoteConfig
 from tenant.model.hf import RemoteQuantizer
-from threat_model.active import ActiveReport, mutual_information
-from threat_model.folders import attack_folders
+from threat_model.active.folders import attack_folders
+from threat_model.active.lying_providers import ActiveReport, mutual_information
+from threat_model.active.registries import attack_registry
+from threat_model.evidence.statistics import clopper_pearson
 from threat_model.lab import Lab
-from threat_model.registries import attack_registry
-from threat_model.statistics import clopper_pearson
 from threat_model.suite import Suite
 
 

@@ -16,6 +16,8 @@ from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIG
 from symbiosis_priv.system.files import output_file, write_atomically
 
 if TYPE_CHECKING:  # torch, Hypothesis and the tenant's packages: not for --help
+    from rich.console import Console
+
     from symbiosis_priv.federation import Peer
     from threat_model.conformance import Oracle, Outcome, Subject, Violation
 
@@ -51,14 +53,15 @@ def verify(
     examples: Annotated[int, typer.Option(min=1, help="Random requests per property.")] = 40,
     seed: Annotated[int | None, typer.Option(min=0, help="Repeat the run that printed this seed.")] = None,
     deadline: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for one answer.")] = 30.0,
+    budget: Annotated[float, typer.Option(min=0.1, help="Seconds for all properties of one provider.")] = 300.0,
     json_file: Annotated[
         Path | None, typer.Option("--json", callback=output_file, help="Write every outcome here.")
     ] = None,
 ) -> None:
     """Test live providers for exactness, property by property.
 
-    Status 1 if a provider breaks a property, does not answer, or could not be tested at all; it is named with the
-    property and the smallest request found. What is sent is random test data, never yours.
+    Status 1 if a provider breaks a property, does not answer in time, or could not be tested at all. The provider is
+    named with the property and the smallest request found. Only random test data is sent, never yours.
     """
     if federation is not None and address is not None:
         raise ConfigError("--federation and --address exclude each other: the file names the addresses")
@@ -80,9 +83,14 @@ def verify(
         )
     )
     begun = time.monotonic()
-    outcomes = _run(subjects, examples=examples, seed=chosen)
+    terminal.say(f"model {subjects[0].oracle.manifest.digest}")
+    outcomes = _run(subjects, examples=examples, seed=chosen, budget=budget)
     passed = _passed(outcomes)
-    _show(outcomes, digest=subjects[0].oracle.manifest.digest, seed=chosen, seconds=time.monotonic() - begun)
+    total, seconds = sum(o.examples for o in outcomes), time.monotonic() - begun
+    terminal.say(
+        f"\n{total} examples in {seconds:.1f} s; --seed {chosen} repeats them. They show how these requests were "
+        f"answered, not how later requests will be: every session verifies each of its own answers."
+    )
     if json_file is not None:
         report = _report(outcomes, subjects, passed=passed, examples=examples, seed=chosen)
         write_atomically(json_file, report)
@@ -164,12 +172,13 @@ def _oracle(model: str | None, *, weight_bits: int, digest: str | None, seed: in
     return CheckpointOracle(store, seed=seed)
 
 
-def _run(subjects: Sequence[Subject], *, examples: int, seed: int) -> list[Outcome]:
+def _run(subjects: Sequence[Subject], *, examples: int, seed: int, budget: float) -> list[Outcome]:
+    """Run every property; each outcome is printed as soon as it is known."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from threat_model.conformance import PROPERTIES, verify
 
-    console = terminal.console(stderr=True)
+    console = terminal.console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     outcomes: list[Outcome] = []
     todo = [(s, p) for s in subjects for p in PROPERTIES if s.role in p.roles]
@@ -180,77 +189,53 @@ def _run(subjects: Sequence[Subject], *, examples: int, seed: int) -> list[Outco
             subject, chosen = todo[len(outcomes)]
             bar.update(task, description=f"{subject.name}: {chosen.name}")
 
-        for outcome in verify(subjects, PROPERTIES, examples=examples, seed=seed, tick=tick):
+        for outcome in verify(subjects, PROPERTIES, examples=examples, seed=seed, budget_s=budget, tick=tick):
+            _show(console, outcome, outcomes)
             outcomes.append(outcome)
             bar.update(task, completed=len(outcomes))
     return outcomes
 
 
 def _passed(outcomes: Sequence[Outcome]) -> bool:
-    """Nothing broken, nobody silent, and something tested at each provider."""
+    """Returns True if no property is broken or unanswered, and each provider holds at least one."""
     providers = {(o.provider, o.role) for o in outcomes}
     tested = {(o.provider, o.role) for o in outcomes if o.verdict == "holds"}
-    return providers == tested and not any(o.verdict in ("broken", "no answer") for o in outcomes)
+    return providers == tested and not any(o.verdict in ("broken", "no answer", "out of time") for o in outcomes)
 
 
 _STYLE = {
     "holds": "green",
     "broken": "bold red",
     "no answer": "bold yellow",
+    "out of time": "bold yellow",
     "not served": "dim",
     "not tested": "dim",
 }
 
 
-def _show(outcomes: Sequence[Outcome], *, digest: str, seed: int, seconds: float) -> None:
-    from rich.markup import escape
-    from rich.table import Table
+def _show(console: Console, outcome: Outcome, before: Sequence[Outcome]) -> None:
+    """Print one outcome; a provider's name, and the reason why properties were not judged, are printed once."""
 
-    console = terminal.console()
-    table = Table(title=f"model {digest[:23]}…", title_justify="left")
-    table.add_column("property", no_wrap=True)
-    table.add_column("claim")
-    providers = list(dict.fromkeys((o.provider, o.role) for o in outcomes))
-    for name, role in providers:
-        table.add_column(f"{escape(name)}\n({role})", no_wrap=True)
-    cells: dict[str, dict[tuple[str, str], str]] = {}
-    claims = {}
-    for o in outcomes:
-        claims[o.property.name] = o.property.claim
-        count = f" · {o.examples}" if o.examples else ""
-        style = _STYLE[o.verdict]
-        cells.setdefault(o.property.name, {})[o.provider, o.role] = f"[{style}]{o.verdict}{count}[/]"
-    for name, row in cells.items():
-        table.add_row(name, claims[name], *(row.get(provider, "[dim]–[/]") for provider in providers))
-    console.print(table)
-    for o in outcomes:
-        if o.violation is not None:
-            by = escape(o.culprit or f"{o.provider} or an executor")
-            console.print(f"\n[bold red]{by} breaks {o.property.name}[/]: {o.property.claim}", highlight=False)
-            for line in o.violation.lines():
-                console.print(f"  {escape(_printable(line))}", highlight=False)
-    for (provider, verdict, reason), names in _reasons(outcomes).items():
-        text = f"{provider}, {', '.join(names)}: {verdict}: {reason}"
-        console.print(escape(_printable(text)), style=_STYLE[verdict], highlight=False)
-    total = sum(o.examples for o in outcomes)
-    console.print(
-        f"\n{total} examples in {seconds:.1f} s; --seed {seed} repeats them. They show how these were answered, "
-        "not how later ones will be: for those, every session verifies each of its answers.",
-        highlight=False,
-    )
+    def say(text: str, style: str | None = None) -> None:
+        console.print(_printable(text), style=style, markup=False, highlight=False, soft_wrap=True)
 
-
-def _reasons(outcomes: Sequence[Outcome]) -> dict[tuple[str, str, str], list[str]]:
-    """Each reason why something was not judged, once, with the properties that it is about."""
-    reasons: dict[tuple[str, str, str], list[str]] = {}
-    for o in outcomes:
-        if o.reason is not None:
-            reasons.setdefault((o.provider, o.verdict, o.reason), []).append(o.property.name)
-    return reasons
+    own = [o for o in before if (o.provider, o.role) == (outcome.provider, outcome.role)]
+    if not own:
+        console.print()
+        say(f"{outcome.provider} ({outcome.role})", "bold")
+    style, count = _STYLE[outcome.verdict], outcome.examples or ""
+    say(f"  {outcome.verdict:<11} {outcome.property.name:<16} {count:>5}  {outcome.property.claim}", style)
+    if outcome.reason is not None and outcome.reason not in {o.reason for o in own}:
+        say(f"    {outcome.reason}", style)
+    if outcome.violation is not None:
+        culprit = outcome.culprit or f"{outcome.provider} or an executor"
+        say(f"    {culprit} breaks {outcome.property.name}: {outcome.property.claim}", style)
+        for line in outcome.violation.lines():
+            say(f"      {line}")
 
 
 def _printable(text: str) -> str:
-    """Without control characters: part of it may be a provider's own words."""
+    """`text` without control characters: a provider may have chosen part of it."""
     return "".join(char if char.isprintable() else " " for char in text)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,9 +50,11 @@ from threat_model.conformance import (
     Outcome,
     PreparedOracle,
     Subject,
+    Violation,
     trials,
     verify,
 )
+from threat_model.verify_cli import _passed, _run
 from threat_model.verify_cli import verify as verify_command
 
 EXAMPLES = 20
@@ -583,6 +586,38 @@ def test_a_provider_that_is_gone_is_not_called_a_liar(place: Place, oracle: Chec
     assert {o.reason for o in outcomes[2:]} == {"it has not answered at all"}
     assert outcomes[0].reason is not None
     assert "is it running?" in outcomes[0].reason
+
+
+def test_a_slow_provider_takes_no_more_than_its_time(
+    place: Place, oracle: CheckpointOracle, tamper: Callable[..., None]
+) -> None:
+    def slow(honest: Product, rows: Tensor, **which: Any) -> Tensor:
+        time.sleep(0.3)
+        return honest(rows)
+
+    tamper(slow)
+    with Provider(place.config()) as provider:
+        subject = Subject(place.dialler(provider, "executor"), oracle)
+        begun = time.monotonic()
+        outcomes = list(verify([subject], PROPERTIES, examples=EXAMPLES, seed=0, budget_s=1.0))
+        took = time.monotonic() - begun
+    assert took < 10.0  # hundreds of answers at 0.3 s each otherwise
+    late = next(i for i, o in enumerate(outcomes) if o.verdict == "out of time")
+    assert {o.verdict for o in outcomes[late + 1 :]} == {"not tested"}
+    assert not _passed(outcomes)
+
+
+def test_outcomes_are_printed_as_they_come(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: Any, **__: Any) -> Iterator[Outcome]:
+        yield Outcome("alpha", "executor", PROPERTIES[0], "broken", violation=Violation("lies"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("threat_model.conformance.verify", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        _run([], examples=1, seed=0, budget=1.0)
+    shown = capsys.readouterr().out
+    assert f"alpha breaks {PROPERTIES[0].name}" in shown
+    assert "lies" in shown
 
 
 # Without a checkpoint, and the oracle itself

@@ -6,6 +6,7 @@ wants, and what would hide the faults that `properties` looks for. Every wait en
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,21 +25,27 @@ from symbiosis_priv.network.tls import client_context
 _PAUSE_S = 0.05
 
 
-@dataclass(frozen=True)
+class OutOfTime(Exception):
+    """The time that one provider's tests may take is over."""
+
+
+@dataclass
 class Dialler:
     """How to reach one provider as one tenant.
 
     Args:
         peer: address, role and pinned certificate.
-        certificate: the tenant's certificate: providers serve nobody they cannot name.
+        certificate: the tenant's certificate, which providers ask for.
         key: its private key.
-        deadline_s: for one exchange, and for one connection attempt.
+        deadline_s: seconds for one exchange, and for one connection attempt.
+        until: the moment of `time.monotonic()` at which every exchange ends in OutOfTime.
     """
 
     peer: Peer
     certificate: Path
     key: Path
     deadline_s: float
+    until: float = math.inf
 
     def __str__(self) -> str:
         return f"{self.peer.role} {self.peer.name!r} at {self.peer.host}:{self.peer.port}"
@@ -48,19 +55,31 @@ class Dialler:
 
         Raises:
             CertificateError: either side's certificate is not the right one.
-            TransportError: nobody answers there.
+            TransportError: no provider answers at the address.
+            OutOfTime: `until` has passed.
         """
         peer = self.peer
         context = client_context(certificate=self.certificate, key=self.key, pins=peer.pins)
         line = Line(str(self), host=peer.host, port=peer.port, pins=peer.pins, context=context)
         try:
-            line.open(time.monotonic() + self.deadline_s)
+            line.open(self.deadline())
         except BaseException as error:
             line.close()
             if isinstance(error, TransportError):
+                self.check_time()
                 raise type(error)(f"{error}; is it running?") from error
             raise
         return Probe(line, dialler=self)
+
+    def deadline(self) -> float:
+        """Returns the moment at which an exchange that begins now must have ended; raises OutOfTime."""
+        self.check_time()
+        return min(time.monotonic() + self.deadline_s, self.until)
+
+    def check_time(self) -> None:
+        """Raises OutOfTime if `until` has passed."""
+        if time.monotonic() >= self.until:
+            raise OutOfTime
 
 
 class Probe:
@@ -86,7 +105,7 @@ class Probe:
             TransportError: the connection is gone, or the provider does not read.
         """
         with self._told():
-            self._line.send(message, payload, deadline=self._deadline())
+            self._line.send(message, payload, deadline=self._dialler.deadline())
 
     def receive(self, *, max_payload: int) -> tuple[wire.Reply, bytearray]:
         """Wait for one frame: its header and the bytes behind it.
@@ -95,7 +114,7 @@ class Probe:
             ProtocolError: not a frame, or it announces more than `max_payload` bytes. The connection is of no more use.
             TransportError: the connection is gone, or nothing came in time.
         """
-        deadline = self._deadline()
+        deadline = self._dialler.deadline()
         with self._told():
             reply, size = self._line.receive(max_payload=max_payload, deadline=deadline)
             body = bytearray(size)
@@ -110,25 +129,24 @@ class Probe:
         Raises:
             ProtocolError, TransportError: as `receive` and `send` say.
         """
-        deadline = self._deadline()
+        deadline = self._dialler.deadline()
         while True:
             self.send(message, payload)
             reply, body = self.receive(max_payload=max_payload)
             if not (isinstance(reply, wire.Failure) and reply.code in wire.RETRYABLE):
                 return reply, body
             if time.monotonic() + _PAUSE_S > deadline:
+                self._dialler.check_time()
                 raise DeadlineExceededError(f"{self._dialler} was {reply.code} for {self._dialler.deadline_s:g} s")
             time.sleep(_PAUSE_S)
 
-    def _deadline(self) -> float:
-        return time.monotonic() + self._dialler.deadline_s
-
     @contextmanager
     def _told(self) -> Iterator[None]:
-        """Says how to wait longer."""
+        """Name the option that waits longer."""
         try:
             yield
         except DeadlineExceededError as error:
+            self._dialler.check_time()
             raise DeadlineExceededError(
                 f"{self._dialler} gave no answer within {self._dialler.deadline_s:g} s; --deadline waits longer"
             ) from error

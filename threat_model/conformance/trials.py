@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,9 +15,10 @@ from hypothesis.strategies import SearchStrategy
 
 from symbiosis_priv.errors import SymbiosisError, TransportError
 from symbiosis_priv.network import wire
+from threat_model.conformance.probe import OutOfTime
 from threat_model.conformance.subject import NotTested, Subject, Violation, WrongRole
 
-Verdict = Literal["holds", "broken", "not served", "not tested", "no answer"]
+Verdict = Literal["holds", "broken", "not served", "not tested", "no answer", "out of time"]
 T = TypeVar("T")
 _PATIENCE = 2  # properties without an answer, after which the rest is not waited for
 _SHRINKING_S = 8.0
@@ -40,6 +42,7 @@ class Run:
         Raises:
             Violation: shrunk by Hypothesis. Of a provider that fails only sometimes, the last one seen.
             TransportError: the provider cannot be reached: the rest of the examples is skipped, nothing is shrunk.
+            OutOfTime: the provider's time is over before any example has failed.
         """
         failed: list[Violation] = []  # the last one is the smallest: nothing larger is tried once one has failed
         until = float("inf")
@@ -66,7 +69,7 @@ class Run:
                 self.one()
             try:
                 check(case)
-            except (TransportError, NotTested) as error:
+            except (TransportError, NotTested, OutOfTime) as error:
                 lost.append(error)
             except Violation as violation:
                 failed.append(violation)
@@ -76,7 +79,7 @@ class Run:
         try:
             body()
         except Flaky:  # out of time, or out of luck
-            if time.monotonic() < until:
+            if time.monotonic() < until and not lost:
                 failed[-1].what += " (not every time)"
             raise failed[-1] from None
         if lost:
@@ -142,6 +145,9 @@ def run_property(
         verdict, violation, culprit = "broken", found, found.culprit or subject.name
     except NotTested as why:
         verdict, reason, wrong_role = "not tested", str(why), isinstance(why, WrongRole)
+    except OutOfTime:
+        subject.close()  # an answer may still be under way
+        verdict, reason = "out of time", "its time was over; --budget gives each provider more"
     except SymbiosisError as error:  # refused certificates, silence, a frame that ends in the middle
         subject.close()
         verdict, reason = "no answer", str(error)
@@ -165,18 +171,23 @@ def verify(
     *,
     examples: int,
     seed: int,
+    budget_s: float = math.inf,
     tick: Callable[[], None] = lambda: None,
 ) -> Iterator[Outcome]:
-    """Hold every subject to every property of its role, in order.
+    """Hold every subject to every property of its role, in order; each outcome comes as soon as it is known.
 
     Args:
         examples: Hypothesis examples of a property.
+        budget_s: seconds that the tests of one subject may take. The rest is not tested.
         seed: of Hypothesis and of the rows; the same seed repeats a run. A provider should not know it beforehand.
         tick: called once per example.
     """
     for subject in subjects:
         silent, answered = 0, False
         hopeless: str | None = None
+        until = time.monotonic() + budget_s
+        for one in (subject, *subject.executors):  # a helper is compared with executors
+            one.dialler.until = until
         try:
             for chosen in (p for p in properties if subject.role in p.roles):
                 if hopeless is not None:
@@ -187,7 +198,7 @@ def verify(
                 answered = answered or not silent
                 if silent == _PATIENCE:  # it is gone: do not wait for every deadline
                     hopeless = "it has stopped answering" if answered else "it has not answered at all"
-                elif outcome.wrong_role:
+                elif outcome.wrong_role or outcome.verdict == "out of time":
                     hopeless = outcome.reason
                 yield outcome
         finally:

@@ -1,8 +1,9 @@
 """The `symbiosis-priv` command, composed from entry points.
 
-Each package plugs its commands into the group `symbiosis_priv.commands` (see pyproject.toml); so can anybody
-else's. A command's module is imported when that command runs and not before: `--help` and `keys` answer
-at once, without waiting for torch.
+Each package adds its commands to the entry-point group `symbiosis_priv.commands` (see pyproject.toml), and any other
+distribution can do the same. The entry point `NAME` adds a command, and `GROUP.NAME` adds a command to the group
+`GROUP` of another package. The module of a command is imported when that command runs and not before, so `--help` and
+`keys` answer without waiting for torch.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ DISTRIBUTION = "symbiosis-priv"
 
 _STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # the system does not say of which file
 
-# Kept here, in the order they are listed, because asking a command for its own help would import it.
+# Kept here, in the order of `--help`, because asking a command for its own help would import its module.
 _SHORT_HELP = {
     "demo": "Fine-tune and generate on untrusted providers, and prove it.",
     "keys": "Create, request, sign, rotate and show certificates.",
@@ -41,33 +42,44 @@ _SHORT_HELP = {
     "verify": "Test live providers for exactness, property by property.",
     "threat-model": "Attack every masking scheme and report what leaks.",
     "bench": "Measure what the split costs, beside what it replaces.",
+    "bench.abuse": "Measure a tenant's requests alone and beside the abuse of other tenants.",
+    "bench.chaos": "Kill random providers while a tenant trains and generates, and compare every bit.",
+    "bench.ranks": "Kill or stop a rank of a sharded executor while tenants send requests.",
 }
 
 
 class _CommandGroup(TyperGroup):
-    """Lists every plugged-in command by name and short help; imports the one that is about to run."""
+    """The commands that entry points add to one group: all are listed, and only the one about to run is imported."""
+
+    prefix = ""  # of the names of the group's entry points: "" for the root, "bench." for the group `bench`
 
     def __init__(self, **attrs: Any) -> None:
-        self._plugged = {entry.name: entry for entry in entry_points(group=COMMAND_GROUP)}
-        known = [name for name in _SHORT_HELP if name in self._plugged]
-        others = sorted(self._plugged.keys() - _SHORT_HELP.keys())
-        attrs["commands"] = {
-            name: TyperCommand(name, help=_SHORT_HELP.get(name) or f"Added by {_owner(self._plugged[name])}.")
-            for name in known + others
-        }
         super().__init__(**attrs)
+        added = {entry.name: entry for entry in entry_points(group=COMMAND_GROUP) if self._owns(entry.name)}
+        known = [name for name in _SHORT_HELP if name in added]
+        self._added: dict[str, EntryPoint] = {}
+        for full_name in known + sorted(added.keys() - _SHORT_HELP.keys()):
+            name, entry = full_name.removeprefix(self.prefix), added[full_name]
+            if name not in self.commands:  # a group's own command cannot be replaced from outside
+                self._added[name] = entry
+                help_text = _SHORT_HELP.get(full_name) or f"Added by {_owner(entry)}."
+                self.commands[name] = TyperCommand(name, help=help_text)
+
+    @classmethod
+    def _owns(cls, name: str) -> bool:
+        return name.startswith(cls.prefix) and "." not in name.removeprefix(cls.prefix)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         # The base class finds the listed stand-in (or says which name was meant); swap in the real command.
         name, listed, rest = super().resolve_command(ctx, args)
-        return name, _load(self._plugged[name]) if name in self._plugged else listed, rest
+        return name, _load(self._added[name], name) if name in self._added else listed, rest
 
 
-def _load(entry: EntryPoint) -> Any:
+def _load(entry: EntryPoint, name: str) -> Any:
     """Imports one command. A `typer.Typer` is a group, even of a single command; a function is a command.
 
     Raises:
-        ConfigError: its module, or something that the module needs, is not installed.
+        ConfigError: the module of the command, or something that it needs, is not installed.
     """
     try:
         target = entry.load()
@@ -78,10 +90,11 @@ def _load(entry: EntryPoint) -> Any:
         ) from error
     parent = typer.Typer(add_completion=False)
     if isinstance(target, typer.Typer):
-        parent.add_typer(target, name=entry.name)
+        prefixed = type("_CommandGroup", (_CommandGroup,), {"prefix": f"{entry.name}."})
+        parent.add_typer(target, name=name, cls=prefixed)
     else:
-        parent.command(entry.name)(target)
-    return get_group(parent).commands[entry.name]
+        parent.command(name)(target)
+    return get_group(parent).commands[name]
 
 
 def _owner(entry: EntryPoint) -> str:

@@ -17,7 +17,7 @@ from symbiosis_priv.federation import Peer
 from symbiosis_priv.harness.local import LocalFederation
 from symbiosis_priv.network import wire
 from tenant import RemoteConfig, backend_of
-from tenant.bench.chaos import Work, run_chaos
+from threat_model.availability.chaos import Work, run_chaos
 
 if TYPE_CHECKING:
     from tests.end_to_end.conftest import Open, Train

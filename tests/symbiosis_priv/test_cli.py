@@ -54,14 +54,36 @@ def test_help_lists_every_command_with_its_help() -> None:
     assert result.exit_code == 0
     assert sorted(cli._SHORT_HELP) == OWN_COMMANDS
     for name, short_help in cli._SHORT_HELP.items():
-        assert name in result.output
-        assert short_help in result.output
+        assert (name in result.output) == ("." not in name)
+        assert (short_help in result.output) == ("." not in name)
 
 
 @pytest.mark.parametrize("name", OWN_COMMANDS)
 def test_every_command_loads(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(name, "--help") == 0
-    assert f"symbiosis-priv {name}" in capsys.readouterr().out
+    words = name.split(".")
+    assert run(*words, "--help") == 0
+    assert f"symbiosis-priv {' '.join(words)}" in capsys.readouterr().out
+
+
+def test_a_group_lists_and_runs_commands_of_another_package(plug: Plug, capsys: pytest.CaptureFixture[str]) -> None:
+    """The group's own commands stay, a command of another package runs, and the others are not imported."""
+    app = typer.Typer()
+    app.command("own")(lambda: typer.echo("own ran"))
+    plug("group", app)
+    plug("group.added", lambda: typer.echo("added ran"))
+    plug("group.own", lambda: typer.echo("replaced"))
+    plug("group.gone", None)
+    del sys.modules["plugged_group.gone"]
+    assert run("group", "--help") == 0
+    shown = capsys.readouterr().out
+    assert "added" in shown
+    assert "Added by another package." in shown
+    for name in ("own", "added"):
+        assert run("group", name) == 0
+        assert capsys.readouterr().out == f"{name} ran\n"
+    assert run("group", "gone") == 1
+    assert run("--help") == 0
+    assert "added" not in capsys.readouterr().out
 
 
 def test_neither_help_nor_what_only_writes_a_configuration_waits_for_torch(tmp_path: Path) -> None:

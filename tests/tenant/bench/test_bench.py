@@ -16,10 +16,10 @@ from tenant.bench import cli as bench_cli
 from tenant.bench import contest as contests
 from tenant.bench import scale
 from tenant.bench.contest import Contest, Shape, contest
-from tenant.bench.ranks import measure_ranks
 from tenant.bench.report import Report, read
 from tenant.bench.worker import Generate, Setup
 from tenant.session import spans
+from threat_model.availability.ranks import measure_ranks
 
 TINY = Shape(width=64, layers=1, inner=64)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tenant.bench.abuse import measure_abuse
 from tenant.bench.report import Row
+from threat_model.availability.abuse import measure_abuse
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="memory and time are read from /proc")

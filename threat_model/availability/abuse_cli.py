@@ -22,7 +22,7 @@ def abuse(
     json: Json = None,
 ) -> None:
     """An honest tenant's requests alone and while others flood, read slowly, come and go, or are turned away."""
-    from tenant.bench.abuse import measure_abuse
+    from threat_model.availability.abuse import measure_abuse
 
     results: list[Row] = []
     with measuring() as (folder, tell):

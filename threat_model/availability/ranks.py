@@ -25,11 +25,11 @@ import numpy as np
 from symbiosis_priv.errors import DeadlineExceededError, ProtocolError
 from symbiosis_priv.harness.local import LocalFederation
 from tenant.bench import processes
-from tenant.bench.asking import Answer, asking
 from tenant.bench.contest import START_S, Shape
 from tenant.bench.report import Row
 from tenant.bench.status import METRICS, status_of
 from tenant.masking.registry import session_scheme
+from threat_model.availability.asking import Answer, asking
 
 LOSSES: Final = {"a rank is killed": signal.SIGKILL, "a rank hangs": signal.SIGSTOP}
 """What happens, and by which signal."""

@@ -35,7 +35,7 @@ def ranks(
 
     Status 1 if one bit comes out differently, or the log does not say which rank was lost.
     """
-    from tenant.bench.ranks import measure_ranks
+    from threat_model.availability.ranks import measure_ranks
 
     with measuring() as (folder, tell):
         found = measure_ranks(

@@ -26,10 +26,10 @@ from symbiosis_priv.errors import DeadlineExceededError
 from symbiosis_priv.federation import Federation, load_federation
 from symbiosis_priv.harness.local import LocalFederation
 from tenant.bench import processes
-from tenant.bench.abusers import DEADLINE_S, Abuse, Abuser, abuses, request_of, start
 from tenant.bench.report import Row
 from tenant.bench.status import METRICS, status_of
 from tenant.connections.channel import Channel
+from threat_model.availability.abusers import DEADLINE_S, Abuse, Abuser, abuses, request_of, start
 
 _SETTLE_S, _LOOK_S = 5.0, 0.05
 _COUNTERS = ("requests", "refused", "abandoned", "slow", "failed")

@@ -27,7 +27,7 @@ def chaos(
     json: Json = None,
 ) -> None:
     """SIGKILL random providers while a tenant trains and generates; status 1 if one bit comes out differently."""
-    from tenant.bench.chaos import Work, chaos_rows, run_chaos
+    from threat_model.availability.chaos import Work, chaos_rows, run_chaos
 
     work = Work(steps=steps, generations=generations, kills=kills)
     with measuring() as (folder, tell):

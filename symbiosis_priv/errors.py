@@ -74,7 +74,7 @@ class DescriptorError(SymbiosisError):
 
 
 class CheckpointError(SymbiosisError):
-    """A checkpoint lacks tensors, or is not the model that the federation pins."""
+    """A checkpoint lacks tensors, is not the model that the federation pins, or its packed copy is damaged."""
 
 
 class UnsupportedModelError(SymbiosisError):

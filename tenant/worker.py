@@ -1,9 +1,9 @@
-"""A background thread that holds up neither the end of a program nor what closes it.
+"""A background thread that does not delay the end of the program.
 
-The threads of `concurrent.futures` are joined before any exit handler runs, and only once their queues are worked off:
-orders to a provider that is gone would keep a finished script alive until their deadlines. Plain daemon threads are
-worse: one that is inside torch when the interpreter goes away aborts the process. A `Worker` is a daemon whose owner
-stops it, wakes what it waits for, and joins it; `tenant.session.session` sees to that at exit, too.
+`concurrent.futures` joins its threads before any exit handler runs, and only after their queues are empty: requests to
+a provider that is gone would keep a finished script alive until their deadlines. A plain daemon thread that is inside
+torch when the interpreter exits aborts the process. A `Worker` is a daemon thread whose owner stops it, wakes what it
+waits for, and joins it. `tenant.session.runtime` does so when a session is closed, and at exit.
 """
 
 from __future__ import annotations

@@ -50,10 +50,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure() -> None:
     end_quickly()  # as in the command line's processes
-    # Matrices here are tiny and providers need the other core: more threads would only wait for each other. Here, so
-    # that fixtures of the whole session have one, too.
+    # Matrices in tests are tiny, and providers need the other core. Set here because fixtures of the session run first.
     torch.set_num_threads(1)
-    torch.set_num_threads(1)  # here, too: what the session shares is made before any module begins
 
 
 def pytest_collection_finish() -> None:

@@ -7,8 +7,9 @@ Theory of operation. A session draws one 256-bit secret. Everything else is deri
 
 Row r of a keystream occupies its own whole AES blocks, starting at block `r * ceil(4 d / 16)`: any row can be made
 without the ones before it, by the tenant and the helper alike, and rows never overlap. Info strings
-are length-prefixed, so that no two derivations can collide. Masks come from nowhere else (rule 1); a row index is
-handed out by `RowCounter` exactly once, and neither secret nor counter survives the process (rules 2 and 3).
+are length-prefixed, so that no two derivations can collide. Masks come from nowhere else (rule 1).
+`SessionSecret.burn` hands out each row index exactly once. Neither secret nor counter survives the process (rules 2
+and 3).
 """
 
 from __future__ import annotations

@@ -82,6 +82,11 @@ class WeightStore:
         self._warn_of_exposed_cache()
 
     @property
+    def cache(self) -> Path:
+        """Folder of the quantised and packed weights."""
+        return self._cache
+
+    @property
     def skeleton(self) -> Skeleton:
         """The model's layer groups, traced on first use."""
         if self._skeleton is None:

@@ -1,4 +1,4 @@
-"""Who lied, once something was refused, and what follows: quarantine, before anybody is asked for anything else."""
+"""Finds who is at fault after a product was refused, and quarantines the provider before the next request leaves."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 from safetensors import SafetensorError
 from torch import Tensor
 
-from symbiosis_priv.errors import QuarantinedError, VerificationError
+from symbiosis_priv.errors import CheckpointError, QuarantinedError, VerificationError
 from symbiosis_priv.federation import Peer
 from tenant.core.facts import Preparation
 from tenant.core.parts import Part
@@ -32,25 +34,31 @@ class Blame:
         routes: is told whom to quarantine.
         gate: no request leaves while it is held.
         tally: where rejected answers are counted.
+        own_weights: folder of the tenant's own packed weights, for messages; None if it has none.
     """
 
     preparation: Preparation
     routes: Routes
     gate: threading.Lock
     tally: Tally
+    own_weights: Path | None = None
 
     def accuse(self, route: Route, part: Part, answer: Tensor, turn: Turn) -> None:
         """A product is wrong: the executor's answer, int32 `[r, o]`, or an effect of the part's pads.
 
         Raises:
             VerificationError: those who are left cannot make the product.
+            CheckpointError: the tenant's own packed weights are damaged.
         """
         with self.gate:
             involved = [executor := route.peer, *part.holders]
-            # another part may have found somebody out just now, and the keys that tell are gone by now
-            found = [peer for peer in involved if peer in self.routes.quarantined] or liars(
-                self.preparation, executor, part, answer
-            )
+            # another part may have found a liar just now, and the keys that tell are gone by now
+            found = [peer for peer in involved if peer in self.routes.quarantined]
+            if not found:
+                found, own = faults(self.preparation, executor, part, answer)
+                if own:
+                    self._quarantine(*found)
+                    raise self._own_damage(part)
             suspects = list(dict.fromkeys(found or involved))
             self.tally.add(answers_rejected=len(suspects) if found else 1)
             self._quarantine(*suspects)
@@ -92,8 +100,16 @@ class Blame:
             raise turn.lie  # each of them lies but once: somebody is asked who should not be
 
     def _quarantine(self, *suspects: Peer) -> None:
-        self.routes.quarantine(*suspects)
-        self.preparation.forget_keys()
+        if suspects:
+            self.routes.quarantine(*suspects)
+            self.preparation.forget_keys()
+
+    def _own_damage(self, part: Part) -> CheckpointError:
+        return CheckpointError(
+            f"this machine's own packed weights of {self.preparation.facts[part.index].entry.name} in "
+            f"{self.own_weights} are damaged: an effect that was computed from them is not the product of the pinned "
+            f"weights. No provider is to blame for it. Delete that folder and load the model again."
+        )
 
     def _lie(self, peers: Sequence[Peer], part: Part, *, what: str, certain: bool = True) -> VerificationError:
         return VerificationError(
@@ -104,28 +120,41 @@ class Blame:
         )
 
 
-def liars(preparation: Preparation, executor: Peer, part: Part, answer: Tensor) -> list[Peer]:
-    """Those whose answer or effect is not the product modulo 2^32; nobody if that cannot be told.
+class Faults(NamedTuple):
+    """Whose result is not the product modulo 2^32.
 
     Args:
-        executor: who gave the answer.
-        part: what it was asked; its effects are there.
+        providers: whose answer or effect is wrong.
+        own: whether an effect that the tenant computed itself is wrong.
+    """
+
+    providers: list[Peer]
+    own: bool
+
+
+def faults(preparation: Preparation, executor: Peer, part: Part, answer: Tensor) -> Faults:
+    """Check the answer and every effect of a refused product with the blame keys; no faults if that cannot tell.
+
+    Args:
+        executor: the provider that gave the answer.
+        part: what the executor was asked; the part's effects are there.
         answer: int32 `[r, o]`, refused.
     """
-    if not part.holders:
-        return [executor]
     accepts = functools.partial(preparation.blame.accepts, part.index, part.direction)
     found: list[Peer] = []
+    own = False
     try:
         if not accepts(rows=part.sent, answer=answer):
             found.append(executor)
         for pad in part.pads:
             for share, effect in zip(pad.shares, pad.effects(), strict=True):
-                if share.holder is None:
-                    continue
                 mask = share.keystream.expand(share.first_row + pad.start, pad.rows)
-                if not accepts(rows=mask, answer=effect):
+                if accepts(rows=mask, answer=effect):
+                    continue
+                if share.holder is None:
+                    own = True
+                else:
                     found.append(share.holder)
     except (OSError, SafetensorError) as error:
         log.error("cannot read the keys that say who lied: %s", error)
-    return found
+    return Faults(found, own)

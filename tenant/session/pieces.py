@@ -62,8 +62,10 @@ def share(parts: Sequence[Part], executors: Sequence[Executor], work: Callable[[
         for part in parts:
             work(part, None)
         return
-    seats = [executor for executor in executors for _ in range(LANES)][: len(parts)]
-    pieces = Pieces(parts, [executor.route for executor in seats])
+    # one slot at every executor before any executor has a second one
+    seats = [(executor, lane) for lane in range(LANES) for executor in executors][: len(parts)]
+    own, *others = seats
+    pieces = Pieces(parts, [executor.route for executor, _ in seats])
 
     def work_off(route: Route, *, picky: bool) -> None:
         try:
@@ -79,14 +81,9 @@ def share(parts: Sequence[Part], executors: Sequence[Executor], work: Callable[[
         with torch.inference_mode(inference):
             work_off(route, picky=True)
 
-    taken = {id(seats[0]): 1}  # the caller's own
-    jobs = []
-    for executor in seats[1:]:
-        number = taken.get(id(executor), 0)
-        taken[id(executor)] = number + 1
-        jobs.append(executor.workers[number].submit(work_beside, executor.route))
+    jobs = [executor.workers[lane].submit(work_beside, executor.route) for executor, lane in others]
     try:
-        work_off(seats[0].route, picky=False)  # so that nothing is left: the others may never begin
+        work_off(own[0].route, picky=False)  # so that nothing is left: the others may never begin
     except Exception:  # an interrupt need not wait
         wait([job for job in jobs if not job.cancel()])  # bounded by the deadlines of their requests
         raise

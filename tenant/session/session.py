@@ -136,7 +136,13 @@ class Session:
                 # for those who do not call `backend_of(model).close()`
                 self._finalizer = weakref.finalize(self, runtime.close_in_background)
                 self._finalizer.atexit = False  # `runtime` closes what is open then, and waits for it
-                blame = Blame(self.preparation, self.routes, runtime.gate, self._tally)
+                blame = Blame(
+                    self.preparation,
+                    self.routes,
+                    runtime.gate,
+                    self._tally,
+                    None if self._store is None else self._store.cache,
+                )
                 self._products = Products(self.preparation, self._options, self.routes, runtime, self._tally, blame)
             return self._products
 

@@ -123,10 +123,11 @@ class ScriptedProvider:
         self.show(identity)
         self._lock = threading.Lock()
         self._connections: list[ssl.SSLSocket] = []
-        self._threads: list[threading.Thread] = []
+        self._serving: list[threading.Thread] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
-        self._start(self._accept)
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._accepting.start()
 
     @property
     def executed(self) -> list[Heard]:
@@ -169,19 +170,22 @@ class ScriptedProvider:
             with contextlib.suppress(OSError):
                 socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
+    def finish(self) -> None:
+        """Wait until everything that closed connections have brought is in `heard`."""
+        with self._lock:
+            serving, self._serving = self._serving, []
+        for thread in serving:
+            thread.join(TIMEOUT_S)
+            assert not thread.is_alive(), "a tenant has left a connection open"
+
     def close(self) -> None:
         self.closing.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self.hang_up()
-        for thread in self._threads:
+        for thread in (self._accepting, *self._serving):
             thread.join(TIMEOUT_S)
-
-    def _start(self, target: Callable[..., None], *args: Any) -> None:
-        thread = threading.Thread(target=target, args=args, daemon=True)
-        self._threads.append(thread)
-        thread.start()
 
     def _accept(self) -> None:
         while not self.closing.is_set():
@@ -193,7 +197,10 @@ class ScriptedProvider:
                 raw.close()
                 continue
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._start(self._serve, raw)
+            thread = threading.Thread(target=self._serve, args=(raw,), daemon=True)
+            with self._lock:  # `finish` sees no thread that has not started, and misses none that has
+                thread.start()
+                self._serving.append(thread)
 
     def _serve(self, raw: socket.socket) -> None:
         with contextlib.suppress(OSError, ConnectionError), raw:

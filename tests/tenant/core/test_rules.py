@@ -1,12 +1,12 @@
-"""The rules of the design that may never be broken. Each has a checker; the real code passes it, and code with a
-planted breach does not. A checker that nothing can fail proves nothing.
+"""The twelve rules of the design that may never be broken. Each rule has a checker. The code passes the checker, and
+the same code with a planted breach fails it: a checker that nothing can fail proves nothing.
 
-    1  masks come from a CSPRG keystream                 6  verify before anything is used; aborts say nothing
-    2  fresh secrets per process; nothing is resumed     7  replies are bound to requests, compared exactly
-    3  a row is burnt before it leaves, and used once    8  executor and helper are never the same operator
-    4  siblings share a mask, nothing else does          9  what stays visible depends on shapes alone
-    5  no scale, loss, label or token id leaves         10  nothing in a folder overrides the tenant
-                                                        11  parties are pairwise distinct, seeds bound to them
+    1  masks come from a CSPRG keystream                  7  replies are bound to requests and compared exactly
+    2  a fresh secret per process; nothing is resumed     8  executor and helper are never the same operator
+    3  a row is burnt before it leaves, and used once     9  what stays visible depends on shapes alone
+    4  siblings share a mask, nothing else does          10  nothing in a folder overrides the tenant
+    5  no scale, loss, label or token id leaves          11  parties are pairwise distinct, seeds bound to them
+    6  verify before anything is used                    12  a secret lives in one process; forks are noticed
 """
 
 from __future__ import annotations

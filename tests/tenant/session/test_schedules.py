@@ -1,4 +1,4 @@
-"""Rule 8 over random schedules: whoever knows a pad's seed never sees a row masked with it, in no order of events.
+"""Rule 8 over random schedules: a company that knows a pad's seed never sees a row masked with it, in any order.
 
 Executors and helpers fail, lie, join, leave and change their roles from one session to the next; large products are
 split over replicas. What all providers of a company have heard, in all sessions, is pooled. Every row that an executor
@@ -9,6 +9,7 @@ of helpers of as many companies, and none of them the executor's own.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -19,13 +20,14 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from provider.products.model import ServedModel
 from symbiosis_priv.arithmetic.keystream import expand, mask_key
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.federation import Federation, Peer
 from symbiosis_priv.network import wire
-from tenant.core.facts import Preparation
+from tenant.core.facts import GroupFacts, Preparation
 from tenant.routing.health import Tolerance
 from tenant.session.options import SessionOptions
 from tenant.session.session import Session
@@ -38,6 +40,8 @@ COMPANIES = "ABCD"
 FAILURES = ("lost", "late", "busy", "internal", "lie")
 HASTY = Tolerance(least_patience_s=0.1, unknown_s=0.01, first_pause_s=0.01, last_pause_s=0.1)
 """Nobody is patient, and everybody comes back soon."""
+Seeds = dict[int, bytes]
+"""The helpers' seeds of one session, by the number of the provider."""
 _PREFIX = 4  # columns that tell a row: by chance alike below 2^-100
 
 
@@ -81,9 +85,15 @@ class World:
         return self.frames(wire.Failure(code=wire.ErrorCode(how), detail="not now"))
 
 
-def breaches(world: World, session: Session, k: int, row_of: Callable[[int, Direction], Tensor]) -> list[str]:
-    """What executors have heard in this session that they must not have; `row_of` is what every true row was."""
-    seeds = {int(helper.peer.name[1:]): helper.seed for helper in session.runtime.helpers}
+def breaches(
+    world: World, facts: Sequence[GroupFacts], seeds: Seeds, k: int, row_of: Callable[[int, Direction], Tensor]
+) -> list[str]:
+    """What executors have heard in a session that they must not have.
+
+    Args:
+        seeds: of the session's helpers.
+        row_of: gives the true row.
+    """
     streams: dict[tuple[int, Direction], dict[bytes, tuple[int, ...]]] = {}
     found = []
     for number, provider in enumerate(world.providers):
@@ -92,7 +102,7 @@ def breaches(world: World, session: Session, k: int, row_of: Callable[[int, Dire
         for heard in provider.executed:
             place = heard.request.group, heard.request.direction
             if place not in streams:
-                streams[place] = explanations(session, seeds, k, *place)
+                streams[place] = explanations(facts, seeds, k, *place)
             for row in prefixes(heard.rows - row_of(*place)):
                 holders = streams[place].get(row)
                 world.explained += holders is not None
@@ -106,10 +116,10 @@ def breaches(world: World, session: Session, k: int, row_of: Callable[[int, Dire
 
 
 def explanations(
-    session: Session, seeds: dict[int, bytes], k: int, group: int, direction: Direction
+    all_facts: Sequence[GroupFacts], seeds: Seeds, k: int, group: int, direction: Direction
 ) -> dict[bytes, tuple[int, ...]]:
     """Every mask that `k` helpers can make together, by the beginning of its row."""
-    facts = session.preparation.facts[group]
+    facts = all_facts[group]
     keys = {n: mask_key(seed, group_name=facts.entry.name, direction=direction) for n, seed in seeds.items()}
     width = facts.inputs(direction)
     # a copy of its beginning: sums over whole rows were most of what this test took
@@ -181,7 +191,7 @@ class Player:
         return torch.arange(self.preparation.facts[group].inputs(direction), dtype=torch.int32) % 97 - 48
 
     def play(self, cast: Roles, schedule: Sequence[Event], *, memory: int) -> list[str]:
-        """One session; what was breached."""
+        """Play one session to its end; returns what was breached."""
         world, peer = self.world, self.world.peer
         for provider in world.providers:
             provider.heard.clear()
@@ -191,11 +201,14 @@ class Player:
         options = SessionOptions(masking="pad", deadline_s=1.0, pool_memory=memory, piece_bytes=2048, tolerance=HASTY)
         session = Session(federation, self.preparation, options=options)
         try:
+            seeds = {int(helper.peer.name[1:]): helper.seed for helper in session.runtime.helpers}
             for event in schedule:
                 self.step(session, cast, event)
-            return breaches(world, session, cast.k, self.row_of)
         finally:
             session.close()
+            for provider in world.providers:  # requests that were on their way belong to this session
+                provider.finish()
+        return breaches(world, self.preparation.facts, seeds, cast.k, self.row_of)
 
     def step(self, session: Session, cast: Roles, event: Event) -> None:
         kind, number, amount, count = event
@@ -270,3 +283,21 @@ def test_rule_8_breach_anybody_is_admissible(player: Player, monkeypatch: pytest
     monkeypatch.setattr(Federation, "admissible", lambda *parties: True)
     found = player.play(PLANTED, SCHEDULE, memory=0)
     assert "p0 has heard a row under a pad of its own company" in found
+
+
+def test_a_request_that_arrives_late_is_judged_in_its_own_session(
+    player: Player, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool's request is under way while its session closes, and the next session sends nothing."""
+    mask_rows = ServedModel.mask_rows
+
+    def arrive_late(self: ServedModel, request: wire.Effect) -> Tensor:
+        time.sleep(0.05)
+        return mask_rows(self, request)
+
+    monkeypatch.setattr(ServedModel, "mask_rows", arrive_late)
+    player.world.begin("ABCD" + "AB")
+    one_helper = Roles(executors=(0,), guests=(), helpers=(1,), k=1)
+    assert player.play(one_helper, [("product", 1, 0, 2)], memory=1 << 20) == []
+    assert len(player.world.providers[1].effects) == 2
+    assert player.play(one_helper, [], memory=0) == []

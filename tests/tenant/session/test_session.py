@@ -21,6 +21,7 @@ from torch import Tensor
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction, quantise_rows
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import (
+    CheckpointError,
     DeadlineExceededError,
     ProtocolError,
     ProviderError,
@@ -37,6 +38,7 @@ from tenant.core.facts import Preparation
 from tenant.core.verifier import BlameKeys
 from tenant.preparation.keys import prepare
 from tenant.routing.health import Tolerance
+from tenant.session.options import SessionOptions
 from tenant.session.session import Session
 
 if TYPE_CHECKING:
@@ -734,6 +736,57 @@ def test_two_wrong_pieces_at_once_accuse_nobody_else(
     assert (session.routes.helpers[0].peer in session.routes.quarantined) == (liar == "helper")
     assert (session.routes.executors[0].peer in session.routes.quarantined) == (liar == "executor")
     assert session.routes.executors[1].peer not in session.routes.quarantined
+
+
+def test_two_pieces_go_to_two_executors(
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Callable[..., bytes]
+) -> None:
+    """Neither executor answers before both have heard a piece."""
+    both = threading.Barrier(2)
+
+    def answer_when_both_are_here(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
+        both.wait(20)
+        return frames(reply, answer)
+
+    providers = [new_provider(), new_provider()]
+    for provider in providers:
+        provider.behaviour = answer_when_both_are_here
+    session = new_session("none", providers, piece_bytes=30_000, tolerance=Tolerance(least_patience_s=20.0))
+    rows = ring_rows(session.preparation, MLP, FORWARD, 60)
+    assert torch.equal(session.product(MLP, FORWARD, rows), product_of(store, MLP, FORWARD, rows))
+    assert [len(provider.executed) for provider in providers] == [1, 1]
+
+
+@pytest.mark.parametrize("lies", [False, True])
+def test_damage_to_the_tenants_own_weights_convicts_no_honest_provider(
+    executor: ScriptedProvider,
+    new_federation: NewFederation,
+    preparation: Preparation,
+    llama: Path,
+    tmp_path: Path,
+    frames: Callable[..., bytes],
+    lies: bool,
+) -> None:
+    """The packed file is damaged while it is mapped. An executor that lies at the same time is convicted."""
+    store = WeightStore(llama, cache=tmp_path)
+    store.manifest()
+    options = SessionOptions(masking="local", pool_memory=0)
+    session = Session(new_federation([executor]), preparation, options=options, store=store)
+    with contextlib.closing(session):
+        rows = ring_rows(preparation, QKV, FORWARD, 3)
+        assert torch.equal(session.product(QKV, FORWARD, rows), product_of(store, QKV, FORWARD, rows))
+        for file in store.cache.glob(f"{store.manifest().groups[QKV].digest}-*"):
+            with file.open("r+b") as data:
+                data.seek(-64, 2)
+                flipped = bytes(byte ^ 1 for byte in data.read(64))
+                data.seek(-64, 2)
+                data.write(flipped)
+        if lies:
+            executor.behaviour = saying(frames, spoil)
+        with pytest.raises(CheckpointError, match="this machine's own") as error:
+            session.product(QKV, FORWARD, rows)
+        assert str(store.cache) in str(error.value)
+        assert bool(session.routes.quarantined) == lies
 
 
 def test_after_a_piece_that_fails_no_other_begins(

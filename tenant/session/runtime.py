@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 
 from symbiosis_priv.arithmetic.buffers import Buffers
+from symbiosis_priv.arithmetic.forks import generation
 from symbiosis_priv.arithmetic.keystream import SessionSecret
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.checkpoints.weights import WeightStore
@@ -290,6 +291,7 @@ def forget_all() -> None:
 
 @atexit.register
 def _close_all() -> None:
-    """Whatever a script has left open; afterwards no thread of ours is in the way of the interpreter's end."""
+    """Close what a script has left open: afterwards no thread of ours delays the interpreter's end."""
+    generation()  # in a forked child, what is open belongs to the parent
     for runtime in tuple(_open):
         runtime.close()

@@ -12,12 +12,12 @@ and 12).
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 
 from torch import Tensor
 
+from symbiosis_priv.arithmetic.forks import call_in_child, generation
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import SymbiosisError
@@ -114,6 +114,7 @@ class Session:
 
     def close(self) -> None:
         """Close connections and forget the secret. A product that another thread waits for fails."""
+        generation()  # in a forked child, what is open here belongs to the parent
         with self._lock:
             self._closed = True
             products, self._products = self._products, None
@@ -124,6 +125,7 @@ class Session:
             products.runtime.close()
 
     def _open(self) -> Products:
+        generation()  # in a forked child, this drops the parent's pads and connections
         if (products := self._products) is not None:  # the common case, without a lock
             return products
         with self._lock:
@@ -167,4 +169,4 @@ def _begin_all_again() -> None:
         session._begin_again()
 
 
-os.register_at_fork(after_in_child=_begin_all_again)
+call_in_child(_begin_all_again)

@@ -263,6 +263,7 @@ def test_a_secret_is_not_printed() -> None:
 
 
 FORKED = """
+import ctypes
 import multiprocessing
 import os
 import subprocess
@@ -273,7 +274,8 @@ from symbiosis_priv.arithmetic.keystream import SessionSecret
 secret = SessionSecret()
 secret.burn(group_name="g", direction="forward", rows=3)
 if "same process id" in sys.argv:  # as in a new pid namespace, or when an id is used again
-    os.getpid = lambda: 1
+    pid = os.getpid()
+    os.getpid = lambda: pid
 
 
 def use(_=None):
@@ -283,8 +285,11 @@ def use(_=None):
         os._exit(7)
 
 
-def fork(work):
-    if not (child := os.fork()):
+by_c_code = ctypes.PyDLL(None).fork  # runs no hook of Python's
+
+
+def fork(work, fork=os.fork):
+    if not (child := fork()):
         work()
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -292,6 +297,9 @@ def fork(work):
 
 assert fork(use) == 7
 assert fork(lambda: os._exit(fork(use))) == 7, "a grandchild could use it"
+if "same process id" not in sys.argv:
+    assert fork(use, by_c_code) == 7, "a child of libc's fork could use it"
+    assert fork(lambda: os._exit(fork(use, by_c_code)), by_c_code) == 7, "a grandchild of libc's fork could use it"
 worker = multiprocessing.get_context("fork").Process(target=use)
 worker.start()
 worker.join()

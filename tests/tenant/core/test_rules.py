@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
+import functools
 import json
 import os
 import pickle
@@ -21,6 +23,7 @@ import shutil
 import signal
 import struct
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -181,10 +184,10 @@ def test_rule_1_frames_are_uniform(new_session: NewSession, executor: ScriptedPr
 # Rule 2. A fresh secret per process, also after a fork; counters are never stored or resumed.
 
 
-def in_a_fork(work: Callable[[], bytes]) -> bytes:
+def in_a_fork(work: Callable[[], bytes], *, fork: Callable[[], int] = os.fork) -> bytes:
     """What a forked child says."""
     reader, writer = os.pipe()
-    child = os.fork()
+    child = fork()
     if not child:  # nothing of pytest's may run here
         try:
             os.write(writer, work())
@@ -941,7 +944,7 @@ def test_rule_11_a_quarantined_executor_is_not_asked_under_another_name(
     assert asked() == 1 + 2
 
 
-# Rule 12. A secret lives in one process: forks are noticed by a fork hook, not by comparing process ids.
+# Rule 12. A secret lives in one process: forks are noticed by Python's fork hook and by another process id.
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -953,7 +956,7 @@ def test_rule_12_a_fork_is_noticed_where_process_ids_are_the_same(
     monkeypatch: Patch,
 ) -> None:
     """As in a new pid namespace, and while another thread of the parent is in the middle of a product."""
-    monkeypatch.setattr("os.getpid", lambda: 1)
+    monkeypatch.setattr("os.getpid", functools.partial(int, os.getpid()))
     session = new_session("pad", [executor], [helper])
     session.product(QKV, FORWARD, xq := ring_rows(session.preparation))
     busy, done = threading.Event(), threading.Event()
@@ -976,9 +979,29 @@ def test_rule_12_a_fork_is_noticed_where_process_ids_are_the_same(
     assert len({h.request.seed for h in helper.effects if isinstance(h.request, wire.Effect)}) == 2
 
 
+def test_rule_12_a_fork_by_c_code_is_noticed(
+    new_session: NewSession, executor: ScriptedProvider, helper: ScriptedProvider
+) -> None:
+    """libc's fork runs no hook of Python's. The child uses none of its parent's pads or connections."""
+    session = new_session("pad", [executor], [helper], pool_memory=1 << 20)
+    session.product(QKV, FORWARD, xq := ring_rows(session.preparation))
+    deadline = time.monotonic() + 20
+    while not session.ledger().pads_ready:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+    def product() -> bytes:
+        return session.product(QKV, FORWARD, xq).numpy().tobytes()
+
+    in_child = in_a_fork(product, fork=ctypes.PyDLL(None).fork)
+    assert in_child == product()
+    assert repeats(masks_of(executor.executed, xq)) == 0
+    assert len({h.request.seed for h in helper.effects if isinstance(h.request, wire.Effect)}) == 2
+
+
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_rule_12_breach_forks_go_unnoticed(monkeypatch: Patch) -> None:
-    monkeypatch.setattr("os.getpid", lambda: 1)
+    monkeypatch.setattr("os.getpid", functools.partial(int, os.getpid()))
     monkeypatch.setattr("symbiosis_priv.arithmetic.keystream.generation", os.getpid)
     assert a_fork_takes_the_same_rows(SessionSecret())
 

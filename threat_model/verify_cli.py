@@ -229,7 +229,7 @@ def _show(console: Console, outcome: Outcome, before: Sequence[Outcome]) -> None
         say(f"    {outcome.reason}", style)
     if outcome.violation is not None:
         culprit = outcome.culprit or f"{outcome.provider} or an executor"
-        say(f"    {culprit} breaks {outcome.property.name}: {outcome.property.claim}", style)
+        say(f"    {culprit} breaks {outcome.property.name}", style)
         for line in outcome.violation.lines():
             say(f"      {line}")
 

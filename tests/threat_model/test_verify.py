@@ -609,7 +609,7 @@ def test_a_slow_provider_takes_no_more_than_its_time(
 
 def test_outcomes_are_printed_as_they_come(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted(*_: Any, **__: Any) -> Iterator[Outcome]:
-        yield Outcome("alpha", "executor", PROPERTIES[0], "broken", violation=Violation("lies"))
+        yield Outcome("alpha", "executor", PROPERTIES[0], "broken", violation=Violation("lies"), culprit="alpha")
         raise KeyboardInterrupt
 
     monkeypatch.setattr("threat_model.conformance.verify", interrupted)

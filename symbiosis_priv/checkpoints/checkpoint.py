@@ -56,6 +56,22 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
+def check_index(path: Path) -> dict[str, str]:
+    """Read the index of a sharded checkpoint: which file, beside the index, holds which tensor.
+
+    Raises:
+        CheckpointError: the index is damaged, or names a file in another folder.
+    """
+    try:
+        location = msgspec.convert(read_json(path), _Index).weight_map
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    for name in set(location.values()):
+        if not name or Path(name).name != name or name == ".." or "\0" in name:
+            raise CheckpointError(f"{path} names a file outside its folder; use another checkpoint")
+    return location
+
+
 class Checkpoint:
     """The tensors of a safetensors checkpoint, by name. A context manager; files are opened once and memory-mapped."""
 
@@ -70,13 +86,8 @@ class Checkpoint:
             return dict.fromkeys(self._file(_SINGLE).keys(), _SINGLE)
         if not (self.path / _INDEX).is_file():
             raise CheckpointError(f"{self.path} has no {_SINGLE}; convert it: model.save_pretrained(path)")
-        try:
-            location = msgspec.convert(read_json(self.path / _INDEX), _Index).weight_map
-        except msgspec.ValidationError as error:
-            raise CheckpointError(f"{self.path / _INDEX} is damaged: {error}") from error
+        location = check_index(self.path / _INDEX)
         for name in set(location.values()):
-            if not name or Path(name).name != name or name == ".." or "\0" in name:
-                raise CheckpointError(f"{self.path / _INDEX} names a file outside its folder")
             if not (self.path / name).is_file():
                 raise CheckpointError(f"{self.path} has no {name}, which its index names; fetch it again")
         return location

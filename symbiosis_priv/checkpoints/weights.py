@@ -78,6 +78,7 @@ class WeightStore:
         self._choices = self._cache / "kernels.json"
         self._skeleton: Skeleton | None = None
         self._manifest: Manifest | None = None
+        self._read_for: Path | None = None
         self._cache_failed = False
         self._warn_of_exposed_cache()
 
@@ -280,6 +281,7 @@ class WeightStore:
             What `work` has returned, in the groups' order.
         """
         specs = self.skeleton.groups
+        self._read_for = self._manifest_path()
         with Checkpoint(self.path) as checkpoint:
             stored = self.skeleton.names.by_parameter(checkpoint.names())
 
@@ -304,9 +306,16 @@ class WeightStore:
         return results
 
     def assemble(self, entries: Sequence[GroupEntry]) -> Manifest:
-        """The manifest of the entries that `each_group` makes, remembered for the next start."""
+        """The manifest of the entries that `each_group` has made, remembered for the next start.
+
+        Raises:
+            CheckpointError: the checkpoint's files have changed since `each_group` began to read them.
+        """
+        path = self._manifest_path()
+        if path != self._read_for:
+            raise CheckpointError(f"{self.path} changed while it was in use; start again")
         manifest = Manifest(version=MANIFEST_VERSION, weight_bits=self.weight_bits, groups=tuple(entries))
-        self._remember(lambda: write_atomically(self._manifest_path(), manifest.to_json()))
+        self._remember(lambda: write_atomically(path, manifest.to_json()))
         self._manifest = manifest
         return manifest
 

@@ -23,7 +23,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from symbiosis_priv.checkpoints.checkpoint import Checkpoint
+from symbiosis_priv.checkpoints.checkpoint import Checkpoint, check_index
 from symbiosis_priv.checkpoints.layer_discovery import is_linear, widths
 from symbiosis_priv.checkpoints.vetting import QUANT_METHOD, vet
 from symbiosis_priv.errors import CheckpointError, ConfigError, SymbiosisError
@@ -115,13 +115,17 @@ class RemoteQuantizer(HfQuantizer):
         return config
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        folder = _vetted(kwargs.get("checkpoint_files"))
+        folder = _vetted(kwargs.get("checkpoint_files"), model.config)
+        self._folder, self._identity = folder, _identity(folder)
         with torch.device("cpu"):  # transformers builds its skeleton on the meta device; ours is real
             backend = open_backend(self.quantization_config, folder)
         split(model, backend)
         return model
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        if _identity(self._folder) != self._identity:
+            backend_of(model).close()
+            raise CheckpointError(f"{self._folder} changed while it was being loaded; start again")
         own = next(p for p in model.parameters() if not isinstance(p, OffloadedParameter))
         for module in model.modules():
             if isinstance(module, RemoteLayer):
@@ -144,15 +148,26 @@ class RemoteQuantizer(HfQuantizer):
         return False
 
 
-def _vetted(files: list[str] | None) -> Path:
+def _identity(folder: Path) -> str:
+    with Checkpoint(folder) as checkpoint:
+        return checkpoint.identity()
+
+
+def _vetted(files: list[str] | None, config: PreTrainedConfig) -> Path:
     """The folder of the very revision and subfolder that are being loaded, if its files are those of a checkpoint.
 
+    Args:
+        files: the files that transformers reads tensors from.
+        config: the model's configuration, with the name that the caller gave to `from_pretrained`.
+
     Raises:
-        CheckpointError: transformers would load other files than those that the keys are made from.
+        CheckpointError: transformers would load other files than those that the keys are made from, or files outside
+            the folder that the caller named.
     """
     if not files:
         raise CheckpointError("a split model is loaded from a folder or a hub name, not from a state_dict")
     folder = Path(files[0]).parent
+    _check_not_redirected(folder, config)
     vet(folder)
     with Checkpoint(folder) as checkpoint:
         expected = {folder / name for name in checkpoint.files()}
@@ -162,6 +177,27 @@ def _vetted(files: list[str] | None) -> Path:
             f"checkpoint is {', '.join(sorted(path.name for path in expected))}; load it without a variant"
         )
     return folder
+
+
+def _check_not_redirected(folder: Path, config: PreTrainedConfig) -> None:
+    """Refuse tensors that another folder's index or config.json points to.
+
+    transformers would read config.json, adapter and tokenizer in the folder that points, and the tensors in `folder`:
+    a hybrid of which only `folder` is checked. The caller's `subfolder=` is no redirection: all files are read there.
+    """
+    if getattr(config, "transformers_weights", None):
+        raise CheckpointError(
+            f"the config.json of {config.name_or_path} points to other files (transformers_weights); delete that entry"
+        )
+    named = Path(str(config.name_or_path))
+    if not named.is_dir():  # a name on the hub; its cache keeps every revision in a folder of `snapshots`
+        named = next((parent for parent in (folder, *folder.parents) if parent.parent.name == "snapshots"), folder)
+    if ".." in folder.parts[len(named.parts) :] or not folder.is_relative_to(named):
+        raise CheckpointError(f"the index in {named} names a file outside its folder; use another checkpoint")
+    for outer in folder.parents:
+        if outer.is_relative_to(named):
+            for index in outer.glob("*.safetensors.index*.json"):
+                check_index(index)
 
 
 def split(model: PreTrainedModel, backend: Backend) -> None:

@@ -83,7 +83,7 @@ def prepare(
     whole = (folder / _SEAL).exists() and not reread  # it is written last
     with contextlib.nullcontext() if whole else _alone(folder.parents[1]):
         prepared = _load(folder, digest=digest, columns=columns, store=store)
-        if prepared is not None and reread and store is not None and not _is_known(folder, prepared, store):
+        if prepared is not None and reread and store is not None and not _is_known(folder, prepared, _identity(store)):
             prepared = None
         if prepared is None:
             assert store is not None  # `_load` has raised otherwise
@@ -102,6 +102,7 @@ def _make(
     store: WeightStore, folder: Path, *, digest: str, columns: int, must_keep: bool, progress: Progress | None
 ) -> Preparation:
     keys, blame = VerificationKeys.fresh(), BlameKeys.fresh(columns=columns)
+    identity = _identity(store)
 
     def look(index: int, entry: GroupEntry, group: QuantisedGroup) -> GroupFacts:
         keys.add(index, group.weight)
@@ -124,6 +125,7 @@ def _make(
         checkpoint=str(store.path),
         forget_keys=lambda: _forget(folder),
     )
+    _check_unchanged(store, identity)
     try:
         _save(folder, prepared)
     except OSError as error:
@@ -137,7 +139,7 @@ def _make(
             error,
         )
         return prepared
-    _remember(folder, prepared, store)
+    _remember(folder, prepared, identity)
     return _read(folder, digest=digest, columns=columns)
 
 
@@ -293,7 +295,8 @@ def _forget(folder: Path) -> None:
 
 def _bind(folder: Path, prepared: Preparation, model: WeightStore) -> None:
     """Refuse a checkpoint whose own tensors are not those that were prepared: it would make a hybrid of two models."""
-    if _is_known(folder, prepared, model):
+    identity = _identity(model)
+    if _is_known(folder, prepared, identity):
         return
     if own_digest(model, prepared.manifest) != prepared.own_digest:
         raise CheckpointError(
@@ -302,23 +305,29 @@ def _bind(folder: Path, prepared: Preparation, model: WeightStore) -> None:
             f"{prepared.checkpoint}. Load that one or its slim copy. If {model.path} is what the providers serve, run "
             f"`symbiosis-priv tenant prepare --model {model.path} --federation federation.toml`"
         )
-    _remember(folder, prepared, model)
+    _check_unchanged(model, identity)
+    _remember(folder, prepared, identity)
 
 
-def _is_known(folder: Path, prepared: Preparation, model: WeightStore) -> bool:
-    identity = _identity(model)
+def _is_known(folder: Path, prepared: Preparation, identity: str) -> bool:
     with contextlib.suppress(OSError):
         return hmac.compare_digest((folder / _KNOWN / identity).read_bytes(), prepared.keys.mac("known", identity))
     return False
 
 
-def _remember(folder: Path, prepared: Preparation, model: WeightStore) -> None:
-    identity = _identity(model)
+def _remember(folder: Path, prepared: Preparation, identity: str) -> None:
     with contextlib.suppress(OSError):  # then it is hashed again next time
         (folder / _KNOWN).mkdir(mode=0o700, exist_ok=True)
         write_atomically(folder / _KNOWN / identity, prepared.keys.mac("known", identity), mode=0o600)
 
 
 def _identity(model: WeightStore) -> str:
+    """The identity of the checkpoint's files. Take it before the files are read, and compare it afterwards."""
     with Checkpoint(model.path) as checkpoint:
         return checkpoint.identity()
+
+
+def _check_unchanged(model: WeightStore, identity: str) -> None:
+    """Refuse what was read from files that have been replaced or written to since their identity was taken."""
+    if _identity(model) != identity:
+        raise CheckpointError(f"{model.path} changed while it was being read; start again")

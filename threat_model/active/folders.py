@@ -50,6 +50,7 @@ def attack_folders(lab: Lab) -> dict[str, bool]:
         "another config.json": lambda folder: _say(folder, rms_norm_eps=0.25),
         "embeddings times 3": lambda folder: _scale(folder, "embed_tokens.weight", 3.0),
         "a norm times 2": lambda folder: _scale(folder, "norm.weight", 2.0),
+        "an index that points to the tensors of another folder": _redirect,
     }
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
@@ -100,6 +101,15 @@ def _refuses_facts(lab: Lab, cache: Path) -> bool:
 
 def _add_adapter(folder: Path) -> None:
     (folder / "adapter_config.json").write_text("{}")
+
+
+def _redirect(folder: Path) -> None:
+    """The honest checkpoint goes into `inner`; another config.json stays beside an index that names its tensors."""
+    inner = Path(shutil.copytree(folder, folder / "inner"))
+    (folder / "model.safetensors").unlink()
+    weight_map = dict.fromkeys(load_file(inner / "model.safetensors"), "inner/model.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    _say(folder, rms_norm_eps=0.25)
 
 
 def _say(folder: Path, **entries: object) -> None:

@@ -23,7 +23,7 @@ from symbiosis_priv.arithmetic.quantise import Layer, QuantisedGroup, quantise
 from symbiosis_priv.checkpoints import layer_discovery as discovery
 from symbiosis_priv.checkpoints import weights
 from symbiosis_priv.checkpoints.layers import GroupSpec, LayerRange
-from symbiosis_priv.checkpoints.manifest import Manifest
+from symbiosis_priv.checkpoints.manifest import GroupEntry, Manifest
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError, ConfigError, UnsupportedModelError
 
@@ -187,6 +187,22 @@ def test_streaming_gives_the_manifest_and_keeps_no_weights(
     assert later.manifest() == manifest
     assert later.group(0).digest() == manifest.groups[0].digest
     assert len(list(cache.rglob("*.safetensors"))) == 1
+
+
+def test_files_that_are_swapped_while_they_are_read_have_no_manifest(path: Path, cache: Path) -> None:
+    """The cached manifest of the new files would be the old files' one."""
+    whole = (path / "model.safetensors").read_bytes()
+
+    def swap(index: int, entry: GroupEntry, group: QuantisedGroup) -> GroupEntry:
+        if index == 0:
+            (path / "new").write_bytes(whole)
+            (path / "new").replace(path / "model.safetensors")
+        return entry
+
+    store = WeightStore(path, cache=cache)
+    with pytest.raises(CheckpointError, match="changed"):
+        store.assemble(store.each_group(swap))
+    assert not list(cache.rglob("manifest-*"))
 
 
 def test_a_store_of_some_layers_packs_those_and_shares_them(path: Path, tmp_path: Path) -> None:

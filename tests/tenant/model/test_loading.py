@@ -14,6 +14,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -41,6 +42,8 @@ from symbiosis_priv.harness.base_model import Pretraining, make_base_model
 from symbiosis_priv.harness.text import private_text
 from tenant import RemoteConfig
 from tenant.cli import app as cli
+from tenant.core.backend import Backend
+from tenant.model.connect import open_backend
 from tenant.model.loading import load_adapter, load_model, load_tokenizer
 
 if TYPE_CHECKING:
@@ -219,6 +222,54 @@ def test_other_files_than_the_keys_are_made_from_are_not_loaded(llama: Path, fed
     config = AutoConfig.from_pretrained(llama)
     with pytest.raises(CheckpointError, match="not from a state_dict"):
         LlamaForCausalLM.from_pretrained(None, config=config, state_dict=tensors, quantization_config=remote)
+
+
+@pytest.mark.parametrize("variant", [None, "other"])
+@pytest.mark.parametrize("where", ["inner", "inner/../elsewhere", "absolute"])
+def test_an_index_cannot_point_to_another_folder(
+    variant: str | None, where: str, llama: Path, federation: Path, executor: ScriptedProvider, tmp_path: Path
+) -> None:
+    """The folder that holds the tensors would be the one that is checked, with a config.json that nobody reads."""
+    outer = tmp_path / "outer"
+    target = {"inner": outer / "inner", "inner/../elsewhere": outer / "elsewhere", "absolute": tmp_path / "far"}[where]
+    for folder in (outer / "inner", target):
+        shutil.copytree(llama, folder, dirs_exist_ok=True)
+    config = json.loads((llama / "config.json").read_bytes())
+    (outer / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.25}))
+    with Checkpoint(llama) as checkpoint:
+        prefix = str(target) if where == "absolute" else where
+        weight_map = dict.fromkeys(checkpoint.names(), f"{prefix}/model.safetensors")
+    name = "model.safetensors.index.json" if variant is None else f"model.safetensors.index.{variant}.json"
+    (outer / name).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    for remote in (RemoteConfig(masking="simulate"), RemoteConfig(federation=federation)):
+        with pytest.raises(CheckpointError, match="outside its folder"):
+            AutoModelForCausalLM.from_pretrained(outer, variant=variant, quantization_config=remote)
+    assert executor.hellos == []
+
+
+def test_config_json_cannot_point_to_another_folder(hostile: Hostile, llama: Path) -> None:
+    path = hostile(transformers_weights="inner/model.safetensors")
+    shutil.copytree(llama, path / "inner")
+    with pytest.raises(CheckpointError, match="transformers_weights"):
+        AutoModelForCausalLM.from_pretrained(path, quantization_config=RemoteConfig(masking="simulate"))
+
+
+def test_files_that_are_swapped_while_they_are_loaded_are_refused(
+    hostile: Hostile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is checked is what is loaded."""
+    path = hostile()
+
+    def open_and_swap(remote: RemoteConfig, folder: Path) -> Backend:
+        backend = open_backend(remote, folder)
+        tensors = load_file(folder / "model.safetensors")
+        tensors["model.norm.weight"] = tensors["model.norm.weight"] * 2
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return backend
+
+    monkeypatch.setattr("tenant.model.hf.open_backend", open_and_swap)
+    with pytest.raises(CheckpointError, match="changed while"):
+        AutoModelForCausalLM.from_pretrained(path, quantization_config=RemoteConfig(masking="simulate"))
 
 
 # Code that a folder brings

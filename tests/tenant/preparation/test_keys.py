@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -386,6 +387,28 @@ def test_a_checkpoint_is_hashed_once(
     os.utime(model / "model.safetensors")
     bound(store, model, cache)
     assert len(hashed) == 2
+
+
+@pytest.mark.parametrize("preparing", [False, True])
+def test_files_that_are_swapped_while_they_are_hashed_are_not_known_from_then_on(
+    store: WeightStore, model: Path, preparing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, digest = tmp_path / "cache", store.manifest().digest
+    prepared(store, digest, cache)
+
+    def swap_once_hashed(store: WeightStore, manifest: Manifest) -> str:
+        found = own_digest(store, manifest)
+        CHANGES["a norm times 2"](model)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(preparation, "own_digest", swap_once_hashed)
+        swapped = WeightStore(model)
+        options: dict[str, Any] = {"store": swapped, "reread": True} if preparing else {"store": None, "model": swapped}
+        with pytest.raises(CheckpointError, match="changed while"):
+            prepare(**options, digest=digest, columns=16, cache=cache)
+    with pytest.raises(CheckpointError, match="is not the checkpoint"):
+        bound(store, model, cache)
 
 
 def test_a_forged_mark_is_not_believed(store: WeightStore, model: Path, tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ def test_hostile_folders_are_refused_by_what_is_there_to_refuse_them(lab: Lab, m
         "symbiosis_priv.checkpoints.layer_discovery",
     ):
         monkeypatch.setattr(f"{module}.vet", lambda folder: {})
+    monkeypatch.setattr("tenant.model.hf._check_not_redirected", lambda folder, config: None)
     monkeypatch.setattr("tenant.preparation.keys._bind", lambda folder, prepared, model: None)
     monkeypatch.setattr("hmac.compare_digest", lambda a, b: True)
     monkeypatch.setattr(RemoteConfig, "from_dict", classmethod(lambda cls, values: cls(**values)))
@@ -50,7 +51,12 @@ def test_hostile_folders_are_refused_by_what_is_there_to_refuse_them(lab: Lab, m
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         fallen = {name for name, refused in attack_folders(lab).items() if not refused}
-    assert {"a quantization_config that turns masking off", "a norm times 2", "a channel scale in the cache"} <= fallen
+    assert {
+        "a quantization_config that turns masking off",
+        "a norm times 2",
+        "an index that points to the tensors of another folder",
+        "a channel scale in the cache",
+    } <= fallen
 
 
 def test_lying_registries_are_refused_by_what_is_there_to_refuse_them(

@@ -261,7 +261,7 @@ class Executor:
         if not isinstance(job.request, wire.Effect) or job.left or job.asked == job.rows:
             return
         inputs, _ = self._model.manifest.groups[job.request.group].columns(job.request.direction)
-        rows = min(max(1, _KEYSTREAM_SLICE // (inputs * wire.ITEM_BYTES)), self._scheduler.pace.rows(job))
+        rows = min(max(1, _KEYSTREAM_SLICE // (wire.RING32.size(1, inputs))), self._scheduler.pace.rows(job))
         if job.asked - job.taken > rows:
             return
         rows = min(rows, job.rows - job.asked)
@@ -276,7 +276,7 @@ class Executor:
             if isinstance(rows, Exception):
                 self._break([job], rows)
                 continue
-            job.made = joined([job.made, wire.as_bytes(rows)])
+            job.made = joined([job.made, wire.RING32.pack(rows)])
             self._scheduler.make_ready(job, len(rows))
             self._order_keystream(job)
 
@@ -299,7 +299,7 @@ class Executor:
         try:
             group, direction, arithmetic = pieces[0].job.key
             flat = joined([self._rows(piece) for piece in pieces])
-            rows = wire.as_matrix(flat, rows=sum(piece.rows for piece in pieces), arithmetic=arithmetic)
+            rows = wire.encoding_of(arithmetic).unpack(flat, rows=sum(piece.rows for piece in pieces))
             begun = time.monotonic()
             product = self._model.product(rows, group=group, direction=direction, arithmetic=arithmetic)
         except RankLostError:  # what computes has ended, and so must this process
@@ -311,12 +311,12 @@ class Executor:
         now = time.monotonic()
         self._scheduler.done(pieces, now=now, seconds=now - begun)
         self._note(pieces, begun, now)
-        self._hand_out(pieces, product)
+        self._hand_out(pieces, product, wire.encoding_of(arithmetic))
 
-    def _hand_out(self, pieces: list[Piece[_Job]], product: Tensor) -> None:
+    def _hand_out(self, pieces: list[Piece[_Job]], product: Tensor, encoding: wire.Encoding) -> None:
         """Every piece its rows of the product."""
-        row_bytes = product.shape[1] * wire.ITEM_BYTES
-        body, start = wire.as_bytes(product), 0
+        row_bytes = encoding.size(1, product.shape[1])
+        body, start = encoding.pack(product), 0
         for piece in pieces:
             part = body[start : start + piece.rows * row_bytes]
             start += len(part)

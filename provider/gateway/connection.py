@@ -260,7 +260,7 @@ class Connection:
 
     def _answer_bytes(self, request: wire.Execute | wire.Effect) -> int:
         _, outputs = self._service.manifest.groups[request.group].columns(request.direction)
-        return request.rows * outputs * wire.ITEM_BYTES
+        return request.encoding.size(request.rows, outputs)
 
     def _bill(self, counts: Counts) -> None:
         """Count durably: what the tenant hears of next is on its bill."""
@@ -302,7 +302,7 @@ class Connection:
         if request.rows > self._limits.max_rows:
             raise Refusal(wire.ErrorCode.TOO_LARGE, f"{request.rows} rows; at most {self._limits.max_rows}")
         columns = groups[request.group].columns(request.direction)
-        inputs, outputs = (request.rows * count * wire.ITEM_BYTES for count in columns)
+        inputs, outputs = (request.encoding.size(request.rows, width) for width in columns)
         if max(inputs, outputs) > self._max_payload:
             largest = max(inputs, outputs)
             raise Refusal(wire.ErrorCode.TOO_LARGE, f"a matrix of {largest} bytes; at most {self._max_payload}")

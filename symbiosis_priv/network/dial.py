@@ -123,7 +123,11 @@ class Line:
         Raises:
             TransportError: the connection is gone, or the provider does not read.
         """
-        body = wire.as_bytes(payload) if isinstance(payload, Tensor) else memoryview(payload or b"")
+        if isinstance(payload, Tensor):
+            assert isinstance(message, wire.Binding)  # no other message has a matrix
+            body = message.encoding.pack(payload)
+        else:
+            body = memoryview(payload or b"")
         head = wire.encode(message, payload_bytes=len(body))
         beside = _RECORD - len(head)
         self._write(head + body[:beside], deadline)

@@ -4,10 +4,10 @@ A frame is
 
     prefix   12 bytes   magic "SYM1" | header length u32 | payload length u32      (little-endian)
     header   msgpack    one of the message types below, tagged by name (msgspec validates types and ranges)
-    payload  bytes      one row-major little-endian matrix, int32 (ring path) or float32 (float path)
+    payload  bytes      one matrix in the request's encoding: int32 (ring path) or float32 (float path)
 
-The payload's length follows from the header: `rows * width * 4`. A reader checks the prefix against its limits, then
-parses the header, then compares the announced payload with the one the header implies, and only then
+The payload's length follows from the header: `encoding.size(rows, width)`. A reader checks the prefix against its
+limits, then parses the header, then compares the announced payload with the one the header implies, and only then
 takes memory for it. A reply repeats its request's `Binding`, so that no answer can stand in for another (rule 7).
 Nothing here holds a scale, a label or a token id (rule 5).
 """
@@ -15,21 +15,19 @@ Nothing here holds a scale, a label or a token id (rule 5).
 from __future__ import annotations
 
 import struct
-import sys
 from enum import StrEnum
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
 import msgspec
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.errors import FrameTooLargeError, ProtocolError, one_line
 from symbiosis_priv.limits import MAX_PAYLOAD as MAX_PAYLOAD
 from symbiosis_priv.limits import MAX_ROWS as MAX_ROWS
 from symbiosis_priv.limits import Role as Role
+from symbiosis_priv.network.encoding import FLOAT32 as FLOAT32
+from symbiosis_priv.network.encoding import RING32 as RING32
+from symbiosis_priv.network.encoding import Encoding as Encoding
 from symbiosis_priv.system.files import UNDECODABLE
 
 VERSION = 3
@@ -37,11 +35,16 @@ MAGIC = b"SYM1"
 PREFIX = struct.Struct("<4sII")
 MAX_HEADER = 4096
 MAX_GROUPS = 1 << 20
-ITEM_BYTES = 4
 NONCE_BYTES = 16
 
 Arithmetic = Literal["ring", "float", "float_bias_free"]
 """How a product is computed: exact ring; float with bias (forward); float without (`float_bias_free`, or backward)."""
+
+
+def encoding_of(arithmetic: Arithmetic) -> Encoding:
+    """The encoding of matrices of these products."""
+    return RING32 if arithmetic == "ring" else FLOAT32
+
 
 Text = Annotated[str, msgspec.Meta(max_length=512)]
 Rows = Annotated[int, msgspec.Meta(ge=0, le=MAX_ROWS)]
@@ -97,7 +100,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     first_group: Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUPS)]
     end_group: Annotated[int, msgspec.Meta(ge=1, le=MAX_GROUPS)]
     max_rows: Rows
-    max_payload: Annotated[int, msgspec.Meta(ge=ITEM_BYTES, le=MAX_PAYLOAD)]
+    max_payload: Annotated[int, msgspec.Meta(ge=4, le=MAX_PAYLOAD)]
 
     def __post_init__(self) -> None:
         if self.first_group >= self.end_group:
@@ -117,6 +120,11 @@ class Binding(Message, frozen=True):
     direction: Direction
     arithmetic: Arithmetic
     rows: Rows
+
+    @property
+    def encoding(self) -> Encoding:
+        """The encoding of the request's matrix, and of the reply's."""
+        return encoding_of(self.arithmetic)
 
 
 class Execute(Binding, frozen=True, tag="execute"):
@@ -236,31 +244,3 @@ def decode(decoder: msgspec.msgpack.Decoder[_M], header: Buffer) -> _M:
         return decoder.decode(header)
     except UNDECODABLE as error:
         raise ProtocolError(f"bad header: {one_line(str(error))}") from error  # it may quote what came
-
-
-def payload_dtype(arithmetic: Arithmetic) -> torch.dtype:
-    """int32 for the ring, float32 for the float paths."""
-    return torch.int32 if arithmetic == "ring" else torch.float32
-
-
-def as_bytes(matrix: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU matrix, without a copy on little-endian machines.
-
-    This and `as_matrix` use no operation of torch's where they can do without: each lets go of the interpreter's lock,
-    which costs more than all the rest where other threads wait for it.
-    """
-    array = (matrix.detach() if matrix.requires_grad else matrix).numpy()
-    if not array.size:  # a memoryview with a zero in its shape cannot be cast
-        return memoryview(b"")
-    return _ordered(np.ascontiguousarray(array)).data.cast("B")
-
-
-def as_matrix(buffer: bytearray | memoryview | np.ndarray, *, rows: int, arithmetic: Arithmetic) -> Tensor:
-    """A `[rows, width]` matrix over a writable buffer, without a copy on little-endian machines."""
-    array = _ordered(np.frombuffer(buffer, dtype=np.int32 if arithmetic == "ring" else np.float32))
-    return torch.from_numpy(array.reshape(rows, -1 if rows else 0))
-
-
-def _ordered(array: NDArray[Any]) -> NDArray[Any]:
-    """From this machine's order of bytes to the wire's, or back: the same where it is little-endian."""
-    return array if sys.byteorder == "little" else array.byteswap()

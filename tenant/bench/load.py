@@ -128,7 +128,7 @@ class _Tenant:
         self._alone = [self._ask(*step) for step in self._turn()]
         digest = hashlib.sha256()
         for answer in self._alone:
-            digest.update(wire.as_bytes(answer))
+            digest.update(wire.RING32.pack(answer))
         self._digest = digest.hexdigest()
 
     def run(self, load: Load) -> Report:

@@ -72,12 +72,12 @@ def _of_product(group: GroupEntry, index: int, direction: Direction, rows: int) 
         request = wire.Execute(
             nonce=bytes(wire.NONCE_BYTES), group=index, direction=direction, arithmetic="ring", rows=count
         )
-        up += len(wire.encode(request)) + wire.ITEM_BYTES * count * inputs
-        down += len(wire.encode(wire.Result.answering(request))) + wire.ITEM_BYTES * count * outputs
+        up += len(wire.encode(request)) + wire.RING32.size(count, inputs)
+        down += len(wire.encode(wire.Result.answering(request))) + wire.RING32.size(count, outputs)
     return Traffic(
         round_trips=len(sizes),
         turns=-(-len(sizes) // LANES),
         up=up,
         down=down,
-        effects=wire.ITEM_BYTES * rows * outputs,
+        effects=wire.RING32.size(rows, outputs),
     )

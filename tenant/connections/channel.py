@@ -267,8 +267,8 @@ class Channel:
             self._wiretap.sent(self.peer, message, payload)
         line.send(message, payload, deadline=deadline)
         meanwhile()
-        answer = self._buffers.matrix(message.rows, outputs, dtype=wire.payload_dtype(message.arithmetic))
-        reply = self._receive(line, answer, deadline)
+        answer = self._buffers.matrix(message.rows, outputs, dtype=message.encoding.dtype)
+        reply = self._receive(line, message.encoding.pack(answer), deadline)
         if self._wiretap:
             self._wiretap.received(self.peer, reply, answer if isinstance(reply, wire.Result) else None)
         self.traffic.round_trips += 1
@@ -308,9 +308,8 @@ class Channel:
     def _heard(self) -> wire.Welcome | None:
         return None if self._line is None or self._line.peer_left() else self._welcome
 
-    def _receive(self, line: Line, answer: Tensor, deadline: float) -> wire.Reply:
-        """A reply; if it is a result, its payload is in `answer` now."""
-        space = wire.as_bytes(answer)
+    def _receive(self, line: Line, space: memoryview, deadline: float) -> wire.Reply:
+        """A reply; the payload of a result is written to `space`."""
         reply, payload_size = line.receive(max_payload=len(space), deadline=deadline)
         if not isinstance(reply, wire.Result):
             if payload_size:

@@ -126,4 +126,4 @@ class Executor:
 @functools.lru_cache(_REMEMBERED)  # every product asks it of everybody
 def row_limit(widest: int, welcome: wire.Welcome) -> int:
     """Rows of one request that fit a provider's limits, both ways; of so many columns."""
-    return max(1, min(welcome.max_rows, welcome.max_payload // (wire.ITEM_BYTES * widest)))
+    return max(1, min(welcome.max_rows, welcome.max_payload // wire.RING32.size(1, widest)))

@@ -54,7 +54,7 @@ class Helper:
         self, channel: Channel, index: int, direction: Direction, facts: GroupFacts, first_row: int, rows: int
     ) -> Tensor:
         persists = not self._routes.can_replace(index, [self.peer])
-        size = wire.ITEM_BYTES * rows * facts.outputs(direction)
+        size = wire.RING32.size(rows, facts.outputs(direction))
         if not persists and self.route.health.state is State.DOWN:
             raise ConnectionLostError(f"{self.route} is away; pads are made elsewhere meanwhile")
         began = time.monotonic()

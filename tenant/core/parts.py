@@ -54,7 +54,7 @@ class Part:
 
     def __post_init__(self) -> None:
         rows, width = self.sent.shape
-        self.size = wire.ITEM_BYTES * rows * (width + self.outputs)
+        self.size = wire.RING32.size(rows, width + self.outputs)
         self._look_at_pads()
 
     def put_on_pads(self) -> None:
@@ -133,4 +133,4 @@ def piece_rows(count: int, group: GroupEntry, *, piece_bytes: int, executors: in
 
 def product_bytes(count: int, group: GroupEntry) -> int:
     """Bytes of a product of so many rows, both ways."""
-    return wire.ITEM_BYTES * count * (group.inputs + group.stacked_outputs)
+    return wire.RING32.size(count, group.inputs + group.stacked_outputs)

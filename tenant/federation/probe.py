@@ -273,7 +273,7 @@ class Probe:
             return
         largest = max(groups, key=lambda group: entries[group].inputs * entries[group].stacked_outputs)
         inputs, outputs = entries[largest].columns(FORWARD)
-        row_bytes = wire.ITEM_BYTES * max(inputs, outputs)
+        row_bytes = wire.RING32.size(1, max(inputs, outputs))
         rows = max(1, min(_TIMED_ROWS, self._welcome.max_rows, self._welcome.max_payload // row_bytes))
         times = []
         for _ in range(_TIMED_PRODUCTS):
@@ -283,7 +283,7 @@ class Probe:
         seconds = statistics.median(times)
         sent = inputs if finding.peer.role == "executor" else 0
         finding.rows_per_s = rows / seconds
-        finding.bytes_per_s = rows * wire.ITEM_BYTES * (sent + outputs) / seconds
+        finding.bytes_per_s = wire.RING32.size(rows, sent + outputs) / seconds
 
     def _product(self, group: int, direction: Direction, rows: int) -> tuple[Tensor, Tensor]:
         """(rows, their product as it was answered) of random rows."""
@@ -317,11 +317,11 @@ class Probe:
         return self._preparation.manifest.groups[group].columns(direction)
 
     def _answer(self, request: wire.Execute | wire.Effect, payload: Tensor | None, outputs: int) -> Tensor:
-        size = request.rows * outputs * wire.ITEM_BYTES
+        size = request.encoding.size(request.rows, outputs)
         reply, body = self._ask(request, payload, size=size)
         if not isinstance(reply, wire.Result) or not reply.answers(request) or len(body) != size:
             raise ProtocolError(f"{self.name} answered another request than the one it was asked")
-        return wire.as_matrix(body, rows=request.rows, arithmetic="ring").view(request.rows, outputs)
+        return request.encoding.unpack(body, rows=request.rows).view(request.rows, outputs)
 
     def _ask(
         self, message: wire.Request, payload: Tensor | None = None, *, size: int = 0

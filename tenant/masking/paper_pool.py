@@ -147,7 +147,7 @@ class PaperPoolBackend(Backend):
     def _ask(self, index: int, direction: Direction, rows: Tensor, arithmetic: wire.Arithmetic) -> Tensor:
         welcome = self._channel.welcome()
         facts = self.facts[index]
-        widest = wire.ITEM_BYTES * max(facts.entry.inputs, facts.entry.stacked_outputs)
+        widest = wire.FLOAT32.size(1, max(facts.entry.inputs, facts.entry.stacked_outputs))
         parts = []
         for part in rows.split(max(1, min(welcome.max_rows, welcome.max_payload // widest))):
             request = wire.Execute(

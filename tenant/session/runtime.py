@@ -215,7 +215,7 @@ class Runtime:
                     direction=direction,
                     refill=self._refill,
                     memory=self._memory,
-                    row_bytes=wire.ITEM_BYTES * facts.outputs(direction) * max(1, self._routes.helpers_per_pad),
+                    row_bytes=wire.RING32.size(1, facts.outputs(direction)) * max(1, self._routes.helpers_per_pad),
                     max_rows=functools.partial(self.row_limit, index),
                 ),
             )

@@ -59,12 +59,12 @@ class Client:
 
     def product(self, request: wire.Execute | wire.Effect, rows: Tensor | None = None) -> Tensor:
         """Ask for a product, and check that the answer is bound to the question."""
-        self.send(request, b"" if rows is None else wire.as_bytes(rows))
+        self.send(request, b"" if rows is None else wire.RING32.pack(rows))
         reply, payload = self.receive()
         assert isinstance(reply, wire.Result), reply
         bound = ("nonce", "group", "direction", "arithmetic", "rows")
         assert all(getattr(reply, name) == getattr(request, name) for name in bound)
-        return wire.as_matrix(payload, rows=request.rows, arithmetic=request.arithmetic)
+        return request.encoding.unpack(payload, rows=request.rows)
 
     def until_served(self, request: wire.Execute, rows: Tensor, *, within: float) -> tuple[Tensor, int]:
         """The product, and how often the provider asked to come again before it."""
@@ -72,10 +72,10 @@ class Client:
         deadline = time.monotonic() + within
         refusals = 0
         while True:
-            self.send(request, wire.as_bytes(rows))
+            self.send(request, wire.RING32.pack(rows))
             reply, product = self.receive()
             if isinstance(reply, wire.Result):
-                return wire.as_matrix(product, rows=request.rows, arithmetic=request.arithmetic), refusals
+                return request.encoding.unpack(product, rows=request.rows), refusals
             assert isinstance(reply, wire.Failure)
             assert reply.code in wire.RETRYABLE, reply
             assert time.monotonic() < deadline

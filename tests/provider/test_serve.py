@@ -143,7 +143,7 @@ def test_executor_in_its_own_process_comes_back(
         first = provider.executor.pid
         os.kill(first, signal.SIGSTOP)  # the request will be in flight for as long as it takes
         with in_flight(monkeypatch) as forwarded:
-            client.send(execute(0, 4), wire.as_bytes(x))
+            client.send(execute(0, 4), wire.RING32.pack(x))
             assert forwarded.wait(20)
         monkeypatch.setattr(subprocess, "Popen", full_at_first)
         os.kill(first, signal.SIGKILL)

@@ -83,7 +83,7 @@ Behaviour = Callable[[Heard, wire.Result, Tensor], bytes | None]
 
 
 def frame(message: wire.Message, payload: Tensor | None = None) -> bytes:
-    body = b"" if payload is None else bytes(wire.as_bytes(payload.contiguous()))
+    body = b"" if payload is None else bytes(wire.RING32.pack(payload.contiguous()))
     return wire.encode(message, payload_bytes=len(body)) + body
 
 
@@ -251,7 +251,7 @@ class ScriptedProvider:
             connection.sendall(frame(wire.Failure(code=wire.ErrorCode.TOO_LARGE, detail="too many rows")))
             return True
         if isinstance(request, wire.Execute):
-            rows = wire.as_matrix(bytearray(payload), rows=request.rows, arithmetic=request.arithmetic)
+            rows = request.encoding.unpack(bytearray(payload), rows=request.rows)
             if not request.rows:
                 rows = rows.reshape(0, self._model.manifest.groups[request.group].columns(request.direction)[0])
         else:

@@ -428,9 +428,9 @@ def test_wrong_batching_only(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> N
     batches = []
     honest = Executor._hand_out
 
-    def hand_out(self: Executor, batch: list[Any], product: Tensor) -> None:
+    def hand_out(self: Executor, batch: list[Any], product: Tensor, encoding: wire.Encoding) -> None:
         batches.append(len(batch))
-        honest(self, batch, product.roll(1, 0) if len(batch) > 1 else product)
+        honest(self, batch, product.roll(1, 0) if len(batch) > 1 else product, encoding)
 
     monkeypatch.setattr(Executor, "_hand_out", hand_out)
     outcomes = judge()

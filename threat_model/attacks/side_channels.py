@@ -109,8 +109,8 @@ def _row_counts(stream: list[Packet], inputs: int, outputs: int) -> Counter[int]
     """How often a request of so many rows, and its answer, went by: what is left of both sizes is a header."""
     seen: Counter[int] = Counter()
     for up, down in itertools.pairwise(stream):
-        rows = up.size // (inputs * wire.ITEM_BYTES)
-        headers = (up.size - rows * inputs * wire.ITEM_BYTES, down.size - rows * outputs * wire.ITEM_BYTES)
+        rows = up.size // wire.RING32.size(1, inputs)
+        headers = (up.size - wire.RING32.size(rows, inputs), down.size - wire.RING32.size(rows, outputs))
         if up.upward and not down.upward and rows and all(0 < h < _HEADER_MOST for h in headers):
             seen[rows] += 1
     return seen

@@ -102,7 +102,7 @@ def _read_nothing(abuser: Abuser) -> None:
     with contextlib.ExitStack() as connections:
         for _ in range(_READERS):
             connection = connections.enter_context(abuser.connected())
-            matrix = bytes(_ROWS * abuser.inputs * wire.ITEM_BYTES)
+            matrix = bytes(wire.RING32.size(_ROWS, abuser.inputs))
             connection.sendall(wire.encode(request_of(_ROWS), payload_bytes=len(matrix)))
             connection.sendall(matrix)
         time.sleep(DEADLINE_S)
@@ -113,14 +113,14 @@ def _send_nothing(abuser: Abuser) -> None:
     with contextlib.ExitStack() as connections:
         for _ in range(_READERS):
             connection = connections.enter_context(abuser.connected())
-            size = _ROWS * abuser.inputs * wire.ITEM_BYTES
+            size = wire.RING32.size(_ROWS, abuser.inputs)
             connection.sendall(wire.encode(request_of(_ROWS), payload_bytes=size))
         time.sleep(DEADLINE_S)
 
 
 def _leave(abuser: Abuser) -> None:
     """Large requests, whose tenant is gone before the answer."""
-    matrix = bytes(_ROWS * abuser.inputs * wire.ITEM_BYTES)
+    matrix = bytes(wire.RING32.size(_ROWS, abuser.inputs))
     while True:
         with contextlib.suppress(OSError), abuser.connected() as connection:
             connection.sendall(wire.encode(request_of(_ROWS), payload_bytes=len(matrix)))

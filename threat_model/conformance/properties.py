@@ -150,7 +150,7 @@ def _check_row_counts(subject: Subject, run: Run) -> None:
     oracle = subject.oracle
     index = min(subject.sampled, key=lambda i: oracle.entry(i).inputs * oracle.entry(i).stacked_outputs)
     width, other = oracle.widths(index, FORWARD)
-    most = max(1, min(subject.row_limit(index), _LARGEST_PAYLOAD // (wire.ITEM_BYTES * max(width, other))))
+    most = max(1, min(subject.row_limit(index), _LARGEST_PAYLOAD // wire.RING32.size(1, max(width, other))))
     generator = np.random.default_rng(run.seed)
     seed = generator.bytes(SEED_BYTES)
     rows = torch.from_numpy(generator.integers(-(2**31), 2**31, (most, width), dtype=np.int32))

@@ -185,7 +185,7 @@ class Subject:
 
     def row_limit(self, index: int) -> int:
         """How many rows of a group one request may have."""
-        widest = wire.ITEM_BYTES * max(self.oracle.widths(index, FORWARD))
+        widest = wire.RING32.size(1, max(self.oracle.widths(index, FORWARD)))
         return max(1, min(self.welcome.max_rows, self.welcome.max_payload // widest))
 
     def answer(self, case: Case) -> Tensor:
@@ -224,7 +224,7 @@ class Subject:
     def answer_bytes(self, case: Case) -> int:
         """Bytes of the right answer's matrix."""
         _, width = self.oracle.widths(case.index, case.direction)
-        return len(case.rows) * width * wire.ITEM_BYTES
+        return wire.encoding_of(case.arithmetic).size(len(case.rows), width)
 
     def matrix(self, reply: wire.Reply, body: bytearray, case: Case) -> Tensor:
         """The matrix of a result; a Violation if the reply is none."""
@@ -235,7 +235,7 @@ class Subject:
         if len(body) != self.answer_bytes(case):
             raise self.violation(f"answers with {len(body)} bytes where {self.answer_bytes(case)} belong", case)
         _, width = self.oracle.widths(case.index, case.direction)
-        return wire.as_matrix(body, rows=len(case.rows), arithmetic=case.arithmetic).view(len(case.rows), width)
+        return wire.encoding_of(case.arithmetic).unpack(body, rows=len(case.rows)).view(len(case.rows), width)
 
     def judge(self, case: Case, answer: Tensor) -> Difference | None:
         """The first wrong entry of an answer."""

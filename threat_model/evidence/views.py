@@ -227,7 +227,7 @@ class Recorder:
                 )
 
     def _note(self, peer: Peer, message: wire.Message, payload: Tensor | None, *, upward: bool) -> None:
-        body = 0 if payload is None else payload.numel() * wire.ITEM_BYTES
+        body = 0 if payload is None else payload.nbytes
         size = len(wire.encode(message, payload_bytes=body)) + body
         self._packets.append(Packet(self.now, f"{peer.host}:{peer.port}", upward, size))
 

@@ -69,7 +69,7 @@ class Asker:
         message = envelope.Work(
             tenant=self._tenant, stage=stage, weight=1.0, arrival=now, deadline=now + TIMEOUT_S, request=request
         )
-        self.line.send(message, wire.as_bytes(torch.ones(rows, self._width, dtype=torch.int32)))
+        self.line.send(message, wire.RING32.pack(torch.ones(rows, self._width, dtype=torch.int32)))
 
     def ask(self, rows: int, stage: Stage = "inference") -> None:
         self.send(rows, stage)
@@ -115,7 +115,7 @@ def test_a_few_rows_are_multiplied_in_the_thread_that_brings_them(
         answer = asker.line.receive(0.0)  # there already
         assert answer is not None
         assert model.taken[-1] == (threading.current_thread(), 3)
-        got = wire.as_matrix(bytearray(answer.payload), rows=3, arithmetic="ring")
+        got = wire.RING32.unpack(bytearray(answer.payload), rows=3)
         assert torch.equal(got[0], store.group(0).weight.to(torch.int32).sum(1, dtype=torch.int32))
 
         asker.ask(3, stage="fine_tuning")

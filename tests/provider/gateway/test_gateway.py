@@ -130,7 +130,7 @@ def test_a_part_of_the_layers(
             if group in reply.groups:
                 assert torch.equal(client.product(request, rows), everything.product(execute(group, 3), rows))
             else:
-                assert failure(client.ask(request, wire.as_bytes(rows))) == wire.ErrorCode.NOT_SERVED
+                assert failure(client.ask(request, wire.RING32.pack(rows))) == wire.ErrorCode.NOT_SERVED
         helper = connect("carol", role="helper", to=one)
         assert failure(helper.ask(effect(3, 2, seed=bytes(32)))) == wire.ErrorCode.NOT_SERVED
         assert len(helper.product(effect(4, 2, seed=bytes(32)))) == 2

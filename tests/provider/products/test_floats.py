@@ -112,7 +112,7 @@ def ask_every_group(service: Service, client: Client, store: WeightStore, reques
     for _ in range(2):
         for index, entry in enumerate(store.manifest().groups):
             rows = torch.ones((1, entry.inputs))
-            client.ask(execute(index, 1, arithmetic="float"), wire.as_bytes(rows))
+            client.ask(execute(index, 1, arithmetic="float"), wire.RING32.pack(rows))
             before = before or resident(service.process.pid)
     return resident(service.process.pid) - before
 

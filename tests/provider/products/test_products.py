@@ -207,7 +207,7 @@ def test_waiting_requests_share_a_product(
     ]
     lines: list[Line] = []
     for request, rows in asked:
-        payload = wire.as_bytes(rows) if isinstance(request, wire.Execute) else memoryview(b"")
+        payload = wire.RING32.pack(rows) if isinstance(request, wire.Execute) else memoryview(b"")
         lines.append(inbox.line())
         lines[-1].send(work(request, tenant=str(len(lines))), payload)
     executor.stop()
@@ -224,7 +224,7 @@ def test_waiting_requests_share_a_product(
         reply = wire.decode_reply(answer.head[wire.PREFIX.size :])
         assert isinstance(reply, wire.Result)
         assert reply.nonce == request.nonce
-        got = wire.as_matrix(bytearray(answer.payload), rows=len(rows), arithmetic="ring")
+        got = wire.RING32.unpack(bytearray(answer.payload), rows=len(rows))
         assert torch.equal(got, oracle(store, request.group, "forward", rows))
         assert answer.rows == request.rows
 
@@ -241,7 +241,7 @@ def test_a_failing_product_is_answered_and_forgotten(
 
     with monkeypatch.context() as patch:
         patch.setattr(ServedModel, "product", fail)
-        reply = client.ask(execute(0, 1), wire.as_bytes(x))
+        reply = client.ask(execute(0, 1), wire.RING32.pack(x))
     assert isinstance(reply, wire.Failure)
     assert reply.code == wire.ErrorCode.INTERNAL
     assert "secret" not in reply.detail
@@ -328,7 +328,7 @@ def test_rows_are_batched_and_answered_without_operations_of_torch(store: Weight
     lines = [inbox.line() for _ in range(5)]
     rows = [ring_rows(count, width, seed=count) for count in (1, 2, 3, 1, 4)]
     for tenant, (line, part) in enumerate(zip(lines, rows, strict=True)):
-        line.send(work(execute(0, len(part)), tenant=str(tenant)), wire.as_bytes(part))
+        line.send(work(execute(0, len(part)), tenant=str(tenant)), wire.RING32.pack(part))
     executor.stop()
     with operations:
         executor.run()
@@ -337,7 +337,7 @@ def test_rows_are_batched_and_answered_without_operations_of_torch(store: Weight
     for line, part in zip(lines, rows, strict=True):
         answer = line.receive(0.0)
         assert answer is not None
-        got = wire.as_matrix(bytearray(answer.payload), rows=len(part), arithmetic="ring")
+        got = wire.RING32.unpack(bytearray(answer.payload), rows=len(part))
         assert torch.equal(got, oracle(store, 0, "forward", part))
 
 
@@ -357,7 +357,7 @@ def test_a_small_answer_does_not_keep_a_large_product(store: WeightStore, reques
     executor = Executor(Watched(store), inbox=inbox, scheduling=SchedulerConfig(slice_ms=10_000))
     lines = [inbox.line() for _ in range(2)]
     for tenant, (line, rows) in enumerate(zip(lines, (1, 8192), strict=True)):
-        line.send(work(execute(0, rows), tenant=str(tenant)), wire.as_bytes(ring_rows(rows, width)))
+        line.send(work(execute(0, rows), tenant=str(tenant)), wire.RING32.pack(ring_rows(rows, width)))
     executor.stop()
     executor.run()
     small, large = (line.receive(0.0) for line in lines)
@@ -367,4 +367,4 @@ def test_a_small_answer_does_not_keep_a_large_product(store: WeightStore, reques
     expected = oracle(store, 0, "forward", ring_rows(1, width))
     del large
     assert products[0].expired()
-    assert torch.equal(wire.as_matrix(bytearray(small.payload), rows=1, arithmetic="ring"), expected)
+    assert torch.equal(wire.RING32.unpack(bytearray(small.payload), rows=1), expected)

@@ -40,7 +40,7 @@ replies: SearchStrategy[wire.Reply] = (
         version=counts,
         model_digest=texts,
         max_rows=bindings["rows"],
-        max_payload=st.integers(wire.ITEM_BYTES, wire.MAX_PAYLOAD),
+        max_payload=st.integers(4, wire.MAX_PAYLOAD),
     )
     | st.builds(
         wire.HealthReport,
@@ -274,18 +274,18 @@ def test_a_frame_that_could_not_be_read_is_not_written() -> None:
 
 @given(st.data(), testing.widths(), testing.row_counts())
 def test_matrices_round_trip_without_a_copy(data: st.DataObject, width: int, count: int) -> None:
-    arithmetic = data.draw(st.sampled_from(get_args(wire.Arithmetic)))
-    if arithmetic == "ring":
+    encoding = wire.encoding_of(data.draw(st.sampled_from(get_args(wire.Arithmetic))))
+    if encoding == wire.RING32:
         matrix = data.draw(testing.ring_rows(width=width, count=count))
     else:
         matrix = data.draw(testing.float_rows(width=width, count=count, dtypes=[torch.float32]))
-    assert matrix.dtype == wire.payload_dtype(arithmetic)
+    assert matrix.dtype == encoding.dtype
 
-    sent = wire.as_bytes(matrix)
+    sent = encoding.pack(matrix)
     assert sent.format == "B"
-    assert sent.nbytes == matrix.numel() * wire.ITEM_BYTES
+    assert sent.nbytes == encoding.size(count, width) == 4 * matrix.numel()
     received = bytearray(sent)
-    got = wire.as_matrix(received, rows=count, arithmetic=arithmetic)
+    got = encoding.unpack(received, rows=count)
     assert got.dtype == matrix.dtype
     assert len(got) == count
     if not count:
@@ -295,12 +295,12 @@ def test_matrices_round_trip_without_a_copy(data: st.DataObject, width: int, cou
     assert int.from_bytes(sent[:4], "little") == matrix.view(torch.int32)[0, 0]
     received[:4] = sent[:4]  # and so is the buffer that was received
     assert got[0, 0] == 77
-    assert wire.as_matrix(memoryview(received), rows=count, arithmetic=arithmetic).data_ptr() == got.data_ptr()
+    assert encoding.unpack(memoryview(received), rows=count).data_ptr() == got.data_ptr()
     again = torch.frombuffer(sent, dtype=matrix.dtype)
     assert again.data_ptr() == matrix.data_ptr()
 
 
 def test_payloads_are_little_endian_and_row_major() -> None:
     matrix = torch.tensor([[1, -2], [3, 1 << 30]], dtype=torch.int32)
-    assert bytes(wire.as_bytes(matrix)).hex() == "01000000feffffff0300000000000040"
-    assert bytes(wire.as_bytes(matrix.t())) == bytes(wire.as_bytes(matrix.t().contiguous()))
+    assert bytes(wire.RING32.pack(matrix)).hex() == "01000000feffffff0300000000000040"
+    assert bytes(wire.RING32.pack(matrix.t())) == bytes(wire.RING32.pack(matrix.t().contiguous()))

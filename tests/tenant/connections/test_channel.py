@@ -144,7 +144,7 @@ def test_an_answer_to_another_question_is_refused(
 
 def damaged(reply: wire.Result, answer: Tensor) -> dict[str, tuple[bytes, type[Exception]]]:
     header = wire.encode(reply, payload_bytes=4 * answer.numel())
-    body = bytes(wire.as_bytes(answer))
+    body = bytes(wire.RING32.pack(answer))
     prefix = wire.PREFIX.size
     return {
         "magic": (b"HTTP" + header[4:] + body, ProtocolError),

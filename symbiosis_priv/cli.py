@@ -36,7 +36,7 @@ _SHORT_HELP = {
     "demo": "Fine-tune and generate on untrusted providers, and prove it.",
     "keys": "Create, request, sign, rotate and show certificates.",
     "provider": "Serve the frozen layers of a public model.",
-    "registry": "Run and audit a registry, by which executors are found.",
+    "registry": "Run a registry, by which executors are found, or show what it lists.",
     "tenant": "Fine-tune adapters and generate on somebody else's base model.",
     "federation": "Write a federation file, and look at the providers that it names.",
     "verify": "Test live providers for exactness, property by property.",

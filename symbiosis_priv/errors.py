@@ -70,7 +70,7 @@ class CertificateError(SymbiosisError):
 
 
 class DescriptorError(SymbiosisError):
-    """What a registry passed on, or its log, is not what it claims to be; nobody acts on it."""
+    """A descriptor that a registry passed on is not valid; it is dropped."""
 
 
 class CheckpointError(SymbiosisError):

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from provider.registry.config import RegistryConfig
 from provider.registry.server import RegistryServer
-from provider.registry.storage import Log
+from provider.registry.store import Store
 from tests.vouching import Vouching
 
 
 def registry_config(vouching: Vouching, *, name: str = "registry", **changes: Any) -> RegistryConfig:
-    """Of a registry that the authority vouches for, on loopback, with its log in memory."""
+    """Of a registry that the authority vouches for, on loopback, with its descriptors in memory."""
     identity = vouching.identity(name)
     values: dict[str, Any] = {
         "listen": "127.0.0.1:0",
@@ -25,12 +24,12 @@ def registry_config(vouching: Vouching, *, name: str = "registry", **changes: An
     return RegistryConfig(**(values | changes))
 
 
-class _Script(Log):
-    def __init__(self, name: str) -> None:
-        super().__init__(None, name=name)
+class _Script(Store):
+    def __init__(self) -> None:
+        super().__init__(None)
         self.listing: list[bytes] = []
 
-    def listed(self, model: str, *, now: float, vouched: Callable[[bytes], bool] = bool) -> list[bytes]:
+    def listed(self, model: str | None, *, now: float) -> list[bytes]:
         return list(self.listing)
 
 
@@ -39,8 +38,8 @@ class LyingRegistry(RegistryServer):
 
     def __init__(self, config: RegistryConfig) -> None:
         super().__init__(config)
-        self.log.close()
-        self.script = self.log = _Script(self.name)
+        self.store.close()
+        self.script = self.store = _Script()
 
     def show(self, *listing: bytes) -> None:
         """From now on it lists these, in this order, whatever has been announced."""

@@ -11,9 +11,9 @@ from symbiosis_priv import certificates
 from symbiosis_priv.certificates import Identity, Kind
 from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.network.tls import registry_client_context
-from symbiosis_priv.registry.descriptor import Announced, describe, verify
+from symbiosis_priv.registry.descriptor import MS, VerifiedDescriptor, describe, verify
 from symbiosis_priv.registry.queries import RegistryClient
-from symbiosis_priv.registry.statements import MS, Trust
+from symbiosis_priv.registry.trust import Trust
 
 DIGEST = "sha256:" + "7" * 64
 DEADLINE_S = 20.0
@@ -57,9 +57,10 @@ class Vouching:
         }
         return describe(self.identity(name), **(values | changes))
 
-    def said(self, name: str, **changes: Any) -> Announced:
-        """The same, verified."""
-        return verify(self.says(name, **changes), self.trust, now=None)
+    def said(self, name: str, **changes: Any) -> VerifiedDescriptor:
+        """The same, verified as of its issue."""
+        issued = changes.get("issued", self.began + changes.get("after_ms", 0))
+        return verify(self.says(name, **changes), self.trust, now=issued / MS)
 
     def client(self, address: str) -> RegistryClient:
         """To be entered."""

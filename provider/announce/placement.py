@@ -21,7 +21,7 @@ from symbiosis_priv.checkpoints.weights import Progress
 from symbiosis_priv.errors import ConfigError, DescriptorError, SymbiosisError
 from symbiosis_priv.network.tls import registry_client_context
 from symbiosis_priv.registry.coverage import coverage, most_needed
-from symbiosis_priv.registry.descriptor import Announced, newest, verify
+from symbiosis_priv.registry.descriptor import VerifiedDescriptor, newest, verify
 from symbiosis_priv.registry.queries import RegistryClient
 
 log = logs.EventLog(__name__)
@@ -59,11 +59,11 @@ def _with_layers(config: ProviderConfig, layers: str) -> ProviderConfig:
     return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, layers=layers))
 
 
-def _others(config: ProviderConfig, manifest: Manifest) -> list[Announced]:
+def _others(config: ProviderConfig, manifest: Manifest) -> list[VerifiedDescriptor]:
     """The other executors of the model, as all registries together know them."""
     trust = trust_of(config.registry)
     own = key_fingerprint(load_certificates(config.tls.certificate)[0])
-    found: list[Announced] = []
+    found: list[VerifiedDescriptor] = []
     failures = []
     for address in config.registry.announce:
         try:
@@ -83,5 +83,5 @@ def _others(config: ProviderConfig, manifest: Manifest) -> list[Announced]:
         raise ConfigError(
             f'layers = "auto" needs a registry, and none can be reached ({failures[0]}): start one, or name the layers'
         )
-    same = (one for one in newest(found).values() if one.said.model_digest == manifest.digest)
+    same = (one for one in newest(found).values() if one.descriptor.model_digest == manifest.digest)
     return [one for one in same if one.key != own]

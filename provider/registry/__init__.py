@@ -1,8 +1,10 @@
-"""A registry: passes on what executors say of themselves, and keeps a log of it that others can check.
+"""A registry: stores the newest signed descriptor of each executor, and lists them to tenants.
 
-storage    the log, in SQLite
-server     answers announcements and questions
-replica    follows another registry's log
-audit      checks logs, and compares them
-cli        `symbiosis-priv registry`
+Read in this order:
+
+    config    options and limits
+    store     the newest descriptor of each key, in SQLite
+    rates     a token bucket for each client
+    server    answers requests
+    cli       `symbiosis-priv registry`
 """

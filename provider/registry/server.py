@@ -1,10 +1,8 @@
-"""A registry's server: TLS 1.3, a thread for each place, and a bound for everything that a client can make it hold.
+"""A registry's server: TLS 1.3, one thread for each connection, and a limit for everything that a client can allocate.
 
-Clients are not authenticated, so connections and requests are bounded by network (`provider.gateway.strangers`):
-a crowd from one network costs other networks nothing. A descriptor is stored only if the federation's authority vouches
-for its executor, if its host is the executor's own, and if it is newer than the one before; each key may announce so
-often and no oftener, and what has expired is forgotten after some days. So the log is bounded by the executors that the
-authority has vouched for, whoever else comes.
+Clients do not authenticate, so connections and requests are limited by network (`provider.gateway.strangers`): a crowd
+in one network takes no places of other networks. A descriptor is stored only if it passes `descriptor.verify` and is
+newer than the one before. The number of announcements of each key is limited, and so is the number of executors.
 """
 
 from __future__ import annotations
@@ -12,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import socket
+import ssl
 import threading
 import time
+from datetime import UTC, datetime
 from types import TracebackType
 from typing import Final, Self
 
@@ -21,22 +21,21 @@ from provider import logs
 from provider.config.reload import Reloader
 from provider.gateway.link import Link, bound_address, hang_up, listen
 from provider.gateway.strangers import Stranger, Strangers
-from provider.registry.config import DAY_S, RegistryConfig
-from provider.registry.credentials import RegistryCredentials
+from provider.registry.config import RegistryConfig
 from provider.registry.rates import Rates
-from provider.registry.storage import Log
-from symbiosis_priv.errors import ConfigError, DescriptorError, ProtocolError, StorageError, TransportError
+from provider.registry.store import Store
+from symbiosis_priv.certificates import load_certificates
+from symbiosis_priv.errors import CertificateError, DescriptorError, ProtocolError, StorageError, TransportError
 from symbiosis_priv.network import wire
+from symbiosis_priv.network.tls import registry_server_context
 from symbiosis_priv.registry import protocol
-from symbiosis_priv.registry.descriptor import verify
-from symbiosis_priv.registry.history import Head, sign_head, verify_head
-from symbiosis_priv.registry.statements import MAX_BYTES, MS, Trust
+from symbiosis_priv.registry.descriptor import MAX_BYTES, verify
+from symbiosis_priv.registry.trust import Trust
 
 log = logs.EventLog(__name__)
 
 _BACKLOG: Final = 256
 _ACCEPT_S: Final = 0.5  # how long a stop may go unnoticed
-_TIDY_S: Final = 600.0
 _TOO_MANY: Final = wire.Failure(code=wire.ErrorCode.BUSY, detail="too many requests from this network")
 
 
@@ -46,21 +45,16 @@ class RegistryServer:
         with RegistryServer(config) as registry:
             connect_to(registry.address)
 
-    Args:
-        config: whose it is, and its limits.
-        replica_of: the name of the registry whose log this one passes on; then it takes no announcements.
-
     Raises:
-        CertificateError, ConfigError: as they say.
+        CertificateError: a certificate, key or list cannot be used.
+        ConfigError: the database or the address cannot be used.
     """
 
-    def __init__(self, config: RegistryConfig, *, replica_of: str | None = None) -> None:
+    def __init__(self, config: RegistryConfig) -> None:
         self.config = config
-        self.replica_of = replica_of
         files = (config.certificate, config.key, config.authority, config.revoked)
         self._reloader = Reloader(lambda: filter(None, files), self._reload)
-        self._credentials = RegistryCredentials.load(config)
-        self.log = Log(config.database, name=replica_of or self._credentials.name, max_bytes=config.max_log_mib << 20)
+        self._context, self._trust = _load(config)
         self._visits = Rates(per_s=config.requests_per_s, burst=10 * config.requests_per_s)
         per_h = config.announcements_per_h
         self._announcements = Rates(per_s=per_h / 3600, burst=max(1.0, per_h / 4))
@@ -68,23 +62,14 @@ class RegistryServer:
         self._stopping = threading.Event()
         self._threads: dict[Stranger, threading.Thread] = {}
         self._lock = threading.Lock()
+        self.store = Store(config.database)
         try:
+            self._drop_unbelieved()
             self._listener = listen(config.listen, backlog=_BACKLOG)
         except BaseException:
-            self.log.close()
+            self.store.close()
             raise
         self._acceptor = threading.Thread(target=self._accept, name="accept", daemon=True)
-        self._tidier = threading.Thread(target=self._tidy, name="tidy", daemon=True)
-
-    @property
-    def name(self) -> str:
-        """As its certificate says."""
-        return self._credentials.name
-
-    @property
-    def trust(self) -> Trust:
-        """Who vouches for executors and registries, as the files say now."""
-        return self._credentials.trust
 
     @property
     def address(self) -> str:
@@ -93,14 +78,13 @@ class RegistryServer:
 
     def start(self) -> Self:
         """Begin to accept."""
-        for thread in (self._acceptor, self._tidier):
-            thread.start()
+        self._acceptor.start()
         self._reloader.start()
-        log.info("registry_started", registry=self.name, address=self.address, entries=self.log.position[0])
+        log.info("registry_started", address=self.address)
         return self
 
     def stop(self) -> None:
-        """Close connections and the log; returns within twice `frame_timeout_s`."""
+        """Close the connections and the database; returns within twice `frame_timeout_s`."""
         self._stopping.set()
         self._reloader.close(self.config.frame_timeout_s)
         hang_up(self._listener, socket.SHUT_RDWR)  # wakes `accept` where the system does so
@@ -113,9 +97,8 @@ class RegistryServer:
             threads = list(self._threads.values())
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        self._tidier.join()
-        self.log.close()
-        log.info("registry_stopped", registry=self.name)
+        self.store.close()
+        log.info("registry_stopped")
 
     def __enter__(self) -> Self:
         return self.start()
@@ -126,20 +109,13 @@ class RegistryServer:
         self.stop()
 
     def _reload(self) -> None:
-        credentials = RegistryCredentials.load(self.config, revoked=self.trust.revoked)
-        if credentials.name != self.name:
-            raise ConfigError(f"{self.config.certificate} names another registry: start one anew for it")
-        self._credentials = credentials
-        log.info("reloaded")
+        self._context, self._trust = _load(self.config, revoked=self._trust.revoked)
+        log.info("reloaded", dropped=self._drop_unbelieved())
 
-    def _tidy(self) -> None:
-        while not self._stopping.wait(_TIDY_S):
-            try:
-                forgotten = self.log.forget(expired_before=time.time() - DAY_S * self.config.retain_days)
-            except StorageError as error:
-                log.failure("tidying_failed", error)
-            else:
-                log.info("tidied", forgotten=forgotten)
+    def _drop_unbelieved(self) -> int:
+        """Drop the descriptors of certificates that were revoked, or whose authority was replaced."""
+        trust = self._trust
+        return self.store.drop_unless(lambda data, issued: _is_believed(data, trust, at=issued))
 
     # The accept loop
 
@@ -205,7 +181,7 @@ class RegistryServer:
         raw = stranger.socket
         raw.settimeout(self.config.frame_timeout_s)
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection = self._credentials.context.wrap_socket(raw, server_side=True, do_handshake_on_connect=False)
+        connection = self._context.wrap_socket(raw, server_side=True, do_handshake_on_connect=False)
         if not self._present.speak(stranger, connection):
             return
         connection.do_handshake()  # the socket's timeout covers all of it
@@ -239,49 +215,52 @@ class RegistryServer:
             case protocol.Announce():
                 return self._take(payload), b""
             case protocol.List():
-                vouches = self._credentials.vouches
-                listed = self.log.listed(request.model_digest, now=time.time(), vouched=vouches)
+                listed = self.store.listed(request.model_digest, now=time.time())
                 return protocol.Listed(), protocol.encode_listing(listed)
-            case protocol.History():
-                return self._recorded(request)
 
     def _take(self, data: bytes) -> protocol.Reply:
+        now, trust = time.time(), self._trust
         try:
-            if self.replica_of is not None:
-                raise DescriptorError(f"this registry passes on the log of {self.replica_of}: announce it there")
-            announced = verify(data, self.trust, now=time.time())
-            number = self.log.append(announced, admit=functools.partial(self._admit, announced.key))
+            new = verify(data, trust, now=now)
+            self.store.take(new, now=now, admit=functools.partial(self._admit, new.key, trust))
         except (DescriptorError, _TooOftenError) as error:
             log.often("announcement_refused", reason=str(error))
             code = wire.ErrorCode.BUSY if isinstance(error, _TooOftenError) else wire.ErrorCode.REFUSED
             return wire.Failure(code=code, detail=str(error))
         except StorageError as error:
             log.failure("announcement_lost", error)
-            return wire.Failure(code=wire.ErrorCode.INTERNAL, detail="the log cannot be written")
-        log.often("announced", provider=announced.name, layers=str(announced.said.layers), entry=number)
-        return protocol.Accepted(entry=number)
+            return wire.Failure(code=wire.ErrorCode.INTERNAL, detail="the database cannot be written")
+        log.often("announced", provider=new.name, layers=str(new.descriptor.layers))
+        return protocol.Accepted()
 
-    def _admit(self, key: str) -> None:
+    def _admit(self, key: str, trust: Trust) -> None:
+        if trust is not self._trust:  # what a reload has just dropped must not come back
+            raise DescriptorError("the registry has read its files again: announce it again")
         if not self._announcements.take(key, now=time.monotonic()):
             raise _TooOftenError("this executor announces itself too often")
 
-    def _recorded(self, request: protocol.History) -> tuple[protocol.Reply, bytes]:
-        span = self.log.span(request.after)  # before the head: it counts these entries, and perhaps later ones
-        head, entries = self.log.head if self.replica_of is not None else self._sign_head(), list(span.entries)
-        if self.replica_of is not None:  # while it catches up, it has entries that the registry's head does not count
-            counted = verify_head(head, self.trust.of_the_past, now=None).said.entries if head else 0
-            if not head or counted < span.after:
-                return wire.Failure(code=wire.ErrorCode.BUSY, detail="this replica has not reached its registry"), b""
-            entries = entries[: counted - span.after]
-        record = protocol.Record(after=span.after, before=span.before, entries=entries, head=head)
-        return protocol.Recorded(), protocol.encode_record(record)
-
-    def _sign_head(self) -> bytes:
-        credentials = self._credentials
-        entries, found = self.log.position
-        head = Head(issued=round(MS * time.time()), certificate=credentials.certificate, entries=entries, hash=found)
-        return sign_head(head, credentials.key)
-
 
 class _TooOftenError(Exception):
-    """Of one executor's announcements."""
+    """An executor exceeds its announcements_per_h."""
+
+
+def _load(config: RegistryConfig, *, revoked: frozenset[str] = frozenset()) -> tuple[ssl.SSLContext, Trust]:
+    """Read the files. Raises `CertificateError` also if the authority does not vouch for the registry's certificate."""
+    context = registry_server_context(certificate=config.certificate, key=config.key)
+    trust = Trust.load(config.authority, config.revoked, known=revoked)
+    try:
+        trust.check(load_certificates(config.certificate)[0], at=datetime.now(UTC))
+    except DescriptorError as error:
+        raise CertificateError(
+            f"{config.certificate} cannot be a registry's: {error}. Ask for one with `symbiosis-priv keys request "
+            f"--provider`, and have it signed by {config.authority}"
+        ) from error
+    return context, trust
+
+
+def _is_believed(data: bytes, trust: Trust, *, at: float) -> bool:
+    try:
+        verify(data, trust, now=at)
+    except DescriptorError:
+        return False
+    return True

@@ -29,7 +29,7 @@ from symbiosis_priv.network.tls import registry_client_context
 from symbiosis_priv.network.wire import Role
 from symbiosis_priv.registry.descriptor import verify
 from symbiosis_priv.registry.queries import RegistryClient
-from symbiosis_priv.registry.statements import Trust
+from symbiosis_priv.registry.trust import Trust
 from symbiosis_priv.system.files import write_atomically
 
 _POLL_S = 0.02
@@ -298,7 +298,7 @@ class LocalFederation:
         while True:
             with RegistryClient(self.registry, context, deadline_s=self._deadline_s) as registry:
                 found = [verify(data, trust, now=time.time()) for data in registry.list(self._digest)]
-            if provider.address in (announced.said.address for announced in found):
+            if provider.address in (announced.descriptor.address for announced in found):
                 return
             if time.monotonic() > deadline:
                 raise DeadlineExceededError(

@@ -1,7 +1,10 @@
-"""Registries: how executors are found that no file lists. `provider.registry` runs one.
+"""How tenants find executors that their federation file does not list. `provider.registry` runs a registry.
 
-protocol   what is said to a registry, and what it answers
-history    its log: a hash chain of descriptors, and its signed head
-client     asks one, under a deadline
-coverage   which layers the descriptors of a federation leave out, and which of them to take over
+Read in this order:
+
+    trust        which authorities sign providers' certificates, and which certificates were revoked
+    descriptor   what an executor says about itself, signed
+    protocol     the requests and replies of a registry
+    queries      sends the requests, under a deadline
+    coverage     which layers a federation lacks, and which of them a new provider should serve
 """

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.federation.spelling import plain
-from symbiosis_priv.registry.descriptor import Announced
+from symbiosis_priv.registry.descriptor import VerifiedDescriptor
 
 _ENOUGH_OPERATORS: Final = 2
 _MOST_TIMES_USUAL: Final = 4.0
@@ -35,21 +35,21 @@ class Served(NamedTuple):
     capacity: float = 0.0
 
 
-def coverage(layers: int, announced: Iterable[Announced]) -> list[Served]:
+def coverage(layers: int, announced: Iterable[VerifiedDescriptor]) -> list[Served]:
     """How much each layer of a model is served. Executors that are about to leave count for nothing.
 
     Args:
         layers: of the model.
         announced: executors of it.
     """
-    staying = [one for one in announced if not one.said.draining]
-    most = _MOST_TIMES_USUAL * statistics.median_low([one.said.capacity for one in staying] or [0.0])
+    staying = [one for one in announced if not one.descriptor.draining]
+    most = _MOST_TIMES_USUAL * statistics.median_low([one.descriptor.capacity for one in staying] or [0.0])
     operators: list[set[str]] = [set() for _ in range(layers)]
     capacities = [0.0] * layers
     for one in staying:
-        for layer in range(one.said.first_layer, min(one.said.last_layer + 1, layers)):
+        for layer in range(one.descriptor.first_layer, min(one.descriptor.last_layer + 1, layers)):
             operators[layer].add(plain(one.operator))
-            capacities[layer] += min(one.said.capacity, most)
+            capacities[layer] += min(one.descriptor.capacity, most)
     return [
         Served(min(len(who), _ENOUGH_OPERATORS), capacity) for who, capacity in zip(operators, capacities, strict=True)
     ]

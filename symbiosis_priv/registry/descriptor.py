@@ -1,50 +1,90 @@
-"""What an executor says of itself, signed: where it is, which layers of which model it serves, and until when.
+"""What an executor says about itself, signed: its address, the layers that it serves, and until when.
 
-A registry passes descriptors on, and nobody believes it (`statements`). What it can do is to hold one back, or to show
-an older one that has not expired. A reader remembers the newest of each key, so an older one does not come back; asks
-several registries, and takes the newest; and a descriptor lives for minutes.
+Theory of operation. The executor signs its descriptor with the key of its own certificate, which an authority of the
+federation has issued. The certificate is part of the descriptor. Name, operator and hosts are read from the
+certificate only, because only there does the authority vouch for them.
+
+    body        msgpack of the descriptor, in the one form that its encoder gives
+    signature   over a domain and the body, by the certificate's key
+
+The domain keeps the signature apart from everything else that the key signs, TLS handshakes included.
+
+A registry passes descriptors on, and no reader trusts the registry. A registry can only withhold a descriptor, or show
+an older one that has not expired. Readers remember the newest descriptor of each key, ask several registries, and take
+the newest; a descriptor lives for minutes.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
 from typing import Annotated, Final
 
 import msgspec
-from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes, PublicKeyTypes
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from symbiosis_priv.certificates import Identity, hosts_of, load_certificates
+from symbiosis_priv.certificates import (
+    Identity,
+    hosts_of,
+    key_fingerprint,
+    load_certificates,
+    operator_of,
+    provider_name,
+)
 from symbiosis_priv.checkpoints.layers import LayerRange
-from symbiosis_priv.errors import ConfigError, DescriptorError
+from symbiosis_priv.errors import CertificateError, ConfigError, DescriptorError
 from symbiosis_priv.limits import MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
-from symbiosis_priv.registry import statements
-from symbiosis_priv.registry.statements import CLOCK_TOLERANCE_S, MS, Milliseconds, Statement, Trust, Vouched
+from symbiosis_priv.registry.trust import Trust
 
+MAX_BYTES: Final = 4096
+"""Size limit of a signed descriptor."""
+MAX_CERTIFICATE: Final = 2048
+"""Size limit of the certificate in it, bytes of DER."""
 MAX_LIFETIME_S: Final = 86_400
 MAX_LAYERS: Final = 1 << 16
+CLOCK_TOLERANCE_S: Final = 60
+"""By how much two parties' clocks may differ."""
+MEMORY_S: Final = MAX_LIFETIME_S + 2 * CLOCK_TOLERANCE_S
+"""So long after its issue no older descriptor of the same key can still be valid: until then a reader remembers it."""
+MS: Final = 1000
 
-_DOMAIN: Final = b"descriptor 1"
+_MAX_SIGNATURE: Final = 160  # bytes: the most of ECDSA over P-521, in DER
+_ECDSA: Final = ec.ECDSA(hashes.SHA256())
+_DOMAIN: Final = b"symbiosis-priv descriptor 1\0"
 
 Digest = Annotated[str, msgspec.Meta(pattern="^sha256:[0-9a-f]{64}$")]
+Milliseconds = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+"""Since 1970, UTC."""
 _Layer = Annotated[int, msgspec.Meta(ge=0, lt=MAX_LAYERS)]
 
 
-class Descriptor(Statement, frozen=True):
-    """An executor in its own words. Of two descriptors of one key, the one that was issued later counts.
+class Descriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an executor says about itself. Of two descriptors of one key, the one that was issued later counts.
 
     Args:
+        issued: when it was signed.
+        certificate: the executor's own, DER.
         host: where it listens: one of the hosts of its certificate, spelled as there.
-        port: likewise.
+        port: where it listens.
         model_digest: of the whole model.
         weight_bits: of its weights.
-        first_layer: that it serves.
-        last_layer: that it serves, included.
-        capacity: what it can do, relative to others.
-        expires: when it is not true any more unless it is said again.
-        draining: it is about to leave: nobody should begin anything there.
+        first_layer: first layer that it serves.
+        last_layer: last layer that it serves.
+        capacity: its throughput, relative to other executors.
+        expires: when the descriptor stops being valid.
+        draining: the executor is about to stop and takes no new work.
     """
 
+    issued: Milliseconds
+    certificate: Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_CERTIFICATE)]
     host: Annotated[str, msgspec.Meta(min_length=1, max_length=253)]
     port: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
     model_digest: Digest
@@ -59,11 +99,11 @@ class Descriptor(Statement, frozen=True):
         if self.first_layer > self.last_layer:
             raise ValueError("its first layer comes after its last")
         if not 0 < self.expires - self.issued <= MS * MAX_LIFETIME_S:
-            raise ValueError(f"it does not live for up to {MAX_LIFETIME_S} seconds")
+            raise ValueError(f"its lifetime is not between 0 and {MAX_LIFETIME_S} seconds")
 
     @property
     def layers(self) -> LayerRange:
-        """What it serves."""
+        """The layers that it serves."""
         return LayerRange(self.first_layer, self.last_layer)
 
     @property
@@ -72,8 +112,46 @@ class Descriptor(Statement, frozen=True):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-Announced = Vouched[Descriptor]
-"""A descriptor that has passed `verify`."""
+class _Signed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    body: Annotated[bytes, msgspec.Meta(max_length=MAX_BYTES)]
+    signature: Annotated[bytes, msgspec.Meta(max_length=_MAX_SIGNATURE)]
+
+
+@dataclass(frozen=True)
+class VerifiedDescriptor:
+    """A descriptor that has passed `verify`.
+
+    Args:
+        descriptor: what the executor says.
+        certificate: the executor's own.
+        data: the signed descriptor, to be passed on.
+        digest: SHA-256 of what was signed.
+    """
+
+    descriptor: Descriptor
+    certificate: x509.Certificate
+    data: bytes
+    digest: bytes
+
+    @cached_property
+    def key(self) -> str:
+        """`key_fingerprint` of the executor's public key."""
+        return key_fingerprint(self.certificate)
+
+    @cached_property
+    def name(self) -> str:
+        """The executor's name, as the authority vouches for it."""
+        return provider_name(self.certificate) or ""
+
+    @cached_property
+    def operator(self) -> str:
+        """The company that runs the executor, as the authority vouches for it."""
+        return operator_of(self.certificate) or ""
+
+    @property
+    def age(self) -> tuple[int, bytes]:
+        """Orders the descriptors of one key, newest last; the digest decides between two of one millisecond."""
+        return self.descriptor.issued, self.digest
 
 
 def describe(
@@ -88,10 +166,10 @@ def describe(
     lifetime_s: float,
     draining: bool = False,
 ) -> bytes:
-    """A signed descriptor of an executor, in its own name.
+    """Make a signed descriptor of one's own executor.
 
     Args:
-        identity: its certificate, that the federation's authority has issued, and its key.
+        identity: the executor's certificate, that the federation's authority has issued, and its key.
         issued: milliseconds since 1970.
 
     Raises:
@@ -115,60 +193,102 @@ def describe(
     try:
         descriptor = msgspec.convert(fields, Descriptor)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"nothing that a descriptor may say: {error}") from error
+        raise ConfigError(f"this executor cannot be announced: {error}") from error
     return sign(descriptor, identity.private_key())
 
 
 def sign(descriptor: Descriptor, key: PrivateKeyTypes) -> bytes:
-    """A descriptor, signed with the key of its certificate; errors as `statements.sign` has them."""
-    return statements.sign(descriptor, key, domain=_DOMAIN)
+    """Sign a descriptor with the key of its certificate.
+
+    Raises:
+        CertificateError: the key is neither elliptic-curve nor Ed25519.
+        ConfigError: the signed descriptor is too large.
+    """
+    body = _encoder.encode(descriptor)
+    if isinstance(key, ec.EllipticCurvePrivateKey):
+        signature = key.sign(_DOMAIN + body, _ECDSA)
+    elif isinstance(key, ed25519.Ed25519PrivateKey):
+        signature = key.sign(_DOMAIN + body)
+    else:
+        raise CertificateError("the key is neither elliptic-curve nor Ed25519: make one with `keys request --provider`")
+    data = _encoder.encode(_Signed(body=body, signature=signature))
+    if len(data) > MAX_BYTES:
+        raise ConfigError(
+            f"the descriptor has {len(data)} bytes, at most {MAX_BYTES} are allowed: get a certificate with fewer hosts"
+        )
+    return data
 
 
-def verify(data: bytes, trust: Trust, *, now: float | None, after: tuple[int, bytes] | None = None) -> Announced:
-    """Everything that makes a descriptor believable, whoever has passed it on.
+def verify(data: bytes, trust: Trust, *, now: float) -> VerifiedDescriptor:
+    """Check everything that makes a descriptor believable.
 
     Args:
-        data: from anywhere.
-        trust: who vouches for executors.
-        now: seconds since 1970; None for a descriptor of the past, as it was when it was issued.
-        after: the `age` of the newest one that is known of the same key, if the caller has seen one: an older one is
-            a replay. The same one is none.
+        data: from an untrusted source.
+        trust: the authorities that vouch for executors.
+        now: seconds since 1970.
 
     Raises:
         DescriptorError: says what is wrong. The message quotes nothing that was received.
     """
-    vouched = statements.verify(data, _decoder, domain=_DOMAIN, trust=trust, now=now)
-    said = vouched.said
-    if not vouched.operator:
+    try:
+        if len(data) > MAX_BYTES:
+            raise DescriptorError("it is too large")
+        signed = _signed_decoder.decode(data)
+        descriptor = _decoder.decode(signed.body)
+        if _encoder.encode(descriptor) != signed.body or _encoder.encode(signed) != data:
+            raise DescriptorError("it is not in canonical form")
+        certificate = x509.load_der_x509_certificate(descriptor.certificate)
+        trust.check(certificate, at=datetime.fromtimestamp(now, UTC))
+        key = certificate.public_key()
+    except _MALFORMED as error:
+        raise DescriptorError(f"it is malformed ({type(error).__name__})") from error
+    if not _is_signed(signed, key=key):
+        raise DescriptorError("it is not signed by the key of its certificate")
+    if operator_of(certificate) is None:
         raise DescriptorError("its certificate does not say who runs it (`symbiosis-priv keys sign --operator`)")
-    if said.host not in hosts_of(vouched.certificate):
+    if descriptor.host not in hosts_of(certificate):
         raise DescriptorError("it claims a host that its certificate does not name")
-    if now is not None and said.expires / MS < now - CLOCK_TOLERANCE_S:
-        raise DescriptorError("it has expired: compare the clocks if it is new")
-    if after is not None and vouched.age < after:
-        raise DescriptorError("a newer one of the same key is known")
-    return vouched
-
-
-def verify_past(data: bytes, trust: Trust, *, now: float) -> Announced:
-    """A descriptor of a log: as `verify` has it for when it was issued, which must have been.
-
-    Raises:
-        DescriptorError: as `verify`, and for one of the future, which a log would have to keep until then.
-    """
-    announced = verify(data, trust, now=None)
-    if announced.said.issued / MS > now + CLOCK_TOLERANCE_S:
+    if descriptor.issued / MS > now + CLOCK_TOLERANCE_S:
         raise DescriptorError("it comes from the future: compare the clocks")
-    return announced
+    if descriptor.expires / MS < now - CLOCK_TOLERANCE_S:
+        raise DescriptorError("it has expired: compare the clocks if it is new")
+    return VerifiedDescriptor(descriptor, certificate, data, hashlib.sha256(signed.body).digest())
 
 
-def newest(announced: Iterable[Announced]) -> dict[str, Announced]:
-    """The newest of each key, by key."""
-    found: dict[str, Announced] = {}
-    for one in announced:
+def newest(verified: Iterable[VerifiedDescriptor]) -> dict[str, VerifiedDescriptor]:
+    """The newest descriptor of each key, by key."""
+    found: dict[str, VerifiedDescriptor] = {}
+    for one in verified:
         if one.key not in found or found[one.key].age < one.age:
             found[one.key] = one
     return found
 
 
+def _is_signed(signed: _Signed, *, key: PublicKeyTypes) -> bool:
+    message = _DOMAIN + signed.body
+    try:
+        if isinstance(key, ec.EllipticCurvePublicKey):
+            key.verify(signed.signature, message, _ECDSA)
+        elif isinstance(key, ed25519.Ed25519PublicKey):
+            key.verify(signed.signature, message)
+        else:
+            return False
+    except InvalidSignature:
+        return False
+    return True
+
+
+# What msgspec, x509 and datetime raise for malformed bytes and numbers.
+_MALFORMED = (
+    msgspec.DecodeError,
+    ValueError,
+    TypeError,
+    OverflowError,
+    OSError,
+    RecursionError,
+    UnsupportedAlgorithm,
+    x509.InvalidVersion,
+)
+_encoder = msgspec.msgpack.Encoder()
+_signed_decoder = msgspec.msgpack.Decoder(_Signed)
 _decoder = msgspec.msgpack.Decoder(Descriptor)

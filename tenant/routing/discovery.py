@@ -30,9 +30,9 @@ from symbiosis_priv.certificates.revocation import load_revoked, mark_of
 from symbiosis_priv.errors import CertificateError, DescriptorError, SymbiosisError, one_line
 from symbiosis_priv.federation import Federation, Peer, Traits, in_common, traits
 from symbiosis_priv.network.tls import registry_client_context
-from symbiosis_priv.registry.descriptor import MAX_LIFETIME_S, Announced, verify
+from symbiosis_priv.registry.descriptor import CLOCK_TOLERANCE_S, MAX_LIFETIME_S, MS, VerifiedDescriptor, verify
 from symbiosis_priv.registry.queries import RegistryClient
-from symbiosis_priv.registry.statements import CLOCK_TOLERANCE_S, MS, Trust
+from symbiosis_priv.registry.trust import Trust
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Found:
     refused: Mapping[str, str] = field(default_factory=dict)
 
 
-def admitted(federation: Federation, announced: Iterable[Announced], *, now: float) -> Found:
+def admitted(federation: Federation, announced: Iterable[VerifiedDescriptor], *, now: float) -> Found:
     """What a tenant makes of executors that have been vouched for. Who has passed their descriptors on, and in which
     order, makes no difference.
 
@@ -72,7 +72,7 @@ def admitted(federation: Federation, announced: Iterable[Announced], *, now: flo
     refused: dict[str, str] = {}
     # Of two that cannot both be what they say, the one that has spoken last is there.
     for one in sorted(announced, key=lambda one: one.age, reverse=True):
-        said = one.said
+        said = one.descriptor
         if said.expires / MS < now - CLOCK_TOLERANCE_S or said.draining:
             continue
         if (said.model_digest, said.weight_bits) != (federation.model_digest, federation.weight_bits):
@@ -128,7 +128,7 @@ class Discovery:
         self._interval_s = interval_s
         self._deadline_s = deadline_s
         self._clock = clock
-        self._newest: dict[str, Announced] = {}
+        self._newest: dict[str, VerifiedDescriptor] = {}
         self._found = Found()
         self._silent: set[str] = set()  # registries that have been complained about
         self._useless: dict[str, Counter[str]] = {}  # what has been said about each registry's
@@ -182,7 +182,7 @@ class Discovery:
         now = self._clock()
         with self._lock:
             past = round(MS * (now - MAX_LIFETIME_S - 2 * CLOCK_TOLERANCE_S))
-            self._newest = {key: one for key, one in self._newest.items() if one.said.issued > past}
+            self._newest = {key: one for key, one in self._newest.items() if one.descriptor.issued > past}
             good = [one for one in self._newest.values() if mark_of(one.certificate) not in self._trust.revoked]
             before, found = self._found, admitted(self._federation, good, now=now)
             self._found = found

@@ -16,8 +16,7 @@ from symbiosis_priv.certificates.revocation import revoke
 from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.federation import Federation, Registries
-from symbiosis_priv.registry.descriptor import describe
-from symbiosis_priv.registry.statements import MS
+from symbiosis_priv.registry.descriptor import MS, describe
 from tenant.routing.discovery import Discovery
 from threat_model.evidence.twins import twin_of
 

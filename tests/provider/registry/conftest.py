@@ -24,11 +24,11 @@ Serve = Callable[..., RegistryServer]
 
 @pytest.fixture
 def serve(vouching: Vouching, tmp_path: Path) -> Iterator[Serve]:
-    """`serve(name=..., replica_of=..., database=..., <limits>)`: a running registry."""
+    """`serve(name=..., database=..., <limits>)`: a running registry."""
     with ExitStack() as servers:
 
-        def serve(*, name: str = "registry", replica_of: str | None = None, **changes: Any) -> RegistryServer:
+        def serve(*, name: str = "registry", **changes: Any) -> RegistryServer:
             config = registry_config(vouching, name=name, **({"database": tmp_path / f"{name}.sqlite"} | changes))
-            return servers.enter_context(RegistryServer(config, replica_of=replica_of))
+            return servers.enter_context(RegistryServer(config))
 
         yield serve

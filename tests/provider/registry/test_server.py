@@ -18,21 +18,30 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from provider.registry.cli import app
 from provider.registry.config import RegistryConfig
 from provider.registry.rates import Rates
-from provider.registry.replica import Follower
 from provider.registry.server import RegistryServer
 from symbiosis_priv import certificates
 from symbiosis_priv.certificates import Kind
 from symbiosis_priv.certificates.revocation import revoke
-from symbiosis_priv.errors import CertificateError, ConfigError, ProviderError, SymbiosisError, TransportError
+from symbiosis_priv.errors import (
+    CertificateError,
+    ConfigError,
+    DescriptorError,
+    ProviderError,
+    SymbiosisError,
+    TransportError,
+)
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import parse_address
 from symbiosis_priv.network.tls import registry_client_context
 from symbiosis_priv.registry import protocol
+from symbiosis_priv.registry.descriptor import MAX_BYTES
 from symbiosis_priv.registry.queries import RegistryClient
-from symbiosis_priv.registry.statements import MAX_BYTES
+from symbiosis_priv.registry.trust import Trust
 from tests.registries import registry_config
 from tests.vouching import DEADLINE_S, DIGEST, Vouching
 
@@ -40,21 +49,17 @@ if TYPE_CHECKING:
     from tests.provider.registry.conftest import Serve
 
 
-def test_what_an_executor_announces_is_listed_and_recorded(serve: Serve, vouching: Vouching) -> None:
+def test_what_an_executor_announces_is_listed(serve: Serve, vouching: Vouching) -> None:
     server = serve()
     with vouching.client(server.address) as registry:
         assert registry.list(DIGEST) == []
-        assert registry.announce(gamma := vouching.says("gamma")) == 1
-        assert registry.announce(delta := vouching.says("delta", layers="4-7")) == 2
-        assert registry.announce(gamma) == 1  # again: nothing new
-        assert registry.list(DIGEST) == [gamma, delta]
+        registry.announce(gamma := vouching.says("gamma"))
+        registry.announce(delta := vouching.says("delta", after_ms=1, layers="4-7"))
+        registry.announce(gamma)  # again: nothing new
+        assert registry.list(DIGEST) == registry.list() == [gamma, delta]
         assert registry.list("sha256:" + "8" * 64) == []
-        span, head = registry.history(after=0, trust=vouching.trust)
-        assert list(span.entries) == [gamma, delta]
-        assert (head.name, head.said.entries, head.said.hash) == ("registry", 2, span.hashes()[2])
-        assert registry.history(after=1, trust=vouching.trust)[0].entries == [delta]
     with vouching.client(server.address) as registry:
-        leaving = vouching.says("gamma", after_ms=1, draining=True)
+        leaving = vouching.says("gamma", after_ms=2, draining=True)
         registry.announce(leaving)
         assert registry.list(DIGEST) == [delta, leaving]
 
@@ -69,7 +74,7 @@ def test_nothing_else_is_taken(serve: Serve, vouching: Vouching, tmp_path: Path)
         "has expired": vouching.says("gamma", issued=now - 3_600_000),
         "does not name": vouching.says("gamma", address=("elsewhere.example", 1)),
         "malformed": b"\x80",
-        "newer one|as new": vouching.says("gamma", issued=now - 1),
+        "newer": vouching.says("gamma", issued=now - 1),
     }
     with vouching.client(server.address) as registry:
         registry.announce(good := vouching.says("gamma"))
@@ -78,31 +83,52 @@ def test_nothing_else_is_taken(serve: Serve, vouching: Vouching, tmp_path: Path)
                 registry.announce(data)
             assert caught.value.code == wire.ErrorCode.REFUSED
         assert registry.list(DIGEST) == [good]
-        assert server.log.position[0] == 1
 
 
 def test_who_is_revoked_is_listed_no_more(serve: Serve, vouching: Vouching, tmp_path: Path) -> None:
-    """By the registry and by its replicas, from the moment on when they have read of it. The log keeps the entry."""
+    """As soon as the registry has read the list, and after a restart."""
     revoked = tmp_path / "revoked.txt"
     revoked.touch()
-    server, replica = serve(revoked=revoked), serve(name="replica", replica_of="registry", revoked=revoked)
+    server = serve(revoked=revoked)
     with vouching.client(server.address) as registry:
         registry.announce(gamma := vouching.says("gamma"))
-        registry.announce(delta := vouching.says("delta"))
+        registry.announce(delta := vouching.says("delta", after_ms=1))
         assert registry.list(DIGEST) == [gamma, delta]
         revoke(revoked, [vouching.identity("gamma").certificate])
         until = time.monotonic() + DEADLINE_S
         while registry.list(DIGEST) != [delta]:
             assert time.monotonic() < until
-        assert list(registry.history(after=0, trust=vouching.trust)[0].entries) == [gamma, delta]
-    Follower(replica.log, source=server.address, trust=lambda: vouching.trust).look()
-    with vouching.client(replica.address) as registry:
-        until = time.monotonic() + DEADLINE_S
-        while registry.list(DIGEST) != [delta]:
-            assert time.monotonic() < until
+        with pytest.raises(ProviderError, match="revoked"):
+            registry.announce(gamma)
+    server.stop()
+    revoke(revoked, [vouching.identity("delta").certificate])
+    with vouching.client(serve(revoked=revoked).address) as registry:
+        assert registry.list(DIGEST) == []
 
 
-def test_one_executor_cannot_fill_the_log(serve: Serve, vouching: Vouching) -> None:
+def test_nothing_that_a_reload_drops_comes_back(serve: Serve, vouching: Vouching) -> None:
+    """A descriptor that was verified before the files were read again, and is stored after that."""
+    server, said = serve(), vouching.said("gamma")
+    with pytest.raises(DescriptorError, match="again"):
+        server._admit(said.key, Trust(()))
+
+
+def test_show_prints_what_is_listed_and_what_is_refused(serve: Serve, vouching: Vouching, tmp_path: Path) -> None:
+    server, revoked = serve(), tmp_path / "revoked.txt"
+    revoke(revoked, [vouching.identity("delta").certificate])
+    with vouching.client(server.address) as registry:
+        for name in ("gamma", "delta"):
+            registry.announce(vouching.says(name))
+    options = ["--authority", str(vouching.authority.certificate), "--revoked", str(revoked)]
+    result = CliRunner().invoke(app, ["show", server.address, *options], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert "gamma AG" in result.output
+    assert "localhost:7401" in result.output
+    assert "delta AG" not in result.output
+    assert "1 of 2 descriptors are refused" in result.output
+
+
+def test_one_executor_announces_only_so_often(serve: Serve, vouching: Vouching) -> None:
     server = serve(announcements_per_h=12.0)  # three at once
     with vouching.client(server.address) as registry:
         for step in range(3):
@@ -111,9 +137,9 @@ def test_one_executor_cannot_fill_the_log(serve: Serve, vouching: Vouching) -> N
             registry.announce(vouching.says("gamma", after_ms=3))
         assert caught.value.code == wire.ErrorCode.BUSY
         for _ in range(4):  # what is known already costs its executor nothing, whoever repeats it
-            assert registry.announce(registry.list(DIGEST)[0]) == 3
-        assert registry.announce(vouching.says("delta")) == 4
-    assert server.log.position[0] == 4
+            registry.announce(registry.list(DIGEST)[0])
+        registry.announce(vouching.says("delta", after_ms=9))
+        assert len(registry.list(DIGEST)) == 2
 
 
 def test_requests_of_one_network_are_limited(serve: Serve, vouching: Vouching) -> None:
@@ -228,41 +254,28 @@ class Talker(RegistryServer):
 
 
 def test_whatever_a_registry_answers_is_an_answer_or_an_error_of_the_tree(vouching: Vouching) -> None:
-    """Records with a field of anything else, lists of anything, and bytes that are neither; what is told of them says
-    nothing to a terminal."""
+    """Lists of anything, and bytes that are none; the messages print nothing to a terminal but text."""
     with Talker(registry_config(vouching)) as talker:
-        talker.log.append(vouching.said("gamma"))
-        span = talker.log.span(0)
-        head = talker._sign_head()
-        record = {"after": 0, "before": span.before, "entries": list(span.entries), "head": head}
         messages: list[protocol.Reply] = [
-            protocol.Recorded(),
             protocol.Listed(),
-            protocol.Accepted(entry=1),
+            protocol.Accepted(),
             wire.Failure(code=wire.ErrorCode.BUSY, detail="\x1b[2J"),
         ]
         with vouching.client(talker.address) as registry:
-            talker.answer = protocol.Recorded(), msgspec.msgpack.encode(record)
-            assert registry.history(after=0, trust=vouching.trust)[0] == span  # or this test shows nothing
+            talker.answer = protocol.Listed(), msgspec.msgpack.encode([b"1"])
+            assert registry.list(DIGEST) == [b"1"]  # or this test shows nothing
 
             @given(
                 message=st.sampled_from(messages),
                 body=st.one_of(
                     st.binary(max_size=64),
                     JUNK.map(msgspec.msgpack.encode),
-                    st.tuples(st.sampled_from(sorted(record)), JUNK).map(
-                        lambda change: msgspec.msgpack.encode(record | dict([change]))
-                    ),
-                    st.sampled_from([b"\x91" * 100_000, msgspec.msgpack.encode(record | {"\x1b[2J": 1})]),
+                    st.sampled_from([b"\x91" * 100_000, msgspec.msgpack.encode({"\x1b[2J": 1})]),
                 ),
             )
             def ask(message: protocol.Reply, body: bytes) -> None:
                 talker.answer = message, body
-                for question in (
-                    lambda: registry.history(after=0, trust=vouching.trust),
-                    lambda: registry.list(DIGEST),
-                    lambda: registry.announce(b""),
-                ):
+                for question in (lambda: registry.list(DIGEST), lambda: registry.announce(b"")):
                     said = ""
                     try:
                         question()
@@ -338,7 +351,7 @@ def test_what_was_accepted_survives_a_kill(serve: Serve, vouching: Vouching, tmp
         assert process.stdout is not None
         ready = json.loads(process.stdout.readline())
         with vouching.client(ready["address"]) as registry:
-            assert registry.announce(data) == 1
+            registry.announce(data)
         process.kill()
     again = serve(database=database)
     with vouching.client(again.address) as registry:

@@ -22,8 +22,7 @@ from symbiosis_priv.certificates import Kind, load_certificates
 from symbiosis_priv.certificates.revocation import revoke
 from symbiosis_priv.errors import CertificateError, ConfigError
 from symbiosis_priv.federation import Company, Federation, Peer, Registries
-from symbiosis_priv.registry.descriptor import MAX_LIFETIME_S, newest, verify
-from symbiosis_priv.registry.statements import CLOCK_TOLERANCE_S, MS
+from symbiosis_priv.registry.descriptor import CLOCK_TOLERANCE_S, MAX_LIFETIME_S, MS, newest, verify
 from tenant import RemoteConfig
 from tenant.model.connect import open_backend
 from tenant.routing.discovery import MAX_FOUND, Discovery, admitted
@@ -103,16 +102,16 @@ def test_a_registry_can_deny_service_and_nothing_else(
         for listed in rounds:
             found.hear(listed)
             heard += [data for data in listed if data in genuine + leaving + useless[:1]]
-            truth = newest(verify(data, vouching.trust, now=None) for data in heard)
+            truth = newest(verify(data, vouching.trust, now=now) for data in heard)
             expected = {
-                (one.name, one.said.layers, one.operator, "executor")
+                (one.name, one.descriptor.layers, one.operator, "executor")
                 for one in truth.values()
-                if not one.said.draining and one.said.model_digest == DIGEST
+                if not one.descriptor.draining and one.descriptor.model_digest == DIGEST
             }
             assert {(p.name, p.layers, p.operator, p.role) for p in found.update()} == expected
             for one in truth.values():
-                assert last.get(one.key, 0) <= one.said.issued
-                last[one.key] = one.said.issued
+                assert last.get(one.key, 0) <= one.descriptor.issued
+                last[one.key] = one.descriptor.issued
         assert (federation.peers, federation.helpers, federation.pad_helpers) == before
 
     lie()

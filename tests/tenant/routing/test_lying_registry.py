@@ -19,7 +19,7 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import UncoveredError
 from symbiosis_priv.federation import Registries
 from symbiosis_priv.network import wire
-from symbiosis_priv.registry.statements import MS
+from symbiosis_priv.registry.descriptor import MS
 from tenant.core.facts import Preparation
 from tenant.session.options import SessionOptions
 from tenant.session.session import Session

@@ -11,7 +11,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from symbiosis_priv.certificates import fingerprint
 from symbiosis_priv.federation import Federation
-from symbiosis_priv.registry.statements import Trust
+from symbiosis_priv.registry.trust import Trust
 from tenant import RemoteConfig
 from tenant.model.hf import RemoteQuantizer
 from threat_model.active.folders import attack_folders
@@ -67,7 +67,7 @@ def test_lying_registries_are_refused_by_what_is_there_to_refuse_them(
     assert all(attack_registry(lab.federation).values())
     with monkeypatch.context() as patch:
         patch.setattr(Trust, "check", lambda self, certificate, *, at: None)
-        patch.setattr("symbiosis_priv.registry.statements._is_signed", lambda signed, *, key, domain: True)
+        patch.setattr("symbiosis_priv.registry.descriptor._is_signed", lambda signed, *, key: True)
         fallen = {name for name, refused in attack_registry(lab.federation).items() if not refused}
     assert fallen == {
         "an executor that another authority vouches for",
@@ -76,7 +76,7 @@ def test_lying_registries_are_refused_by_what_is_there_to_refuse_them(
     with monkeypatch.context() as patch:
         for module in (
             "symbiosis_priv.certificates.revocation",
-            "symbiosis_priv.registry.statements",
+            "symbiosis_priv.registry.trust",
             "tenant.routing.discovery",
         ):
             patch.setattr(f"{module}.mark_of", lambda c: f"tbs-{fingerprint(c.public_bytes(Encoding.DER))}")

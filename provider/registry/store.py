@@ -1,0 +1,170 @@
+"""The descriptors of a registry, in SQLite: the newest of each key.
+
+A descriptor is on disk before its executor hears that it was accepted. It stays for as long as an older descriptor of
+the same key could be valid, also after it has expired itself, so that an older one never replaces a newer one.
+
+The number of rows is limited, and operators share them: when the store is full, a new executor takes the place of one
+of the operator with the most.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+from symbiosis_priv.errors import ConfigError, DescriptorError, StorageError
+from symbiosis_priv.federation.spelling import plain
+from symbiosis_priv.registry.descriptor import MEMORY_S, MS, VerifiedDescriptor
+from symbiosis_priv.registry.protocol import MAX_LISTED
+
+_VERSION: Final = 2
+_WAIT_S: Final = 5.0  # for another process's lock
+_CREATE: Final = """
+CREATE TABLE newest (
+    key TEXT PRIMARY KEY, operator TEXT NOT NULL, model TEXT NOT NULL,
+    issued INTEGER NOT NULL, digest BLOB NOT NULL, expires INTEGER NOT NULL, data BLOB NOT NULL
+) STRICT
+"""
+
+
+class Store:
+    """Thread-safe. Every failure of the disk is a `StorageError`.
+
+    Args:
+        database: a file, made if it does not exist; None keeps the descriptors in memory.
+        limit: executors.
+
+    Raises:
+        ConfigError: the file is not a registry's, or cannot be used.
+    """
+
+    def __init__(self, database: Path | None, *, limit: int = MAX_LISTED) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        try:
+            self._connection = sqlite3.connect(
+                database or ":memory:", isolation_level=None, check_same_thread=False, timeout=_WAIT_S
+            )
+            with contextlib.ExitStack() as failing:
+                failing.callback(self._connection.close)
+                self._connection.execute("PRAGMA journal_mode = WAL")
+                self._connection.execute("PRAGMA synchronous = FULL")
+                self._create()
+                failing.pop_all()
+        except (sqlite3.Error, DescriptorError) as error:
+            raise ConfigError(
+                f"{database} is not the database of a registry ({error}): choose another file with --database"
+            ) from error
+
+    def take(self, new: VerifiedDescriptor, *, now: float, admit: Callable[[], None] = lambda: None) -> None:
+        """Store a descriptor in place of an older one of the same key. One that is stored already changes nothing.
+
+        Args:
+            new: from any source.
+            now: seconds since 1970.
+            admit: called before a descriptor is written that is not stored yet; may raise.
+
+        Raises:
+            DescriptorError: a newer descriptor of the key is stored, or there is no place.
+            StorageError: the descriptor could not be written.
+        """
+        said, operator = new.descriptor, plain(new.operator)
+        with self._transaction():
+            self._execute("DELETE FROM newest WHERE issued < ?", round(MS * (now - MEMORY_S)))
+            known = self._execute("SELECT issued, digest FROM newest WHERE key = ?", new.key).fetchone()
+            if known == new.age:
+                return
+            if known is not None and known > new.age:
+                raise DescriptorError("a newer descriptor of the same key is known")
+            admit()
+            if known is None:
+                self._make_room(operator)
+            self._execute(
+                "INSERT OR REPLACE INTO newest VALUES (?, ?, ?, ?, ?, ?, ?)",
+                *(new.key, operator, said.model_digest, said.issued, new.digest, said.expires, new.data),
+            )
+
+    def listed(self, model: str | None, *, now: float) -> list[bytes]:
+        """The descriptors that have not expired, of one model or of all models, in order of issue."""
+        with self._reading():
+            rows = self._execute(
+                "SELECT data FROM newest WHERE expires > ?1 AND model = ifnull(?2, model) ORDER BY issued, digest",
+                round(MS * now),
+                model,
+            )
+            return [data for (data,) in rows]
+
+    def drop_unless(self, good: Callable[[bytes, float], bool]) -> int:
+        """Remove descriptors that are not believed any more; how many.
+
+        Args:
+            good: told a descriptor's data, and when it was issued, in seconds since 1970.
+        """
+        with self._transaction():
+            rows = self._execute("SELECT key, data, issued FROM newest").fetchall()
+            bad = [key for key, data, issued in rows if not good(data, issued / MS)]
+            for key in bad:
+                self._execute("DELETE FROM newest WHERE key = ?", key)
+        return len(bad)
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._connection.close()
+
+    def _make_room(self, operator: str) -> None:
+        counts = dict(self._execute("SELECT operator, count(*) FROM newest GROUP BY operator ORDER BY operator"))
+        if sum(counts.values()) < self._limit:
+            return
+        busiest = max(counts, key=counts.__getitem__)
+        if counts[busiest] <= counts.get(operator, 0) + 1:
+            raise DescriptorError(f"there are {self._limit} executors already")
+        self._execute(
+            "DELETE FROM newest WHERE key = (SELECT key FROM newest WHERE operator = ? ORDER BY expires LIMIT 1)",
+            busiest,
+        )
+
+    def _create(self) -> None:
+        with self._atomically():
+            (version,) = self._execute("PRAGMA user_version").fetchone()
+            (tables,) = self._execute("SELECT count(*) FROM sqlite_master").fetchone()
+            if not version and not tables:
+                self._execute(_CREATE)
+                self._execute(f"PRAGMA user_version = {_VERSION}")
+            elif version != _VERSION:
+                raise DescriptorError(f"its version is {version}, not {_VERSION}")
+
+    def _execute(self, statement: str, *values: object) -> sqlite3.Cursor:
+        return self._connection.execute(statement, values)
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        with self._lock:
+            try:
+                yield
+            except sqlite3.Error as error:
+                raise StorageError(f"cannot read the registry's database ({error}): check the disk") from error
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with self._lock:
+            try:
+                with self._atomically():
+                    yield
+            except sqlite3.Error as error:
+                raise StorageError(f"cannot write the registry's database ({error}): make room on the disk") from error
+
+    @contextlib.contextmanager
+    def _atomically(self) -> Iterator[None]:
+        self._execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._execute("COMMIT")
+        except BaseException:
+            if self._connection.in_transaction:  # some errors have rolled it back
+                self._execute("ROLLBACK")
+            raise

@@ -1,0 +1,69 @@
+"""Which authorities sign the certificates of a federation's providers and registries, and which certificates were
+revoked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Self
+
+from cryptography import x509
+
+from symbiosis_priv.certificates import is_authority, is_issued_by, load_certificates, provider_name
+from symbiosis_priv.certificates.revocation import load_revoked, mark_of
+from symbiosis_priv.errors import CertificateError, DescriptorError
+
+
+@dataclass(frozen=True)
+class Trust:
+    """The authorities of a federation, and the certificates that they no longer vouch for.
+
+    Args:
+        authorities: CA certificates; several while one replaces another.
+        revoked: marks of revoked certificates, see `revocation`.
+    """
+
+    authorities: tuple[x509.Certificate, ...]
+    revoked: frozenset[str] = frozenset()
+
+    @classmethod
+    def load(cls, authority: Path, revoked: Path | None = None, *, known: frozenset[str] = frozenset()) -> Self:
+        """Read the files.
+
+        Args:
+            authority: PEM file of CA certificates.
+            revoked: list of marks, as `symbiosis-priv keys revoke` writes it.
+            known: marks that were read before; they stay revoked.
+
+        Raises:
+            CertificateError: a file cannot be read, or the first one holds no CA certificate.
+        """
+        found = tuple(certificate for certificate in load_certificates(authority) if is_authority(certificate))
+        if not found:
+            raise CertificateError(
+                f"{authority} holds no authority: the operator of the federation makes one with `symbiosis-priv keys "
+                f"authority --name federation`, and gives its certificate to all members"
+            )
+        return cls(found, load_revoked(revoked, known=known))
+
+    def check(self, certificate: x509.Certificate, *, at: datetime) -> None:
+        """Check that an authority vouches for a provider's certificate.
+
+        Raises:
+            DescriptorError: no authority has issued the certificate, one of the two is not valid at this time, or the
+                certificate was revoked.
+        """
+        issuers = [authority for authority in self.authorities if is_issued_by(certificate, authority)]
+        if not issuers:
+            raise DescriptorError("its certificate is not one that the federation's authority has issued")
+        if provider_name(certificate) is None:
+            raise DescriptorError("its certificate is no provider's")
+        if not any(_is_valid(c, at) for c in issuers) or not _is_valid(certificate, at):
+            raise DescriptorError("its certificate, or the authority's, is not valid then")
+        if mark_of(certificate) in self.revoked:
+            raise DescriptorError("its certificate has been revoked")
+
+
+def _is_valid(certificate: x509.Certificate, at: datetime) -> bool:
+    return certificate.not_valid_before_utc <= at <= certificate.not_valid_after_utc

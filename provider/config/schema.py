@@ -80,8 +80,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         max_inflight_mib: bytes of all matrices in the gateway, requests and replies; taken before memory is. A quarter
             is kept for small requests, which never wait for large ones: an equal part for every connection.
         max_inflight_mib_per_tenant: one tenant's share of the other three quarters.
-        max_connections: authenticated connections.
-        max_connections_per_tenant: one tenant's share of them.
+        max_connections: authenticated connections. One more closes the idlest connection of the tenant that has the
+            most, if its own tenant has fewer; else it is refused.
+        max_connections_per_tenant: one tenant's limit.
         max_handshakes: connections that have not authenticated; one more closes the oldest of the busiest network.
         handshake_share: of one core's time, what handshakes may take; a second's worth may be saved up. Then they wait,
             each network behind its own. Read again when the file changes.

@@ -113,11 +113,9 @@ class ByteBudget:
 
 
 class Register:
-    """Which tenants are connected, how often, in which role (rule 8), and how much they have asked."""
+    """What each tenant has asked for, how often it has connected, and the role that it is served in (rule 8)."""
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
-        self._connections: Counter[TenantIdentity] = Counter()
+    def __init__(self) -> None:
         self._visits: Counter[TenantIdentity] = Counter()
         self._requests: Counter[TenantIdentity] = Counter()
         self._roles: dict[TenantIdentity, Counter[Role]] = {}
@@ -131,13 +129,18 @@ class Register:
             self._requests[tenant] += 1
             self.last_request = time.monotonic()
 
-    def counts(self, tenant: TenantIdentity) -> tuple[int, int]:
-        """(products, open connections) of one tenant: what it may know, and no other."""
+    def requests_of(self, tenant: TenantIdentity) -> int:
+        """Number of products for one tenant."""
         with self._lock:
-            return self._requests[tenant], self._connections[tenant]
+            return self._requests[tenant]
+
+    def count_visit(self, tenant: TenantIdentity) -> None:
+        """The tenant has opened one more connection, whether it is served or refused."""
+        with self._lock:
+            self._visits[tenant] += 1
 
     def visits(self) -> dict[TenantIdentity, int]:
-        """Connections that each tenant has opened, those included that were refused."""
+        """Number of connections that each tenant has opened, refused ones included."""
         with self._lock:
             return dict(self._visits)
 
@@ -146,24 +149,6 @@ class Register:
         """Products of all tenants: for the operator's log."""
         with self._lock:
             return self._requests.total()
-
-    @contextmanager
-    def connected(self, tenant: TenantIdentity) -> Iterator[None]:
-        """Count a connection. Refusal BUSY if there are too many."""
-        with self._lock:
-            self._visits[tenant] += 1
-            if self._connections.total() >= self._limits.max_connections:
-                raise Refusal(ErrorCode.BUSY, "the provider has too many connections")
-            if self._connections[tenant] >= self._limits.max_connections_per_tenant:
-                raise Refusal(ErrorCode.BUSY, "this tenant has too many connections")
-            self._connections[tenant] += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._connections[tenant] -= 1
-                if not self._connections[tenant]:
-                    del self._connections[tenant]
 
     def take_role(self, tenant: TenantIdentity, role: Role) -> None:
         """Bind a connection of the tenant to a role.

@@ -25,6 +25,7 @@ from provider.executor.envelope import Stages, Work, row_cost
 from provider.gateway.admission import ByteBudget, Register
 from provider.gateway.link import Link
 from provider.gateway.quota import QuotaGate
+from provider.gateway.slots import Slot, Slots
 from provider.gateway.usage import Counts, Usage
 from provider.refusal import Refusal
 from symbiosis_priv.checkpoints.manifest import Manifest
@@ -55,6 +56,7 @@ class Service:
     digest: str
     budget: ByteBudget
     register: Register
+    slots: Slots
     quotas: QuotaGate
     usage: Usage
     stages: Stages
@@ -77,9 +79,12 @@ class Connection:
         tenant: whose it is, from the certificate.
         service: what all connections share.
         executor: this thread's line to the executor.
+        slot: the connection's; is told when the connection is idle.
     """
 
-    def __init__(self, link: Link, *, tenant: TenantIdentity, service: Service, executor: ExecutorClient) -> None:
+    def __init__(
+        self, link: Link, *, tenant: TenantIdentity, service: Service, executor: ExecutorClient, slot: Slot
+    ) -> None:
         self._link = link
         self._tenant = tenant
         self._service = service
@@ -87,6 +92,7 @@ class Connection:
         self._max_payload = self._limits.max_payload_mib * MIB
         self._small = self._limits.small_request
         self._executor = executor
+        self._slot = slot
         self._role: wire.Role | None = None
         self._prefix = memoryview(bytearray(wire.PREFIX.size))
         self._unread = 0  # payload bytes of the present frame that are still to come
@@ -101,7 +107,7 @@ class Connection:
         """
         try:
             while not self._service.stopping.is_set() and self._next_frame():
-                pass
+                self._slot.end_request()
         finally:
             if self._role is not None:
                 self._service.register.drop_role(self._tenant, self._role)
@@ -112,6 +118,7 @@ class Connection:
         begun = self._link.begin(self._prefix, timeout=self._limits.idle_timeout_s)
         if not begun:
             return False
+        self._slot.begin_request()
         self._deadline = time.monotonic() + self._limits.frame_timeout_s
         try:
             header = self._read_header(begun)
@@ -334,7 +341,6 @@ class Connection:
 
     def _answer_health(self) -> None:
         executor = self._service.condition.report(self._executor, timeout=self._limits.request_timeout_s)
-        requests, connections = self._service.register.counts(self._tenant)
         report = wire.HealthReport(
             name=self._service.config.name,
             model_digest=self._service.digest,
@@ -342,8 +348,8 @@ class Connection:
             uptime_s=time.monotonic() - self._service.started,
             groups=len(self._service.served),
             groups_loaded=executor.groups_loaded,
-            requests=requests,
-            connections=connections,
+            requests=self._service.register.requests_of(self._tenant),
+            connections=self._service.slots.count(self._tenant),
         )
         self._send(wire.encode(report))
 

@@ -27,6 +27,7 @@ from provider.gateway.credentials import Credentials, Peer
 from provider.gateway.link import Link, hang_up
 from provider.gateway.quota import QuotaGate
 from provider.gateway.reception import Handshakes, Reception
+from provider.gateway.slots import Slots
 from provider.gateway.usage import Usage
 from provider.refusal import Refusal
 from symbiosis_priv.checkpoints.manifest import Manifest
@@ -67,7 +68,8 @@ class Gateway:
             served=served,
             digest=manifest.digest,
             budget=ByteBudget(config.limits),
-            register=Register(config.limits),
+            register=Register(),
+            slots=Slots(config.limits),
             quotas=QuotaGate(config.quota_of),
             usage=usage,
             stages=Stages(config.scheduler.few_rows),
@@ -181,7 +183,7 @@ class Gateway:
                 self._peers[connection] = peer
         try:
             if accepted:
-                return self._serve(link, peer.tenant)
+                return self._serve(link, connection, peer.tenant)
             refusal = Refusal(ErrorCode.REVOKED, "this certificate is not accepted any more")
             with contextlib.suppress(OSError, TransportError):
                 refuse(link, refusal, timeout=self._limits.handshake_timeout_s)
@@ -190,12 +192,18 @@ class Gateway:
             with self._lock:
                 self._peers.pop(connection, None)
 
-    def _serve(self, link: Link, tenant: TenantIdentity) -> str:
+    def _serve(self, link: Link, connection: ssl.SSLSocket, tenant: TenantIdentity) -> str:
         """Serve until the end; returns its reason."""
+
+        def close() -> None:
+            log.often("connection_closed_for_another_tenant", tenant=str(tenant))
+            hang_up(connection, socket.SHUT_RDWR)
+
+        self._service.register.count_visit(tenant)
         try:
             try:
-                with self._service.register.connected(tenant), ExecutorClient(self._executor) as executor:
-                    Connection(link, tenant=tenant, service=self._service, executor=executor).serve()
+                with self._service.slots.taken(tenant, close) as slot, ExecutorClient(self._executor) as executor:
+                    Connection(link, tenant=tenant, service=self._service, executor=executor, slot=slot).serve()
             except Refusal as refusal:
                 refuse(link, refusal, timeout=self._limits.frame_timeout_s)
                 return refusal.code

@@ -1,0 +1,128 @@
+"""Slots for connections: never too many, and shared between tenants."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from provider.config.schema import Limits
+from provider.gateway.slots import Slot, Slots
+from provider.refusal import Refusal
+from provider.serve import Provider
+from symbiosis_priv.network import wire
+from symbiosis_priv.network.tls import TenantIdentity
+
+if TYPE_CHECKING:
+    from tests.provider.conftest import Configure, Connect, Requests
+
+TENANTS = [TenantIdentity(name, authority="sha256:a") for name in "abcd"]
+LIMITS = Limits(max_connections=6, max_connections_per_tenant=4)
+
+
+@given(st.lists(st.tuples(st.sampled_from(TENANTS), st.booleans()), max_size=40))
+def test_slots_are_bounded_and_no_tenant_is_shut_out(arriving: list[tuple[TenantIdentity, bool]]) -> None:
+    """The idlest connection of the tenant with the most is closed, and only for a tenant that has fewer."""
+    slots = Slots(LIMITS)
+    present: dict[Slot, contextlib.ExitStack] = {}
+
+    def held(tenant: TenantIdentity) -> list[Slot]:
+        return [slot for slot in present if slot.tenant == tenant]
+
+    for tenant, busy in arriving:
+        counts, closed, stack = Counter(slot.tenant for slot in present), list[Slot](), contextlib.ExitStack()
+
+        def close(found: list[Slot] = closed) -> None:
+            found.extend(slot for slot in present if slot not in _held_by(slots))
+            for slot in found:
+                present.pop(slot).close()
+
+        own, most = counts[tenant], max(counts.values(), default=0)
+        for slot in present:
+            slot.close = close
+        before = list(present)
+        try:
+            slot = stack.enter_context(slots.taken(tenant, close))
+        except Refusal:
+            assert own == 4 or (len(before) == 6 and most < own + 2)
+            continue
+        if len(before) == 6:
+            (gone,) = closed
+            assert counts[gone.tenant] == most >= own + 2
+            busiest = [slot for slot in before if counts[slot.tenant] == most]
+            assert gone.idle_since == min(slot.idle_since for slot in busiest)
+        else:
+            assert closed == []
+        present[slot] = stack
+        if busy:
+            slot.begin_request()
+        assert len(present) <= 6
+        assert all(slots.count(tenant) == len(held(tenant)) for tenant in TENANTS)
+    for stack in present.values():
+        stack.close()
+    assert not any(map(slots.count, TENANTS))
+
+
+def _held_by(slots: Slots) -> list[Slot]:
+    return [slot for held in slots._held.values() for slot in held]
+
+
+def test_a_connection_is_served_after_the_one_that_is_closed_for_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each slot has its share of the bytes for small requests: two connections must not use one slot."""
+    slots, asked, let_go = Slots(Limits(max_connections=2)), threading.Event(), threading.Event()
+    alice, bob, carol, _ = TENANTS
+    served = threading.Event()
+
+    def hold() -> None:
+        with slots.taken(alice, asked.set):
+            assert let_go.wait(20)
+
+    def come() -> None:
+        with slots.taken(bob, lambda: None):
+            served.set()
+
+    holder, comer = threading.Thread(target=hold), threading.Thread(target=come)
+    with slots.taken(alice, lambda: None) as other:
+        other.begin_request()
+        holder.start()
+        while slots.count(alice) < 2:
+            time.sleep(0.001)
+        comer.start()
+        assert asked.wait(20)
+        assert not served.wait(0.05)
+        let_go.set()
+        assert served.wait(20)
+        for thread in (holder, comer):
+            thread.join(20)
+        monkeypatch.setattr("provider.gateway.slots._CLOSING_S", 0.01)
+        with slots.taken(alice, lambda: None), pytest.raises(Refusal), slots.taken(carol, lambda: None):
+            pass  # the closed one stays, and has its slot until it has gone
+        assert slots.count(carol) == 0
+
+
+def test_tenants_with_idle_connections_shut_nobody_out(
+    configure: Configure, connect: Connect, requests: Requests
+) -> None:
+    """Four tenants with all the connections that each may have took every slot of a provider."""
+    execute, _ = requests
+    rows = torch.ones(1, 64, dtype=torch.int32)
+    with Provider(configure(max_connections=6, max_connections_per_tenant=2)) as provider:
+        crowd = {name: [connect(name, to=provider) for _ in range(2)] for name in ("alice", "bob", "dave")}
+        for name in ("bob", "dave", "alice"):
+            crowd[name][0].product(execute(0, 1), rows)  # its second connection is idle for longer
+        carol = connect("carol", to=provider)
+        carol.product(execute(0, 1), rows)
+        assert crowd["alice"][1].at_end()
+        for name, which in (("alice", 0), ("bob", 0), ("bob", 1), ("dave", 0), ("dave", 1)):
+            crowd[name][which].product(execute(0, 1), rows)
+        late = connect("carol", to=provider, role=None).receive()[0]  # bob and dave have no more than carol would have
+        assert isinstance(late, wire.Failure)
+        assert late.code == wire.ErrorCode.BUSY
+        carol.product(execute(0, 1), rows)

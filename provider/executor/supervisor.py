@@ -27,6 +27,7 @@ from provider.executor.executor import build
 from provider.executor.handle import STARTUP_S, ExecutorHandle
 from provider.executor.queues import Context, Line, LocalInbox, SocketLine
 from provider.refusal import Refusal
+from provider.shards.rendezvous import FOLDER_VARIABLE
 from symbiosis_priv.errors import ConfigError, RankLostError
 from symbiosis_priv.system import processes as start
 
@@ -184,9 +185,8 @@ class GroupExecutor(ProcessExecutor):
     """A group of ranks that hold the model together, started by torchrun and started again whenever one ends."""
 
     def __init__(self, config: ProviderConfig, *, model_digest: str) -> None:
-        self._folder: str | None = None
+        self._folder = tempfile.mkdtemp(prefix="ranks-")  # for this user only
         if config.executor.endpoint == INPROC:
-            self._folder = tempfile.mkdtemp(prefix="ranks-")  # for this user only
             executor = msgspec.structs.replace(config.executor, endpoint=f"ipc://{self._folder}/executor.sock")
             config = msgspec.structs.replace(config, executor=executor)
         super().__init__(config, model_digest=model_digest)
@@ -194,17 +194,20 @@ class GroupExecutor(ProcessExecutor):
     def stop(self, timeout: float) -> None:
         """See `ExecutorHandle.stop`."""
         super().stop(timeout)
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         settings = self.config.executor
         threads = settings.threads or os.cpu_count() or 1
+        meeting = Path(self._folder, "meeting")
+        shutil.rmtree(meeting, ignore_errors=True)  # of the group before
+        meeting.mkdir(mode=0o700)
         environment = {
             **os.environ,
             RANKS_VARIABLE: f"{self.model_digest} {to_json(self.config).decode()}",
+            FOLDER_VARIABLE: str(meeting),
             "OMP_NUM_THREADS": str(max(1, threads // settings.ranks)),
-            "GLOO_SOCKET_IFNAME": _LOOPBACK,  # torch.distributed authenticates nobody
+            "GLOO_SOCKET_IFNAME": _LOOPBACK,  # torch.distributed does not authenticate
             "NCCL_SOCKET_IFNAME": _LOOPBACK,
         }
         torchrun = start.command("provider.processes.launch", f"--nproc-per-node={settings.ranks}")

@@ -1,10 +1,13 @@
-"""torchrun for ranks on one machine, which meet at a store that nobody else reaches:
+"""torchrun for the ranks of a provider:
 
     python -m provider.processes.launch --nproc-per-node 2 -m provider.processes.rank
+    python -m provider.processes.launch --nnodes 2 --node-rank NUMBER --nproc-per-node 1 \\
+        --master-addr HOST --master-port PORT -m provider.processes.rank --config provider.toml
 
-Where torchrun has them meet by itself listens on all interfaces and believes everybody, and torchrun unpickles what it
-finds there: whoever reached that port could run code as the provider. This store listens on loopback, and nothing in it
-is pickled. Users of the same machine can still disturb the group; see docs/provider.md.
+torchrun's own rendezvous listens on all interfaces, authenticates nobody, keeps whatever it is sent, and with
+`--rdzv-backend c10d` unpickles it. Here, ranks on one machine meet in a private folder, and nothing listens. Over
+several machines the first one listens at HOST:PORT only, unpickles nothing, and has a bounded amount of memory for what
+it is sent. docs/provider.md says what a connection to that port can do.
 """
 
 from __future__ import annotations
@@ -12,8 +15,17 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import timedelta
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, and not in __all__
+from torch.distributed import (  # type: ignore[attr-defined]  # public, and not in __all__
+    HashStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
@@ -23,74 +35,110 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-_BACKEND = "loopback"
-_HOST = "127.0.0.1"
+from provider.shards.rendezvous import FOLDER_VARIABLE
+from provider.shards.torchrun import limit_memory
+
+_BACKEND = "symbiosis-priv"
+_LOOPBACK = "127.0.0.1"
 _OPTIONS = "PET_"  # torchrun's own, in the environment
+_STORE_ROOM = 512 << 20  # bytes; ranks start with what torchrun has, and need about as much as it does
+_MEETING_S = 600
 
 
-class Loopback(RendezvousHandler):
-    """Brings one machine together: it has met everybody once its store stands. The ranks use the same store.
+class Rendezvous(RendezvousHandler):
+    """A fixed set of machines.
 
     Args:
         run_id: of this group.
+        store: where torchruns exchange what they start, and, over several machines, where ranks find each other.
+        host: of the store.
+        port: of the store; 0 if it cannot be connected to.
+        node: number of this machine, from 0.
+        nodes: number of machines.
     """
 
-    def __init__(self, run_id: str) -> None:
-        listener = socket.create_server((_HOST, 0))
-        port = listener.getsockname()[1]
+    def __init__(self, run_id: str, store: Store, *, host: str, port: int, node: int, nodes: int) -> None:
         self._run_id = run_id
-        self._address = RendezvousStoreInfo(_HOST, port)
-        self._store = TCPStore(
-            _HOST,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),  # it would listen on all interfaces
-        )
+        self._info = RendezvousInfo(PrefixStore(run_id, store), node, nodes, RendezvousStoreInfo(host, port))
 
     @property
     def use_agent_store(self) -> bool:
-        """Else rank 0 would have a store of its own, on all interfaces."""
+        """True: rank 0 would open a store of its own, on all interfaces."""
         return True
 
     def get_backend(self) -> str:
-        """Its name on torchrun's command line."""
+        """The name on torchrun's command line."""
         return _BACKEND
 
     def get_run_id(self) -> str:
-        """See `Loopback`."""
+        """See `Rendezvous`."""
         return self._run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Rank 0 of one machine."""
-        return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, self._address)
+        """The machines and their store."""
+        return self._info
 
     def num_nodes_waiting(self) -> int:
-        """There are no others."""
+        """0: no machine joins later."""
         return 0
 
     def is_closed(self) -> bool:
-        """Never before its process ends."""
+        """False until the process ends."""
         return False
 
     def set_closed(self) -> None:
-        """Nobody has to be told."""
+        """Does nothing: no machine joins later."""
 
     def shutdown(self) -> bool:
-        """Nothing has to be taken down."""
+        """True: the store ends with its process."""
         return True
 
 
-def _create(parameters: RendezvousParameters) -> RendezvousHandler:
-    return Loopback(parameters.run_id)
-
-
 def main() -> None:
-    """As torchrun's, but for options in the environment: `PET_STANDALONE` would have it listen on all interfaces."""
+    """As torchrun's. Options in the environment are ignored: `PET_STANDALONE` would listen on all interfaces."""
     for name in [name for name in os.environ if name.startswith(_OPTIONS)]:
         del os.environ[name]
-    rendezvous_handler_registry.register(_BACKEND, _create)
-    torchrun.main(["--rdzv-backend", _BACKEND, *sys.argv[1:]])
+    options = torchrun.parse_args(sys.argv[1:])
+    _, nodes = torchrun.parse_min_max_nnodes(options.nnodes)
+    with ExitStack() as stack:
+        if nodes == 1:
+            if FOLDER_VARIABLE not in os.environ:
+                os.environ[FOLDER_VARIABLE] = stack.enter_context(tempfile.TemporaryDirectory(prefix="ranks-"))
+            rendezvous_handler_registry.register(_BACKEND, _one_machine)
+        else:
+            os.environ.pop(FOLDER_VARIABLE, None)
+            meet = _several_machines(options.master_addr, options.master_port, node=options.node_rank)
+            rendezvous_handler_registry.register(_BACKEND, meet)
+        torchrun.main(["--rdzv-backend", _BACKEND, *sys.argv[1:]])
+
+
+def _one_machine(parameters: RendezvousParameters) -> RendezvousHandler:
+    return Rendezvous(parameters.run_id, HashStore(), host=_LOOPBACK, port=0, node=0, nodes=1)
+
+
+def _several_machines(host: str, port: int, *, node: int) -> Callable[[RendezvousParameters], RendezvousHandler]:
+    def create(parameters: RendezvousParameters) -> RendezvousHandler:
+        store = _listen(host, port) if node == 0 else _connect(host, port)
+        return Rendezvous(parameters.run_id, store, host=host, port=port, node=node, nodes=parameters.max_nodes)
+
+    return create
+
+
+def _listen(host: str, port: int) -> Store:
+    listener = socket.create_server((host, port))
+    limit_memory(_STORE_ROOM)
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=_MEETING_S),
+        master_listen_fd=listener.detach(),  # it would listen on all interfaces
+    )
+
+
+def _connect(host: str, port: int) -> Store:
+    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_MEETING_S))
 
 
 if __name__ == "__main__":

@@ -1,22 +1,14 @@
 """The processes of a sharded executor (`shards`), as torchrun starts them: rank 0 serves, the others follow.
 
-On one machine, `[executor] ranks = 4` has the supervisor start such a group beside the gateway (`launch`). Over
-several, run on each of them, with numbers from 0,
-
-    torchrun --nnodes 2 --node-rank NUMBER --nproc-per-node 1 --master-addr HOST --master-port PORT \\
-        -m provider.processes.rank --config provider.toml
-
-and rank 0 is the whole provider. Between machines, torch.distributed is neither encrypted nor authenticated: keep it
-on a private network (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME). With `--rdzv-backend c10d`, torchrun unpickles what
-anybody writes to HOST:PORT.
+On one machine, `[executor] ranks = 4` has the supervisor start such a group beside the gateway. Over several machines,
+`launch` starts it on each, and rank 0 is the whole provider. Between machines, torch.distributed is neither encrypted
+nor authenticated: keep it on a private network (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME).
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
-import signal
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -32,19 +24,17 @@ from provider.config.schema import RANKS_VARIABLE, ProviderConfig, from_json
 from provider.executor.executor import build
 from provider.executor.queues import SocketInbox
 from provider.products.model import open_store
+from provider.shards import rendezvous, torchrun
 from provider.shards.sharded import ShardedOperands
 from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.system.parent_watch import when_stdin_closes
 
-_PR_SET_PDEATHSIG = 1
-_INIT = 1
-
 
 def main() -> None:
     """One rank. Status 1 if the group cannot come together or has lost somebody."""
-    parser = argparse.ArgumentParser(prog="torchrun ... -m provider.processes.rank")
+    parser = argparse.ArgumentParser(prog="provider.processes.launch ... -m provider.processes.rank")
     parser.add_argument("--config", type=Path, help="provider.toml")
-    _end_with_torchrun()
+    torchrun.end_with_torchrun()
     path: Path | None = parser.parse_args().config
     if (path is None) == (RANKS_VARIABLE not in os.environ):
         parser.error("name the provider's configuration: --config provider.toml")
@@ -60,20 +50,12 @@ def main() -> None:
         sys.exit(f"error: rank {os.environ.get('RANK')}: {error}")
 
 
-def _end_with_torchrun() -> None:
-    """However it ends: a rank that hangs would not notice, and keep its memory and its address."""
-    if sys.platform == "linux":  # elsewhere, those that do not hang end with the group's store
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == _INIT:  # it was quicker
-            sys.exit("error: torchrun has ended")
-
-
 def _run(config: ProviderConfig, *, lead: Callable[[], None]) -> None:
     logs.setup(config.log_level)
     settings = config.executor
     if settings.threads:
         torch.set_num_threads(max(1, settings.threads // int(os.environ["LOCAL_WORLD_SIZE"])))
-    dist.init_process_group(
+    rendezvous.join(
         "nccl" if settings.device.startswith("cuda") else "gloo", timeout=timedelta(seconds=settings.group_timeout_s)
     )
     if dist.get_rank() == 0:

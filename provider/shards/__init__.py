@@ -2,5 +2,7 @@
 
 unit        the weights of one layer group on one rank
 sharded     products over all ranks, by a plan that rank 0 broadcasts
-heartbeat   notices ranks that hang
+rendezvous  where ranks find each other
+heartbeats  notices ranks that hang
+torchrun    ends with torchrun, and ends it
 """

@@ -13,10 +13,10 @@ what comes next would otherwise gather each other's layers. There are two ways t
 Few rows travel for less than weights do, many do not: `warm_up` times both, and rank 0 chooses. Weights travel as
 bytes, for gloo knows no int16.
 
-A rank that dies makes a collective fail, and one that has stopped is noticed by its heart (`roll_call`), long before
-the group's timeout, which is there for one that is alive and does not take part. Whoever notices says who is missing
-and ends; so do the others, and the supervisor starts the whole group again. The ranks trust each other, and
-torch.distributed authenticates nobody: they belong on one machine or one private network.
+A rank that dies makes a collective fail. A rank that has stopped misses its heartbeats (`heartbeats`) long before the
+group's timeout, which is for a rank that is alive and does not take part. The rank that notices logs which rank is
+missing and ends; so do the others, and the supervisor starts the whole group again. The ranks trust each other, and
+torch.distributed does not authenticate: they belong on one machine or one private network.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -40,7 +40,8 @@ from torch.distributed.fsdp import fully_shard
 
 from provider import logs
 from provider.products.operands import Operands
-from provider.shards.heartbeat import RollCall
+from provider.shards import rendezvous, torchrun
+from provider.shards.heartbeats import Heartbeats
 from provider.shards.unit import Unit
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.checkpoints.weights import WeightStore
@@ -114,7 +115,9 @@ class ShardedOperands(Operands):
         self._crossover: dict[tuple[int, int, Direction], int] = {}
         self._plans = dist.new_group(backend="gloo", timeout=_IDLE)
         self._doing = "the start"
-        self._roll_call = RollCall(rank=self._rank, world=self._world, lost=self._end)
+        self._heartbeats = Heartbeats(
+            rank=self._rank, world=self._world, counters=rendezvous.counters(), lost=self._end
+        )
         self._require_one_model(
             f"{store.manifest().digest}, layer groups {store.served.start} to {store.served.stop - 1}"
         )
@@ -181,7 +184,7 @@ class ShardedOperands(Operands):
             if plan.sequence != self._sequence:
                 raise RankLostError(f"rank {self._rank} expected plan {self._sequence} and got {plan.sequence}")
             if plan.mode is Mode.STOP:
-                self._roll_call.close()
+                self._heartbeats.close()
                 return
             with self._answering(self._name_of(plan)):
                 self._take_part(plan)
@@ -190,7 +193,7 @@ class ShardedOperands(Operands):
         """On rank 0: let the others end."""
         with self._answering("the last plan"):
             self._announce(_Plan(self._sequence + 1, Mode.STOP))
-        self._roll_call.close()
+        self._heartbeats.close()
 
     # Together
 
@@ -325,18 +328,24 @@ class ShardedOperands(Operands):
         try:
             yield
         except Exception as error:
-            absent = self._roll_call.absent()
-            self._roll_call.end(absent)
-            raise RankLostError(
-                f"{what} failed on rank {self._rank}; not answering: {_names(absent)} ({error})"
-            ) from error
+            absent = self._heartbeats.absent()
+            lost = RankLostError(f"{what} failed on rank {self._rank}; not answering: {_names(absent)} ({error})")
+            self._end_here(absent, str(lost))
+            raise lost from error
 
     def _end(self, absent: list[int]) -> NoReturn:
-        """A heart has stopped. Nothing but its end gets this process out of a collective that waits for it."""
+        """A rank has no heartbeat. This process may be in a collective that waits for that rank: it has to end."""
         reason = f"not answering: {_names(absent)}" if absent else "the store of the group has gone"
-        log.warning("rank_lost", reason=f"{self._doing} is not going on at rank {self._rank}; {reason}")
-        self._roll_call.end(absent)
+        reason = f"{self._doing} is not going on at rank {self._rank}; {reason}"
+        self._end_here(absent, reason)
+        log.warning("rank_lost", reason=reason)
         os._exit(1)
+
+    def _end_here(self, absent: Collection[int], reason: str) -> None:
+        """End all ranks of this machine at once if one of them does not answer: torchrun would wait for it."""
+        if any(map(torchrun.is_here, absent)):
+            log.warning("rank_lost", reason=reason)
+            torchrun.kill()
 
     def _name_of(self, plan: _Plan) -> str:
         return f"product {plan.sequence} ({self._entries[plan.group].name}, {plan.direction})"

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from provider.products.operands import LocalOperands
+from provider.shards import rendezvous
 from provider.shards.sharded import ShardedOperands
 from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from symbiosis_priv.checkpoints.layers import LayerRange
@@ -74,7 +75,7 @@ def limited(store: WeightStore, *, whole: int) -> None:
 
 def main(checkpoint: str, cache: str, weight_bits: str, kernel: str, layers: str, *large: str) -> None:
     """`large`: a checkpoint, its cache and the bytes of its weights; or nothing."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rendezvous.join("gloo", timeout=timedelta(seconds=60))
     store = WeightStore(
         Path(checkpoint),
         weight_bits=int(weight_bits),

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,11 +27,11 @@ from provider.serve import Provider
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.network import wire
 from symbiosis_priv.system import processes as start
+from tests.provider.processes import has_ended, listening_addresses
 
 SCRIPT = Path(__file__).with_name("sharded_products.py")
 TWO_NODES = Path(__file__).parents[3] / "examples/deploy/two-nodes.sh"
 WIDTH = 64  # of the tiny Llama
-LISTENING = "0A"  # in /proc/net/tcp
 Configure = Callable[..., ProviderConfig]
 Connect = Callable[..., Any]
 Requests = tuple[Callable[..., wire.Execute], Callable[..., wire.Effect]]
@@ -94,39 +94,16 @@ def ranks_of(provider: Provider) -> dict[int, int]:
     return found
 
 
-def listening_addresses(pids: Iterable[int]) -> set[str]:
-    """Where processes wait for TCP connections."""
-    found = set()
-    for pid in pids:
-        files = [str(file.readlink()) for file in Path(f"/proc/{pid}/fd").iterdir() if file.is_symlink()]
-        for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
-            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == LISTENING and f"socket:[{fields[9]}]" in files:
-                    words = bytes.fromhex(fields[1].partition(":")[0])
-                    address = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
-                    found.add(socket.inet_ntop(family, address))
-    return found
-
-
-def has_ended(pid: int) -> bool:
-    """Whoever has not been reaped yet has ended, too."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-
-
-def test_a_group_meets_on_loopback_comes_back_from_ranks_that_hang_and_ends_with_its_torchrun(
+def test_a_group_meets_in_private_comes_back_from_ranks_that_hang_and_ends_with_its_torchrun(
     configure: Configure,
     connect: Connect,
     requests: Requests,
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever torchrun finds in the environment. Whichever rank hangs, and long before the group's timeout: a busy
-    provider for a while, which says so at once, and then the same bits. What becomes of one that dies:
-    `tests/tenant/bench/test_bench.py`.
+    """Whatever torchrun finds in the environment, whichever rank hangs, and long before the group's timeout. Tenants
+    are told at once that the provider is busy, and get the same bits later. `tests/tenant/bench/test_bench.py` kills a
+    rank.
 
     In one test, because every group is three processes that import torch.
     """
@@ -135,7 +112,8 @@ def test_a_group_meets_on_loopback_comes_back_from_ranks_that_hang_and_ends_with
     settings = ExecutorConfig(ranks=2, threads=1, warm_up=False, group_timeout_s=300, hang_timeout_s=300)
     with Provider(configure(executor=settings)) as provider:
         assert isinstance(provider.executor, GroupExecutor)
-        reached_from_no_other_machine(provider.executor.pid, *ranks_of(provider).values())
+        assert not listening_addresses([provider.executor.pid])  # no store: the ranks meet in a folder
+        assert listening_addresses(ranks_of(provider).values()) == {"127.0.0.1"}
         client = connect(to=provider)
         rows = torch.arange(4 * WIDTH, dtype=torch.int32).reshape(4, WIDTH)
         before = client.product(execute(0, 4), rows)
@@ -150,10 +128,6 @@ def test_a_group_meets_on_loopback_comes_back_from_ranks_that_hang_and_ends_with
             assert f"not answering: rank {rank}" in capfd.readouterr().err
             assert all(map(has_ended, lost.values()))
         end_with_their_torchrun(provider.executor.pid, ranks_of(provider))
-
-
-def reached_from_no_other_machine(*pids: int) -> None:
-    assert listening_addresses(pids) == {"127.0.0.1"}
 
 
 def end_with_their_torchrun(agent: int, ranks: dict[int, int]) -> None:
@@ -217,6 +191,7 @@ def test_two_machines_serve_one_model(
         rows = torch.arange(4 * WIDTH, dtype=torch.int32).reshape(4, WIDTH)
         got = connect(to=served).product(execute(0, 4), rows)
         assert torch.equal(got, connect(to=provider).product(execute(0, 4), rows))
+        assert listening_addresses([nodes[0].pid]) == {"127.0.0.1"}  # torchrun's store: the address it was given
         nodes[1].kill()
         assert nodes[0].wait(60) == 1
         assert "not answering: rank 1" in capfd.readouterr().err

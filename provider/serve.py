@@ -123,7 +123,9 @@ class Provider:
             )
 
             try:
-                self._metrics = MetricsServer(config.metrics.listen, self._status_source(gateway))
+                self._metrics = MetricsServer(
+                    config.metrics.listen, self._status_source(gateway), hosts=config.metrics.hosts
+                )
             except BaseException:
                 self.stop()
                 raise

@@ -144,6 +144,7 @@ tenant_authority = "keys/authority.pem"
 
 [metrics]
 # listen = "127.0.0.1:9464"      # Prometheus, health, readiness, `provider top`; nothing listens if left out
+# hosts = ["gpu1.internal"]      # names by which operators ask for it, as Prometheus' targets; addresses need none
 
 [registry]
 # announce = ["registry.example:7500"]   # registries that list this executor; nobody is told if left out

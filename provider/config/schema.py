@@ -256,11 +256,17 @@ class UsageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The operator's own address: Prometheus' metrics, health, readiness, and what `provider top` shows. No
-    authentication: keep it on loopback or on a private network. None if it is not said.
+    """The operator's own address: Prometheus' metrics, health, readiness, and what `provider top` shows. It has no
+    authentication: keep it on loopback or on a private network.
+
+    Args:
+        listen: `host:port`; nothing listens if None.
+        hosts: host names by which operators reach it, besides the host in `listen` and localhost. Requests for metrics
+            and status that name another host are refused; an IP address needs no entry.
     """
 
     listen: str | None = None
+    hosts: list[str] = []
 
     def __post_init__(self) -> None:
         if self.listen is not None:

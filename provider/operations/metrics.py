@@ -2,7 +2,9 @@
 
 Everything is derived from one `Status` when it is asked for. Labels are tenants, roles, stages and layer groups: what
 the provider knows of its customers anyway, and no content. There is no authentication: the address belongs on loopback
-or on a private network, and the log says so where it is on neither.
+or on a private network, and the log says so where it is on neither. A web page that the operator visits must not read
+tenants' names from there by a host name that it lets point to loopback (DNS rebinding): so requests for `/metrics` and
+`/status` must name an IP address, `localhost`, the host in `listen`, or one of `hosts`.
 """
 
 from __future__ import annotations
@@ -13,12 +15,13 @@ import math
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
+from urllib.parse import urlsplit
 
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, MetricsHandler
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
@@ -133,12 +136,13 @@ class MetricsServer:
     Args:
         listen: `host:port`; ConfigError if it cannot be bound.
         source: of what it says.
+        hosts: names, besides the one in `listen`, by which operators ask it.
     """
 
-    def __init__(self, listen: str, source: StatusSource) -> None:
+    def __init__(self, listen: str, source: StatusSource, *, hosts: Iterable[str] = ()) -> None:
         host, port = parse_address(listen)
         try:
-            self._server = _Server((host, port), source)
+            self._server = _Server((host, port), source, hosts={"localhost", host, *hosts})
         except OSError as error:
             raise ConfigError(f"[metrics] listen = {listen!r}: {error.strerror}; choose another address") from error
         if is_public(str(self._server.server_address[0])):
@@ -168,17 +172,36 @@ def is_public(host: str) -> bool:
     return False
 
 
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
 class _Server(ThreadingHTTPServer):
     """Never more threads than places: every user of this machine can connect to loopback."""
 
     request_queue_size = 4 * _PLACES
 
-    def __init__(self, address: tuple[str, int], source: StatusSource) -> None:
+    def __init__(self, address: tuple[str, int], source: StatusSource, *, hosts: Iterable[str]) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, _Handler)
         self.source = source
+        self._hosts = frozenset(host.lower() for host in hosts)
         self._present = Strangers(_PLACES)
         self._places = threading.Semaphore(_PLACES)
+
+    def answers_to(self, headers: Sequence[str]) -> bool:
+        """Returns True if a request has one `Host` header, and it names this server."""
+        if len(headers) != 1:
+            return False
+        try:
+            host = urlsplit(f"//{headers[0]}").hostname or ""
+        except ValueError:
+            return False
+        return host in self._hosts or _is_address(host)
 
     def process_request(self, request: socket.socket, client_address: tuple[str, int]) -> None:  # type: ignore[override]
         """A thread for it, as soon as there is a place."""
@@ -210,29 +233,34 @@ class _Server(ThreadingHTTPServer):
         self._places.release()
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(MetricsHandler):
     timeout = _CLIENT_S
     server: _Server
 
     def do_GET(self) -> None:
-        """One of four paths."""
-        if self.path == "/healthz":  # this process lives; its executor is started again by itself
+        """Answer one of four paths; `/metrics` is Prometheus' own answer."""
+        path = urlsplit(self.path).path
+        if path == "/healthz":  # this process lives; its executor is started again by itself
             self._answer(HTTPStatus.OK, b"alive\n")
-            return
-        if self.path not in ("/readyz", "/metrics", "/status"):
+        elif path not in ("/readyz", "/metrics", "/status"):
             self._answer(HTTPStatus.NOT_FOUND, b"try /metrics, /status, /healthz or /readyz\n")
-            return
-        status = self.server.source.take()
-        match self.path:
-            case "/readyz":
-                code = HTTPStatus.OK if status.ready else HTTPStatus.SERVICE_UNAVAILABLE
-                self._answer(code, b"ready\n" if status.ready else b"not ready\n")
-            case "/metrics":
-                registry = CollectorRegistry()
-                registry.register(_Collector(status))
-                self._answer(HTTPStatus.OK, generate_latest(registry), kind=CONTENT_TYPE_LATEST)
-            case "/status":
-                self._answer(HTTPStatus.OK, msgspec.json.encode(status), kind="application/json")
+        elif path != "/readyz" and not self.server.answers_to(self.headers.get_all("Host", [])):
+            log.often("metrics_refused", reason="host")
+            self._answer(HTTPStatus.MISDIRECTED_REQUEST, b"add this host name to [metrics] hosts\n")
+        else:
+            self._answer_status(path, self.server.source.take())
+
+    def _answer_status(self, path: str, status: Status) -> None:
+        if path == "/metrics":
+            self.registry = CollectorRegistry()
+            self.registry.register(_Collector(status))
+            super().do_GET()
+        elif path == "/status":
+            self._answer(HTTPStatus.OK, msgspec.json.encode(status), kind="application/json")
+        elif status.ready:
+            self._answer(HTTPStatus.OK, b"ready\n")
+        else:
+            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, b"not ready\n")
 
     def _answer(self, code: HTTPStatus, body: bytes, *, kind: str = "text/plain; charset=utf-8") -> None:
         self.send_response(code)
@@ -240,6 +268,3 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing: the operator asks every few seconds."""

@@ -188,3 +188,41 @@ def test_the_operators_address_has_places_and_no_more(provider: Provider) -> Non
             assert len(threads) <= 16
     finally:
         server.close()
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:0", "localhost:0"])
+def test_metrics_and_status_are_for_hosts_that_the_operator_names(provider: Provider, listen: str) -> None:
+    """A web page's script could else read tenants' names, by a name that its owner lets point to loopback."""
+    server = MetricsServer(listen, provider._status_source(provider._gateway), hosts=["GPU1.internal"])  # type: ignore[arg-type]
+    port = parse_address(server.address)[1]
+
+    def status(path: str, *hosts: str) -> int:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        try:
+            connection.putrequest("GET", path, skip_host=True)
+            for host in hosts:
+                connection.putheader("Host", host)
+            connection.endheaders()
+            return connection.getresponse().status
+        finally:
+            connection.close()
+
+    try:
+        for path in ("/status", "/metrics", "/metrics?name[]=x"):
+            for good in ("127.0.0.1", f"127.0.0.1:{port}", "[::1]:80", "localhost", "LOCALHOST:1", "gpu1.internal:9"):
+                assert status(path, good) == 200, good
+            for bad in (
+                "rebound.example",
+                f"rebound.example:{port}",
+                "localhost.example",
+                "127.0.0.1.example",
+                "",
+                "[",
+                "a@b",
+            ):
+                assert status(path, bad) == 421, bad
+            assert status(path) == 421
+            assert status(path, "localhost", "rebound.example") == 421
+        assert status("/healthz") == status("/readyz", "probe.example") == 200  # they name nobody
+    finally:
+        server.close()

@@ -117,7 +117,7 @@ def _root(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Private, verifiable fine-tuning and inference on a base model that somebody else serves."""
+    """Private, verifiable fine-tuning and inference on a base model that an untrusted provider serves."""
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -130,7 +130,7 @@ def main(args: Sequence[str] | None = None) -> None:
     Args:
         args: the words after the program's name; `sys.argv` by default.
     """
-    # Read when torch is loaded, which is later. Threads that spin while they wait take the cores of everybody else.
+    # Read later, when torch is loaded. Threads that spin while they wait take cores from other processes.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     end_quickly()
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -50,7 +50,7 @@ _NEXT_STEP = {
 
 
 class SymbiosisError(Exception):
-    """Root of the tree."""
+    """Base class of all errors of this project."""
 
 
 class ConfigError(SymbiosisError, ValueError):
@@ -58,7 +58,7 @@ class ConfigError(SymbiosisError, ValueError):
 
 
 class RoleConflictError(ConfigError):
-    """One operator would know a pad and see a row masked with it (executor and helper at once)."""
+    """One operator would both know a pad and see a row masked with it, as executor and helper (rule 8)."""
 
 
 class StorageError(SymbiosisError, OSError):

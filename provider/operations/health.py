@@ -8,7 +8,7 @@ from pathlib import Path
 from symbiosis_priv.errors import DeadlineExceededError, ProtocolError, TransportError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import parse_address
-from symbiosis_priv.network.dial import Line
+from symbiosis_priv.network.dial import ClientConnection
 from symbiosis_priv.network.tls import client_context
 
 DEFAULT_TIMEOUT_S = 10.0
@@ -33,7 +33,7 @@ def ask_health(
     pins = [provider_certificate]
     context = client_context(certificate=tenant_certificate, key=tenant_key, pins=pins)
     deadline = time.monotonic() + timeout
-    line = Line(address, host=host, port=port, pins=pins, context=context)
+    line = ClientConnection(address, host=host, port=port, pins=pins, context=context)
     try:
         line.open(deadline)
         line.send(wire.Health(), deadline=deadline)

@@ -1,9 +1,9 @@
-"""Memory for large matrices that is used again.
+"""Reuses memory for large matrices.
 
-A large matrix made anew costs a page fault and a cleared page for every 4 KiB of it; a step of fine-tuning makes
-hundreds of megabytes of them. A buffer comes back by itself when nothing refers to it any more, be it through a slice
-or a view, so nothing can be overwritten that somebody still reads. What it holds is whatever was there before: one
-`Buffers` serves one session or one connection, never two tenants. Pages are the process's own, also after a fork.
+A new large matrix costs a page fault and a cleared page for every 4 KiB; one step of fine-tuning makes hundreds of
+megabytes of matrices. A buffer returns to the pool when no array, slice or view refers to it, so memory that is still
+read is never overwritten. A buffer keeps its old contents: one `Buffers` serves one session or one connection, never
+two tenants. Pages are private to the process, also after a fork.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_SMALL = 1 << 18  # below that the C library keeps memory at hand itself
+_SMALL = 1 << 18  # the C library pools smaller blocks itself
 _STEPS = 8  # sizes between a power of two and the next
 
 
 class Buffers:
-    """Uninitialised memory, kept for the next who asks for as much. Safe under threads and in finalisers.
+    """A pool of uninitialised memory. Safe under threads and in finalisers.
 
     Args:
-        limit: bytes that may lie unused; beyond it goes what has lain longest.
+        limit: bytes of unused blocks. Beyond the limit the block that was unused for longest is freed.
     """
 
     def __init__(self, *, limit: int) -> None:
@@ -41,7 +41,7 @@ class Buffers:
 
     @property
     def unused(self) -> int:
-        """Bytes that lie ready."""
+        """Bytes of unused blocks."""
         return self._unused
 
     def take(self, size: int) -> NDArray[np.uint8]:
@@ -83,10 +83,10 @@ class Buffers:
 
 
 def large_tensor(shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
-    """An uninitialised contiguous CPU tensor, on large pages where the system has them; gone when nobody uses it.
+    """An uninitialised contiguous CPU tensor outside the pool, on huge pages if the system has them.
 
     Args:
-        dtype: one that numpy has.
+        dtype: a dtype that numpy has.
     """
     size = math.prod(shape) * dtype.itemsize
     if size < _SMALL:

@@ -28,7 +28,7 @@ def generation() -> int:
 
 
 def call_in_child(function: Callable[[], None]) -> None:
-    """Have `function` called in every forked child, as soon as the fork is noticed."""
+    """Register a function that every forked child calls as soon as it notices the fork."""
     _in_child.append(function)
 
 

@@ -66,9 +66,7 @@ def expand(key: bytes, *, first_row: int, rows: int, width: int) -> Tensor:
 
 
 class Keystream:
-    """One keystream, for whoever comes back to it: what a cipher needs at the start of every key is made once.
-
-    Safe under threads.
+    """One keystream. Keeps its cipher contexts, because setting up a key takes as long as many rows. Thread-safe.
 
     Args:
         key, width: as for `expand`.
@@ -95,7 +93,7 @@ class Keystream:
         return stream if self._padded == self._width else stream[:, : self._width].contiguous()
 
     def make_ahead(self, first_row: int, rows: int) -> None:
-        """Have rows at hand for `add_to`, if they are few: for whoever has time now, and will have none then."""
+        """Expand a few rows ahead of time; the next `add_to` for the same rows uses them."""
         if 4 * rows * self._padded <= _AHEAD and first_row + rows <= MAX_ROW:
             self._ahead[:] = [(first_row, self.expand(first_row, rows).numpy())]
 
@@ -108,7 +106,7 @@ class Keystream:
         Raises:
             RangeError: as for `expand`; nothing was changed.
         """
-        entries = matrix.numpy()  # whose additions begin at once, and in this thread
+        entries = matrix.numpy()  # numpy adds in this thread, without torch's start-up cost
         rows = len(entries)
         if (ahead := self._made_ahead(first_row, rows)) is not None:
             np.add(entries, ahead, out=entries)
@@ -123,7 +121,7 @@ class Keystream:
         self._idle.append(cipher)
 
     def _made_ahead(self, first_row: int, rows: int) -> NDArray[np.int32] | None:
-        """These rows, if they are at hand; what was at hand is not, from now on."""
+        """The rows that `make_ahead` has expanded, if they are these rows. They are dropped in either case."""
         try:
             first, ahead = self._ahead.pop()
         except IndexError:
@@ -131,7 +129,7 @@ class Keystream:
         return ahead if first == first_row and len(ahead) == rows else None
 
     def _cipher(self, first_row: int, rows: int) -> CipherContext:
-        """One that gives the keystream from a row on, and that nobody else uses until it is put back."""
+        """A cipher context that stands at the beginning of a row. The caller owns it until it is put back."""
         if not (first_row >= 0 and rows >= 0 and first_row + rows <= MAX_ROW and 4 * rows * self._padded <= MAX_BYTES):
             raise RangeError(f"no keystream: rows {first_row}..{first_row + rows}, width {self._width}")
         counter = (first_row * 4 * self._padded // _BLOCK).to_bytes(_BLOCK, "big")
@@ -185,7 +183,7 @@ class SessionSecret:
 
     @property
     def alive(self) -> bool:
-        """False in a forked child."""
+        """Returns False in a forked child."""
         return generation() == self._generation
 
     def _check_alive(self) -> None:

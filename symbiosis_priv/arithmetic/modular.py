@@ -24,7 +24,7 @@ from symbiosis_priv.native import pointer
 PRIME: Final = (1 << 61) - 1
 _BITS: Final = 61
 _LIMBS: Final = (0, 21, 41, _BITS)
-_BLOCK = 1 << 16  # entries whose float64 values stay in the cache
+_BLOCK = 1 << 16  # entries per block: their float64 values stay in the cache
 
 _ROW_DIGIT, _ROW_CHUNK = 8, 1 << 14  # 2^31 * 2^8 * 2^14 = 2^53
 _WEIGHT_DIGIT = 16  # 2^15 * 2^16 * 2^21 < 2^53
@@ -38,13 +38,13 @@ class Column:
 
     @functools.cached_property
     def limbs(self) -> Tensor:
-        """int32 `[3, n]`."""
+        """The column in limbs, as the compiled code reads it: int32 `[3, n]`."""
         parts = [self.values >> low & (1 << high - low) - 1 for low, high in itertools.pairwise(_LIMBS)]
         return torch.stack(parts).to(torch.int32)
 
     @functools.cached_property
     def digits(self) -> Tensor:
-        """float64 `[n, 8]`."""
+        """The column in digits, as torch multiplies it: float64 `[n, 8]`."""
         return self.digits_of(_ROW_DIGIT)
 
     def digits_of(self, bits: int) -> Tensor:
@@ -76,7 +76,7 @@ def dot(rows: Tensor, column: Column) -> Tensor:
 
 
 def _dot(rows: Tensor, column: Column) -> Tensor:
-    """The same with torch, from float64 rows."""
+    """`dot` with torch, for float64 rows."""
     total = torch.zeros(len(rows), dtype=torch.int64, device="cpu")
     for start in range(0, rows.shape[1], _ROW_CHUNK):
         part = slice(start, start + _ROW_CHUNK)
@@ -85,7 +85,7 @@ def _dot(rows: Tensor, column: Column) -> Tensor:
 
 
 def weigh(weight: Tensor, forward: Column, backward: Column) -> tuple[Tensor, Tensor]:
-    """What a matrix makes of two columns: `W.T @ forward` and `W @ backward` modulo p.
+    """Products of a weight matrix with two secret columns: `W.T @ forward` and `W @ backward` modulo p.
 
     Args:
         weight: int16 `[o, d]`.

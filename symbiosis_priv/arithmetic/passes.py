@@ -1,10 +1,10 @@
-"""The tenant's two passes over its rows. Each reads and writes a matrix once, and a row stays in the cache meanwhile.
+"""The tenant's two passes over its rows. Each pass reads and writes a matrix once, row by row in the cache.
 
-    encode    quantise, and compute what the check of an honest answer will give
-    decode    take the masks' effects off, check, and write floats into the siblings' own tensors
+    encode    quantise, and compute the expected value of the check
+    decode    subtract the masks' effects, check, and write floats into the tensors of the siblings
 
-The compiled library and torch do the same float64 operations in the same order, so their bits agree; a row's bits
-depend on nothing but the row. What `decode` stores of a matrix is to be used only if it returns True.
+The compiled library and torch do the same float64 operations in the same order, so their bits agree. The bits of a row
+depend on that row only. Use the floats that `decode` has stored only if it returns True.
 
 A check compares `y @ R` with `xq @ V` modulo p for the integers y and xq (`modular`, `tenant.core.verifier`).
 """
@@ -99,11 +99,11 @@ def decode(
     column: Column | None = None,
     expected: Tensor | None = None,
 ) -> bool:
-    """Ring rows to float rows, if they are what they should be.
+    """Turn masked answers into float rows, and check them.
 
     Args:
         answer: int32 `[r, o]`, contiguous.
-        outputs: float matrices `[r, w_k]` on the CPU, one dtype, that stand side by side; written.
+        outputs: float matrices `[r, w_k]` on the CPU, one dtype, for the columns of each sibling; written.
         scale: float64 `[r]` from `encode`.
         effects: int32 `[r, o]` each, contiguous; subtracted modulo 2^32.
         channel_scale: float64 `[o]`, the weight scales; None when they were folded into the rows (backward).
@@ -112,7 +112,7 @@ def decode(
         expected: int64 `[r]`, as `encode` set it.
 
     Returns:
-        Whether every row passed the check. If not, what was stored in `outputs` is to be dropped.
+        True if every row passed the check. Otherwise drop what was stored in `outputs`.
     """
     rows, width = answer.shape
     library = native.library()
@@ -159,7 +159,7 @@ def decode(
 def unmask(
     answer: Tensor, *, effects: Sequence[Tensor], column: Column | None, expected: Tensor | None
 ) -> Tensor | None:
-    """`decode` for whoever wants the integers: int32 `[r, o]`, or None if a row is wrong."""
+    """Subtract the effects and check, but keep integers: returns int32 `[r, o]`, or None if a row is wrong."""
     for effect in effects:
         answer = answer - effect
     return answer if _passes(answer, column, expected) else None
@@ -170,7 +170,7 @@ def _passes(rows: Tensor, column: Column | None, expected: Tensor | None) -> boo
 
 
 def _are_float_rows(parts: Sequence[Tensor], rows: int, width: int) -> bool:
-    """Whether they are float matrices of so many rows, and as wide together."""
+    """Returns True if all are float matrices of `rows` rows, and `width` columns together."""
     for part in parts:
         if part.dim() != 2 or part.shape[0] != rows or not part.is_floating_point():
             return False
@@ -184,7 +184,7 @@ def _blocks(rows: int, width: int) -> list[tuple[int, int]]:
 
 
 def _writable(out: Tensor) -> Tensor:
-    """Where the compiled code writes: `out`, or what is to be copied there (torch, too, rounds to float32 first)."""
+    """The tensor that the compiled code writes: `out`, or a float32 tensor to copy from (torch rounds the same way)."""
     if out.dtype in FORMATS and has_rows_in_one_piece(out):
         return out
     dtype = out.dtype if out.dtype in FORMATS else torch.float32

@@ -30,7 +30,7 @@ _BLOCK = 1 << 16  # entries per thread
 
 @dataclass(frozen=True)
 class Layer:
-    """One frozen linear as it is in the checkpoint: `weight` `[o, d]` float, `bias` `[o]` float or None."""
+    """A frozen linear of a checkpoint: `weight` `[o, d]` float, `bias` `[o]` float or None."""
 
     name: str
     weight: Tensor
@@ -69,7 +69,7 @@ class QuantisedGroup:
         return self.bounds()[direction]
 
     def bounds(self) -> dict[Direction, Bound]:
-        """The same for both, from one look at the weights."""
+        """The public bounds of both directions, from one pass over the weights."""
         outputs, inputs = self.weight.shape
         absmax, row, column = _norms(self.weight) if self.weight.numel() else (0, 0, 0)
         return {
@@ -127,7 +127,7 @@ def _quantise(weight: Tensor, *, levels: int, out: Tensor, scale: Tensor) -> boo
 
 
 def _norms(weight: Tensor) -> tuple[int, int, int]:
-    """Of int16 `[o, d]`: max |w|, and the largest sums of squares of a row and of a column."""
+    """Max |w| of int16 `[o, d]`, the largest sum of squares of a row, and the largest of a column."""
     library = native.library()
     outputs, inputs = weight.shape
     if library is None:
@@ -147,6 +147,6 @@ def _norms(weight: Tensor) -> tuple[int, int, int]:
 
 
 def _blocks(rows: int, width: int) -> list[tuple[int, int]]:
-    """Rows whose float64 values stay in the cache."""
+    """Ranges of rows: the float64 values of one range stay in the cache."""
     step = max(1, torch.get_num_threads() * _BLOCK // max(1, width))
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]

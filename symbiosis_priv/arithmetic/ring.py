@@ -3,14 +3,14 @@
 Theory of operation. A linear layer runs as an integer product modulo 2^32, in wrap-around `torch.int32`.
 That product is exact, so adding a uniform mask before it and subtracting the mask's own product after it
 changes nothing, bit for bit. What remains is to make sure that the *true* product `y = xq @ Wq.T` can be read
-back from its residue: every row is scaled so that `|y| < RANGE = 2^31`, which is all that int32 holds. No bit is
-kept back: the verifier compares the integers that were read with the integers that they should be (`modular`).
+back from its residue: every row is scaled so that `|y| < RANGE = 2^31`, the range of int32. No guard bits are needed,
+because the verifier checks the integers themselves and not their residues (`modular`).
 
 The scale of a row comes from two Hölder bounds that hold for every output channel,
 
     |y_o| <= |xq|_1 * max|Wq|      and      |y_o| <= |xq|_2 * max_o |Wq[o]|_2,
 
-the smaller of which is taken. Rounding to integers can raise the norms by d/2 and sqrt(d)/2; `Bound`
+and the smaller bound counts. Rounding to integers can raise the norms by d/2 and sqrt(d)/2; `Bound`
 subtracts that first. The norms are taken of the *integers* `u_i = ceil(2^16 |x_i| / max|x|)`, whose sums are exact
 in float64 in any order: a row's quantisation never depends on the rows beside it, the thread count or the machine.
 
@@ -57,7 +57,7 @@ _MAX_WIDTH = 1 << 21  # sums of squared 16-bit integers stay exact in float64 up
 
 @dataclass(frozen=True)
 class Bound:
-    """What a product's input rows may be, for one layer group and direction. Public facts of the weights.
+    """Bounds the input rows of a product, for one layer group and direction. Follows from the public weights.
 
     Args:
         inputs: input features d of the product.
@@ -88,7 +88,7 @@ class Bound:
         return (RANGE - 1) / max(self.weight_norm, 1.0) - math.sqrt(self.inputs) / 2
 
     def with_headroom(self, bits: int) -> Bound:
-        """The same for products below `RANGE / 2^bits`, where a masking scheme's own error takes the rest."""
+        """The bound for products below `RANGE / 2^bits`, for a masking scheme that adds an error of its own."""
         return Bound(self.inputs, max(self.weight_absmax, 1) << bits, math.ldexp(max(self.weight_norm, 1.0), bits))
 
 
@@ -122,7 +122,7 @@ def quantise_rows(rows: Tensor, bound: Bound, *, fold: Tensor | None = None) -> 
 
 
 def _quantise(rows: Tensor, bound: Bound, fold: Tensor | None, v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """The same for a few rows, in two float64 buffers of their shape."""
+    """`quantise_rows` for a block of rows, in two float64 buffers of the block's shape."""
     v.copy_(rows)
     if fold is not None:
         v.mul_(fold)

@@ -1,9 +1,9 @@
-"""Which linears of a model are offloaded, and which of them share an input.
+"""Finds the linears of a model that are offloaded, and groups those that share an input.
 
-Both sides run this on the checkpoint's config alone: the architecture is built on the meta device (no memory) and
-traced once. Linears of one block that receive the *same tensor* are siblings and form one group, whatever they are
-called: q/k/v, gate/up, a fused c_attn. No list of architectures is kept; the manifest's digest proves that both sides
-found the same.
+Both sides run the discovery on the checkpoint's config alone: the architecture is built on the meta device (no memory)
+and traced once. Linears of one block that receive the *same tensor* are siblings and form one group, whatever their
+names are: q/k/v, gate/up, a fused c_attn. There is no list of architectures; the manifest's digest proves that both
+sides found the same groups.
 Embeddings, a tied LM head, heads of other tasks (classifiers) and linears that the trace does not reach
 (cross-attention of a decoder without an encoder) stay with the tenant.
 """
@@ -61,10 +61,10 @@ class Skeleton:
 
 
 class StoredNames:
-    """Which parameter a tensor of a checkpoint is.
+    """Maps the tensors of a checkpoint to parameters.
 
-    Checkpoints leave out the base model's prefix or add it, and architectures have been renamed since they were written
-    (GPT-NeoX's `embed_out` is `lm_head` now). transformers' own rules decide, so that both readers of a file agree.
+    Some checkpoints omit the base model's prefix or add it, and some modules were renamed after a checkpoint was
+    written (GPT-NeoX's `embed_out` is `lm_head` now). The rules of transformers decide, so all readers agree.
     """
 
     def __init__(self, model: PreTrainedModel, offloaded: Iterable[str]) -> None:
@@ -96,7 +96,7 @@ class StoredNames:
         """Stored name of every parameter, for the tensors of a checkpoint.
 
         Raises:
-            CheckpointError: two tensors are one weight of an offloaded linear; which of them counts is anybody's guess.
+            CheckpointError: two tensors map to one weight of an offloaded linear.
         """
         found: dict[str, str] = {}
         for name in stored:
@@ -108,14 +108,14 @@ class StoredNames:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear that can be offloaded: one by its class, and by what it computes."""
+    """Returns True if a module can be offloaded: its class is a linear, and it computes a linear's product."""
     if not isinstance(module, (nn.Linear, Conv1D)):
         return False
     return type(module).forward in (nn.Linear.forward, Conv1D.forward) or _is_product(module)
 
 
 def _is_product(module: nn.Linear | Conv1D) -> bool:
-    """Whether a subclass with a `forward` of its own computes nothing but `x @ W.T + b`; tried on a small one."""
+    """Returns True if a subclass with its own `forward` computes `x @ W.T + b`; tried on a small instance."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -136,7 +136,7 @@ def _is_product(module: nn.Linear | Conv1D) -> bool:
         small.training = training
         try:
             y = small.forward(x)
-        except Exception:  # somebody else's code, which may want anything
+        except Exception:  # foreign code may raise anything
             return False
         if not (isinstance(y, Tensor) and y.dtype == x.dtype and y.shape == expected.shape):
             return False
@@ -160,7 +160,7 @@ def discover(path: Path) -> Skeleton:
         UnsupportedModelError: the architecture is unknown to transformers or cannot be split, or the weights are
             quantised already.
     """
-    with on_this_machine(), torch.random.fork_rng(devices=[]):  # whoever loads a model has seeded torch for it
+    with on_this_machine(), torch.random.fork_rng(devices=[]):  # the caller may have seeded torch
         model = _skeleton(load_config(path))
         _refuse_stacked(model)
         kept = _tied_modules(model) | _task_heads(model)
@@ -196,16 +196,16 @@ def load_config(path: Path) -> PreTrainedConfig:
     with on_this_machine():
         try:
             config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-        except Exception as error:  # whatever transformers makes of a file that somebody else wrote
+        except Exception as error:  # transformers may raise anything on a foreign file
             raise UnsupportedModelError(f"{path} is of no model type that transformers knows: {error}") from error
     return config
 
 
 def architecture(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class whose tensors a checkpoint holds, from its configuration.
+    """The model class of a checkpoint, from its configuration.
 
     Raises:
-        UnsupportedModelError: it names none that transformers knows.
+        UnsupportedModelError: transformers knows no class that the configuration names.
     """
     match config.architectures:
         case [str(name), *_]:
@@ -222,7 +222,7 @@ def _skeleton(config: PreTrainedConfig) -> PreTrainedModel:
     try:
         with torch.device("meta"):
             model: PreTrainedModel = kind._from_config(config, attn_implementation="eager")
-    except Exception as error:  # an architecture's own code, on a configuration that somebody else wrote
+    except Exception as error:  # an architecture's code may raise anything on a foreign configuration
         raise UnsupportedModelError(f"{kind.__name__} cannot be built from its config.json: {error}") from error
     model.eval()
     return model
@@ -256,10 +256,10 @@ def _tied_modules(model: PreTrainedModel) -> set[str]:
 
 
 def _task_heads(model: PreTrainedModel) -> set[str]:
-    """What stands outside the base model and the LM head: classifiers and the like, which tenants train and replace.
+    """Modules outside the base model and the LM head: classifiers and other heads, which tenants train and replace.
 
-    The LM head is the output embeddings, with what stands beside them in a module of its own (a transform before the
-    decoder of a masked LM).
+    The LM head is the output embedding and the other parts of its module (the transform in front of a masked LM's
+    decoder).
     """
     base = model.base_model
     outputs = model.get_output_embeddings()
@@ -273,15 +273,19 @@ def _task_heads(model: PreTrainedModel) -> set[str]:
 
 
 def _trace(model: PreTrainedModel, linears: dict[str, nn.Module]) -> tuple[list[tuple[str, Tensor, int]], set[str]]:
-    """The first call of every linear: (name, input, the input's version), in order. And the linears whose parameters
-    the model computes with beside such calls, be it in training only: those cannot be elsewhere."""
+    """Trace one forward pass in inference and one in training.
+
+    Returns:
+        The first call of every linear in order, as (name, input, version of the input); and the names of linears whose
+        parameters the model also uses outside such calls, which therefore cannot be offloaded.
+    """
     trace = _Trace(linears)
     handles = [m.register_forward_pre_hook(trace.enter(n), with_kwargs=True) for n, m in linears.items()]
     handles += [m.register_forward_hook(trace.leave, always_call=True) for m in linears.values()]
     try:
         _run(model.eval(), trace)
         calls = trace.calls
-        with contextlib.suppress(UnsupportedModelError):  # then it is found when somebody trains
+        with contextlib.suppress(UnsupportedModelError):  # a failure shows when the model is trained
             _run(model.train(), trace)
     finally:
         for handle in handles:
@@ -291,7 +295,7 @@ def _trace(model: PreTrainedModel, linears: dict[str, nn.Module]) -> tuple[list[
 
 
 class _Trace(TorchFunctionMode):
-    """What happens to linears in one forward pass."""
+    """Records the calls of linears in one forward pass."""
 
     def __init__(self, linears: dict[str, nn.Module]) -> None:
         super().__init__()
@@ -326,11 +330,11 @@ class _Trace(TorchFunctionMode):
 
 
 def _run(model: PreTrainedModel, trace: _Trace) -> None:
-    """One forward pass on the meta device, where nothing has a value to look at.
+    """Run one forward pass on the meta device, where tensors have no values.
 
-    Decoders want an explicit mask (without one, transformers looks for packed sequences); encoders want none (with one,
-    they look whether it masks anything); hybrids of both want none, but a cache, with which nobody looks for anything.
-    Who looks all the same is given fake tensors: transformers knows them, and takes the path that it has for tracing.
+    Some models read values. Decoders read them without an explicit mask (transformers looks for packed sequences),
+    encoders with one (they look whether it masks anything), and hybrids unless they get a cache and no mask. The call
+    is made accordingly. Models that still read values get fake tensors, for which transformers has a tracing path.
     """
     failures = []
     for mode in (contextlib.nullcontext(), FakeTensorMode(allow_non_fake_inputs=True)):

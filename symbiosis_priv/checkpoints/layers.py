@@ -108,6 +108,6 @@ def spans(numbers: Iterable[int]) -> tuple[LayerRange, ...]:
 
 
 def whole_layers(groups: range, layers: Sequence[int]) -> tuple[int, ...]:
-    """The layers all of whose groups are in a range of groups."""
+    """The layers that lie completely inside a range of groups."""
     missing = {layer for group, layer in enumerate(layers) if group not in groups}
     return tuple(sorted(set(layers) - missing))

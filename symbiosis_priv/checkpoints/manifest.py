@@ -28,8 +28,8 @@ class GroupEntry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """One layer group of a manifest.
 
     Args:
-        members: names of the linears, which share their input.
-        inputs: features of that.
+        members: names of the linears, which share one input.
+        inputs: features of that input.
         outputs: the members' output features, in order.
         digest: SHA-256 of integers, scales and bias, in hex.
     """
@@ -56,7 +56,7 @@ class GroupEntry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a quantised base model is. Two parties with equal digests hold the same bits."""
+    """Describes a quantised base model. Two parties with equal digests hold the same bits."""
 
     version: int
     weight_bits: Annotated[int, msgspec.Meta(ge=MIN_WEIGHT_BITS, le=MAX_WEIGHT_BITS)]

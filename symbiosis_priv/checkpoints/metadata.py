@@ -1,7 +1,7 @@
-"""What may be asked of a tensor without looking at a value: where it is and what it is made of.
+"""The operations that read a tensor's metadata (shape, dtype, device, ...) and none of its values.
 
-Names are those of torch's functions, methods and attributes. A linear of which a model asks no more than this can be
-offloaded, and a stand-in for its weight has to answer just this.
+Names are those of torch's functions, methods and attributes. A linear can be offloaded if the model uses its weight
+through these operations only; the stand-in for its weight supports exactly these.
 """
 
 from __future__ import annotations
@@ -33,6 +33,6 @@ def called(func: Callable[..., Any]) -> str:
 
 
 def is_metadata(name: str) -> bool:
-    """Whether a call of that name looks at no value and changes nothing."""
+    """Returns True if an operation of this name reads no value and changes nothing."""
     attribute, _, access = name.partition(".")
     return attribute in ATTRIBUTES and access == "__get__" if access else name in METHODS

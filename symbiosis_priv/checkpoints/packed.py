@@ -1,10 +1,10 @@
 """Packed weights on disk: written once, then mapped, so that a start copies nothing and processes share the pages.
 
-Theory of operation. A file holds one layer group in one layout, and the group's digest in its header. Mapping it
-converts nothing and hashes nothing, or a start would take as long as reading gigabytes does. Damage is noticed
-all the same, before the first product is served: the file also holds the products of a public probe row, computed from
-the quantised weights by a kernel of torch's, and whoever maps it takes those products again (`agrees`). Every entry of
-the probe is odd, hence a unit of the ring: one altered weight always shows, several cancel out by a rare accident only.
+Theory of operation. A file holds one layer group in one layout, and the group's digest in its header. Mapping a file
+converts nothing and hashes nothing: hashing gigabytes would make every start slow. Damage is noticed before the first
+product is served: the file also holds the products of a public probe row, computed from the quantised weights with
+torch, and the reader computes those products again (`agrees`). Every entry of the probe is odd, hence a unit of the
+ring: one altered weight always changes a product, and several altered weights rarely cancel out.
 That reads each weight once at the speed of memory, as the first request would, and tests the kernel on the real
 matrix as well. Whoever can write to the cache could fool it; the folder is the operator's own, and tenants verify
 what they are answered.
@@ -36,7 +36,7 @@ Products = dict[Direction, Tensor]
 
 
 def path_of(folder: Path, digest: str, layout: str) -> Path:
-    """Where a group is kept, by its digest in the manifest."""
+    """The file of a group, by the group's digest in the manifest."""
     return folder / f"{digest}-{layout}-{_VERSION}.safetensors"
 
 
@@ -46,7 +46,7 @@ def probe(width: int) -> Tensor:
 
 
 def probe_products(weight: Tensor, *, weight_bits: int) -> Products:
-    """What the probe row's products are, from int16 `[o, d]`."""
+    """The products of the probe row with int16 weights `[o, d]`."""
     kernel = KERNELS["int32"]
     packed = kernel.pack(weight, weight_bits=weight_bits)
     products: Products = {}
@@ -59,7 +59,7 @@ def probe_products(weight: Tensor, *, weight_bits: int) -> Products:
 
 
 def agrees(matrix: RingMatrix, products: Products) -> bool:
-    """Whether a matrix gives these products of the probe row: its weights are whole, and its kernels exact on them."""
+    """Returns True if a matrix has these products of the probe row: its weights are intact and its kernel is exact."""
     return all(
         torch.equal(matrix.product(probe(matrix.columns(direction)[0]), direction)[0].cpu(), products[direction])
         for direction in DIRECTIONS

@@ -1,7 +1,7 @@
 """The quantised base model: a store that hands out one layer group at a time.
 
-Groups are kept on disk under their digest: packed for products and mapped (`packed`), and, for those who ask for the
-integers themselves, as they are, checked against the digest when read back.
+Groups are cached on disk under their digest in two forms: packed for products, mapped into memory (`packed`), and as
+plain integers, which are checked against the digest when they are read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from symbiosis_priv.kernels import Choice, Packed, RingMatrix, choose, kernel_of
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
 from symbiosis_priv.system.files import default_cache, read_limited, replace_atomically, write_atomically
 
-if TYPE_CHECKING:  # discovery brings transformers, whose import takes longer than a provider's whole start without
+if TYPE_CHECKING:  # importing transformers takes longer than the rest of a provider's start
     from symbiosis_priv.checkpoints.layer_discovery import Skeleton
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class WeightStore:
         device: where products of `matrix` run.
         kernel: "auto", or a name in `kernels.KERNELS`, for `matrix`.
         shardable: with "auto", only kernels whose packed weights can be cut between outputs.
-        layers: of the model, those that products are wanted of; all if None. The manifest is the whole model's.
+        layers: the layers to pack for products; all if None. The manifest always describes the whole model.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class WeightStore:
         return range(len(layers)) if self._wanted is None else self._wanted.groups(layers)
 
     def is_complete(self) -> bool:
-        """Whether the checkpoint holds every offloaded tensor, and not only the tenant's own."""
+        """Returns True if the checkpoint holds every offloaded tensor, and not only the tenant's own tensors."""
         with Checkpoint(self.path) as checkpoint:
             stored = self.skeleton.names.by_parameter(checkpoint.names())
             return all(f"{name}.weight" in stored for spec in self.skeleton.groups for name in spec.members)
@@ -147,7 +147,7 @@ class WeightStore:
         return matrix
 
     def packed(self, index: int) -> tuple[Packed, Choice]:
-        """One group's packed weights as they are mapped, without a look at them; `matrix` makes and checks the file.
+        """One group's packed weights, mapped and not checked; `matrix` writes and checks the file.
 
         Raises:
             ConfigError: there is no such file: `matrix` could not write it.
@@ -162,7 +162,7 @@ class WeightStore:
         return found[0], choice
 
     def _warn_of_exposed_cache(self) -> None:
-        """What is mapped from there is multiplied by, and whoever cuts it short ends the process."""
+        """Warn if other users can change the cache: they could replace weights, or truncate a mapped file."""
         with contextlib.suppress(OSError):  # there is none yet
             found = self._cache.stat()
             if found.st_mode & 0o022 or found.st_uid not in (0, os.geteuid()):
@@ -252,7 +252,7 @@ class WeightStore:
         return tensor
 
     def _manifest_path(self) -> Path:
-        """By what decides it: the files, and transformers, whose code says which layers share an input."""
+        """The manifest's file. Its name covers the checkpoint's files and the version of transformers."""
         with Checkpoint(self.path) as checkpoint:
             identity = checkpoint.identity()
         how = f"v{MANIFEST_VERSION}-{self.weight_bits}-transformers-{version('transformers')}"
@@ -271,14 +271,14 @@ class WeightStore:
         threads: int = 1,
         progress: Progress | None = None,
     ) -> list[T]:
-        """Quantise the checkpoint group by group, keeping none.
+        """Quantise the checkpoint group by group. No group stays in memory.
 
         Args:
-            work: called with every group's index, entry and weights, in order or, by several threads, nearly so.
-            threads: groups in memory and at work at once.
+            work: called with every group's index, entry and weights; in order if there is one thread.
+            threads: groups that are in memory and worked on at the same time.
 
         Returns:
-            What `work` has returned, in the groups' order.
+            The results of `work`, in the order of the groups.
         """
         specs = self.skeleton.groups
         self._read_for = self._manifest_path()

@@ -1,1 +1,1 @@
-"""What people look at: tables in a terminal (`terminal`) and small SVG pictures (`figures`)."""
+"""Output for people: tables in a terminal (`terminal`) and small SVG pictures (`figures`)."""

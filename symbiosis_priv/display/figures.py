@@ -21,7 +21,7 @@ class Axis:
     log: bool = False
 
     def place(self, value: float) -> float:
-        """0..1 along the axis."""
+        """The position of a value along the axis, 0 to 1."""
         if self.log:
             value, low, high = (math.log10(max(v, 1e-300)) for v in (value, self.low, self.high))
         else:
@@ -38,7 +38,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar, and if they are known, its interval and what chance would reach."""
+    """One bar, with its confidence interval and the chance level if they are known."""
 
     label: str
     value: float

@@ -12,7 +12,7 @@ _WIDTH = 140  # columns of a file or a pipe
 
 
 def console(*, stderr: bool = False) -> Console:
-    """As wide as the terminal, as COLUMNS says, or as a table needs. The `:a:` of an address is no picture there."""
+    """A console as wide as the terminal, or as COLUMNS says. Emoji codes are off: an address may contain `:a:`."""
     found = Console(stderr=stderr, emoji=False)
     if found.is_terminal or "COLUMNS" in os.environ:
         return found
@@ -32,11 +32,11 @@ def table(
     justify: JustifyMethod = "left",
     styles: Sequence[str] = (),
 ) -> Table:
-    """What is known of a few things: one below the other, or beside each other if that is narrower. Cells are markup.
+    """A table with a row per item, or with a column per item if that is narrower. Cells are markup.
 
     Args:
-        justify: cells.
-        styles: of each thing; none if empty.
+        justify: of the cells.
+        styles: a style per item, or none.
     """
     styles = styles or [""] * len(rows)
     screen = Table(title=title, title_justify="left")

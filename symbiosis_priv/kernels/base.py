@@ -1,4 +1,4 @@
-"""What a kernel is: a packing of the weights, and an exact product modulo 2^32 from it in both directions."""
+"""The interface of a kernel: it packs weights, and computes exact products modulo 2^32 with them in both directions."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Packed:
         return (self.inputs, self.outputs) if direction == FORWARD else (self.outputs, self.inputs)
 
     def to(self, device: torch.device) -> Packed:
-        """The same on another device."""
+        """A copy on another device."""
         return replace(self, data=self.data.to(device))
 
 
 class Kernel(ABC):
-    """One way to multiply. Kernels of the same layout work on the same packed weights."""
+    """Multiplies with packed weights. Kernels of the same layout share packed weights."""
 
     name: str
     layout: ClassVar[str]
@@ -49,10 +49,10 @@ class Kernel(ABC):
 
     @abstractmethod
     def supports(self, device: torch.device) -> bool:
-        """Whether products run on this device."""
+        """Returns True if products run on this device."""
 
     def is_candidate(self, device: torch.device) -> bool:
-        """Whether it may be the fastest on this device, one that it supports."""
+        """Returns True if this kernel may be the fastest on a device that it supports."""
         return True
 
     def max_terms(self) -> int:

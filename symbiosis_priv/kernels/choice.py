@@ -1,9 +1,9 @@
-"""Which layout weights are packed in, and which kernel of that layout multiplies how many rows.
+"""Chooses the layout of packed weights, and the kernel of that layout for each number of rows.
 
-Every kernel computes the same residues, so this is about speed only, and it never keeps a tenant waiting: `choose`
-looks a measurement up or takes the likely best, which has passed the self-test. `tune` measures: it is for the moment
-when weights are packed for the first time, which takes far longer, and does nothing where there is no choice. What it
-finds is remembered on disk, by machine and shape class.
+Every kernel computes the same residues, so the choice affects speed only. `choose` never delays a tenant: it looks up a
+measurement, or takes the kernel that is probably fastest among those that have passed the self-test. `tune` measures,
+when weights are packed for the first time: packing takes far longer. The results are stored on disk by machine and
+shape class.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def choose(
     shardable: bool = False,
     memory: Path | None = None,
 ) -> Choice:
-    """What was measured for this shape class, or the likely best.
+    """The measured choice for this shape class, or the choice that is probably fastest.
 
     Args:
         shape: (outputs, inputs).
@@ -146,7 +146,7 @@ def _recall(memory: Path) -> dict[str, Choice]:
 
 
 def _shape_class(shape: Sequence[int], weight_bits: int, device: torch.device, *, shardable: bool = False) -> str:
-    """What decides speed: shapes to the nearest power of two."""
+    """A key for shapes of similar speed: each dimension rounded to a power of two."""
     outputs, inputs = (round(math.log2(max(1, size))) for size in shape)
     where = f"{_machine(device)}, {torch.get_num_threads()} threads"
     return f"{where}, 2^{outputs}x2^{inputs}, {weight_bits} bits{', shardable' * shardable}"

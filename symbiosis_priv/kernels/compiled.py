@@ -20,7 +20,7 @@ _PANEL = 64  # PANEL in product.h
 _SLICE_BYTES = 1 << 21  # of weights at up to _SLICE_ROWS rows take 30 µs, and so does handing them to another thread
 _SLICE_ROWS = 8
 _BRIEF_ENTRIES = 1 << 17  # are split in 13 µs
-_unused_limbs: deque[Tensor] = deque()  # as many as products have run at the same time
+_unused_limbs: deque[Tensor] = deque()  # one per product that ran concurrently
 
 
 def _padded(width: int) -> int:

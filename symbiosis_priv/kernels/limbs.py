@@ -1,7 +1,8 @@
 """int8 matrix units (CUDA tensor cores, AMX): rows become four balanced int8 limbs, weights one or two int8 digits.
 
-Limb pairs whose shift reaches 32 vanish: seven int8 products for 9 to 15 weight bits, four for up to 8. The units want
-the second matrix by columns: forward that is how the digits lie, backward they are turned block by block.
+Limb pairs whose shift reaches 32 vanish: seven int8 products for 9 to 15 weight bits, four for up to 8. The units need
+the second matrix in column order: the digits are stored so for the forward direction, and transposed block by block for
+the backward direction.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _MULTIPLE = 8  # of every dimension, for the units
 
 
 class DigitKernel(Kernel):
-    """What kernels on weights in int8 digits share: a plane of low digits and, beyond 8 bits, one of high digits."""
+    """Base of kernels on int8 digits: a plane of low digits and, beyond 8 weight bits, a plane of high digits."""
 
     layout = "digits"
 

@@ -37,7 +37,7 @@ class RingMatrix:
 
     @classmethod
     def of_packed(cls, packed: Packed, choice: Choice, *, device: torch.device | str = "cpu") -> RingMatrix:
-        """From weights that are packed already, in the choice's layout; shares their memory if it can."""
+        """A matrix over weights that are already packed in the choice's layout. Shares their memory if possible."""
         matrix = cls.__new__(cls)
         matrix._hold(packed, choice, torch.device(device))
         return matrix

@@ -53,7 +53,7 @@ class _PlainKernel(Kernel):
 
     @abstractmethod
     def _widen(self, values: Tensor) -> Tensor:
-        """In the dtype that products are computed in."""
+        """Convert to the dtype of the product."""
 
     @abstractmethod
     def _add(self, out: Tensor, rows: Tensor, matrix: Tensor, weight_bits: int) -> None:

@@ -31,14 +31,14 @@ _LEAST_STEPS = 4  # of a program: adding its share to the others' has a price
 
 @dataclass(frozen=True)
 class Tile:
-    """What one program computes, and how.
+    """The part of a product that one Triton program computes.
 
     Args:
-        rows: of the result.
-        columns: of the result.
-        terms: of one step.
-        warps: that work on it.
-        stages: steps whose loads are in flight at once.
+        rows: rows of the result.
+        columns: columns of the result.
+        terms: terms summed in one step.
+        warps: warps of the program.
+        stages: steps whose loads are in flight together.
     """
 
     rows: int
@@ -71,7 +71,7 @@ class Plan:
 
 
 def plan(count: int, width: int, columns: int, *, processors: int) -> Plan:
-    """How to divide a product `[count, width] @ [width, columns]` so that all processors have work."""
+    """Divide a product `[count, width] @ [width, columns]` so that all processors have work."""
     tile = _FEW if count <= _FEW.rows else _SOME if count <= _SOME.rows else _MANY
     down, across = _parts(count, tile.rows), _parts(columns, tile.columns)
     useful = min(processors * _PROGRAMS_PER_PROCESSOR // (down * across), width // (tile.terms * _LEAST_STEPS))
@@ -116,7 +116,7 @@ class TritonKernel(DigitKernel):
         launch = plan(count, width, columns, processors=_processors(device))
         if launch.grid[2] > 1:
             out.zero_()
-        # Triton runs things on the current device, whatever their tensors are on
+        # Triton launches on the current device, wherever the tensors are
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             triton_product.tile[launch.grid](
                 rows,

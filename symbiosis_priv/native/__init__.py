@@ -32,7 +32,7 @@ _LIBRARY = _FOLDER / "libring.so"
 
 
 class Switches(NamedTuple):
-    """What the environment says: whether to use a library, and up to which instruction set."""
+    """Switches from the environment: whether to use the library, and the highest instruction set."""
 
     native: bool
     isa: str | None
@@ -40,7 +40,7 @@ class Switches(NamedTuple):
 
 @functools.cache
 def switches() -> Switches:
-    """As they were when first asked for; `switches.cache_clear()` has them read again."""
+    """The switches, read once per process; `switches.cache_clear()` makes the next call read them again."""
     return Switches(os.environ.get("SYMBIOSIS_PRIV_NATIVE") != "0", os.environ.get("SYMBIOSIS_PRIV_ISA"))
 
 
@@ -59,8 +59,8 @@ def library() -> ctypes.CDLL | None:
 
 
 def brief_library() -> ctypes.PyDLL:
-    """The same functions, called without letting go of the GIL: for work that takes less time than to get it back.
-    Only where `library` is not None.
+    """The library, called without releasing the GIL: for work that is shorter than reacquiring the GIL.
+    Call it only if `library()` is not None.
     """
     return _load_holding()
 
@@ -76,7 +76,7 @@ def isas() -> tuple[Isa, ...]:
 
 
 def best(lib: ctypes.CDLL) -> Isa:
-    """The best of them."""
+    """The best instruction set that the CPU and the switches allow."""
     return _usable(lib, switches().isa)[-1]
 
 
@@ -89,7 +89,7 @@ def _usable(lib: ctypes.CDLL, most: str | None) -> tuple[Isa, ...]:
 
 
 def vectorised() -> bool:
-    """Whether the library has code for this CPU's vector instructions, and not only plain C."""
+    """Returns True if the library uses vector instructions on this CPU, and not only plain C."""
     return any(isa > Isa.PORTABLE for isa in isas())
 
 

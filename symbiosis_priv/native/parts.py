@@ -27,7 +27,7 @@ def layout(matrices: Sequence[Tensor]) -> ctypes.Array[ctypes.c_int64]:
 
 
 def addresses(matrices: Sequence[Tensor]) -> ctypes.Array[ctypes.c_int64]:
-    """Where matrices are; the caller keeps them alive."""
+    """The addresses of matrices. The caller keeps the matrices alive."""
     return _fields(len(matrices))(*[matrix.data_ptr() for matrix in matrices])
 
 
@@ -42,7 +42,7 @@ def _fields(count: int) -> type[ctypes.Array[ctypes.c_int64]]:
 
 
 def has_rows_in_one_piece(matrix: Tensor) -> bool:
-    """Whether the compiled code can read and write it where it is."""
+    """Returns True if the compiled code can work on the matrix without a copy."""
     return matrix.stride(1) == 1 or matrix.shape[1] <= 1
 
 
@@ -55,10 +55,10 @@ def _readable(matrix: Tensor) -> Tensor:
 
 
 def all_rows(work: Callable[..., int], *arguments: object, rows: int, width: int) -> bool:
-    """Whether a function of the library does all rows; on as many threads as torch may use if there is enough to do.
+    """Run a function of the library over all rows, on several threads if there are many. Returns True if all succeed.
 
     Args:
-        work: takes the arguments, the first row and the one after the last; returns where it stopped.
+        work: takes the arguments, the first row and the end row; returns the row at which it stopped.
     """
     if rows * width <= _SHARE:
         return _is_done(work(*arguments, 0, rows), rows)

@@ -1,11 +1,11 @@
-"""The one place where a provider is dialled and frames are read: for sessions, probes, health, `verify` and benches.
+"""Opens connections to providers and reads frames. Sessions, probes, health, `verify` and benchmarks all use it.
 
-A `Line` is a TLS 1.3 connection with the provider's certificate pinned. Every wait on it ends at a deadline that a
-trickle of bytes cannot extend, and is done in slices of two seconds, after each of which whoever waits may say so.
-Another thread may `shut` it at any moment, also while it is still being dialled: the wait then ends at once.
+A `ClientConnection` is a TLS 1.3 connection with the provider's certificate pinned. Every wait ends at a deadline; a
+trickle of bytes does not extend the deadline. A wait runs in slices of two seconds, and the caller is told after each
+slice. Another thread may call `shut` at any moment, also while the connection is being opened: the wait then ends.
 
-A frame's size is checked against what may come before anything is read, and the caller provides the memory for its
-payload once it has seen the header (`receive`, then `fill`).
+The size of a frame is checked against a limit before the frame is read. The caller provides the memory for the payload
+after it has seen the header (`receive`, then `fill`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from symbiosis_priv.network.records import RecordStream
 T = TypeVar("T")
 SLICE_S: Final = 2.0
 """How long one system call waits, before the deadline and `shut` are looked at."""
-_RECORD: Final = 16 * 1024  # the most that a TLS record carries: a head travels, and is read, with what fits beside it
+_RECORD: Final = 16 * 1024  # most bytes of a TLS record: a header shares one with the beginning of its payload
 _GONE: Final = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)  # the last one where there is one
 
 _Found = tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[Any, ...]]  # as `getaddrinfo` gives them
@@ -53,13 +53,13 @@ class Traffic:
     reconnects: int = 0
 
 
-class Line:
-    """One connection to one provider, for one thread at a time; only `shut` may come from another one.
+class ClientConnection:
+    """One connection to one provider. One thread uses it at a time; only `shut` may be called from another thread.
 
     Args:
         name: of the provider, for messages.
         host, port: its address.
-        pins: its certificate, or two of them; None for whomever the context trusts.
+        pins: the provider's certificate, or two of them; None accepts every certificate that the context trusts.
         context: `tls.client_context` for the same pins.
         traffic: where bytes are counted.
         waiting: told about every slice of a wait.
@@ -88,15 +88,15 @@ class Line:
 
     @property
     def tls(self) -> ssl.SSLObject | None:
-        """What the handshake has agreed on; None before it."""
+        """The TLS state after the handshake; None before it."""
         return None if self._records is None else self._records.tls
 
     def open(self, deadline: float) -> None:
-        """Connect, shake hands, compare the certificate with the pins; nothing of the protocol has been said then.
+        """Connect, complete the TLS handshake, and compare the certificate with the pins. Sends no frame.
 
         Raises:
             CertificateError: either side's certificate is not the right one.
-            TransportError: nobody answers there, or not in time.
+            TransportError: the address does not answer, or not in time.
         """
         try:
             raw = self._dial(deadline)
@@ -152,8 +152,11 @@ class Line:
         return wire.decode_reply(header), payload_size
 
     def receive_header(self, *, max_payload: int, deadline: float) -> tuple[memoryview, int]:
-        """The same for messages of another kind: the header as it came, to be parsed before anything else is read, and
-        how many bytes of payload follow."""
+        """Receive the header of a message that `wire` does not define. Parse it before anything else is read.
+
+        Returns:
+            The header's bytes, and the number of payload bytes that follow.
+        """
         prefix = self._next(wire.PREFIX.size, deadline)
         self._heard = True
         header_size, payload_size = wire.decode_prefix(prefix, max_payload=max_payload)
@@ -179,14 +182,14 @@ class Line:
             view = view[count:]
 
     def peer_left(self) -> bool:
-        """Whether the provider has closed the connection since, or the network has. Without waiting."""
+        """Returns True if the provider or the network has closed the connection. Does not wait."""
         return self._end is None or bool(self._end.poll(0))
 
     def shut(self) -> None:
-        """From any thread: whoever waits on this line fails now, and nobody can use it again. Frees nothing."""
+        """End every wait on this connection with an error. The connection cannot be used again. Any thread may call."""
         self._shut = True
         if (connection := self._socket) is not None:
-            with contextlib.suppress(OSError):  # wakes whoever waits for it
+            with contextlib.suppress(OSError):  # wakes the waiting thread
                 connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -215,8 +218,8 @@ class Line:
         raise refusal
 
     def _addresses(self, deadline: float) -> Sequence[_Found]:
-        """What the name means. It is looked up in a thread of its own: `getaddrinfo` knows no deadline, and the servers
-        that answer for a name may be its owner's."""
+        """Resolve the host name, in a separate thread: `getaddrinfo` has no deadline, and the name's owner may run the
+        servers that answer for it."""
         found: Future[Sequence[_Found]] = Future()
 
         def look_up() -> None:
@@ -229,7 +232,7 @@ class Line:
         return self._within(deadline, found.result, "its name is being looked up")
 
     def _next(self, size: int, deadline: float) -> memoryview:
-        """So few bytes; where they came in one record with what was before, they are not copied."""
+        """The next `size` bytes, of a header. They are not copied if they arrived with the bytes before them."""
         if len(self._ahead) < size:
             part = memoryview(bytearray(size))
             self.fill(part, deadline=deadline)
@@ -238,7 +241,7 @@ class Line:
         return part
 
     def _read(self, buffer: memoryview, deadline: float) -> int:
-        """Some bytes, at least one, and how many."""
+        """Read at least one byte; returns the number of bytes."""
         assert self._records is not None
         try:
             count = self._within(deadline, partial(self._records.recv_into, buffer), "it has not answered yet")
@@ -259,7 +262,7 @@ class Line:
             view = view[count:]
 
     def _within(self, deadline: float, operation: Callable[[float], T], why: str) -> T:
-        """What an operation gives that is told how long it may take, again from slice to slice up to the deadline."""
+        """Repeat an operation with a timeout of one slice, until it succeeds or the deadline has passed."""
         while (left := deadline - time.monotonic()) > 0 and not self._shut:
             try:
                 return operation(min(left, SLICE_S))

@@ -1,4 +1,4 @@
-"""How a matrix lies in a payload. Sizes, packing and unpacking of matrices are here and nowhere else."""
+"""The encoding of a matrix in a payload. No other module computes payload sizes, packs or unpacks matrices."""
 
 from __future__ import annotations
 

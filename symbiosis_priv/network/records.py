@@ -1,13 +1,13 @@
 """TLS over a socket, many records to a system call.
 
 `ssl.SSLSocket` asks the system twice for every record it reads and once for every record it writes, and a record
-carries 16 KiB: a step of fine-tuning has tens of thousands. Here records lie in memory between TLS and the socket, and
-whatever is there travels at once. Errors and timeouts are those of `ssl.SSLSocket`, and so is what may follow a
-timeout: the same call again, which goes on where it was.
+carries 16 KiB: a step of fine-tuning has tens of thousands of records. This module keeps records in memory between TLS
+and the socket, and sends all of them with one system call. Errors and timeouts are those of `ssl.SSLSocket`. After a
+timeout the same call may be repeated, and continues where it stopped.
 
-The system itself keeps the timeout of a socket that blocks. (Python's own asks it with one call whether there is
-something to read, and reads with another one.) TLS is asked for bytes only where it may have some: to say that it has
-none it raises an error, which takes longer than to decrypt a row.
+The kernel enforces the timeout of the blocking socket. (Python's own timeout needs one system call to wait and another
+one to read.) TLS is asked for bytes only if it may have some: otherwise it raises an error, and raising the error takes
+longer than decrypting a row.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import struct
 import time
 from typing import Final
 
-_READ: Final = 1 << 18  # bytes asked of the system at once: more would leave the cache before it is decrypted
+_READ: Final = 1 << 18  # bytes per system call: more would leave the cache before they are decrypted
 _BEGUN: Final = 1 << 15  # more than TLS may hold of a record that is not whole yet
 _WRITE: Final = 1 << 17  # bytes encrypted before they are sent
 _TIMEVAL: Final = struct.Struct("@ll")
@@ -28,12 +28,12 @@ _LATE: Final = "timed out"
 
 
 class RecordStream:
-    """A client's TLS connection. For one thread at a time. Every call has a timeout, in seconds, for all that it does.
+    """A client's TLS connection, for one thread at a time. The timeout of a call, in seconds, covers the whole call.
 
     Args:
-        raw: a connected socket; closing it is its owner's business.
-        context: of a client.
-        host: whose certificate is expected.
+        raw: a connected socket. The caller closes it.
+        context: a client context.
+        host: name that the server's certificate must carry.
     """
 
     def __init__(self, raw: socket.socket, context: ssl.SSLContext, *, host: str) -> None:
@@ -71,7 +71,7 @@ class RecordStream:
         self._flush(until)
 
     def recv_into(self, buffer: memoryview, timeout: float) -> int:
-        """Read some bytes, at least one, and whatever else of them is here; 0 at the end.
+        """Read at least one byte, and all that have arrived. Returns the number of bytes; 0 at the end of the stream.
 
         Raises:
             OSError: as `ssl.SSLSocket.recv_into`; nothing is lost by a TimeoutError.
@@ -84,7 +84,7 @@ class RecordStream:
                 self._exhausted = False
                 while done < size and (count := self.tls.read(size - done, buffer[done:])):
                     done += count  # type: ignore[operator]  # with a buffer it is a number
-                    if done < size and not self._incoming.pending:  # a record gives all that it has at once
+                    if done < size and not self._incoming.pending:  # one read empties a record
                         self._exhausted = True
                         break
                 return done
@@ -119,7 +119,7 @@ class RecordStream:
         return True
 
     def _begin(self, timeout: float) -> float:
-        """When a call that begins now is over: its timeout is for all of it, not for every byte that trickles in."""
+        """The deadline of a call that begins now. The timeout covers the whole call, not each byte."""
         if self._timeout != timeout:  # telling the system is a call, and there are thousands of records
             self._timeout = timeout
             for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -127,11 +127,11 @@ class RecordStream:
         return time.monotonic() + timeout
 
     def _take_in(self, *, promised: int = 1) -> int:
-        """What has arrived, waiting for something; how many bytes of it, 0 at the end.
+        """Wait for bytes and feed them to TLS. Returns their number; 0 at the end of the stream.
 
         Args:
-            promised: bytes that are still to come. Of many, it is worth waiting for as much as can be taken at once:
-                to wake a thread costs more than a few of them.
+            promised: bytes that are expected. If many are expected, the call waits until a full read has arrived:
+                waking the thread for a few bytes costs more than the wait.
         """
         to_arrive = promised - self._incoming.pending - _BEGUN
         much = to_arrive >= _READ
@@ -148,7 +148,7 @@ class RecordStream:
         return count
 
     def _await(self, size: int) -> None:
-        """From now on the system says that something is here when so many bytes are, or the end."""
+        """Make the socket readable only after `size` bytes, or the end of the stream, have arrived (SO_RCVLOWAT)."""
         self._awaited = size
         with contextlib.suppress(OSError):  # a system that cannot do it
             self._raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
@@ -166,7 +166,7 @@ class RecordStream:
 
 
 def _timeval(seconds: float) -> bytes:
-    """As the system takes it, to which 0 means for ever."""
+    """A `struct timeval`, at least one microsecond: the kernel reads 0 as no timeout."""
     return _TIMEVAL.pack(*divmod(max(1, int(1e6 * seconds)), 1_000_000))
 
 

@@ -72,15 +72,15 @@ _AUTHORITY: Final = (
 _SHOWN: Final = len("sha256:") + 16  # characters of a fingerprint in a log
 
 
-class TenantIdentity(msgspec.Struct, frozen=True):  # whose hash takes a quarter of a dataclass's
-    """Who a tenant is: a name, and whose key vouches for it. Two authorities may each know an alice.
+class TenantIdentity(msgspec.Struct, frozen=True):  # hashing a Struct takes a quarter of the time of a dataclass
+    """The identity of a tenant: its name and the key that signed its certificate. Authorities may use the same names.
 
-    Compare and count by the whole of it; `str()` is a short form to read, `alice@sha256:0123456789abcdef`.
+    Compare and count whole identities. `str()` is a short form for people, `alice@sha256:0123456789abcdef`.
 
     Args:
-        name: as in its certificate.
-        authority: `key_fingerprint` of whoever signed that: an authority, or the tenant itself if it is self-signed
-            and listed. It stays when an authority's certificate is renewed with the same key.
+        name: as in the tenant's certificate.
+        authority: `key_fingerprint` of the signer: an authority, or the tenant itself if its certificate is
+            self-signed and listed. It does not change when an authority's certificate is renewed with the same key.
     """
 
     name: str
@@ -141,7 +141,7 @@ def client_context(*, certificate: Path, key: Path, pins: Sequence[Pin]) -> ssl.
         )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # CERT_REQUIRED and check_hostname
     context.hostname_checks_common_name = False
-    # A pin may be a leaf that somebody's authority issued: trust it without its issuer.
+    # A pin may be a leaf certificate that an authority issued: trust the leaf without its issuer.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     return _showing(_trusting(_hardened(context), pinned), certificate=certificate, key=key)
 
@@ -159,13 +159,13 @@ def registry_server_context(*, certificate: Path, key: Path) -> ssl.SSLContext:
     warn_of_exposed_key(key)
     warn_of_expiry(certificate, fix="renew it (`symbiosis-priv keys request --provider`)")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.num_tickets = 0  # nobody comes back soon enough for one
+    context.num_tickets = 0  # sessions are not resumed
     return _showing(_hardened(context), certificate=certificate, key=key)
 
 
 def registry_client_context(authorities: Sequence[x509.Certificate]) -> ssl.SSLContext:
-    """The context of whoever asks a registry: TLS 1.3 only, host name checked, no certificate of one's own, and nothing
-    trusted but these authorities.
+    """The context of a registry's client: TLS 1.3 only, host name checked, no client certificate, and no trust in any
+    certificate except these authorities.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # CERT_REQUIRED and check_hostname
     context.hostname_checks_common_name = False
@@ -175,7 +175,7 @@ def registry_client_context(authorities: Sequence[x509.Certificate]) -> ssl.SSLC
 def check_pin(connection: TlsConnection, *, pins: Sequence[Pin]) -> None:
     """Raises `CertificateError` unless the peer's own certificate is a pinned one.
 
-    The handshake alone would also accept what somebody who may sign has issued to somebody else.
+    The handshake alone would also accept a certificate that a pinned authority issued to another party.
     """
     peer = connection.getpeercert(binary_form=True)
     pinned = [load_pin(pin).public_bytes(Encoding.DER) for pin in pins]
@@ -188,9 +188,9 @@ def check_pin(connection: TlsConnection, *, pins: Sequence[Pin]) -> None:
 
 
 def tenant_identity(connection: TlsConnection) -> TenantIdentity:
-    """Who the client is, from the certificate that this provider's handshake has verified.
+    """The identity of the client, from the certificate that the handshake has verified.
 
-    The names of issuers are anybody's choice, so the issuer is found by its signature.
+    Issuers choose their names freely, so the issuer is found by its signature.
 
     Raises `CertificateError` if there is no certificate, if it is not a tenant's, if it was never verified, or if
     an authority that the provider does not list stands between the tenant and one that it does.
@@ -213,7 +213,7 @@ def tenant_identity(connection: TlsConnection) -> TenantIdentity:
 
 
 def handshake_error(error: OSError, *, peer: str) -> CertificateError | ConnectionLostError:
-    """What a failed handshake or first read means, as an error of this project to raise from `error`.
+    """The error of this project for a failed handshake or first read. Raise it from `error`.
 
     Args:
         error: what the `ssl` module raised.

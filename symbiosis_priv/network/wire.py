@@ -56,7 +56,7 @@ Seed = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
 class ErrorCode(StrEnum):
-    """What a provider may answer instead of a result. `RETRYABLE` ones are worth the same bytes again."""
+    """Reasons of a `Failure`. After a `RETRYABLE` one the tenant may send the same bytes again."""
 
     BAD_FRAME = "bad_frame"
     BAD_REQUEST = "bad_request"
@@ -113,7 +113,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
 
 
 class Binding(Message, frozen=True):
-    """What a reply is bound to."""
+    """The fields that tie a reply to its request (rule 7)."""
 
     nonce: Nonce
     group: Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUPS)]
@@ -138,7 +138,7 @@ class Effect(Binding, frozen=True, tag="effect"):
     first_row: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
     def __repr__(self) -> str:
-        """Without the seed: whoever logs a request by mistake gives no pad away."""
+        """Leaves out the seed, so that a log line with a request does not reveal a pad."""
         return f"Effect(group={self.group}, direction={self.direction!r}, first_row={self.first_row}, rows={self.rows})"
 
 
@@ -157,12 +157,12 @@ class Result(Binding, frozen=True, tag="result"):
         )
 
     def answers(self, request: Binding) -> bool:
-        """Whether every field repeats the request's: the reply belongs to it and to no other (rule 7)."""
+        """Returns True if every field of the binding equals the request's (rule 7)."""
         return self == Result.answering(request)
 
 
 class Health(Message, frozen=True, tag="health"):
-    """Ask how the provider is."""
+    """Ask for a `HealthReport`."""
 
 
 class HealthReport(Message, frozen=True, tag="health_report"):

@@ -14,7 +14,7 @@ from typing import Self
 from symbiosis_priv.errors import ProtocolError, ProviderError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import parse_address
-from symbiosis_priv.network.dial import Line
+from symbiosis_priv.network.dial import ClientConnection
 from symbiosis_priv.registry import protocol
 
 
@@ -33,7 +33,7 @@ class RegistryClient:
     def __init__(self, address: str, context: ssl.SSLContext, *, deadline_s: float) -> None:
         self.address = address
         host, port = parse_address(address)
-        self._line = Line(f"registry {address}", host=host, port=port, pins=None, context=context)
+        self._line = ClientConnection(f"registry {address}", host=host, port=port, pins=None, context=context)
         self._deadline_s = deadline_s
         self._deadline = 0.0
 

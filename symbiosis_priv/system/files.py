@@ -23,11 +23,10 @@ errors, and wrong types as a DecodeError."""
 
 
 def read_limited(path: Path, limit: int) -> bytes:
-    """The whole of a file, which holds no more than so many bytes. A pipe, where one would wait for somebody to write,
-    or a device without an end is none.
+    """Read a regular file of at most `limit` bytes. Pipes and devices are refused: they may block or never end.
 
     Raises:
-        OSError: it cannot be read, is no file, or is larger; its `strerror` says which.
+        OSError: the file cannot be read, is not regular, or is larger; its `strerror` says which.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -43,17 +42,17 @@ def read_limited(path: Path, limit: int) -> bytes:
 
 
 def default_cache() -> Path:
-    """Where quantised weights and verification keys are kept: `$SYMBIOSIS_PRIV_CACHE` or the user's cache folder."""
+    """The folder for quantised weights and verification keys: `$SYMBIOSIS_PRIV_CACHE` or the user's cache folder."""
     if override := os.environ.get("SYMBIOSIS_PRIV_CACHE"):
         return Path(override)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "symbiosis-priv"
 
 
 def read_text(path: Path) -> str:
-    """A text that somebody has written, without the byte order mark that some editors begin it with.
+    """Read a UTF-8 text file, without the byte order mark that some editors write.
 
     Raises:
-        ConfigError: it cannot be read, or is not UTF-8.
+        ConfigError: the file cannot be read, or is not UTF-8.
     """
     try:
         return decode_text(path.read_bytes(), name=str(path))
@@ -64,7 +63,10 @@ def read_text(path: Path) -> str:
 
 
 def decode_text(data: bytes, *, name: str) -> str:
-    """The same of bytes, with one character for every end of a line; `name` is what errors call them.
+    r"""Decode UTF-8 without a byte order mark, and turn every line end into `\n`.
+
+    Args:
+        name: of the file, for messages.
 
     Raises:
         ConfigError: not UTF-8.
@@ -90,13 +92,13 @@ def storing(path: Path) -> Iterator[None]:
 
 
 def replace_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Let readers see the old file (or folder, if it is empty) or the whole new one.
+    """Replace a file (or an empty folder). A reader sees the old one or the complete new one.
 
-    Nobody but its owner can change it, whatever the umask: some of these files are mapped, and whoever cut one short
-    would end the process.
+    Only the owner can change the new file, whatever the umask: some of these files are mapped into memory, and
+    truncating a mapped file would end the process.
 
     Raises:
-        StorageError: it could not be written.
+        StorageError: the file could not be written.
     """
     with storing(path):
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)

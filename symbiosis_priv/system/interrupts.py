@@ -1,8 +1,8 @@
-"""Ctrl-C and SIGTERM as exceptions that never arrive in the middle of what must be whole.
+"""Ctrl-C and SIGTERM as exceptions that do not interrupt a critical section.
 
-A signal becomes an exception wherever the program happens to be: between two parameters of an optimizer step, or in the
-middle of a file. `whole()` puts it off until the block ends, and `anywhere()` inside of it lets it through again.
-Whoever signals twice means it, and is obeyed at once.
+A signal raises an exception wherever the program is: between two parameters of an optimizer step, or in the middle of a
+file. `whole()` delays the exception until its block ends, and `anywhere()` inside that block allows it again. A second
+signal is never delayed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Interrupts:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """What happens inside is completed first."""
+        """Delay the exception until this block has ended."""
         with self._set_deferring(True):
             yield
         self._raise_pending()

@@ -1,4 +1,4 @@
-"""A process ends with whoever holds the other end of its stdin, however that one ends."""
+"""Ends a process when its parent has ended: the parent holds the other end of its stdin."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _READ_BYTES = 4096
 
 
 def when_stdin_closes(then: Callable[[], None]) -> None:
-    """Have it called once stdin has closed, in a thread of its own; returns at once."""
+    """Call `then` in a background thread after stdin has closed. Returns immediately."""
     threading.Thread(target=_wait, args=(then,), name="lifeline", daemon=True).start()
 
 

@@ -16,12 +16,12 @@ __all__ = ["command", "end_quickly"]
 
 
 def end_quickly() -> None:
-    """Have this process look for no garbage at its end."""
+    """Skip the last garbage collection of this process."""
     atexit.register(gc.freeze)
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """Of a process that runs a module."""
+    """The command line of a process that runs a module."""
     return [sys.executable, "-m", __name__, module, *arguments]
 
 

@@ -29,7 +29,7 @@ from symbiosis_priv.errors import (
 )
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import tls, wire
-from symbiosis_priv.network.dial import Line, Traffic
+from symbiosis_priv.network.dial import ClientConnection, Traffic
 from tenant.connections.notices import Notices
 from tenant.worker import Worker
 
@@ -98,13 +98,13 @@ class Channel:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._name = f"{peer.role} {peer.name!r} at {peer.host}:{peer.port}"
-        self._line: Line | None = None
+        self._line: ClientConnection | None = None
         self._began = 0.0
         self._wanted: Callable[[], bool] = _always
         self._welcome: wire.Welcome | None = None
 
     @property
-    def line(self) -> Line | None:
+    def line(self) -> ClientConnection | None:
         """The connection as it is now, if there is one."""
         return self._line
 
@@ -284,7 +284,7 @@ class Channel:
         self._drop()
         if self._closed.is_set():
             raise ConnectionLostError(f"{self._name} is asked no more")
-        line = self._line = Line(
+        line = self._line = ClientConnection(
             self._name,
             host=self.peer.host,
             port=self.peer.port,
@@ -308,7 +308,7 @@ class Channel:
     def _heard(self) -> wire.Welcome | None:
         return None if self._line is None or self._line.peer_left() else self._welcome
 
-    def _receive(self, line: Line, space: memoryview, deadline: float) -> wire.Reply:
+    def _receive(self, line: ClientConnection, space: memoryview, deadline: float) -> wire.Reply:
         """A reply; the payload of a result is written to `space`."""
         reply, payload_size = line.receive(max_payload=len(space), deadline=deadline)
         if not isinstance(reply, wire.Result):

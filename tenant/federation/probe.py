@@ -30,7 +30,7 @@ from symbiosis_priv.errors import (
 )
 from symbiosis_priv.federation import Federation, Peer
 from symbiosis_priv.network import tls, wire
-from symbiosis_priv.network.dial import Line
+from symbiosis_priv.network.dial import ClientConnection
 from tenant.connections.channel import fresh_nonce
 from tenant.core.facts import Preparation
 from tenant.federation.coverage import Serving, layer_text
@@ -116,7 +116,7 @@ class Probe:
         self.name = f"{peer.role} {peer.name!r} at {peer.host}:{peer.port}"
         self._federation = federation
         self._preparation = preparation
-        self._line: Line | None = None
+        self._line: ClientConnection | None = None
         self._welcome: wire.Welcome | None = None
         self._deadline = 0.0
 
@@ -189,12 +189,12 @@ class Probe:
         assert self._welcome is not None  # since there was a line
         self._round_trips(finding, self._welcome.first_group, count=GLANCE_ROUND_TRIPS)
 
-    def _open(self) -> Line:
+    def _open(self) -> ClientConnection:
         federation, peer = self._federation, self.finding.peer
         context = tls.client_context(
             certificate=federation.tenant_certificate, key=federation.tenant_key, pins=peer.pins
         )
-        self._line = Line(self.name, host=peer.host, port=peer.port, pins=peer.pins, context=context)
+        self._line = ClientConnection(self.name, host=peer.host, port=peer.port, pins=peer.pins, context=context)
         self._line.open(self._deadline)
         return self._line
 
@@ -340,7 +340,7 @@ class Probe:
             time.sleep(_PAUSE_S)
 
 
-def _days_left(line: Line) -> float | None:
+def _days_left(line: ClientConnection) -> float | None:
     shown = None if line.tls is None else line.tls.getpeercert(binary_form=True)
     if shown is None:
         return None

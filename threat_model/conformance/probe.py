@@ -19,7 +19,7 @@ from torch import Tensor
 from symbiosis_priv.errors import DeadlineExceededError, TransportError
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire
-from symbiosis_priv.network.dial import Line
+from symbiosis_priv.network.dial import ClientConnection
 from symbiosis_priv.network.tls import client_context
 
 _PAUSE_S = 0.05
@@ -60,7 +60,7 @@ class Dialler:
         """
         peer = self.peer
         context = client_context(certificate=self.certificate, key=self.key, pins=peer.pins)
-        line = Line(str(self), host=peer.host, port=peer.port, pins=peer.pins, context=context)
+        line = ClientConnection(str(self), host=peer.host, port=peer.port, pins=peer.pins, context=context)
         try:
             line.open(self.deadline())
         except BaseException as error:
@@ -85,7 +85,7 @@ class Dialler:
 class Probe:
     """One connection. A context manager."""
 
-    def __init__(self, line: Line, *, dialler: Dialler) -> None:
+    def __init__(self, line: ClientConnection, *, dialler: Dialler) -> None:
         self._line, self._dialler = line, dialler
 
     def __enter__(self) -> Self:

@@ -57,7 +57,7 @@ from symbiosis_priv.errors import (
 )
 from symbiosis_priv.federation import Federation, load_federation
 from symbiosis_priv.network import wire
-from symbiosis_priv.network.dial import Line
+from symbiosis_priv.network.dial import ClientConnection
 from tenant import RemoteConfig, backend_of
 from tenant.core.backend import RingBackend
 from tenant.core.facts import Preparation
@@ -368,13 +368,15 @@ def test_rule_3_a_retry_resends_identical_bytes(
     new_session: NewSession, executor: ScriptedProvider, frames: Callable[..., bytes], monkeypatch: Patch
 ) -> None:
     assert not a_retry_differs(new_session, executor, frames)
-    send = Line.send
+    send = ClientConnection.send
 
-    def send_with_another_mask(self: Line, message: Any, payload: Tensor | None = None, *, deadline: float) -> None:
+    def send_with_another_mask(
+        self: ClientConnection, message: Any, payload: Tensor | None = None, *, deadline: float
+    ) -> None:
         other = None if payload is None else payload + torch.randint(9, payload.shape).int()
         send(self, message, other, deadline=deadline)
 
-    monkeypatch.setattr(Line, "send", send_with_another_mask)
+    monkeypatch.setattr(ClientConnection, "send", send_with_another_mask)
     assert a_retry_differs(new_session, executor, frames)
 
 
@@ -514,14 +516,14 @@ def test_rule_5_breach_a_scale_in_a_nonce(
 def test_rule_5_breach_token_ids_in_a_payload(
     split: Any, executor: ScriptedProvider, helper: ScriptedProvider, monkeypatch: Patch
 ) -> None:
-    send = Line.send
+    send = ClientConnection.send
 
-    def send_ids(self: Line, message: Any, payload: Tensor | None = None, *, deadline: float) -> None:
+    def send_ids(self: ClientConnection, message: Any, payload: Tensor | None = None, *, deadline: float) -> None:
         if payload is not None:
             payload[0, :4] = IDS[0, :4]
         send(self, message, payload, deadline=deadline)
 
-    monkeypatch.setattr(Line, "send", send_ids)
+    monkeypatch.setattr(ClientConnection, "send", send_ids)
     with pytest.raises(VerificationError):  # what came back is no product of the row; but it was sent
         split(input_ids=IDS)
     assert leaks([executor, helper], {"tokens": [IDS[0, :4].int().numpy().tobytes()]}) == {"tokens"}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
@@ -29,6 +28,7 @@ from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.kernels import Choice, Packed, RingMatrix, choose, kernel_of, tune
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
 from symbiosis_priv.system.files import default_cache, read_limited, replace_atomically, write_atomically
+from symbiosis_priv.system.private import PrivateFolder
 
 if TYPE_CHECKING:  # importing transformers takes longer than the rest of a provider's start
     from symbiosis_priv.checkpoints.layer_discovery import Skeleton
@@ -163,14 +163,17 @@ class WeightStore:
 
     def _warn_of_exposed_cache(self) -> None:
         """Warn if other users can change the cache: they could replace weights, or truncate a mapped file."""
-        with contextlib.suppress(OSError):  # there is none yet
-            found = self._cache.stat()
-            if found.st_mode & 0o022 or found.st_uid not in (0, os.geteuid()):
-                log.warning(
-                    "others can change the weights in %s: chown it to this user and chmod go-w it, or choose another "
-                    "folder (`cache` in provider.toml, SYMBIOSIS_PRIV_CACHE)",
-                    self._cache,
-                )
+        try:
+            with PrivateFolder.open(self._cache.parent) as parent:
+                parent.subfolder(self._cache.name).close()
+        except ConfigError:
+            log.warning(
+                "others can change the weights in %s: chown it, and the folders above it, to this user and chmod go-w "
+                "them, or choose another folder (`cache` in provider.toml, SYMBIOSIS_PRIV_CACHE)",
+                self._cache,
+            )
+        except OSError:  # there is none yet
+            pass
 
     def _quantise(self, entry: GroupEntry) -> QuantisedGroup:
         with Checkpoint(self.path) as checkpoint:

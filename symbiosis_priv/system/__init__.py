@@ -1,6 +1,7 @@
 """The operating system: files, TOML, signals and processes.
 
-files          private files and atomic replacement
+files          where caches live, and atomic replacement
+private        folders that no other user can change
 toml           reads TOML into typed configuration, with errors that name the field
 interrupts     SIGINT and SIGTERM
 processes      starts a Python module as a process

@@ -1,12 +1,14 @@
 """Making what a tenant keeps of a base model, once, and finding it again at every start.
 
 One pass over the full checkpoint makes the facts, the verification keys and the digest of the tenant's own tensors.
-They go into a folder of the cache that only its owner can change, under a seal: a MAC by the secret from which the keys
-are expanded. What does not fit its seal is made again, or refused where there is no checkpoint to make it from.
+They go into a folder of the cache that no other user can change or replace (`PrivateFolder`), under a seal: a MAC by
+the secret from which the keys are expanded. Files that do not fit their seal are made again, or refused where there is
+no checkpoint to make them from. The seal tells damage from intact files. It does not tell whose keys they are: another
+user who could put a whole folder there would bring a seal, too, and could then forge products.
 
-Which checkpoint is loaded beside a preparation is checked, too: its own tensors and config.json must be those of the
-checkpoint that was prepared. They are hashed when a checkpoint is first met; after that its files' identity (inodes,
-sizes, times) stands for them.
+The checkpoint that is loaded beside a preparation is checked, too: its own tensors and config.json must be those of the
+checkpoint that was prepared. They are hashed when a checkpoint is first loaded; after that the identity of its files
+(inodes, sizes, times) stands for them.
 """
 
 from __future__ import annotations
@@ -17,16 +19,17 @@ import hashlib
 import hmac
 import logging
 import os
+import secrets
 import shutil
-import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load, save
 
 from symbiosis_priv.arithmetic.quantise import QuantisedGroup
 from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Bound, Direction
@@ -35,6 +38,7 @@ from symbiosis_priv.checkpoints.manifest import GroupEntry, Manifest
 from symbiosis_priv.checkpoints.weights import Progress, WeightStore
 from symbiosis_priv.errors import CheckpointError, ConfigError, RangeError
 from symbiosis_priv.system.files import default_cache, storing, write_atomically
+from symbiosis_priv.system.private import PrivateFolder
 from tenant.core.facts import GroupFacts, Preparation
 from tenant.core.verifier import BlameKeys, VerificationKeys
 from tenant.preparation.own_tensors import own_digest
@@ -43,10 +47,9 @@ log = logging.getLogger(__name__)
 
 _MANIFEST, _FACTS, _KEYS, _ORIGIN = "manifest.json", "facts.safetensors", "keys.safetensors", "origin.json"
 _BLAME, _SEAL = "blame.safetensors", "seal"
-_SECRET = (_KEYS, _BLAME)
-_SEALED = (_MANIFEST, _FACTS, *_SECRET, _ORIGIN)
+_SMALL = (_MANIFEST, _FACTS, _KEYS, _ORIGIN)  # read as a whole
 _KNOWN = "known"
-_VERSION = 3  # of these files
+_VERSION = 4  # of these files
 _PATIENCE_S, _POLL_S = 3600.0, 0.05  # with another process that makes keys: of large models it takes minutes
 
 
@@ -80,7 +83,7 @@ def prepare(
             process is not done with it.
     """
     folder = (cache or default_cache()) / "tenant" / f"v{_VERSION}-{digest.removeprefix('sha256:')}-{columns}"
-    whole = (folder / _SEAL).exists() and not reread  # it is written last
+    whole = (folder / _SEAL).exists() and not reread
     with contextlib.nullcontext() if whole else _alone(folder.parents[1]):
         prepared = _load(folder, digest=digest, columns=columns, store=store)
         if prepared is not None and reread and store is not None and not _is_known(folder, prepared, _identity(store)):
@@ -127,9 +130,8 @@ def _make(
     )
     _check_unchanged(store, identity)
     try:
-        _save(folder, prepared)
+        prepared = _save(folder, prepared, columns=columns)
     except OSError as error:
-        shutil.rmtree(folder, ignore_errors=True)  # half of it is none
         if must_keep:
             raise
         log.warning(
@@ -140,7 +142,7 @@ def _make(
         )
         return prepared
     _remember(folder, prepared, identity)
-    return _read(folder, digest=digest, columns=columns)
+    return prepared
 
 
 # On disk
@@ -154,8 +156,8 @@ def _alone(cache: Path, *, patience_s: float = _PATIENCE_S) -> Iterator[None]:
         ConfigError: somebody else has been at it for too long.
     """
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(cache, os.O_RDONLY | os.O_DIRECTORY)
+        with PrivateFolder.open(cache, create=True) as opened:
+            descriptor = opened.lockable()
     except OSError:  # where nothing can be written, nobody writes
         yield
         return
@@ -185,13 +187,14 @@ def _locked(descriptor: int) -> bool:
 
 def _load(folder: Path, *, digest: str, columns: int, store: WeightStore | None) -> Preparation | None:
     """None if there is nothing intact, and `store` to make it from."""
-    if not folder.is_dir():
+    try:
+        with PrivateFolder.open(folder.parent) as parent, parent.subfolder(folder.name) as opened:
+            return _read(opened, digest=digest, columns=columns)
+    except ConfigError:
+        raise
+    except (OSError, SafetensorError, KeyError, IndexError, ValueError, CheckpointError, RangeError) as error:
         missing = f"nothing is prepared for model {digest}"
-    else:
-        _check_private(folder)
-        try:
-            return _read(folder, digest=digest, columns=columns)
-        except (OSError, SafetensorError, KeyError, IndexError, ValueError, CheckpointError, RangeError) as error:
+        if folder.exists():
             missing = f"what was prepared for model {digest} in {folder} has been changed or is damaged ({error})"
             log.warning("%s", missing)
     if store is None:
@@ -202,15 +205,20 @@ def _load(folder: Path, *, digest: str, columns: int, store: WeightStore | None)
     return None
 
 
-def _read(folder: Path, *, digest: str, columns: int) -> Preparation:
-    manifest = Manifest.from_json((folder / _MANIFEST).read_bytes())
-    keys = VerificationKeys.from_tensors(load_file(folder / _KEYS), groups=len(manifest.groups))
-    if not hmac.compare_digest((folder / _SEAL).read_bytes(), keys.mac("seal", *_digests(folder))):
+def _read(folder: PrivateFolder, *, digest: str, columns: int) -> Preparation:
+    """Read what `_save` has written. The bytes that the seal is compared with are the bytes that are used."""
+    with contextlib.suppress(FileNotFoundError):
+        folder.subfolder(_KNOWN).close()
+    files = {name: folder.read(name) for name in (*_SMALL, _SEAL)}
+    manifest = Manifest.from_json(files[_MANIFEST])
+    keys = VerificationKeys.from_tensors(load(files[_KEYS]), groups=len(manifest.groups))
+    blame, blame_digest = _open_blame(folder, columns=columns, groups=len(manifest.groups))
+    if not hmac.compare_digest(files[_SEAL], _seal(keys, files, blame_digest)):
         raise CheckpointError("the seal is not that of the files")
     if manifest.digest != digest:
         raise CheckpointError(f"it is another model, {manifest.digest}")
-    origin = msgspec.json.decode((folder / _ORIGIN).read_bytes(), type=_Origin)
-    tensors = load_file(folder / _FACTS)
+    origin = msgspec.json.decode(files[_ORIGIN], type=_Origin)
+    tensors = load(files[_FACTS])
     facts = []
     for i, entry in enumerate(manifest.groups):
         norms = tensors[f"{i}.norms"].tolist()
@@ -223,11 +231,18 @@ def _read(folder: Path, *, digest: str, columns: int) -> Preparation:
         manifest=manifest,
         facts=tuple(facts),
         keys=keys,
-        blame=BlameKeys.open(folder / _BLAME, columns=columns, groups=len(facts)),
+        blame=blame,
         own_digest=origin.own_digest,
         checkpoint=origin.checkpoint,
-        forget_keys=lambda: _forget(folder),
+        forget_keys=lambda: _forget(folder.path),
     )
+
+
+def _open_blame(folder: PrivateFolder, *, columns: int, groups: int) -> tuple[BlameKeys, str]:
+    """The keys, which stay on disk until they are needed, and the digest of their file."""
+    with os.fdopen(folder.open_file(_BLAME), "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return BlameKeys.open(Path(f"/dev/fd/{file.fileno()}"), columns=columns, groups=groups), digest
 
 
 class _Origin(msgspec.Struct, frozen=True, kw_only=True):
@@ -237,7 +252,16 @@ class _Origin(msgspec.Struct, frozen=True, kw_only=True):
     own_digest: str
 
 
-def _save(folder: Path, prepared: Preparation) -> None:
+def _save(folder: Path, prepared: Preparation, *, columns: int) -> Preparation:
+    """Write a preparation into a new folder, and put the folder in place of an earlier one.
+
+    Returns:
+        `prepared`, its blame keys on disk and read through the descriptor of the new folder. Nothing else is read back.
+
+    Raises:
+        StorageError: the folder cannot be written.
+        ConfigError: other users can change a folder above it.
+    """
     tensors = {}
     for i, fact in enumerate(prepared.facts):
         forward, backward = fact.bounds[FORWARD], fact.bounds[BACKWARD]
@@ -247,41 +271,31 @@ def _save(folder: Path, prepared: Preparation) -> None:
         if fact.bias is not None:
             tensors[f"{i}.bias"] = fact.bias
     origin = _Origin(checkpoint=prepared.checkpoint, own_digest=prepared.own_digest)
-    with storing(folder):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    write_atomically(folder / _FACTS, save(tensors), mode=0o600)
-    write_atomically(folder / _KEYS, save(prepared.keys.to_tensors()), mode=0o600)
-    write_atomically(folder / _BLAME, save(prepared.blame.to_tensors()), mode=0o600)
-    write_atomically(folder / _MANIFEST, prepared.manifest.to_json(), mode=0o600)
-    write_atomically(folder / _ORIGIN, msgspec.json.encode(origin), mode=0o600)
-    write_atomically(folder / _SEAL, prepared.keys.mac("seal", *_digests(folder)), mode=0o600)
-
-
-def _digests(folder: Path) -> Sequence[str]:
-    digests = []
-    for name in _SEALED:
-        with (folder / name).open("rb") as file:
-            digests.append(hashlib.file_digest(file, "sha256").hexdigest())
-    return digests
-
-
-def _check_private(folder: Path) -> None:
-    """Whoever may write here could bring a secret, and a seal, of their own.
-
-    Raises:
-        ConfigError: others own, read or change the folder or something in it.
-    """
-    for path in (folder, *folder.rglob("*")):
+    files = {
+        _FACTS: save(tensors),
+        _KEYS: save(prepared.keys.to_tensors()),
+        _MANIFEST: prepared.manifest.to_json(),
+        _ORIGIN: msgspec.json.encode(origin),
+    }
+    blame = save(prepared.blame.to_tensors())
+    seal = _seal(prepared.keys, files, hashlib.sha256(blame).hexdigest())
+    partial = f".{secrets.token_hex(8)}"
+    with storing(folder), PrivateFolder.open(folder.parent, create=True) as parent:
         try:
-            status = path.lstat()
-        except FileNotFoundError:  # another process has just written here
-            continue
-        others = 0o077 if path.name in _SECRET else 0o022
-        if status.st_uid != os.geteuid() or stat.S_ISLNK(status.st_mode) or status.st_mode & others:
-            what = "read" if path.name in _SECRET else "change"
-            raise ConfigError(
-                f"others than you can {what} {path}, on which verification rests. Delete {folder}: it is made again"
-            )
+            with parent.subfolder(partial, create=True) as opened:
+                for name, content in (files | {_BLAME: blame, _SEAL: seal}).items():
+                    opened.write(name, content)
+                on_disk, _ = _open_blame(opened, columns=columns, groups=len(prepared.facts))
+            parent.delete(folder.name)
+            parent.rename(partial, folder.name)
+        except BaseException:
+            parent.delete(partial)
+            raise
+    return replace(prepared, blame=on_disk)
+
+
+def _seal(keys: VerificationKeys, files: Mapping[str, bytes], blame_digest: str) -> bytes:
+    return keys.mac("seal", *(hashlib.sha256(files[name]).hexdigest() for name in _SMALL), blame_digest)
 
 
 def _forget(folder: Path) -> None:

@@ -59,6 +59,7 @@ def attack_folders(lab: Lab) -> dict[str, bool]:
             name: _refused(lab, _copy(lab, place / "hostile", change), cache) for name, change in changes.items()
         }
         refused["a channel scale in the cache"] = _refuses_facts(lab, Path(shutil.copytree(cache, place / "cache")))
+        refused["verification keys of another user"] = _refuses_planted_keys(lab, place / "shared")
     return refused
 
 
@@ -94,6 +95,17 @@ def _refuses_facts(lab: Lab, cache: Path) -> bool:
         path.write_bytes(save(tensors))
     try:
         prepare(None, digest=lab.federation.model_digest, columns=16, model=WeightStore(lab.store.path), cache=cache)
+    except SymbiosisError:
+        return True
+    return False
+
+
+def _refuses_planted_keys(lab: Lab, shared: Path) -> bool:
+    """Whole and sealed, by an attacker who can write to the folder above the cache and knows the secret."""
+    prepare(lab.store, digest=lab.federation.model_digest, columns=16, cache=shared / "cache")
+    shared.chmod(0o777)
+    try:
+        prepare(None, digest=lab.federation.model_digest, columns=16, cache=shared / "cache")
     except SymbiosisError:
         return True
     return False

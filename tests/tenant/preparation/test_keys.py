@@ -282,8 +282,46 @@ def test_a_link_to_somewhere_else_is_refused(store: WeightStore, tmp_path: Path)
     folder = folder_of(tmp_path)
     folder.rename(tmp_path / "elsewhere")
     folder.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match="others than you can change"):
+    with pytest.raises(ConfigError, match="link"):
         prepared(None, digest, tmp_path)
+
+
+@pytest.mark.parametrize("preparing", [False, True])
+@pytest.mark.parametrize("name", [".", "tenant", ".."])
+def test_a_cache_below_a_folder_that_others_can_change_is_refused(
+    store: WeightStore, tmp_path: Path, name: str, preparing: bool
+) -> None:
+    """They could put a folder of their own in its place: with their keys, forged answers would verify."""
+    digest, cache = store.manifest().digest, tmp_path / "above" / "cache"
+    prepared(store, digest, cache)
+    place = (cache / name).resolve()
+    if preparing:
+        shutil.rmtree(place)
+        place.mkdir()
+    place.chmod(0o777)
+    with pytest.raises(ConfigError, match="others than you can change"):
+        prepared(store, digest, cache)
+    assert preparing or len(list(folder_of(cache).iterdir())) == 7  # nothing was written or deleted
+
+
+def test_a_swap_while_keys_are_made_changes_nothing(
+    store: WeightStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keys that were made are the keys that are used, whatever lies in the folder by then."""
+    digest = store.manifest().digest
+    prepared(store, digest, tmp_path / "attacker")
+    forged = prepared(None, digest, tmp_path / "attacker")
+    save_for_real = preparation._save
+
+    def save_and_swap(folder: Path, made: Preparation, **options: Any) -> Preparation:
+        used = save_for_real(folder, made, **options)
+        shutil.rmtree(folder)
+        shutil.copytree(folder_of(tmp_path / "attacker"), folder)
+        return used
+
+    monkeypatch.setattr(preparation, "_save", save_and_swap)
+    used = prepared(store, digest, tmp_path / "victim")
+    assert not torch.equal(used.keys.to_tensors()["secret"], forged.keys.to_tensors()["secret"])
 
 
 def test_the_folder_is_made_private_whatever_the_umask(store: WeightStore, tmp_path: Path) -> None:

@@ -46,12 +46,12 @@ from threat_model.evidence.views import Game, HelperView, NeighbourView, Recorde
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What the tenant does during a recording.
+    """The tenant's work during a recording.
 
     Args:
         steps: LoRA training steps on `[batch, length]` tokens.
         generations: calls of `generate` on `[prompts, prompt_length]` tokens.
-        new_tokens: tokens that each of them makes.
+        new_tokens: new tokens of each call.
         game_rows: rows of the distinguishing game, per direction.
     """
 
@@ -74,7 +74,7 @@ PLANTED = Workload(steps=4, generations=2, prompts=16, new_tokens=3, game_rows=5
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """One scheme's run."""
+    """The recorded run of one scheme."""
 
     scheme: Scheme
     views: Views
@@ -83,14 +83,14 @@ class Recording:
 
 
 class Lab:
-    """Providers that run as long as the context does.
+    """A context manager that runs providers, and records what each party sees.
 
     Args:
-        folder: empty; gets the checkpoint, keys and caches.
-        tied: whether the LM head is the embedding (and therefore stays with the tenant).
+        folder: an empty folder for the checkpoint, keys and caches.
+        tied: True if the LM head is the embedding (and therefore stays with the tenant).
 
     Attributes:
-        one_company: a federation file whose only helper belongs to its executor's company: no tenant may use it.
+        one_company: a federation file whose only helper belongs to the executor's company. No tenant may use it.
     """
 
     def __init__(self, folder: Path, *, tied: bool = False) -> None:
@@ -175,10 +175,10 @@ class Lab:
         return torch.stack([self._private[s : s + length] for s in starts.tolist()])
 
     def record(self, scheme: Scheme, workload: Workload, *, federation: Path | None = None) -> Recording:
-        """Fine-tune and generate under a scheme, and keep what everybody saw.
+        """Fine-tune and generate under a scheme, and record every party's view.
 
         Args:
-            federation: another one than that of the scheme's number of helpers, such as `one_company`.
+            federation: a federation file to use instead of the one with the scheme's number of helpers.
         """
         started = time.monotonic()
         recorder, truth = Recorder(), Truth(steps=workload.steps)

@@ -40,7 +40,7 @@ NOISE = 16.0
 
 @dataclass(frozen=True, eq=False)
 class Fault:
-    """A mistake, where it is planted, and who finds it."""
+    """A planted mistake, its place, and the attack that must find it."""
 
     name: str
     rule: str
@@ -50,7 +50,7 @@ class Fault:
     recording: Recording
 
     def outcome(self) -> Outcome:
-        """What the attack makes of it."""
+        """The attack's score on this fault."""
         guess = self.attack.run(self.view, self.public, torch.Generator().manual_seed(0))
         return Outcome(0, 0, 0.0, 1.0) if guess is None else self.attack.score(guess, self.recording.truth)
 

@@ -1,4 +1,4 @@
-"""Every attack against every scheme, and what follows: verdicts, and whether each is the one that was promised."""
+"""Runs every attack against every scheme, and compares each verdict with the promised one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OnProgress = Callable[[str, int, int], None]
 
 
 class Verdict(StrEnum):
-    """What a cell of the table says."""
+    """The verdict of a cell of the table."""
 
     HIDDEN = "hidden"
     BROKEN = "broken"
@@ -34,8 +34,8 @@ class Verdict(StrEnum):
 class Cell:
     """One attack on one scheme.
 
-    `promised` says whether the scheme claims to hide rows from the attack's party; `expected` whether the verdict is
-    what claim (or `Attack.decisive`) says it must be.
+    `promised`: the scheme claims to hide rows from the attack's party. `expected`: the verdict agrees with that claim
+    (or with `Attack.decisive`).
     """
 
     attack: Attack[Any, Any]
@@ -49,7 +49,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class PlantedCell:
-    """One planted fault and whether its attack found it."""
+    """One planted fault, and the verdict of its attack."""
 
     fault: str
     rule: str
@@ -80,12 +80,12 @@ class Suite:
 
     @property
     def outside(self) -> tuple[int, int]:
-        """(promised cells whose 99 % interval misses chance, promised cells): about one in a hundred will."""
+        """Number of promised cells whose 99 % interval misses chance, and of all promised cells. One in 100 misses."""
         hidden = [c.outcome for c in self.cells if c.promised and c.outcome is not None and c.outcome.trials]
         return sum(not outcome.at_chance for outcome in hidden), len(hidden)
 
     def cell(self, attack: str, scheme: str) -> Cell:
-        """By names."""
+        """The cell of an attack and a scheme."""
         return next(c for c in self.cells if c.attack.name == attack and c.scheme.name == scheme)
 
 

@@ -1,6 +1,6 @@
-"""An adversary who writes folders: a checkpoint, or the tenant's cache, left for the tenant to load (rule 10).
+"""An adversary who writes folders that the tenant loads: checkpoints, adapters and the tenant's cache (rule 10).
 
-Nothing that providers serve is changed, so every answer would verify: what is at stake is masking itself, and the
+The adversary does not change what providers serve, so every answer would verify. It attacks masking itself, and the
 tensors and facts that the tenant computes with.
 """
 
@@ -29,10 +29,10 @@ Change = Callable[[Path], None]
 
 
 def attack_folders(lab: Lab) -> dict[str, bool]:
-    """By what was written: whether the tenant refused it. An honest copy must load, or nothing here means anything.
+    """Attack the tenant with folders. Returns whether the tenant refused, by attack.
 
     Raises:
-        SymbiosisError: the honest copy did not.
+        SymbiosisError: the tenant refused an honest copy, so that the attacks would prove nothing.
     """
     cache = lab.folder / "cache"
     prepare(lab.store, digest=lab.federation.model_digest, columns=16, cache=cache)
@@ -75,7 +75,7 @@ def _refused(lab: Lab, folder: Path, cache: Path) -> bool:
         _load(lab, folder, cache)
     except SymbiosisError:
         return True
-    except Exception:  # stopped by chance, by somebody else's code: that is no refusal
+    except Exception:  # an accidental error of foreign code is not a refusal
         return False
     return False
 

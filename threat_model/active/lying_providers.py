@@ -1,9 +1,9 @@
-"""Adversaries that answer wrongly, and watch what happens.
+"""Adversaries that answer wrongly and watch the tenant's reaction.
 
-Privacy against a liar needs integrity (rule 6): a provider that adds an error and sees whether the tenant goes on
-asks a question about the secret product. With verification every wrong answer ends the session, whatever the secret:
-the abort is a constant and says nothing. The planted fault is a tenant that only looks whether a result is plausible:
-when it aborts depends on the secret.
+Privacy against a lying provider needs integrity (rule 6): a provider that adds an error and sees whether the tenant
+continues learns something about the secret product. With verification every wrong answer ends the session, whatever
+the secret is, so the abort carries no information. The planted fault is a tenant that only checks whether a result is
+plausible: its aborts depend on the secret.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _PLAUSIBLE = 1 << 29
 
 @dataclass(frozen=True)
 class Detection:
-    """How often one kind of lie was caught, over real sessions; `valuation` if it is an error of just that one."""
+    """The detection rate of one kind of lie over real sessions. `valuation`: the 2-adic valuation of its error."""
 
     name: str
     caught: int
@@ -60,7 +60,7 @@ class Detection:
 
 @dataclass(frozen=True)
 class AbortLeak:
-    """What aborts tell about one secret bit per session (the sign of a product), in bits."""
+    """Information that aborts carry about one secret bit per session (the sign of a product), in bits."""
 
     name: str
     trials: int
@@ -79,7 +79,7 @@ class Forgery:
 
     @property
     def theory(self) -> float:
-        """2^-(32 - v) m."""
+        """The theoretical bound, 2^-((32 - v) m)."""
         return 2.0 ** (-(32 - self.valuation) * self.columns)
 
 
@@ -112,7 +112,7 @@ class Liar:
         """Only answers are changed."""
 
     def received(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
-        """Lie."""
+        """Change the answer."""
         if peer.role == self._role and isinstance(message, wire.Result) and payload is not None:
             self._lie(payload)
 
@@ -234,7 +234,7 @@ def _detect(lab: Lab, preparation: Preparation, kind: _Kind, repeats: int, rng: 
 def _session(
     lab: Lab, preparation: Preparation, liar: Liar | None, direction: Direction, rng: torch.Generator
 ) -> tuple[bool, Tensor]:
-    """One fresh session and one request; (aborted, the true product int64 `[r, o]`)."""
+    """Run one request in a fresh session. Returns whether it aborted, and the true product int64 `[r, o]`."""
     group = 0
     facts = preparation.facts[group]
     x = torch.randint(-1000, 1000, (_ROWS, facts.inputs(direction)), generator=rng, dtype=torch.int64)
@@ -278,7 +278,7 @@ def mutual_information(a: Sequence[bool], b: Sequence[bool]) -> float:
 
 
 def _forgeries(lab: Lab, trials: int, rng: torch.Generator) -> list[Forgery]:
-    """The bound of the keys that say who lied, where it is large enough to be seen: few columns, multiples of 2^28."""
+    """Measure the soundness of the attribution keys where it is weak enough to see: few columns, multiples of 2^28."""
     weight = lab.public.quantised(1).weight
     rows = expand(secrets.token_bytes(SEED_BYTES), first_row=0, rows=1, width=weight.shape[1])
     answer = rows @ weight.to(torch.int32).t()

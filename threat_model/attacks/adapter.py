@@ -39,11 +39,11 @@ _ROWS = 320
 
 @dataclass(frozen=True, eq=False)
 class Stolen:
-    """What was made of one linear.
+    """The guess for one linear.
 
     Args:
-        update: `B @ A`, float64 `[o, d]`.
-        matrix: what `W + B @ A` is proportional to, before anything public was used, `[o, d]`.
+        update: the guessed `B @ A`, float64 `[o, d]`.
+        matrix: proportional to the guessed `W + B @ A`, before public weights were used, `[o, d]`.
         weight: the public W, `[o, d]`.
     """
 
@@ -130,7 +130,7 @@ def _requests(view: ExecutorView, group: int) -> list[Exchange]:
 
 
 def _directions(public: Public, rows: Subtraction, requests: list[Exchange], norm: str) -> Tensor:
-    """Unit vectors along what went into an RMS norm whose output was sent; float64 `[n, d]`."""
+    """Unit vectors along the inputs of an RMS norm whose outputs were sent; float64 `[n, d]`."""
     scale: Tensor = public.model.get_submodule(norm).weight.double()  # type: ignore[assignment]
     return normalize(rows.of(requests) / scale, dim=1)
 
@@ -156,7 +156,7 @@ def _at_first_positions(view: ExecutorView, rows: Subtraction, public: Public, l
 
 
 def _solve(x: Tensor, y: Tensor, weight: Tensor) -> Stolen:
-    """From rows x `[n, d]` and y `[n, k, o]` with `M x_i = sum_k z_ik y_ik`, z unknown."""
+    """Solve `M x_i = sum_k z_ik y_ik` for M, with x `[n, d]` and y `[n, k, o]` known and z unknown."""
     n, k, _ = y.shape
     x, y = normalize(x, dim=1), normalize(y, dim=2)  # the lengths go into z as well
     inverse = torch.linalg.pinv(x, rtol=1e-7)
@@ -170,7 +170,7 @@ def _solve(x: Tensor, y: Tensor, weight: Tensor) -> Stolen:
 
 
 def _low_rank(update: Tensor) -> Tensor:
-    """Without what lies behind the steepest fall of the spectrum, which is noise."""
+    """Cut the spectrum at its steepest fall: the rest is noise."""
     u, s, v = torch.linalg.svd(update, full_matrices=False)
     half = len(s) // 2
     rank = 1 + int((s[:half] / s[1 : half + 1].clamp(min=1e-300)).argmax())
@@ -179,14 +179,14 @@ def _low_rank(update: Tensor) -> Tensor:
 
 
 def _first_in_line_up(stolen: Stolen, real: Tensor, rng: torch.Generator) -> bool:
-    """Whether the guess fits the true update better than each decoy: the same update with columns flipped at random.
+    """Returns True if the guess fits the true update better than every decoy. A decoy is the update with random signs.
 
-    The line-up looks at `matrix`, and takes what points along the public weight out of each column first: training may
-    well move along it, and a guess that is nothing but public must not get credit for that.
+    The comparison uses `matrix` and first removes the component along the public weight from each column: training may
+    move along the public weight, and a guess made of public data alone must not get credit for that.
     """
     said, weight = stolen.matrix, stolen.weight
     said = said - weight * ((said * weight).sum(dim=0) / weight.square().sum(dim=0))
-    # M is known up to a factor, whose sign decides: W + BA has W's
+    # M is known up to a factor; its sign follows from the sign of W
     per_column = (said * real).sum(dim=0) * (stolen.matrix * weight).sum().sign()
     signs = torch.randint(0, 2, (_DECOYS, len(per_column)), generator=rng).double() * 2 - 1
     return bool(per_column.sum() > (signs @ per_column).max())

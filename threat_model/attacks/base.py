@@ -41,12 +41,12 @@ RECOVERED = 0.01
 
 @dataclass(frozen=True)
 class Outcome:
-    """How well an attack did.
+    """The score of an attack.
 
     Args:
-        hits, trials: what was guessed right, out of how much.
-        chance: the rate that guessing alone would have.
-        p_value: how often chance alone would do at least this well, by the sharpest test that the scorer has.
+        hits, trials: right guesses, and all guesses.
+        chance: the success rate of guessing.
+        p_value: probability that guessing scores at least as well, by the scorer's most sensitive test.
         figures: further numbers for the report.
     """
 
@@ -60,7 +60,7 @@ class Outcome:
 
     @property
     def success(self) -> float:
-        """Rate of hits."""
+        """The success rate, hits over trials."""
         return self.hits / self.trials if self.trials else 0.0
 
     @property
@@ -70,22 +70,22 @@ class Outcome:
 
     @property
     def broken(self) -> bool:
-        """Whether chance cannot explain it."""
+        """Returns True if guessing cannot explain the score."""
         return self.p_value < FALSE_ALARM
 
     @property
     def at_chance(self) -> bool:
-        """Whether chance lies inside the 99 % interval."""
+        """Returns True if the chance level lies inside the 99 % confidence interval."""
         return self.chance in self.interval
 
 
 class Attack(ABC, Generic[V, G]):
     """One named attack.
 
-    `source` says where it is argued or published: a section or a rule of docs/threat-model.md, or a paper.
-    `by_design` marks what no scheme hides: it must succeed everywhere, and the report lists it under "not hidden".
-    `decisive` marks what must succeed wherever a scheme promises nothing against its party: an attack that fails there
-    proves nothing by failing elsewhere.
+    `source` names a section or a rule of docs/threat-model.md, or a paper.
+    `by_design`: no scheme hides what this attack finds. It must succeed everywhere; listed as "not hidden".
+    `decisive`: the attack must succeed against every scheme that promises nothing against its party. An attack that
+    fails there proves nothing by failing elsewhere.
     """
 
     name: str
@@ -121,11 +121,10 @@ def score_labels(guess: Labels, truth: Mapping[int, Tensor], *, ignore: int | No
 
 
 def score_rows(guess: Rows, calls: Mapping[int, Call], rng: torch.Generator) -> Outcome:
-    """Rows of many requests: recovered within 1 %, and a far more sensitive line-up beside it.
+    """Score guessed rows: how many are within 1 %, and a more sensitive test on pairs.
 
-    The line-up deals rows of a layer into pairs and asks whether two guesses fit their own rows better than each
-    other's: `<g_a - g_b, x_a - x_b> > 0`. Whatever the guesses are, if they do not depend on the rows this is a fair
-    coin.
+    The pair test asks whether two guesses fit their own rows better than each other's rows:
+    `<g_a - g_b, x_a - x_b> > 0`. If the guesses do not depend on the rows, the test is a fair coin.
     """
     by_layer: dict[tuple[int, Direction], list[int]] = {}
     for order, call in calls.items():

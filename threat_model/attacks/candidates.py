@@ -1,7 +1,7 @@
 """Candidate subtraction: the executor computed the noises' effects, so it has the noises.
 
-The paper (Symbiosis §3.8) counts `pool ^ layers` combinations. Nobody needs to guess a combination: each layer is
-decided on its own, so the cost is `rows x pool` distances, summed over layers.
+The paper (Symbiosis §3.8) counts `pool ^ layers` combinations. An attacker does not have to guess a combination: each
+layer is solved on its own, so the cost is `rows x pool` distances, summed over layers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Blind clustering: a reader who was never shown the noises (a log thief, say) finds them in the rows.
+"""Blind clustering: an attacker who does not know the noises (one who steals a log) finds them in the rows.
 
-Rows under one noise lie around it. K-means finds the clouds; then the public vocabulary makes it exact, alternating
+Rows under one noise lie close to it. K-means finds the clusters; then the public vocabulary makes the result exact by
+alternating
 
     token_i = argmin_v |x'_i - n_k(i) - e_v|        n_k = mean over its rows of (x'_i - e_token(i)),
 

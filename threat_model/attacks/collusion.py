@@ -64,7 +64,7 @@ class Collusion(_Collusion):
 
 
 class PartialCollusion(_Collusion):
-    """The same, while one helper keeps to itself. Its seed is the one that matters."""
+    """Collusion of the executor and all helpers except one. The missing helper's seed hides the rows."""
 
     party = "all but a helper"
     sees = "masked rows, seeds and row ranges of all helpers but one"
@@ -76,8 +76,8 @@ class PartialCollusion(_Collusion):
 
 
 class Coalition(Attack[CollusionView, Verdicts]):
-    """The two-row distinguisher of whoever knows all shares but one, told which row of a share lies where: more than a
-    coalition could know.
+    """A two-row distinguisher for a coalition that knows all shares except one. The coalition is also told which row of
+    a share belongs to which request, which a real coalition does not know.
     """
 
     family = "statistics"
@@ -124,8 +124,8 @@ def pad_rows(helpers: Sequence[HelperView], public: Public, group: int, directio
 
 
 def matching(rows: Tensor, pads: Tensor) -> Tensor:
-    """Which pad each row lies under, int64. The right one leaves small integers: it is one of the few that are near in
-    a column, and a few more columns decide which.
+    """Index of the pad of each row, int64. The right pad leaves small integers: one column leaves few candidates, and a
+    few more columns decide between them.
     """
     near = rows[:, 0].long()
     keys, which = torch.cat([pads[:, 0].long() + turn for turn in (-_RING, 0, _RING)]).sort()

@@ -1,4 +1,4 @@
-"""What all attacks have in common that read tokens from the first layer group, whose rows come from a public table."""
+"""Base of attacks that read tokens from the first layer group: its rows come from a public table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a helper and a second tenant can try on content. Neither is ever sent anything that depends on rows."""
+"""Attacks on content by a helper and by a second tenant. Neither receives any data that depends on rows."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Masks that are all even: what remains when an even number of helpers expands one stream.
+"""Even masks: the result if two helpers expand the same stream.
 
-Shares n + n add up to 2n, whose lowest bit is 0: the lowest bit of every entry is the row's own. A row has far more
-entries than a token has bits, and the first layer's rows are public up to the choice of the token.
+Two shares n add up to 2n, whose lowest bit is 0, so the lowest bit of every entry is the row's own bit. A row has far
+more entries than a token has bits, and the rows of the first layer are public up to the choice of the token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from threat_model.evidence.views import ExecutorView
 
 
 class EvenMasks(FirstLayerAttack):
-    """The token of the vocabulary whose integers are odd in most of the places where those of the row are."""
+    """Guesses the token whose integers agree with the row in the lowest bit of most entries."""
 
     name = "even masks"
     family = "text"

@@ -1,4 +1,4 @@
-"""What an executor does before anything clever: take off the noise that it knows, and tell requests apart."""
+"""First steps of an executor's attacks: subtract the noise that it knows, and tell requests apart."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def carriers(view: ExecutorView) -> tuple[Exchange, ...]:
 
 
 def first_rows(exchanges: tuple[Exchange, ...], rows: int) -> tuple[Exchange, ...]:
-    """The first requests that hold at least so many rows together, or all of them."""
+    """The first requests that together hold at least `rows` rows, or all requests."""
     kept, total = [], 0
     for exchange in exchanges:
         if total >= rows:

@@ -1,7 +1,7 @@
-"""Zero and padding rows show a noise as it is.
+"""Zero rows and padding rows reveal a reused noise.
 
 A gradient is exactly zero where no label is learned, and padding repeats one row. Under a reused noise both arrive as
-the same bytes again and again: whatever repeats is a noise (plus a known row), and can be taken off everything else.
+the same bytes several times. A repeated row is a noise (plus a known row), and can be subtracted from all other rows.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _without_repeats(x: Tensor, known: Tensor) -> Tensor:
 def _repeated(x: Tensor) -> Tensor:
     """The rows that come back most often, give or take a gradient that is only nearly zero; `[k, d]`."""
     size = x.norm(dim=1)
-    # by a product of matrices, whose rounding in float64 is 1e-8 of a row's length and not 1e-3 of it
+    # a float64 product of matrices: its rounding error is 1e-8 of a row's length, not 1e-3
     near = torch.cdist(x, x) <= _SAME * size.median()
     found: list[Tensor] = []
     most = 0

@@ -28,7 +28,7 @@ _GRID, _TURN = float(1 << 24), 2 * math.pi
 
 
 class SamplerGrid(FirstLayerAttack):
-    """For every token, how close the implied uniforms come to multiples of 2^-24."""
+    """Scores every token by the distance of the implied uniform numbers to multiples of 2^-24."""
 
     name = "sampler grid"
     family = "generator"
@@ -46,7 +46,7 @@ class SamplerGrid(FirstLayerAttack):
 
 
 def _fits(x: Tensor, table: Tensor, scales: Sequence[float]) -> Tensor:
-    """How well every token `[v]` explains every row, by the scale of the noise; `[scales, n, v]`."""
+    """The fit of every token to every row for each noise scale: `[scales, n, v]`."""
     return torch.stack([_on_grid(row - table, scales) for row in x], dim=1)
 
 

@@ -1,8 +1,8 @@
-"""What no scheme here hides: how many rows, which stage, when. These succeed everywhere and are listed as "not hidden".
-The exception is the last: a neighbour's health reports once counted everybody, and must not again.
+"""Side channels that no scheme hides: row counts, stage and time. These attacks succeed everywhere, as "not hidden".
+The last attack is an exception: health reports once counted the requests of all tenants, and must not do so again.
 
-Rows are masked, their number is not. One request per layer group and step tells batch x tokens; a backward request
-tells training; one row per sequence and token tells generation, and its end tells the length of the answer.
+Rows are masked, but their number is visible. The rows of a request show batch x tokens; a backward request shows
+training; one row per sequence and token shows generation, and the last request shows the length of the answer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HEADER_MOST, _TOLERANCE = 250, 0.1
 
 
 def facts_of(truth: Truth) -> dict[str, object]:
-    """What there is to find out."""
+    """The facts that these attacks look for."""
     return {
         "training steps": truth.steps,
         "prompts": list(truth.batches),
@@ -106,7 +106,7 @@ class NetworkShapes(_SideChannel, Attack[NetworkView, Facts]):
 
 
 def _row_counts(stream: list[Packet], inputs: int, outputs: int) -> Counter[int]:
-    """How often a request of so many rows, and its answer, went by: what is left of both sizes is a header."""
+    """Number of requests by row count. The row count fits if the sizes of request and answer leave two headers."""
     seen: Counter[int] = Counter()
     for up, down in itertools.pairwise(stream):
         rows = up.size // wire.RING32.size(1, inputs)
@@ -117,7 +117,7 @@ def _row_counts(stream: list[Packet], inputs: int, outputs: int) -> Counter[int]
 
 
 class NeighbourCounts(_SideChannel, Attack[NeighbourView, Facts]):
-    """Were the health report to count everybody's requests, one more tenant could subtract its own."""
+    """If a health report counted the requests of all tenants, a tenant could subtract its own requests."""
 
     name = "health counter, neighbour"
     party = "neighbour"

@@ -40,12 +40,12 @@ class FirstLayerTokens(FirstLayerAttack):
 
 
 class DeepLayerTokens(Attack[ExecutorView, Labels]):
-    """Without the first layer: run the public model on every next token, keep the one whose activation fits.
+    """Reads tokens from a deeper layer: runs the public model on every next token and keeps the best fit.
 
-    Greedy along the sequence: position t is decided with positions before it fixed, so the cost is vocabulary x length
-    and not vocabulary ^ length. The tenant's adapters are unknown and move its activations, but in much the same way
-    for all tokens: a linear map from the public model's activations to what arrives is fitted to the first reading, and
-    every prompt is read once more with it.
+    The search is greedy: position t is decided with all positions before it fixed, so the cost is vocabulary x length
+    and not vocabulary ^ length. The tenant's adapters are unknown and change its activations, but in a similar way for
+    all tokens. So the attack fits a linear map from the public model's activations to the received ones after a first
+    reading, and reads every prompt again with that map.
     """
 
     name = "tokens, deep layer"

@@ -28,12 +28,12 @@ _GROUP, _ROWS = 0, 4  # of each of its requests
 
 
 class Neighbour:
-    """See the module's text.
+    """A second tenant that sends requests and reads health reports while the first tenant works.
 
     Args:
-        executor: whom it asks, and whose health.
-        identity: its own.
-        public: of the model.
+        executor: the provider that both tenants use.
+        identity: the second tenant's certificate and key.
+        public: public knowledge of the model.
     """
 
     def __init__(self, executor: Peer, identity: Identity, public: Public) -> None:
@@ -55,7 +55,7 @@ class Neighbour:
             thread.join(_START_S)
 
     def view(self) -> NeighbourView:
-        """What it has seen."""
+        """The view so far."""
         return NeighbourView(tuple(self._seen), torch.cat(self._own) if self._own else torch.zeros((0, 1)))
 
     def _watch(self) -> None:

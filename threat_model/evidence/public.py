@@ -1,4 +1,4 @@
-"""What everybody knows: the checkpoint, and therefore everything that can be computed from it.
+"""Public knowledge: the checkpoint, and therefore everything that can be computed from it.
 
 Providers hold the frozen linears; the embeddings, norms and tokenizer of a public base model are a download away. So an
 adversary can run the whole base model, on any text, and look at any layer. It does not know the tenant's adapters.
@@ -42,12 +42,12 @@ class Public:
 
     @property
     def path(self) -> Path:
-        """The checkpoint."""
+        """The folder of the checkpoint."""
         return self.store.path
 
     @property
     def manifest(self) -> Manifest:
-        """Groups by index."""
+        """The manifest of the quantised model."""
         return self.store.manifest()
 
     @property
@@ -61,7 +61,7 @@ class Public:
         return int(self.model.config.num_hidden_layers)
 
     def has(self, suffix: str) -> bool:
-        """Whether a member of some group is called that: a tied head is not offloaded."""
+        """Returns True if the name of an offloaded linear ends so. A tied head is not offloaded."""
         return any(member.endswith(suffix) for entry in self.manifest.groups for member in entry.members)
 
     def group_of(self, suffix: str, *, layer: int | None = None) -> int:
@@ -99,7 +99,7 @@ class Public:
         return quantise_rows(rows, self.bound(group, direction))
 
     def next_inputs(self, group: int, prefixes: Tensor) -> Tensor:
-        """What a group receives for every token of the vocabulary in the place after a prefix.
+        """The inputs of a group for every token of the vocabulary in the position after a prefix.
 
         Args:
             prefixes: int64 `[b, t]`.
@@ -118,7 +118,7 @@ class Public:
         return seen.view(batch, len(tokens), -1)
 
     def inputs_at(self, group: int, ids: Tensor) -> Tensor:
-        """What a group receives for tokens `[b, t]`: float32 `[b, t, d]`."""
+        """The inputs of a group for tokens `[b, t]`: float32 `[b, t, d]`."""
         with torch.no_grad():
             return self._until(group, input_ids=ids, use_cache=False)
 
@@ -140,7 +140,7 @@ class Public:
 
     @functools.cached_property
     def vocabulary_rows(self) -> Tensor:
-        """What the first group receives for every token: float32 `[v, d]`. No position enters before attention does."""
+        """The inputs of the first group for every token: float32 `[v, d]`. They do not depend on positions."""
         return self.next_inputs(0, torch.empty((1, 0), dtype=torch.long))[0]
 
 

@@ -42,7 +42,7 @@ class Scheme:
 
     @property
     def hides_from(self) -> frozenset[Party]:
-        """Parties that must learn nothing about rows; nobody outside ever may."""
+        """Parties that must learn nothing about rows. Outsiders are always among them."""
         return OUTSIDERS | self.masking.hides_from
 
 
@@ -58,7 +58,7 @@ def variant(scheme: masking.Scheme, *, name: str | None = None, helpers: int = 1
     return Scheme(masking=scheme, name=name or scheme.name, settings=settings, helpers=helpers)
 
 
-_REMOTE = {scheme.name: scheme for scheme in registered() if scheme.roles}  # the others show nothing to anybody
+_REMOTE = {scheme.name: scheme for scheme in registered() if scheme.roles}  # the other schemes send nothing
 
 
 def paper_pool(size: int, noise: float) -> Scheme:

@@ -1,4 +1,4 @@
-"""How sure a measured success rate is, and how much a float mask can leak at most.
+"""Confidence intervals of success rates, and the largest leak of a float mask.
 
 Everything is computed here from first principles (no SciPy): the incomplete beta function by its continued
 fraction (Lentz), its inverse by bisection. The tests check it against exact sums.
@@ -56,10 +56,10 @@ def normal_tail(z: float) -> float:
 
 
 def agreement_by_chance(guess: Tensor, truth: Tensor) -> float:
-    """How often guesses would match if they were dealt out to the wrong rows: the permutation chance level.
+    """The success rate of randomly permuted guesses: the chance level.
 
-    The mean of `guess[pi] == truth` over all permutations pi, in closed form. It gives an attack that always says the
-    commonest token no credit for it.
+    This is the mean of `guess[pi] == truth` over all permutations pi, in closed form. An attack that always guesses the
+    most frequent token scores exactly at this level.
 
     Args:
         guess, truth: int64 `[n]`.

@@ -1,4 +1,4 @@
-"""Ground truth of a run: what the tenant knows and no view holds. Only scorers read it."""
+"""Ground truth of a run: the tenant's knowledge, which no view holds. Only scorers read it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Call:
     """One call of an offloaded layer group.
 
     Args:
-        rows: what the scheme would have sent had it masked nothing: int32 in the ring, else float32, `[r, d]`.
+        rows: the rows before masking, `[r, d]`: int32 in the ring, else float32.
         tokens: int64 `[r]`, the token behind each row; None if rows are not one per token.
         labels: int64 `[r]`, the label of each row (`NO_LABEL` for none).
         first: bool `[r]`, rows at position 0 of their sequence.
@@ -40,7 +40,7 @@ class Call:
 
 @dataclass(eq=False)
 class Truth:
-    """What happened on the tenant's side.
+    """The tenant's side of a run.
 
     Args:
         calls: by the order of the request that carried them.

@@ -1,8 +1,8 @@
-"""Another certificate for a key, without its issuer: an ECDSA signature (r, s) is as good as (r, n - s).
+"""A second valid certificate for a key, made without the issuer: if (r, s) is an ECDSA signature, so is (r, n - s).
 
-Whoever holds a certificate that an elliptic-curve authority has signed can write its signature the other way. Every
-verifier accepts the result, and its fingerprint is a new one: what knows certificates by their fingerprint takes it for
-a stranger's.
+The holder of a certificate that an elliptic-curve authority has signed can replace the signature by the other one.
+Every verifier accepts the result, and its fingerprint differs. Code that identifies certificates by their fingerprint
+treats it as an unknown certificate.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _LONG = 0x80  # a length that takes bytes of its own begins here
 
 
 def twin(certificate: x509.Certificate, *, curve: ec.EllipticCurve) -> x509.Certificate:
-    """The same certificate with the other signature.
+    """The certificate with the other signature.
 
     Args:
-        curve: of its issuer's key.
+        curve: of the issuer's key.
     """
     whole, signed = certificate.public_bytes(Encoding.DER), certificate.tbs_certificate_bytes
     signature = certificate.signature
@@ -35,7 +35,7 @@ def twin(certificate: x509.Certificate, *, curve: ec.EllipticCurve) -> x509.Cert
 
 
 def twin_of(identity: Identity, folder: Path) -> Identity:
-    """A pair whose certificate is the twin of another one's, with the same key. Its issuer's is a P-256 key."""
+    """An identity with the same key and the twin of its certificate. The issuer's key is on P-256."""
     certificate = twin(load_certificates(identity.certificate)[0], curve=ec.SECP256R1())
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / identity.certificate.name

@@ -1,8 +1,8 @@
-"""What each party sees of a real run, and nothing else.
+"""The view of each party of a real run.
 
-A `Recorder` is a tap below TLS at the tenant's socket: it keeps every frame that leaves or arrives. Frozen views are
-cut from it, one per party, and an attack is given a view and the public model (`public.Public`). What the tenant
-knows beside that stands in `truth.Truth`, which only the scorer sees.
+A `Recorder` at the tenant's connections keeps every frame before encryption and after decryption. Each party's frozen
+view is cut from these frames. An attack receives one view and the public model (`public.Public`). The tenant's own
+knowledge is in `truth.Truth`, which only the scorer sees.
 
     executor           every request and answer of the executor role
     helper             every seed, row range and effect of one helper
@@ -37,10 +37,10 @@ class Exchange:
 
     Args:
         order: its number among all requests of the run, to any provider.
-        time_s: when it was sent, since the run began.
-        rows: `[r, d]`, int32 on the ring path, float32 otherwise: what arrived.
-        answer: `[r, o]`, what was sent back.
-        fields: every header field as it was in clear.
+        time_s: seconds from the beginning of the run until it was sent.
+        rows: `[r, d]`, int32 on the ring path, float32 otherwise, as received.
+        answer: `[r, o]`, as sent back.
+        fields: every header field.
     """
 
     order: int
@@ -70,7 +70,7 @@ class EffectExchange:
 
 @dataclass(frozen=True, eq=False)
 class Packet:
-    """A frame as a wire shows it: when, with whom, which way, how long."""
+    """A frame as an observer of the network sees it: time, endpoint, direction and size."""
 
     time_s: float
     endpoint: str
@@ -123,7 +123,7 @@ class CollusionView:
 
 @dataclass(frozen=True, eq=False)
 class NetworkView:
-    """What an observer of the tenant's line sees."""
+    """The view of an observer of the tenant's network."""
 
     packets: tuple[Packet, ...]
 
@@ -143,7 +143,7 @@ class NeighbourView:
 
 @dataclass(frozen=True, eq=False)
 class Views:
-    """One run, cut by party."""
+    """The views of one run, by party."""
 
     executor: ExecutorView
     helpers: tuple[HelperView, ...]

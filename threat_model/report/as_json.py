@@ -13,7 +13,7 @@ from threat_model.suite import Cell, Suite
 
 
 def to_json(suite: Suite) -> str:
-    """Every figure."""
+    """The report as JSON, with every figure."""
     outside, promised = suite.outside
     data = {
         "version": 1,

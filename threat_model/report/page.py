@@ -26,7 +26,7 @@ svg{max-width:100%;height:auto}small{color:#555}
 
 
 def to_html(suite: Suite) -> str:
-    """One page that needs nothing else: pictures are inline SVG."""
+    """The report as one self-contained HTML page. Pictures are inline SVG."""
     state = "Every verdict is the promised one." if suite.as_expected else "Some verdicts are NOT as promised."
     kind = "hidden" if suite.as_expected else "broken"
     sections = [

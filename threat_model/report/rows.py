@@ -1,4 +1,4 @@
-"""What every format of a report shows: rows of text and figures, without a layout."""
+"""The contents of a report in every format: rows of text and figures, without a layout."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SUMMARY = ("scheme", "hides rows from", "their attacks that fail", "attacks of o
 
 
 def summary_rows(suite: Suite) -> list[tuple[str, ...]]:
-    """A line per scheme."""
+    """The summary, one row per scheme."""
     rows: list[tuple[str, ...]] = []
     needs = {"helper": 1, "executor+helper": 1, "all but a helper": 2}
     for scheme in suite.schemes:

@@ -29,7 +29,7 @@ def show(suite: Suite, console: Console) -> None:
 
 
 def render(suite: Suite, *, width: int) -> RenderableType:
-    """Tables for a terminal of so many columns; chance is left out of the large one where it is narrow."""
+    """The tables for a terminal of `width` columns. A narrow terminal does not show the chance level."""
     room = width - 4 - max(len(c.attack.name) for c in suite.cells)
     full = room // _FULL >= min(6, len(suite.schemes))
     beside = max(1, room // (_FULL if full else _SHORT))

@@ -114,18 +114,28 @@ class RemoteQuantizer(HfQuantizer):
                     )
         return config
 
+    update_tp_plan = update_attn_implementation  # the hook at that moment in transformers 5.17
+
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         folder = _vetted(kwargs.get("checkpoint_files"), model.config)
         self._folder, self._identity = folder, _identity(folder)
         with torch.device("cpu"):  # transformers builds its skeleton on the meta device; ours is real
             backend = open_backend(self.quantization_config, folder)
         split(model, backend)
+        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         return model
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         if _identity(self._folder) != self._identity:
             backend_of(model).close()
             raise CheckpointError(f"{self._folder} changed while it was being loaded; start again")
+        for name, parameter in model.named_parameters():
+            if parameter.shape != self._shapes.get(name, parameter.shape):  # transformers 5.17 with a quantizer
+                backend_of(model).close()
+                raise CheckpointError(
+                    f"{name} is {list(parameter.shape)} in {self._folder} and {list(self._shapes[name])} in the model, "
+                    f"and this transformers does not make another one; install transformers 5.23"
+                )
         own = next(p for p in model.parameters() if not isinstance(p, OffloadedParameter))
         for module in model.modules():
             if isinstance(module, RemoteLayer):

@@ -17,6 +17,8 @@ from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.errors import ConfigError, RoleConflictError
 from symbiosis_priv.federation.parties import Parties
 from symbiosis_priv.federation.peers import Company, Peer, Registries
+from symbiosis_priv.federation.spelling import is_this_machine
+from symbiosis_priv.network.addresses import parse_address
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,14 @@ class Federation:
     def helpers(self) -> tuple[Peer, ...]:
         """Providers that see a seed and never a row."""
         return tuple(p for p in self.peers if p.role == "helper")
+
+    @property
+    def local(self) -> bool:
+        """True if every provider and every registry of the file is on this machine."""
+        hosts = [peer.host for peer in self.peers]
+        if self.registries is not None:
+            hosts += [parse_address(address)[0] for address in self.registries.addresses]
+        return all(is_this_machine(host) for host in hosts)
 
     def one_company(self, one: Peer, other: Peer) -> bool:
         """Whether what one of them knows, the other may know. Also for peers that are not in the file.

@@ -18,6 +18,8 @@ class Peer:
         certificate: the pinned one: a file with it and nothing else, or itself, of an executor that was discovered.
         next_certificate: the same for its successor while the provider rotates.
         layers: what it must serve at least; None if what it says itself is all that is known.
+        remote_only: its host may not resolve to an address of this machine, of its link or of a metadata service. True
+            for executors that a registry listed, unless the federation is local.
     """
 
     name: str
@@ -28,6 +30,7 @@ class Peer:
     certificate: Pin
     next_certificate: Path | None = None
     layers: LayerRange | None = None
+    remote_only: bool = False
 
     def __hash__(self) -> int:
         """Of what few have in common: every request asks several times whether a peer is among some."""

@@ -37,3 +37,11 @@ def plain_host(host: str) -> str:
     if isinstance(address, ipaddress.IPv6Address):
         address = address.ipv4_mapped or address
     return _THIS_MACHINE if address.is_unspecified or str(address) == "::1" else str(address)
+
+
+def is_this_machine(host: str) -> bool:
+    """Returns True for a loopback address and for a name of this machine. Asks no DNS."""
+    try:
+        return ipaddress.ip_address(plain_host(host)).is_loopback
+    except ValueError:
+        return False

@@ -1,10 +1,17 @@
-"""`host:port`, as people write it."""
+"""`host:port`, as people write it, and which IP addresses no stranger may lead a connection to."""
 
 from __future__ import annotations
 
+import ipaddress
+from typing import Final
+
 from symbiosis_priv.errors import ConfigError
 
-_PORT_DIGITS = 5
+_PORT_DIGITS: Final = 5
+_METADATA: Final = frozenset(
+    map(ipaddress.ip_address, ("100.100.100.200", "168.63.129.16", "192.0.0.192", "fd00:ec2::254"))
+)  # services of clouds that are not at a link-local address
+_NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")  # RFC 6052
 
 
 def parse_address(address: str) -> tuple[str, int]:
@@ -15,3 +22,18 @@ def parse_address(address: str) -> tuple[str, int]:
     if not host or not named or not port.isdecimal() or len(port) > _PORT_DIGITS or not int(port) < 1 << 16:
         raise ConfigError(f"address {address!r} is not host:port; write alpha.example:7401, or [::1]:7401")
     return host, int(port)
+
+
+def is_internal(address: str) -> bool:
+    """Returns True for an IP address of this machine, of its link or of a cloud's metadata service, and for an address
+    that is not unicast. False for every other address, private networks included, and for a name.
+    """
+    try:
+        ip = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return False
+    if isinstance(ip, ipaddress.IPv6Address):
+        ip = ip.ipv4_mapped or ip.sixtofour or (ipaddress.IPv4Address(ip.packed[-4:]) if ip in _NAT64 else ip)
+    return (
+        ip.is_loopback or ip.is_link_local or ip.is_unspecified or ip.is_multicast or ip.is_reserved or ip in _METADATA
+    )

@@ -29,6 +29,7 @@ from torch import Tensor
 from symbiosis_priv.certificates import Pin
 from symbiosis_priv.errors import ConnectionLostError, DeadlineExceededError
 from symbiosis_priv.network import tls, wire
+from symbiosis_priv.network.addresses import is_internal
 from symbiosis_priv.network.records import RecordStream
 
 T = TypeVar("T")
@@ -61,6 +62,8 @@ class ClientConnection:
         host, port: its address.
         pins: the provider's certificate, or two of them; None accepts every certificate that the context trusts.
         context: `tls.client_context` for the same pins.
+        remote_only: do not connect to an address of this machine, of its link or of a metadata service, whatever the
+            host's name resolves to.
         traffic: where bytes are counted.
         waiting: told about every slice of a wait.
     """
@@ -73,12 +76,13 @@ class ClientConnection:
         port: int,
         pins: Sequence[Pin] | None,
         context: ssl.SSLContext,
+        remote_only: bool = False,
         traffic: Traffic | None = None,
         waiting: Waiting | None = None,
     ) -> None:
         self._traffic = traffic or Traffic()
         self._name, self._host, self._port, self._pins = name, host, port, pins
-        self._context, self._waiting = context, waiting
+        self._context, self._remote_only, self._waiting = context, remote_only, waiting
         self._socket: socket.socket | None = None
         self._records: RecordStream | None = None
         self._shut = False
@@ -203,6 +207,9 @@ class ClientConnection:
         """Like `socket.create_connection`, but `shut` can reach a socket that is still connecting."""
         refusal: OSError | None = None
         for family, kind, protocol, _, address in self._addresses(deadline):
+            if self._remote_only and is_internal(address[0]):
+                refusal = OSError(f"{address[0]} is no address that a registry may lead to")
+                continue
             candidate = self._socket = socket.socket(family, kind, protocol)
             try:
                 candidate.setblocking(False)

@@ -290,6 +290,7 @@ class Channel:
             port=self.peer.port,
             pins=self.peer.pins,
             context=self._context,
+            remote_only=self.peer.remote_only,
             traffic=self.traffic,
             waiting=self._say,
         )

@@ -194,7 +194,14 @@ class Probe:
         context = tls.client_context(
             certificate=federation.tenant_certificate, key=federation.tenant_key, pins=peer.pins
         )
-        self._line = ClientConnection(self.name, host=peer.host, port=peer.port, pins=peer.pins, context=context)
+        self._line = ClientConnection(
+            self.name,
+            host=peer.host,
+            port=peer.port,
+            pins=peer.pins,
+            context=context,
+            remote_only=peer.remote_only,
+        )
         self._line.open(self._deadline)
         return self._line
 

@@ -29,8 +29,10 @@ from typing import Final
 from symbiosis_priv.certificates.revocation import load_revoked, mark_of
 from symbiosis_priv.errors import CertificateError, DescriptorError, SymbiosisError, one_line
 from symbiosis_priv.federation import Federation, Peer, Traits, in_common, traits
+from symbiosis_priv.federation.spelling import plain, plain_host
+from symbiosis_priv.network.addresses import is_internal
 from symbiosis_priv.network.tls import registry_client_context
-from symbiosis_priv.registry.descriptor import CLOCK_TOLERANCE_S, MAX_LIFETIME_S, MS, VerifiedDescriptor, verify
+from symbiosis_priv.registry.descriptor import CLOCK_TOLERANCE_S, MEMORY_S, MS, VerifiedDescriptor, verify
 from symbiosis_priv.registry.queries import RegistryClient
 from symbiosis_priv.registry.trust import Trust
 
@@ -46,11 +48,11 @@ _JITTER: Final = 0.2  # of a pause, so that tenants that started together do not
 
 @dataclass(frozen=True)
 class Found:
-    """Who was vouched for.
+    """Executors whose descriptors were verified.
 
     Args:
-        executors: those that the tenant takes on: distinct from each other, and from every provider of its file.
-        refused: why others are not, by name.
+        executors: those that the tenant uses: distinct from each other, and from every provider of its file.
+        refused: why the others are not used, by name.
     """
 
     executors: tuple[Peer, ...] = ()
@@ -58,8 +60,7 @@ class Found:
 
 
 def admitted(federation: Federation, announced: Iterable[VerifiedDescriptor], *, now: float) -> Found:
-    """What a tenant makes of executors that have been vouched for. Who has passed their descriptors on, and in which
-    order, makes no difference.
+    """Decide which announced executors a tenant uses. The order of the descriptors makes no difference.
 
     Args:
         federation: the tenant's own file.
@@ -67,31 +68,55 @@ def admitted(federation: Federation, announced: Iterable[VerifiedDescriptor], *,
         now: seconds since 1970.
     """
     listed = [traits(peer) for peer in federation.peers]
-    executors: list[Peer] = []
+    local = federation.local
+    candidates: list[Peer] = []
     taken: list[Traits] = []
     refused: dict[str, str] = {}
-    # Of two that cannot both be what they say, the one that has spoken last is there.
+    # Two executors with one name or address cannot both be right: the newer descriptor counts.
     for one in sorted(announced, key=lambda one: one.age, reverse=True):
         said = one.descriptor
         if said.expires / MS < now - CLOCK_TOLERANCE_S or said.draining:
             continue
         if (said.model_digest, said.weight_bits) != (federation.model_digest, federation.weight_bits):
             continue
-        peer = Peer(one.name, one.operator, "executor", said.host, said.port, one.certificate, layers=said.layers)
+        peer = Peer(
+            one.name,
+            one.operator,
+            "executor",
+            said.host,
+            said.port,
+            one.certificate,
+            layers=said.layers,
+            remote_only=not local,
+        )
         own = traits(peer)
         if shared := {what for other in listed for what in in_common(own, other)}:
             if "public key" not in shared:  # else it is that provider itself, and its entry in the file stands
                 refused[one.name] = f"a provider of the federation file has the same {', '.join(sorted(shared))}"
         elif not federation.admissible(peer, federation.helpers):
             refused[one.name] = f"{one.operator} is one company with a helper (rule 8)"
+        elif peer.remote_only and is_internal(plain_host(peer.host)):
+            refused[one.name] = f"{peer.host} is no address that a registry may lead to"
         elif any(in_common(own, other) for other in taken):
             refused[one.name] = "an executor that was announced later has its name or its address"
-        elif len(executors) == MAX_FOUND:
-            refused[one.name] = f"there are {MAX_FOUND} already"
         else:
-            executors.append(peer)
+            candidates.append(peer)
             taken.append(own)
-    return Found(tuple(sorted(executors, key=lambda peer: peer.name)), refused)
+    candidates = _operators_in_turn(candidates)
+    refused |= {peer.name: f"there are {MAX_FOUND} already" for peer in candidates[MAX_FOUND:]}
+    return Found(tuple(sorted(candidates[:MAX_FOUND], key=lambda peer: peer.name)), refused)
+
+
+def _operators_in_turn(peers: Iterable[Peer]) -> list[Peer]:
+    """The first executor of every operator, then the second of every operator, and so on; by name, so that the result
+    changes only when an executor comes or goes."""
+    places: Counter[str] = Counter()
+    order = []
+    for peer in sorted(peers, key=lambda peer: peer.name):
+        operator = plain(peer.operator)
+        order.append((places[operator], peer))
+        places[operator] += 1
+    return [peer for _, peer in sorted(order, key=lambda pair: pair[0])]
 
 
 class Discovery:
@@ -181,7 +206,7 @@ class Discovery:
         self._read_revoked()
         now = self._clock()
         with self._lock:
-            past = round(MS * (now - MAX_LIFETIME_S - 2 * CLOCK_TOLERANCE_S))
+            past = round(MS * (now - MEMORY_S))
             self._newest = {key: one for key, one in self._newest.items() if one.descriptor.issued > past}
             good = [one for one in self._newest.values() if mark_of(one.certificate) not in self._trust.revoked]
             before, found = self._found, admitted(self._federation, good, now=now)

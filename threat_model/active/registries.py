@@ -1,7 +1,8 @@
 """An adversary who runs a registry: it may say what it likes about executors, and hold back what it likes.
 
 What it wants is an executor of its own choice before a tenant's rows: one that nobody vouches for, one of a helper's
-company, one in the place of a provider that the tenant has pinned, one that has left, or one that was revoked.
+company, one in the place of a provider that the tenant has pinned, one that has left, or one that was revoked. Or it
+wants connections from the tenant to the tenant's own machine.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ _NOW = 2_000_000_000.0  # seconds since 1970; certificates are valid for longer 
 _DAYS = 9000
 _LIFE_S = 600.0
 _PORT = 7001
+_INTERNAL = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "169.254.169.254", "fe80::1", "100.100.100.200", "224.0.0.1")
 
 
 @dataclass(frozen=True)
@@ -84,14 +86,20 @@ def attack_registry(federation: Federation) -> dict[str, bool]:
             issue(folder, authority=authority, kind=Kind.PROVIDER, name=name, operator=f"{name} AG", days=_DAYS)
             for name in ("newcomer", "leaver")
         )
+        steering = issue(
+            folder, authority=authority, kind=Kind.PROVIDER, name="steering", operator="St", hosts=_INTERNAL, days=_DAYS
+        )
         listed = folder / "revoked.txt"
         revoke(listed, [revoked.certificate])
-        registries = Registries(("registry.example:7500",), authority.certificate, listed)
+        registries = Registries(("localhost:7500",), authority.certificate, listed)
         asking = replace(federation, registries=registries)
+        remote = replace(asking, registries=replace(registries, addresses=("registry.example:7500",)))
         scene = _Scene(asking, folder, authority, executor, revoked)
         if _takes(asking, [scene.says(executor)]) != {"newcomer"}:
             raise SymbiosisError("an honest registry's executor was not taken on")
-        return {name: not _takes(asking, listing(scene)) for name, listing in _LISTINGS.items()}
+        steered = any(_takes(remote, [scene.says(steering, address=(host, _PORT))]) for host in _INTERNAL)
+        refused = {name: not _takes(asking, listing(scene)) for name, listing in _LISTINGS.items()}
+        return refused | {"an address of the tenant's own machine, link or cloud": not steered}
 
 
 def _takes(federation: Federation, listed: list[bytes]) -> set[str]:

@@ -60,7 +60,14 @@ class Dialler:
         """
         peer = self.peer
         context = client_context(certificate=self.certificate, key=self.key, pins=peer.pins)
-        line = ClientConnection(str(self), host=peer.host, port=peer.port, pins=peer.pins, context=context)
+        line = ClientConnection(
+            str(self),
+            host=peer.host,
+            port=peer.port,
+            pins=peer.pins,
+            context=context,
+            remote_only=peer.remote_only,
+        )
         try:
             line.open(self.deadline())
         except BaseException as error:

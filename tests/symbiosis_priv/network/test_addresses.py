@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from ipaddress import IPv4Address, IPv6Address
+
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.network.addresses import parse_address
+from symbiosis_priv.network.addresses import is_internal, parse_address
 
 VISIBLE = st.characters(exclude_categories=["C", "Z"], exclude_characters="[]")
 
@@ -29,3 +32,27 @@ def test_an_address_is_good_or_a_config_error(text: str) -> None:
     assert host.isprintable()
     assert host.split() == [host]
     assert 0 <= port < 1 << 16
+
+
+@given(st.ip_addresses(v=4, network="10.0.0.0/8") | st.sampled_from(["93.184.216.34", "2606:4700::1111", "fd12::1"]))
+def test_private_and_public_addresses_may_be_dialled(address: object) -> None:
+    assert not is_internal(str(address))
+    assert not is_internal("alpha.example")
+
+
+@given(
+    st.ip_addresses(network="127.0.0.0/8")
+    | st.ip_addresses(network="169.254.0.0/16")
+    | st.ip_addresses(network="224.0.0.0/4")
+    | st.sampled_from([*map(IPv4Address, ("0.0.0.0", "255.255.255.255", "168.63.129.16"))])
+)
+def test_internal_addresses_are_known_in_every_form(address: IPv4Address) -> None:
+    assert is_internal(str(address))
+    for prefix in ("::ffff:0:0", "64:ff9b::"):
+        assert is_internal(str(IPv6Address(int(IPv6Address(prefix)) + int(address))))
+    assert is_internal(str(IPv6Address((0x2002 << 112) + (int(address) << 80))))  # 6to4
+
+
+@pytest.mark.parametrize("address", ["::1", "::", "fe80::1", "fe80::1%lo", "ff02::1", "fd00:ec2::254"])
+def test_internal_addresses_of_ipv6(address: str) -> None:
+    assert is_internal(address)

@@ -23,6 +23,7 @@ from symbiosis_priv.errors import (
     FrameTooLargeError,
     ProtocolError,
     ProviderError,
+    TransportError,
 )
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire
@@ -369,6 +370,15 @@ def test_a_certificate_that_is_not_pinned_is_refused_at_once(new_provider: NewPr
     with pytest.raises(CertificateError, match="refused"):
         ask(connect(pinned))
     assert impostor.hellos == []
+
+
+def test_an_executor_from_a_registry_is_not_sought_on_this_machine(
+    new_provider: NewProvider, connect: NewChannel
+) -> None:
+    provider = new_provider()
+    with pytest.raises(TransportError, match="no address"):
+        ask(connect(replace(provider.peer("executor"), remote_only=True), deadline_s=0.5))
+    assert provider.hellos == []
 
 
 def test_a_tenant_that_is_not_known_is_told_so(

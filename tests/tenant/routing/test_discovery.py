@@ -217,11 +217,53 @@ def test_whoever_is_taken_on_is_admissible_with_every_helper(
     assert len({peer.key_fingerprint for peer in everybody}) == len(everybody)
 
 
-def test_there_is_a_bound(federation: Federation, vouching: Vouching) -> None:
-    said = [vouching.said(f"m{number}", address=("localhost", 8000 + number)) for number in range(MAX_FOUND + 3)]
-    found = admitted(federation, said, now=vouching.began / MS)
+def test_operators_share_the_places(federation: Federation, vouching: Vouching) -> None:
+    """One operator's executors, however many, leave room for others."""
+    names = [f"m{number:03}" for number in range(MAX_FOUND + 3)]
+    for name in names:
+        vouching.identity(name, operator="Mass AG")
+    said = [vouching.said(name, address=("localhost", 8000 + number)) for number, name in enumerate(names)]
+    now = vouching.began / MS
+    found = admitted(federation, said, now=now)
     assert len(found.executors) == MAX_FOUND
     assert len(found.refused) == 3
+    honest = [vouching.said(f"z{number}", address=("localhost", 9000 + number)) for number in range(5)]
+    shared = admitted(federation, [*said, *honest], now=now)
+    assert {one.name for one in honest} < {peer.name for peer in shared.executors}
+    assert len(shared.executors) == MAX_FOUND
+    again = [vouching.said(name, address=("localhost", 8000 + n), after_ms=n % 7) for n, name in enumerate(names)]
+    assert admitted(federation, [*again, *honest], now=now).executors == shared.executors  # nobody comes or goes
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "127.0.0.1", "127.9.9.9", "::1", "0.0.0.0", "169.254.169.254", "fe80::1", "224.0.0.1"]
+)
+def test_no_registry_leads_to_this_machine(federation: Federation, vouching: Vouching, host: str) -> None:
+    """Unless everything in the file is on this machine. What a name resolves to is checked when it is dialled."""
+    name = f"s{host.replace(':', '-')}"
+    vouching.known[name] = certificates.issue(
+        vouching.folder,
+        authority=vouching.authority,
+        kind=Kind.PROVIDER,
+        name=name,
+        operator="S",
+        hosts=[host, "s.example"],
+    )
+    steering, named = (vouching.said(name, address=(there, 7001)) for there in (host, "s.example"))
+    now = vouching.began / MS
+    (found,) = admitted(federation, [steering], now=now).executors
+    assert not found.remote_only
+    assert federation.registries is not None
+    elsewhere = replace(federation.registries, addresses=("localhost:1", "registry.example:7500"))
+    for file in (
+        replace(federation, registries=elsewhere),
+        replace(federation, peers=(replace(federation.peers[0], host="alpha.example"), *federation.peers[1:])),
+    ):
+        refused = admitted(file, [steering], now=now)
+        assert refused.executors == ()
+        assert "no address" in refused.refused[name]
+        (found,) = admitted(file, [named], now=now).executors
+        assert found.remote_only
 
 
 # Over the network
@@ -317,7 +359,7 @@ def test_a_forked_child_lets_go_without_a_word(
 def test_a_revoked_executor_is_not_taken_on(federation: Federation, vouching: Vouching, tmp_path: Path) -> None:
     revoked = tmp_path / "revoked.txt"
     revoke(revoked, [vouching.identity("gamma").certificate])
-    file = replace(federation, registries=Registries(("r.example:1",), vouching.authority.certificate, revoked))
+    file = replace(federation, registries=Registries(("127.0.0.1:1",), vouching.authority.certificate, revoked))
     found = discovery(file, now=vouching.began / MS)
     assert found.hear([says(vouching, "gamma"), says(vouching, "delta")]) == {"its certificate has been revoked": 1}
     assert [peer.name for peer in found.update()] == ["delta"]

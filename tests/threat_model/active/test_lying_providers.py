@@ -85,6 +85,10 @@ def test_lying_registries_are_refused_by_what_is_there_to_refuse_them(
             patch.setattr(f"{module}.mark_of", lambda c: f"tbs-{fingerprint(c.public_bytes(Encoding.DER))}")
         fallen = {name for name, refused in attack_registry(lab.federation).items() if not refused}
     assert fallen == {"an executor that was revoked, its certificate's signature written another way"}
+    with monkeypatch.context() as patch:
+        patch.setattr("tenant.routing.discovery.is_internal", lambda host: False)
+        fallen = {name for name, refused in attack_registry(lab.federation).items() if not refused}
+    assert fallen == {"an address of the tenant's own machine, link or cloud"}
     monkeypatch.setattr("tenant.routing.discovery.in_common", lambda one, other: [])
     monkeypatch.setattr(Federation, "admissible", lambda self, executor, holders: True)
     fallen = {name for name, refused in attack_registry(lab.federation).items() if not refused}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -80,10 +80,18 @@ class Connection:
         service: what all connections share.
         executor: this thread's line to the executor.
         slot: the connection's; is told when the connection is idle.
+        refusal: why the tenant's certificate is not accepted any more; None while it is. Asked at every request.
     """
 
     def __init__(
-        self, link: Link, *, tenant: TenantIdentity, service: Service, executor: ExecutorClient, slot: Slot
+        self,
+        link: Link,
+        *,
+        tenant: TenantIdentity,
+        service: Service,
+        executor: ExecutorClient,
+        slot: Slot,
+        refusal: Callable[[], Refusal | None],
     ) -> None:
         self._link = link
         self._tenant = tenant
@@ -93,6 +101,7 @@ class Connection:
         self._small = self._limits.small_request
         self._executor = executor
         self._slot = slot
+        self._refusal = refusal
         self._role: wire.Role | None = None
         self._prefix = memoryview(bytearray(wire.PREFIX.size))
         self._unread = 0  # payload bytes of the present frame that are still to come
@@ -130,12 +139,15 @@ class Connection:
             self._refuse(Refusal(code, str(error)))
             raise
         try:
+            if refused := self._refusal():
+                raise refused
             self._answer(request)
         except Refusal as refusal:
             self._bill(Counts(refused=1))
             self._link.discard(self._unread, deadline=self._deadline)
             self._refuse(refusal)
             self._pause(size=self._unread)
+            return refusal.code != wire.ErrorCode.REVOKED
         return True
 
     def _pause(self, *, size: int) -> None:

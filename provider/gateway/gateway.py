@@ -32,8 +32,6 @@ from provider.gateway.usage import Usage
 from provider.refusal import Refusal
 from symbiosis_priv.checkpoints.manifest import Manifest
 from symbiosis_priv.errors import ProtocolError, TransportError
-from symbiosis_priv.network.tls import TenantIdentity
-from symbiosis_priv.network.wire import ErrorCode
 
 log = logs.EventLog(__name__)
 
@@ -123,7 +121,7 @@ class Gateway:
         self._reception.renew(config.limits, credentials)
         with self._lock:
             self._credentials = credentials
-            refused = [(socket, peer) for socket, peer in self._peers.items() if not credentials.accepts(peer)]
+            refused = [(socket, peer) for socket, peer in self._peers.items() if credentials.refusal(peer)]
         for connection, peer in refused:
             log.warning("hung_up_on", tenant=str(peer.tenant), reason="revoked")
             hang_up(connection, socket.SHUT_RDWR)
@@ -178,13 +176,12 @@ class Gateway:
     def _serve_accepted(self, link: Link, connection: ssl.SSLSocket, peer: Peer) -> str:
         """Serve somebody who is let in, also by the credentials of this very moment."""
         with self._lock:
-            accepted = self._credentials.accepts(peer)
-            if accepted:  # who is not, is told so, and not hung up on meanwhile
+            refusal = self._credentials.refusal(peer)
+            if refusal is None:  # a tenant that is refused is told so, and not hung up on meanwhile
                 self._peers[connection] = peer
         try:
-            if accepted:
-                return self._serve(link, connection, peer.tenant)
-            refusal = Refusal(ErrorCode.REVOKED, "this certificate is not accepted any more")
+            if refusal is None:
+                return self._serve(link, connection, peer)
             with contextlib.suppress(OSError, TransportError):
                 refuse(link, refusal, timeout=self._limits.handshake_timeout_s)
             return refusal.code
@@ -192,8 +189,9 @@ class Gateway:
             with self._lock:
                 self._peers.pop(connection, None)
 
-    def _serve(self, link: Link, connection: ssl.SSLSocket, tenant: TenantIdentity) -> str:
+    def _serve(self, link: Link, connection: ssl.SSLSocket, peer: Peer) -> str:
         """Serve until the end; returns its reason."""
+        tenant = peer.tenant
 
         def close() -> None:
             log.often("connection_closed_for_another_tenant", tenant=str(tenant))
@@ -203,7 +201,14 @@ class Gateway:
         try:
             try:
                 with self._service.slots.taken(tenant, close) as slot, ExecutorClient(self._executor) as executor:
-                    Connection(link, tenant=tenant, service=self._service, executor=executor, slot=slot).serve()
+                    Connection(
+                        link,
+                        tenant=tenant,
+                        service=self._service,
+                        executor=executor,
+                        slot=slot,
+                        refusal=lambda: self._credentials.refusal(peer),
+                    ).serve()
             except Refusal as refusal:
                 refuse(link, refusal, timeout=self._limits.frame_timeout_s)
                 return refusal.code

@@ -14,6 +14,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,13 +28,14 @@ from typer.testing import CliRunner
 from provider.cli import app
 from provider.config.schema import MIB, QuotaConfig, SchedulerConfig, UsageConfig
 from provider.executor.client import ExecutorClient
+from provider.gateway.credentials import Credentials, Peer
 from provider.gateway.quota import Meter, QuotaGate
 from provider.gateway.usage import Counts, Usage, read
 from provider.products.model import ServedModel
 from provider.refusal import Refusal
 from provider.serve import Provider
 from symbiosis_priv import certificates
-from symbiosis_priv.certificates import Identity, Kind, keys_cli
+from symbiosis_priv.certificates import Identity, Kind, clock, keys_cli
 from symbiosis_priv.certificates.revocation import load_revoked, mark_of, revoke
 from symbiosis_priv.errors import CertificateError, ConfigError
 from symbiosis_priv.network import wire
@@ -586,6 +588,35 @@ def test_a_revoked_tenant_is_hung_up_on_in_the_middle_of_a_request(
         assert isinstance(reply, wire.Failure)
         assert reply.code == wire.ErrorCode.REVOKED
         assert again.at_end()
+
+
+def test_a_connection_is_served_no_longer_than_its_certificate_is_good(
+    configure: Configure,
+    connect: Connect,
+    keys: Keys,
+    requests: Requests,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The handshake looks at lifetimes once; a connection may be open for months."""
+    execute, _ = requests
+    erin = certificates.issue(tmp_path, authority=keys.authority, kind=Kind.TENANT, name="erin", days=1)
+    context = client_context(certificate=erin.certificate, key=erin.key, pins=(keys.provider.certificate,))
+    real_now = clock.now
+    with Provider(configure()) as provider:
+        alice, open_one = connect("alice", to=provider), connect(context=context, to=provider)
+        open_one.product(execute(0, 1), ones(1))
+        monkeypatch.setattr(clock, "now", lambda: real_now() + timedelta(days=2))
+        open_one.send(execute(0, 1), bytes(4 * WIDTH))
+        reply, _ = open_one.receive()
+        assert isinstance(reply, wire.Failure)
+        assert reply.code == wire.ErrorCode.REVOKED
+        assert "expired" in reply.detail
+        assert open_one.at_end()
+        alice.product(execute(0, 1), ones(1))
+        peer = Peer(ALICE, "mark", not_after=real_now() + timedelta(days=9))
+        authorities = {ALICE.authority: real_now() + timedelta(days=1)}
+        assert Credentials(context, authorities=authorities, revoked=frozenset()).refusal(peer) is not None
 
 
 def test_a_revoked_tenant_does_not_come_back_with_its_certificate_signed_another_way(

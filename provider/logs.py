@@ -56,11 +56,11 @@ class EventLog:
 
     @property
     def detailed(self) -> bool:
-        """Whether debug events are wanted: asked first on the hot path."""
+        """Returns True if debug events are logged. Check this before building an event on the hot path."""
         return self._logger.isEnabledFor(logging.DEBUG)
 
     def debug(self, event: str, **fields: Field) -> None:
-        """One event per request."""
+        """Log an event of one request."""
         self._log(logging.DEBUG, event, fields)
 
     def info(self, event: str, **fields: Field) -> None:

@@ -71,7 +71,7 @@ class Provider:
         return None if self._metrics is None else self._metrics.address
 
     def status(self) -> Status:
-        """What an operator may see of it."""
+        """The status for the operator."""
         assert self._gateway is not None, "start it first"
         return self._status_source(self._gateway).take()
 
@@ -83,7 +83,7 @@ class Provider:
             CertificateError, CheckpointError, UnsupportedModelError: as they say.
         """
         self._tls = self.config.tls
-        self._reloader = Reloader(self._watched_files, self._reload)  # whatever changes from here on is read again
+        self._reloader = Reloader(self._watched_files, self._reload)  # changes from here on are reloaded
         config = self.config = placed(self.config, progress=self._progress)
         self._credentials = credentials = Credentials.load(config.tls)
         store = open_store(config)
@@ -221,7 +221,7 @@ def serve(
 
     def on_signal(*_: object) -> None:
         stop.set()
-        if not started.is_set():  # quantising may take minutes, and nobody is being served yet
+        if not started.is_set():  # quantising may take minutes, and no tenant is served yet
             raise KeyboardInterrupt
 
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -73,11 +73,11 @@ class Announcer:
 
     @property
     def taken(self) -> dict[str, bool]:
-        """For each registry, whether it took the last announcement."""
+        """By registry: True if it accepted the last announcement."""
         return dict(self._taken)
 
     def start(self) -> None:
-        """Begin to announce."""
+        """Start announcing in the background."""
         self._thread.start()
 
     def now(self) -> None:

@@ -1,7 +1,7 @@
-"""`layers = "auto"`: a provider that joins takes the layers that its federation lacks most.
+"""`layers = "auto"`: a provider that joins takes the layers that its federation needs most.
 
-It asks the registries who serves what, believes what the executors themselves have signed, and decides by itself
-(`symbiosis_priv.registry.coverage`). A registry that lies can send it to the wrong layers, and that is all.
+The provider asks the registries which layers are served, checks the executors' signatures, and decides
+(`symbiosis_priv.registry.coverage`). A lying registry can make it choose the wrong layers, and nothing worse.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FIRST_LAYER: Final = "0"
 
 
 def placed(config: ProviderConfig, *, progress: Progress | None = None) -> ProviderConfig:
-    """The same configuration, with layers that have been chosen if it leaves them to the registries.
+    """The configuration with chosen layers, if it says `layers = "auto"`; otherwise the same configuration.
 
     Raises:
         ConfigError: no registry can be reached.
@@ -51,7 +51,7 @@ def placed(config: ProviderConfig, *, progress: Progress | None = None) -> Provi
 
 
 def unplaced(config: ProviderConfig) -> ProviderConfig:
-    """The same configuration for a look at the model, whose digest is the same whichever layers are chosen."""
+    """The configuration without `layers = "auto"`, to compute the model's digest, which covers all layers."""
     return _with_layers(config, _FIRST_LAYER) if config.model.layers == AUTO else config
 
 

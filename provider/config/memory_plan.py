@@ -1,4 +1,4 @@
-"""What a provider will keep in memory, where and in which type, before it takes any of it."""
+"""Plans the memory of a provider before it takes any: which data, on which device, in which type."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logs.EventLog(__name__)
 _CPU = "cpu"
 _PROCESS = 400 * MIB  # Python, torch and their libraries, once per process
 _WORKING = 64 * MIB  # slices of keystream, rows and products of one batch
-_ONE_BYTE_BITS = 8  # weights of so many bits at most are packed into one byte, others into two
+_ONE_BYTE_BITS = 8  # weights of up to 8 bits are packed into one byte, others into two
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Need:
 
 
 def memory_plan(config: ProviderConfig, manifest: Manifest, served: range) -> list[Need]:
-    """Everything on this machine that takes memory in proportion to the model or to a limit, over all its processes.
-    Tenants without a request take none.
+    """All memory on this machine that grows with the model or with a limit, over all processes of the provider.
+    A tenant without a request takes none.
 
     Args:
         served: the layer groups of the manifest whose weights are loaded.
@@ -106,7 +106,7 @@ def _available(place: str) -> int | None:
 
 
 def _container_limit() -> int | None:
-    """Of the control group, if there is one (version 2)."""
+    """The memory limit of the control group (version 2), or None."""
     try:
         text = Path("/sys/fs/cgroup/memory.max").read_text().strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""Notices that files have changed, or that somebody says so, and has them read again."""
+"""Reloads files when they have changed, or on request."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class Reloader:
 
     @property
     def succeeded(self) -> bool:
-        """Whether what is in use is what the files said when they were last read."""
+        """Returns True if the last reload succeeded, so that the settings in use are those of the files."""
         return self._succeeded
 
     def start(self) -> None:
-        """Begin to look."""
+        """Begin to watch the files."""
         self._thread.start()
 
     def now(self) -> None:
-        """Reload soon, whatever the files look like. Safe in a signal handler."""
+        """Reload soon, even if no file has changed. Safe in a signal handler."""
         self._said.set()
 
     def close(self, timeout: float) -> None:
@@ -59,7 +59,7 @@ class Reloader:
                 return
             self._said.clear()
             found = self._look()
-            if said or last == found != self._seen:  # else somebody may be in the middle of writing
+            if said or last == found != self._seen:  # otherwise a file may be half written
                 self._seen = found
                 self._try()
             last = found
@@ -67,7 +67,7 @@ class Reloader:
     def _try(self) -> None:
         try:
             self._reload()
-        except Exception as error:  # whatever it is, the next change must not go unnoticed
+        except Exception as error:  # after any error the next change must still be noticed
             log.failure("reload_failed", error)
             self._succeeded = False
         else:

@@ -72,7 +72,7 @@ class TlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What tenants may ask for. Everything a client can make the provider hold is bounded here.
+    """Limits on tenants. They bound everything that a client can make the provider hold.
 
     Args:
         max_rows: rows of one request.
@@ -84,13 +84,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             most, if its own tenant has fewer; else it is refused.
         max_connections_per_tenant: one tenant's limit.
         max_handshakes: connections that have not authenticated; one more closes the oldest of the busiest network.
-        handshake_share: of one core's time, what handshakes may take; a second's worth may be saved up. Then they wait,
-            each network behind its own. Read again when the file changes.
-        handshake_share_serving: what they may take while products are answered, if that is less. Read again, too.
-        min_transfer_mib_per_s: how slowly a matrix of more than a small request's bytes may come or go, on average,
-            after the first seconds; bytes that somebody else could have are not held for whoever sends nothing.
-        handshake_timeout_s: time that a client may take for the whole TLS handshake, without its waits for its turn.
-        frame_timeout_s: time to finish a frame once begun, and to accept a reply.
+        handshake_share: share of one core's time for handshakes. Up to one second of it may be saved up. Beyond that,
+            handshakes wait in one queue per network. Reloaded when the file changes.
+        handshake_share_serving: the share while products are answered, if it is smaller. Reloaded as well.
+        min_transfer_mib_per_s: slowest average transfer of a large matrix after the first seconds. A slower tenant is
+            disconnected, because it holds bytes of `max_inflight_mib`.
+        handshake_timeout_s: time for a client's part of the TLS handshake.
+        frame_timeout_s: time to finish a frame that has begun, and to accept a reply.
         idle_timeout_s: time between two frames.
         request_timeout_s: time for the executor to answer, and to wait for a share of the bytes.
         stop_timeout_s: time for requests in flight when the provider stops.
@@ -119,7 +119,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ValueError("max_inflight_mib_per_tenant is more than three quarters of max_inflight_mib")
 
     def share_of_handshakes(self, *, serving: bool) -> float:
-        """Of one core's time, while products are answered or while none are."""
+        """The share of one core's time for handshakes, while products are answered (`serving`) or not."""
         return min(self.handshake_share, self.handshake_share_serving) if serving else self.handshake_share
 
     @property
@@ -129,24 +129,24 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where products are computed.
+    """The executor: where and how products are computed.
 
     Args:
         endpoint: `inproc://executor` for a thread of the gateway's process, `ipc:///absolute/path` for a process
-            of its own, which is started again when it dies.
+            of its own, which is restarted when it dies.
         device: a torch device.
         kernel: `auto`, or a name in `symbiosis_priv.kernels.KERNELS`.
-        threads: torch threads; torch's own choice if None.
-        warm_up: load every layer group in idle moments after the start; if false, each when it is first asked for.
-        ranks: processes that hold the model together, each its shard, and multiply together (`shards`).
-        sharding: `columns` sends rows to the weights, `gathered` weights to the rows; `auto` measures, in idle moments,
-            which of them is faster for how many rows. Results are the same.
-        group_timeout_s: how long ranks wait for one that is alive and does not take part; one that has died or stopped
-            is noticed within seconds.
-        hang_timeout_s: how long an executor may say nothing; then its process is killed and started again. Ranks have
-            the group's timeout on top, to find out who it is.
-        float_path: `float` in the file: also serve float products, which only masking = "paper-pool" needs.
-        float_memory_mib: what their weights may take; the least recently used layer groups are dropped first.
+        threads: torch threads; None leaves the choice to torch.
+        warm_up: true loads every layer group in idle time after the start; false loads a group at its first request.
+        ranks: number of processes that each hold a shard of the model and multiply together (`provider.shards`).
+        sharding: `columns` sends rows to the weights, `gathered` sends weights to the rows; `auto` measures in idle
+            time which one is faster for each number of rows. Results are equal.
+        group_timeout_s: time that ranks wait for a rank that is alive and does not take part. A rank that has died or
+            stopped is noticed within seconds.
+        hang_timeout_s: an executor without a sign of life for this time is killed and restarted. With ranks, the
+            group's timeout is added, so that the hanging rank can be found.
+        float_path: `float` in the file: also serve float products. Only masking = "paper-pool" needs them.
+        float_memory_mib: memory for float weights; the least recently used layer groups are dropped first.
     """
 
     endpoint: str = INPROC
@@ -179,20 +179,20 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Whose rows are multiplied when; see `scheduler.policy.Policy`.
+    """The order of products; see `scheduler.policy.Policy`.
 
     Args:
-        policy: `opportunistic` batches whatever waits for the same layer group; `none` and `lockstep` are there to be
-            compared with.
-        few_rows: a forward request of at most so many rows counts as inference, and goes ahead, unless its tenant has
-            sent a backward request within the last minute, on any connection.
-        inference_weight: how much more of the executor inference gets than fine-tuning when both want all of it.
-        slice_ms: what one product may be expected to take: the longest that a request waits for one of somebody else.
-        max_batch_rows: rows of one product.
-        wait_share: the share of its own product's time that a request waits for company, at most; nor does it wait for
-            longer than company saves.
-        max_wait_ms: and never longer than this.
-        lockstep_wait_ms: how long `lockstep` waits for the slowest.
+        policy: `opportunistic` batches all requests that wait for the same layer group; `none` and `lockstep` exist for
+            comparison.
+        few_rows: a forward request of at most this many rows counts as inference and has priority, unless its tenant
+            has sent a backward request within the last minute, on any connection.
+        inference_weight: share of inference relative to fine-tuning when both want the whole executor.
+        slice_ms: target time of one product. A request waits about this long for another tenant's product.
+        max_batch_rows: most rows of one product.
+        wait_share: a request waits to be batched for at most this share of its own product's time, and never longer
+            than batching is expected to save.
+        max_wait_ms: longest time that a request waits to be batched.
+        lockstep_wait_ms: time that `lockstep` waits for the slowest tenant.
     """
 
     policy: PolicyName = "opportunistic"
@@ -205,7 +205,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     lockstep_wait_ms: Annotated[float, msgspec.Meta(ge=0, le=10_000)] = 100.0
 
     def as_policy(self) -> Policy:
-        """For the scheduler, in its units."""
+        """The policy of the scheduler, in seconds."""
         return Policy(
             name=self.policy,
             max_batch_rows=self.max_batch_rows,
@@ -218,14 +218,14 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class QuotaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one tenant may ask for, at most; None is no limit.
+    """Limits on one tenant; None is no limit.
 
     Args:
-        weight: its share of the executor beside others who also want more than there is.
-        requests_per_s: products.
-        rows_per_s: of them.
-        giga_multiply_adds_per_s: the work they cause, in 10^9 multiply-adds, the keystream of effects included.
-        max_rows_in_flight: rows that have been asked for and not answered.
+        weight: the tenant's share of a busy executor, relative to other tenants.
+        requests_per_s: products per second.
+        rows_per_s: rows per second.
+        giga_multiply_adds_per_s: work per second in 10^9 multiply-adds, including the keystream of effects.
+        max_rows_in_flight: rows of requests that are not answered yet.
     """
 
     weight: Annotated[float, msgspec.Meta(ge=0.01, le=100)] | None = None
@@ -236,7 +236,7 @@ class QuotaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def limits_nothing(self) -> bool:
-        """Whether the tenant may ask for as much as it likes."""
+        """Returns True if no limit is set."""
         limits = self.requests_per_s, self.rows_per_s, self.giga_multiply_adds_per_s, self.max_rows_in_flight
         return limits == (None, None, None, None)
 
@@ -274,16 +274,16 @@ class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class AnnounceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Registries that list this executor, so that tenants find it who have not been told of it.
+    """Registries that list this executor, so that tenants can find it.
 
     Args:
-        announce: addresses of registries. None: nobody is told anything.
-        authority: of the federation. It has issued this provider's certificate, with its operator's name.
-        revoked: list of certificates that it does not vouch for any more.
+        announce: addresses of registries; None announces nothing.
+        authority: the federation's authority. It has issued this provider's certificate, with the operator's name.
+        revoked: the authority's list of revoked certificates.
         address: where tenants reach this provider, `host:port`; `listen` if None. The certificate names the host.
-        capacity: what it can do, relative to others.
-        capacity_layers: how many layers it has room for, with `layers = "auto"` under [model].
-        lifetime_s: how long an announcement counts; it is renewed after a third of that.
+        capacity: throughput relative to other executors.
+        capacity_layers: number of layers that fit into memory, for `layers = "auto"` under [model].
+        lifetime_s: validity of an announcement. It is renewed after a third of this time.
     """
 
     announce: tuple[str, ...] = ()
@@ -305,7 +305,7 @@ class ProviderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """One provider.
 
     Args:
-        name: how it calls itself in health reports and logs.
+        name: the name in health reports and logs.
         listen: `host:port`; port 0 takes a free one.
         roles: `executor`, `helper` or both; one tenant is served in one role at a time (rule 8).
         log_level: `info`, or `debug` for one line per request. Neither holds content.
@@ -343,12 +343,12 @@ class ProviderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 def to_json(config: ProviderConfig) -> bytes:
-    """For the executor's process; `from_json` reads it back."""
+    """The configuration for the executor's process; `from_json` reads it."""
     return msgspec.json.encode(config, enc_hook=str)
 
 
 def from_json(data: bytes) -> ProviderConfig:
-    """What `to_json` wrote."""
+    """Read a configuration that `to_json` has written."""
     try:
         return msgspec.json.decode(data, type=ProviderConfig, dec_hook=lambda kind, value: kind(value))
     except UNDECODABLE as error:

@@ -1,1 +1,1 @@
-"""What operators look at: `metrics` (Prometheus), `status`, `top` (the live table) and `health`."""
+"""Views for operators: `metrics` (Prometheus), `status`, `top` (the live table) and `health`."""

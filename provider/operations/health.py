@@ -22,12 +22,12 @@ def ask_health(
     tenant_key: Path,
     timeout: float = DEFAULT_TIMEOUT_S,
 ) -> wire.HealthReport:
-    """The provider's report.
+    """Ask a provider for its health report.
 
     Raises:
         CertificateError: either side's certificate is not the right one.
-        TransportError: nobody answers there, or not in time.
-        ProtocolError: what answers is not a healthy provider.
+        TransportError: no answer in time.
+        ProtocolError: the answer is not a provider's health report.
     """
     host, port = parse_address(address)
     pins = [provider_certificate]

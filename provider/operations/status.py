@@ -1,4 +1,4 @@
-"""What an operator may see of a running provider: names, counts and times, and nothing that a tenant has sent."""
+"""The status of a running provider for its operator: names, counts and times, and no data of tenants."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ASK_S = 1.0
 
 
 class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One tenant in one role since the provider started."""
+    """Counts of one tenant in one role since the provider started."""
 
     tenant: str
     role: Served
@@ -28,22 +28,22 @@ class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """A provider, now.
+    """The present status of a provider.
 
     Args:
-        ready: it takes requests and its executor answers.
-        connections: of tenants.
-        handshakes: of those who connect.
-        visits: connections that each tenant has opened since the start.
-        bytes_held: by large requests.
-        waiting_for_bytes: large requests.
-        restarts: of the executor.
-        hangs: how often it did not answer for too long.
-        executor: None if it does not answer.
-        registries: whether each of them has taken the last announcement.
-        usage_unwritten_s: for how long what was counted could not be written.
-        reloaded: whether certificates, revocations and quotas are those of the files as they were last read; if not,
-            they are the ones from before.
+        ready: the provider accepts requests and its executor answers.
+        connections: number of authenticated connections.
+        handshakes: counts of handshakes.
+        visits: number of connections that each tenant has opened since the start.
+        bytes_held: bytes of large requests in memory.
+        waiting_for_bytes: number of large requests that wait for memory.
+        restarts: number of restarts of the executor.
+        hangs: number of times that the executor did not answer for too long.
+        executor: the executor's report; None if it does not answer.
+        registries: by registry, True if it accepted the last announcement.
+        usage_unwritten_s: seconds since usage was last written to disk, if writing fails; else 0.
+        reloaded: True if the last reload of certificates, revocations and quotas succeeded. Otherwise the older
+            settings are in use.
     """
 
     provider: str
@@ -84,7 +84,7 @@ class StatusSource:
             return None
 
     def take(self) -> Status:
-        """The status now."""
+        """Collect the present status."""
         service = self._gateway.service
         report = self.executor_report()
         return Status(

@@ -30,12 +30,14 @@ _MIB = 1 << 20
 
 
 def ask(address: str, *, timeout_s: float = _TIMEOUT_S) -> Status:
-    """One look. Raises ConnectionLostError if nobody answers in time, ProtocolError if it is something else."""
+    """Fetch a provider's status. Raises ConnectionLostError without an answer in time, ProtocolError for a bad one."""
     host, port = parse_address(address)
     connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
     try:
         connection.connect()
-        late = threading.Timer(timeout_s, hang_up, (connection.sock, socket.SHUT_RDWR))  # whatever trickles in
+        late = threading.Timer(
+            timeout_s, hang_up, (connection.sock, socket.SHUT_RDWR)
+        )  # a trickle of bytes must not extend the timeout
         late.daemon = True
         late.start()
         try:

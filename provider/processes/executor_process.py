@@ -1,7 +1,7 @@
 """An executor as a process of its own, as `supervisor.ProcessExecutor` starts it.
 
-Its configuration and the model's digest are the first lines of stdin. The gateway keeps that pipe open: when it closes,
-for whatever reason, the executor ends too. Signals are the gateway's to handle.
+The configuration and the model's digest are the first lines of stdin. The gateway keeps that pipe open. When the pipe
+closes, the executor ends. Only the gateway handles signals.
 """
 
 from __future__ import annotations

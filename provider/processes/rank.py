@@ -31,7 +31,7 @@ from symbiosis_priv.system.parent_watch import when_stdin_closes
 
 
 def main() -> None:
-    """One rank. Status 1 if the group cannot come together or has lost somebody."""
+    """Run one rank. Exits with status 1 if the group cannot be formed or has lost a rank."""
     parser = argparse.ArgumentParser(prog="provider.processes.launch ... -m provider.processes.rank")
     parser.add_argument("--config", type=Path, help="provider.toml")
     torchrun.end_with_torchrun()
@@ -67,7 +67,7 @@ def _run(config: ProviderConfig, *, lead: Callable[[], None]) -> None:
 
 
 def _serve_executor(config: ProviderConfig, *, model_digest: str) -> None:
-    """As `executor_process`: until stdin closes, which rank 0 has from the gateway by way of torchrun."""
+    """Serve as `executor_process` does, until stdin closes. Rank 0 has inherited stdin from the gateway by torchrun."""
     executor = build(config, model_digest=model_digest, inbox=SocketInbox(config.executor.endpoint))
     when_stdin_closes(executor.stop)
     executor.run()

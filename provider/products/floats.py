@@ -61,16 +61,16 @@ class FloatGroups:
 
     @property
     def loaded(self) -> Collection[int]:
-        """Which groups are in memory."""
+        """The groups that are in memory."""
         return self._groups.keys()
 
     @property
     def used(self) -> int:
-        """Bytes that they take."""
+        """Bytes of the groups in memory."""
         return self._used
 
     def group(self, index: int) -> FloatGroup:
-        """One group; others are dropped for it, before it is loaded, if there is no room."""
+        """One group. If there is no room, the least recently used groups are dropped before it is loaded."""
         found = self._groups.get(index)
         if found is None:
             entry = self._store.manifest().groups[index]

@@ -66,7 +66,7 @@ class ServedModel:
 
     @property
     def manifest(self) -> Manifest:
-        """Of the whole model."""
+        """The manifest of the whole model."""
         return self._store.manifest()
 
     @property
@@ -76,12 +76,12 @@ class ServedModel:
 
     @property
     def serves_from_any_thread(self) -> bool:
-        """Whether products may be taken in turns by several threads."""
+        """Returns True if several threads may compute products, one at a time."""
         return self._operands.any_thread
 
     @property
     def groups_loaded(self) -> int:
-        """Layer groups in memory."""
+        """Number of layer groups in memory."""
         return len({*self._operands.loaded, *(self._floats.loaded if self._floats else ())})
 
     def product(self, rows: Tensor, *, group: int, direction: Direction, arithmetic: Arithmetic) -> Tensor:
@@ -106,7 +106,7 @@ class ServedModel:
         return operand.product(rows.to(self._device), direction=direction, biased=arithmetic == "float").cpu()
 
     def mask_rows(self, request: Effect) -> Tensor:
-        """The keystream rows whose product is the effect that a tenant asked for; int32 `[rows, inputs]`."""
+        """The keystream rows of an effect request, int32 `[rows, inputs]`. Their product is the effect."""
         entry = self.manifest.groups[request.group]
         key = mask_key(request.seed, group_name=entry.name, direction=request.direction)
         inputs, _ = entry.columns(request.direction)
@@ -117,5 +117,5 @@ class ServedModel:
         return self._operands.warm_up()
 
     def close(self) -> None:
-        """No more products."""
+        """Release the weights. No product may follow."""
         self._operands.close()

@@ -1,4 +1,4 @@
-"""Where the ring products of a served model come from: weights of this process, or of a group of ranks (`shards`)."""
+"""Computes the ring products of a served model, with weights of this process or of a group of ranks (`shards`)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Operands(ABC):
 
     @property
     def any_thread(self) -> bool:
-        """Whether that may be in turns by several threads; else they all are by one."""
+        """Returns True if several threads may compute products, one at a time; False if only one thread may."""
         return False
 
     @property
     @abstractmethod
     def loaded(self) -> Collection[int]:
-        """Layer groups in memory."""
+        """The layer groups that are in memory."""
 
     @abstractmethod
     def product(self, rows: Tensor, *, group: int, direction: Direction) -> Tensor:
@@ -44,14 +44,14 @@ class Operands(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """No more products."""
+        """Release the weights. No product may follow."""
 
 
 class LocalOperands(Operands):
-    """All of them in this process, each loaded when first asked for.
+    """Weights of this process. A layer group is loaded at its first product.
 
     Args:
-        store: the base model, what is served of it, and the device that products run on.
+        store: the base model, the layers that are served, and the device of products.
     """
 
     def __init__(self, store: WeightStore) -> None:

@@ -21,8 +21,9 @@ venv: .venv/.stamp
 .venv/.stamp: pyproject.toml constraints.txt hatch_build.py $(wildcard symbiosis_priv/native/*.[ch])
 	@echo "==> building .venv (once)"
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable . --group dev
+	@while sleep 4; do echo "    still installing"; done & trap "kill $$!" EXIT; \
+		$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1" && \
+		$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable . --group dev
 	@touch $@
 
 demo: venv

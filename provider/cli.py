@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
@@ -45,12 +45,28 @@ def serve(
     lifeline: Annotated[bool, typer.Option("--lifeline", help="Also stop when stdin closes.")] = False,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C. One line of JSON on stdout says that it is ready; logs go to stderr."""
-    from provider import serve as server
+    from provider import logs
     from provider.config.provider_toml import load
 
     settings = load(config)
-    with _quantising() as progress:
-        server.serve(settings, source=config, ready_file=ready_file, lifeline=lifeline, progress=progress)
+    logs.setup(settings.log_level)
+    log = logs.EventLog("provider")
+
+    def tell(text: str) -> None:
+        log.info(text, provider=settings.name)
+
+    with _quantising() as progress, ExitStack() as starting:
+        starting.enter_context(terminal.working("starting", tell=tell))
+        from provider import serve as server
+
+        server.serve(
+            settings,
+            source=config,
+            ready_file=ready_file,
+            lifeline=lifeline,
+            progress=progress,
+            on_ready=starting.close,
+        )
 
 
 @app.command()

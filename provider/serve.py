@@ -7,6 +7,7 @@ import json
 import resource
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -208,6 +209,7 @@ def serve(
     ready_file: Path | None = None,
     lifeline: bool = False,
     progress: Progress | None = None,
+    on_ready: Callable[[], None] = lambda: None,
 ) -> None:
     """Run a provider until SIGTERM or SIGINT, or, with a lifeline, until stdin closes: then it ends with its parent.
     SIGHUP reads certificates, revocations and quotas again, and so does a change of their files.
@@ -240,6 +242,7 @@ def serve(
             ready = {"event": "listening", "address": provider.address, "model_digest": provider.model_digest}
             if provider.metrics_address is not None:
                 ready["metrics"] = provider.metrics_address
+            on_ready()
             print(json.dumps(ready), flush=True)
             if lifeline:
                 when_stdin_closes(stop.set)

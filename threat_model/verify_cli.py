@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, Role
@@ -99,9 +100,13 @@ def verify(
 
 def _federation(path: Path, model: str | None, *, floats: bool, seed: int, deadline: float) -> list[Subject]:
     from symbiosis_priv.federation import load_federation
-    from threat_model.conformance import Dialler, Subject
 
     federation = load_federation(path)
+    if model is not None:
+        resolve(model)
+    with terminal.working("loading torch"):
+        from threat_model.conformance import Dialler, Subject
+
     oracle = _oracle(model, weight_bits=federation.weight_bits, digest=federation.model_digest, seed=seed)
 
     def subject(peer: Peer, executors: Sequence[Subject] = ()) -> Subject:
@@ -129,7 +134,6 @@ def _single(
 ) -> list[Subject]:
     from symbiosis_priv.federation import Peer
     from symbiosis_priv.network.addresses import parse_address
-    from threat_model.conformance import Dialler, Subject
 
     if address is None:
         raise ConfigError("name the providers: --federation FILE, or --address HOST:PORT for one of them")
@@ -141,6 +145,10 @@ def _single(
             f"keys request`, and ask the executor's operator to sign it"
         )
     host, port = parse_address(address)
+    resolve(model)
+    with terminal.working("loading torch"):
+        from threat_model.conformance import Dialler, Subject
+
     peer = Peer(name=address, operator="unknown", role=role, host=host, port=port, certificate=certificate)
     oracle = _oracle(model, weight_bits=weight_bits, digest=None, seed=seed)
     dialler = Dialler(peer, certificate=tenant_certificate, key=tenant_key, deadline_s=deadline)
@@ -148,7 +156,6 @@ def _single(
 
 
 def _oracle(model: str | None, *, weight_bits: int, digest: str | None, seed: int) -> Oracle:
-    from symbiosis_priv.checkpoints.checkpoint import resolve
     from symbiosis_priv.checkpoints.weights import WeightStore
     from tenant.core.verifier import DEFAULT_COLUMNS
     from tenant.preparation.keys import prepare

@@ -6,14 +6,16 @@ import contextlib
 import hashlib
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from symbiosis_priv.checkpoints.vetting import read_json, vet
 from symbiosis_priv.errors import CheckpointError
+
+if TYPE_CHECKING:  # commands look at a folder before they load torch
+    from torch import Tensor
 
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # never code, never pickles
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"

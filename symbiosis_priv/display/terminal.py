@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 _WIDTH = 140  # columns of a file or a pipe
+_AGAIN_S = 4.0
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -22,6 +27,36 @@ def console(*, stderr: bool = False) -> Console:
 def say(text: str, *, style: str | None = None) -> None:
     """A line that may be pasted: not wrapped, and nothing in it is markup."""
     console().print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def working(what: str, *, tell: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Say what is being done: at once, and every four seconds until the block ends.
+
+    Args:
+        what: for example "loading torch".
+        tell: called with each line; prints to stderr if None.
+    """
+    tell = tell or _to_stderr
+    began, done = time.monotonic(), threading.Event()
+
+    def repeat() -> None:
+        while not done.wait(_AGAIN_S):
+            tell(f"{what}: {time.monotonic() - began:.0f} s so far")
+
+    tell(f"{what} ...")
+    thread = threading.Thread(target=repeat, name="working", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _to_stderr(text: str) -> None:
+    if sys.stderr is not None:
+        print(text, file=sys.stderr, flush=True)
 
 
 def table(

@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.display import terminal
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
-from tenant.cli.options import Length, Model, Text, quiet, table_of
+from tenant.cli.options import Model, Text, loading, table_of
+from tenant.training import corpus
+from tenant.training.options import Length
 
 if TYPE_CHECKING:  # imports torch: not for --help
     from tenant.training.quality import Likeness, Quality
@@ -31,25 +34,25 @@ def check(
 
     A model that predicts the next token is judged by its predictions, any other by its last hidden states.
     """
-    import torch
+    folder = resolve(model)
+    corpus.read(text)
+    with loading():
+        import torch
 
-    from symbiosis_priv.checkpoints.checkpoint import resolve
-    from symbiosis_priv.checkpoints.layer_discovery import architecture, load_config
-    from tenant.model.hf import RemoteConfig, backend_of
-    from tenant.model.loading import is_language_model, load_model, load_tokenizer
-    from tenant.progress import progress_bar
-    from tenant.training import quality
-    from tenant.training.corpus import load_examples
+        from symbiosis_priv.checkpoints.layer_discovery import architecture, load_config
+        from tenant.model.hf import RemoteConfig, backend_of
+        from tenant.model.loading import is_language_model, load_model, load_tokenizer
+        from tenant.progress import progress_bar
+        from tenant.training import quality
 
-    quiet()
-    kind = architecture(load_config(resolve(model)))
+    kind = architecture(load_config(folder))
     causal = is_language_model(kind)
     load = partial(load_model, model, kind=kind)
     tokenizer = load_tokenizer(model)
     split = load(remote=RemoteConfig(masking="simulate", weight_bits=weight_bits), dtype=torch.float32)
     reference = load(dtype=torch.float32)
     limit = getattr(reference.config, "max_position_embeddings", sequence_length)
-    examples, _ = load_examples(text, tokenizer, length=min(sequence_length, limit))
+    examples, _ = corpus.load_examples(text, tokenizer, length=min(sequence_length, limit))
     ids = [example.input_ids for example in examples[:blocks]]
     compare: Callable[..., Any] = quality.compare if causal else quality.compare_embeddings
     table: Callable[..., Table] = _quality_table if causal else _likeness_table

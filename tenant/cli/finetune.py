@@ -12,21 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.display import terminal
-from tenant.cli.options import (
-    Deadline,
-    Federation,
-    Full,
-    Length,
-    Masking,
-    Model,
-    Seed,
-    Status,
-    Text,
-    quiet,
-    remote_config,
-    table_of,
-)
+from tenant.cli.options import Model, Remote, Text, loading, table_of, takes
+from tenant.training import corpus
+from tenant.training.options import FineTuning
+from tenant.training.output import check_output
 
 if TYPE_CHECKING:  # imports torch: not for --help
     from tenant.training.trainer import Progress as OnProgress
@@ -35,72 +26,33 @@ if TYPE_CHECKING:  # imports torch: not for --help
 _SECONDS_PER_LINE = 10.0  # of progress, where there is no terminal
 
 
+@takes(remote=Remote, options=FineTuning)
 def finetune(
     *,
     model: Model,
-    federation: Federation,
+    remote: Remote,
     text: Text,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the PEFT folder goes.")] = Path("adapter"),
-    masking: Masking = "pad",
-    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps; instead of --epochs.")] = None,
-    epochs: Annotated[float, typer.Option(min=0.0, max=1e6, help="Passes over the text.")] = 1.0,
-    rank: Annotated[int, typer.Option(min=1, help="Rank of LoRA.")] = 8,
-    alpha: Annotated[int | None, typer.Option(min=1, help="Alpha of LoRA; twice the rank by default.")] = None,
-    dropout: Annotated[float, typer.Option(min=0.0, max=0.99, help="Dropout of LoRA.")] = 0.0,
-    target_modules: Annotated[
-        str, typer.Option(help="Linears that get LoRA, by name: q_proj,v_proj. all-linear: all but the LM head.")
-    ] = "all-linear",
-    learning_rate: Annotated[float, typer.Option(min=0.0, help="AdamW's; decays linearly.")] = 2e-4,
-    batch_size: Annotated[int, typer.Option(min=1, help="Blocks per forward pass.")] = 4,
-    sequence_length: Length = 256,
-    gradient_accumulation: Annotated[int, typer.Option(min=1, help="Forward passes per step.")] = 1,
-    gradient_checkpointing: Annotated[
-        bool, typer.Option("--gradient-checkpointing", help="Less memory, more round trips.")
-    ] = False,
-    seed: Seed = 0,
-    save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 50,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in --output.")] = False,
-    report_to: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Experiment tracker: tensorboard, wandb, mlflow, ...; repeatable. Hosted ones see losses and options."
-        ),
-    ] = None,
-    deadline_s: Deadline = 120.0,
-    checkpoint: Full = None,
-    status: Status = None,
+    options: FineTuning,
 ) -> None:
     """Fine-tune a LoRA adapter on private data; the frozen layers run at the providers.
 
     Ctrl-C, SIGTERM, a lost provider and a full disk end it with what is done so far in --output; --resume goes on.
     """
-    from tenant.model import ledger as ledgers
-    from tenant.training import finetune as finetuning
+    folder = resolve(model)
+    check_output(output, resume=options.resume, model=folder, checkpoint=remote.checkpoint)
+    corpus.read(text)
+    remote.check()
+    with loading():
+        from tenant.model import ledger as ledgers
+        from tenant.training import finetune as finetuning
 
-    quiet()
-    options = finetuning.FineTuning(
-        steps=steps,
-        epochs=epochs,
-        rank=rank,
-        alpha=alpha,
-        dropout=dropout,
-        target_modules=target_modules,
-        learning_rate=learning_rate,
-        batch_size=batch_size,
-        gradient_accumulation=gradient_accumulation,
-        gradient_checkpointing=gradient_checkpointing,
-        sequence_length=sequence_length,
-        seed=seed,
-        save_every=save_every,
-        resume=resume,
-        report_to=tuple(report_to or ()),
-    )
     with _notes_shown(), _training_progress() as on_progress:
         result = finetuning.finetune(
             model,
             text,
             output,
-            remote=remote_config(federation, masking, deadline_s=deadline_s, checkpoint=checkpoint, status=status),
+            remote=remote.config(),
             options=options,
             on_progress=on_progress,
         )
@@ -110,7 +62,7 @@ def finetune(
     table.add_row(f"loss on {where}", f"{result.loss_before:.4f} -> {result.loss_after:.4f}")
     table.add_row("perplexity", f"{math.exp(result.loss_before):.3f} -> {math.exp(result.loss_after):.3f}")
     if result.shortened:
-        table.add_row(f"cut to {sequence_length} tokens", f"{result.shortened:,}")
+        table.add_row(f"cut to {options.sequence_length} tokens", f"{result.shortened:,}")
     table.add_row("steps", f"{len(result.losses):,}")
     table.add_row("tokens", f"{result.tokens:,}")
     table.add_row("tokens per second", f"{result.tokens / result.seconds:,.1f}")

@@ -8,16 +8,20 @@ from typing import Annotated
 
 import typer
 
+from symbiosis_priv.checkpoints.checkpoint import resolve
+from symbiosis_priv.checkpoints.vetting import vet_adapter
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.system.files import decode_text, read_text
-from tenant.cli.options import Deadline, Federation, Full, Masking, Model, Seed, Status, quiet, remote_config
+from tenant.cli.options import Model, Remote, loading, takes
+from tenant.training.options import Decoding
 
 
+@takes(remote=Remote, decoding=Decoding)
 def generate(
     *,
     model: Model,
-    federation: Federation,
+    remote: Remote,
     prompt: Annotated[
         str | None,
         typer.Option(
@@ -29,36 +33,20 @@ def generate(
         typer.Option(help="What to continue: a UTF-8 file, or - for stdin; nobody else sees it.", allow_dash=True),
     ] = None,
     adapter: Annotated[Path | None, typer.Option("--adapter", "-a", help="A PEFT folder.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Upper limit of tokens.")] = 64,
-    fixed_length: Annotated[
-        bool, typer.Option("--fixed-length", help="Always make that many, so that providers do not see where it ends.")
-    ] = False,
-    temperature: Annotated[float | None, typer.Option(min=0.0, help="Sample at this temperature.")] = None,
-    top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Sample from this much probability.")] = None,
-    beams: Annotated[int, typer.Option(min=1, help="Beam search of this width.")] = 1,
-    seed: Seed = 0,
-    masking: Masking = "pad",
-    deadline_s: Deadline = 120.0,
-    checkpoint: Full = None,
-    status: Status = None,
+    decoding: Decoding,
 ) -> None:
     """Continue a prompt, word by word; greedy, unless sampling or beams are asked for."""
-    from tenant.model import ledger as ledgers
-    from tenant.model.hf import backend_of
-    from tenant.training import generate as generation
-
-    quiet()
     words = _prompt(prompt, prompt_file)
-    remote = remote_config(federation, masking, deadline_s=deadline_s, checkpoint=checkpoint, status=status)
-    loaded, tokenizer = generation.open_model(model, remote=remote, adapter=adapter)
-    decoding = generation.Decoding(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        beams=beams,
-        seed=seed,
-        fixed_length=fixed_length,
-    )
+    resolve(model)
+    if adapter is not None:
+        vet_adapter(adapter)
+    remote.check()
+    with loading():
+        from tenant.model import ledger as ledgers
+        from tenant.model.hf import backend_of
+        from tenant.training import generate as generation
+
+    loaded, tokenizer = generation.open_model(model, remote=remote.config(), adapter=adapter)
     try:
         generation.generate(loaded, tokenizer, words, decoding=decoding, stream=True)
         ledger = ledgers.ledger_of(loaded)

@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-from tenant.cli.options import Federation, quiet
+from symbiosis_priv.checkpoints.checkpoint import resolve
+from symbiosis_priv.federation import load_federation
+from tenant.cli.options import Federation, loading
 
 
 def prepare(
@@ -19,18 +21,16 @@ def prepare(
     ] = None,
 ) -> None:
     """Read the full checkpoint once: facts and verification keys go to the cache, and it is not needed again."""
-    from symbiosis_priv.checkpoints.checkpoint import resolve
-    from symbiosis_priv.checkpoints.weights import WeightStore
-    from symbiosis_priv.federation import load_federation
-    from tenant.core.verifier import DEFAULT_COLUMNS
-    from tenant.model import ledger as ledgers
-    from tenant.preparation.keys import prepare as prepare_model
-    from tenant.preparation.slim import write_slim
-    from tenant.progress import progress_bar
+    pinned, folder = load_federation(federation), resolve(model)
+    with loading():
+        from symbiosis_priv.checkpoints.weights import WeightStore
+        from tenant.core.verifier import DEFAULT_COLUMNS
+        from tenant.model import ledger as ledgers
+        from tenant.preparation.keys import prepare as prepare_model
+        from tenant.preparation.slim import write_slim
+        from tenant.progress import progress_bar
 
-    quiet()
-    pinned = load_federation(federation)
-    store = WeightStore(resolve(model), weight_bits=pinned.weight_bits)
+    store = WeightStore(folder, weight_bits=pinned.weight_bits)
     with progress_bar("verification keys") as progress:
         preparation = prepare_model(
             store,

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import tempfile
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
 import msgspec
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.display import terminal
 from symbiosis_priv.system.files import default_cache, output_file, write_atomically
 from symbiosis_priv.system.interrupts import Interrupts
+from tenant.training import corpus
 
 _DEFAULT_STEPS = 40
 
@@ -34,26 +37,35 @@ def demo(
     executors meanwhile, and compares the result bit by bit with the same run
     without providers.
     """
-    # torch: not for --help
-    from transformers.utils import logging
+    if model is not None:
+        resolve(model)
+    if text is not None:
+        corpus.read_documents(text)
+    with terminal.working("loading torch and transformers"):
+        from transformers.utils import logging
 
-    from tenant.demo.claims import to_json
-    from tenant.demo.run import run
-    from tenant.demo.screen import show
+        from tenant.demo.claims import to_json
+        from tenant.demo.run import run
+        from tenant.demo.screen import show
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # peft reads a deprecated name
     warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # peft finds out itself, for Conv1D
     console = terminal.console()
-    with Interrupts(), tempfile.TemporaryDirectory(prefix="symbiosis-priv-demo-") as folder, _bars(console) as bars:
+    with (
+        Interrupts(),
+        tempfile.TemporaryDirectory(prefix="symbiosis-priv-demo-") as folder,
+        _bars(console) as bars,
+        _Lines(console) as lines,
+    ):
         figures = run(
             Path(folder),
             cache=default_cache() / "demo",
             model=model,
             text=text,
             steps=steps,
-            report=_Bars(bars) if console.is_terminal else _Lines(console),
+            report=_Bars(bars) if console.is_terminal else lines,
         )
     passed = show(console, figures)
     if json_file is not None:
@@ -77,14 +89,23 @@ class _Bars:
 
 
 class _Lines:
-    """One line per stage, for a pipe or a log file: it says what is going on, not how far it is."""
+    """A line for each stage, and one every few seconds while it lasts, for a pipe or a log file."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
+        self._stage = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stage.close()
 
     def __call__(self, stage: str, done: int, total: int, remark: str) -> None:
+        if not done or (done == total and not remark):  # a stage begins or ends
+            self._stage.close()
         if not done:
-            self._console.print(f"{stage} ...")
+            self._stage.enter_context(terminal.working(stage, tell=self._console.print))
 
 
 def _bars(console: Console) -> Progress:

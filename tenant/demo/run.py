@@ -31,8 +31,9 @@ from tenant.model.remote_linear import RemoteLayer
 from tenant.preparation.keys import prepare
 from tenant.session.tally import Ledger
 from tenant.training.corpus import hold_out, read_documents, to_blocks
-from tenant.training.finetune import FineTuned, FineTuning, finetune
+from tenant.training.finetune import FineTuned, finetune
 from tenant.training.generate import open_model
+from tenant.training.options import FineTuning
 from tenant.training.quality import compare
 from tenant.training.trainer import Progress
 

@@ -13,8 +13,10 @@ import typer
 from rich.markup import escape
 
 from symbiosis_priv.certificates import describe, fingerprint
+from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.federation import load_federation
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
 
 if TYPE_CHECKING:  # what imports torch is imported by the commands: not for --help
@@ -87,7 +89,6 @@ def init(
 def _digest(model: str, weight_bits: int) -> str:
     import torch  # not for --help
 
-    from symbiosis_priv.checkpoints.checkpoint import resolve
     from symbiosis_priv.checkpoints.weights import WeightStore
     from tenant.progress import progress_bar
 
@@ -110,11 +111,12 @@ def check(
     """Probe every provider: certificate, role, digest, layers, right products, clock, speed. Status 1 if one fails, or
     if a layer or a helper is missing.
     """
-    # torch: not for --help
-    from symbiosis_priv.federation import load_federation
-    from tenant.federation.probe import probe_all
-
     loaded = load_federation(federation)
+    if model is not None:
+        resolve(model)
+    with terminal.working("loading torch"):
+        from tenant.federation.probe import probe_all
+
     preparation = _preparation(loaded, model)
     found = _found(loaded, timeout)
     everybody = replace(loaded, peers=(*loaded.peers, *found.executors))
@@ -146,17 +148,15 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print one look, and end.")] = False,
 ) -> None:
     """Show a federation, live: who serves what, round trips, load, and what a session has verified. Ctrl-C ends it."""
-    # torch: not for --help
-    from symbiosis_priv.federation import load_federation
-    from tenant.federation.top import watch
-
     loaded = load_federation(federation)
+    with terminal.working("loading torch"):
+        from tenant.federation.top import watch
+
     watch(loaded, _preparation(loaded, None), status=status, interval=interval, timeout=timeout, once=once)
 
 
 def _preparation(federation: Federation, model: str | None) -> Preparation | None:
     """Of the pinned model, made from a checkpoint or found on this machine; None without either."""
-    from symbiosis_priv.checkpoints.checkpoint import resolve
     from symbiosis_priv.checkpoints.weights import WeightStore
     from symbiosis_priv.errors import CheckpointError
     from tenant.core.verifier import DEFAULT_COLUMNS

@@ -7,14 +7,16 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
 
 from symbiosis_priv.errors import ConfigError, one_line
 from symbiosis_priv.system.files import UNDECODABLE, read_text
+
+if TYPE_CHECKING:  # the commands read a file before they load transformers
+    from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
 
@@ -76,16 +78,10 @@ def load_examples(path: Path, tokenizer: PreTrainedTokenizerBase, *, length: int
     Raises:
         ConfigError: unreadable or empty; the message names the line.
     """
-    if path.suffix.lower() not in _JSON_LINES:
-        return _packed(read_documents(path), tokenizer, length=length), 0
-    lines = list(_read_lines(path))
-    form = lines[0][1].form
-    for number, line in lines:
-        if line.form is None or line.form != form:
-            raise ConfigError(f"{path}, line {number}: every line is one and the same of {_FORMS}")
-    if form == "text":
-        return _packed([str(line.text) for _, line in lines], tokenizer, length=length), 0
-    encode = _encode_chat if form == "messages" else _encode_pair
+    documents, lines = read(path)
+    if documents:
+        return _packed(documents, tokenizer, length=length), 0
+    encode = _encode_chat if lines[0][1].form == "messages" else _encode_pair
     examples, shortened = [], 0
     for number, line in lines:
         try:
@@ -99,6 +95,22 @@ def load_examples(path: Path, tokenizer: PreTrainedTokenizerBase, *, length: int
     if not examples:
         raise ConfigError(f"{path}: no line has anything to learn within {length} tokens; raise --sequence-length")
     return examples, shortened
+
+
+def read(path: Path) -> tuple[list[str], list[tuple[int, Line]]]:
+    """What a file holds, before it is encoded: either documents, or numbered lines that are all pairs or all chats.
+
+    Raises:
+        ConfigError: unreadable or empty; the message names the line.
+    """
+    if path.suffix.lower() not in _JSON_LINES:
+        return read_documents(path), []
+    lines = list(_read_lines(path))
+    form = lines[0][1].form
+    for number, line in lines:
+        if line.form is None or line.form != form:
+            raise ConfigError(f"{path}, line {number}: every line is one and the same of {_FORMS}")
+    return ([str(line.text) for _, line in lines], []) if form == "text" else ([], lines)
 
 
 def _is_json(text: str) -> bool:

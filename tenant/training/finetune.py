@@ -22,58 +22,17 @@ from transformers.pytorch_utils import Conv1D
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.federation import load_federation
-from symbiosis_priv.system.files import default_cache
 from symbiosis_priv.system.interrupts import Interrupts
 from tenant.model.hf import RemoteConfig, backend_of
 from tenant.model.loading import load_language_model, load_tokenizer
 from tenant.session.tally import Ledger
 from tenant.training.corpus import NOT_LEARNED, Example, hold_out, load_examples
+from tenant.training.options import ALL_LINEAR, FineTuning
 from tenant.training.output import RunRecord, check_output, last_checkpoint, read_record
 from tenant.training.tracking import check_trackers
 from tenant.training.trainer import Meter, Progress, ResumableTrainer
 
-ALL_LINEAR = "all-linear"
-
-
-@dataclass(frozen=True, kw_only=True)
-class FineTuning:
-    """How to fine-tune.
-
-    Args:
-        steps: optimizer steps; None to go by `epochs`.
-        epochs: passes over the data.
-        rank: of LoRA.
-        alpha: of LoRA: its product is scaled by alpha / rank. None for twice the rank.
-        dropout: share of LoRA's inputs that are zeroed at random.
-        target_modules: names of the linears that get LoRA, separated by commas; "all-linear" for all but the LM head.
-        learning_rate: AdamW's; decays linearly to 0.
-        batch_size: blocks or examples per forward pass.
-        gradient_accumulation: forward passes per step.
-        gradient_checkpointing: recompute activations in the backward pass: less memory, more round trips.
-        sequence_length: tokens per block; longer examples are cut.
-        seed: of the adapter's initial values, dropout and the order of the data. Masks never depend on it.
-        save_every: steps between checkpoints to resume from.
-        resume: go on from the last checkpoint in the output folder.
-        report_to: experiment trackers that are told losses and options, by transformers' names.
-        dtype: of the tenant's own tensors; "auto" for the checkpoint's.
-    """
-
-    steps: int | None = None
-    epochs: float = 1.0
-    rank: int = 8
-    alpha: int | None = None
-    dropout: float = 0.0
-    target_modules: str = ALL_LINEAR
-    learning_rate: float = 2e-4
-    batch_size: int = 4
-    gradient_accumulation: int = 1
-    gradient_checkpointing: bool = False
-    sequence_length: int = 256
-    seed: int = 0
-    save_every: int = 50
-    resume: bool = False
-    report_to: tuple[str, ...] = ()
-    dtype: str = "auto"
+_DEFAULTS = FineTuning()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +66,7 @@ def finetune(
     output: Path,
     *,
     remote: RemoteConfig,
-    options: FineTuning = FineTuning(),
+    options: FineTuning = _DEFAULTS,
     on_progress: Progress | None = None,
 ) -> FineTuned:
     """Fine-tune a LoRA adapter on a text or JSONL file and write it to `output` as an ordinary PEFT folder.
@@ -127,7 +86,7 @@ def finetune(
     """
     folder = resolve(model_path)
     check_trackers(options.report_to)
-    check_output(output, resume=options.resume, apart=_apart(folder, remote))
+    check_output(output, resume=options.resume, model=folder, checkpoint=remote.checkpoint, cache=remote.cache)
     tokenizer = load_tokenizer(folder)
     examples, shortened = load_examples(data, tokenizer, length=options.sequence_length)
     record = _record(options, remote, examples)
@@ -226,26 +185,13 @@ def _alpha(options: FineTuning) -> int:
     return 2 * options.rank if options.alpha is None else options.alpha
 
 
-def _apart(model: Path, remote: RemoteConfig) -> dict[str, Path]:
-    """What an output folder must not be, hold or lie in."""
-    apart = {"model's folder": model, "cache": Path(remote.cache) if remote.cache else default_cache()}
-    return apart | ({"full checkpoint": resolve(remote.checkpoint)} if remote.checkpoint else {})
-
-
 def _record(options: FineTuning, remote: RemoteConfig, examples: Sequence[Example]) -> RunRecord:
     tokens = msgspec.json.encode([(example.input_ids, example.labels) for example in examples])
     return RunRecord(
         model=None if remote.federation is None else load_federation(Path(remote.federation)).model_digest,
         data=hashlib.sha256(tokens).hexdigest(),
-        rank=options.rank,
-        alpha=_alpha(options),
-        dropout=options.dropout,
-        target_modules=options.target_modules,
-        learning_rate=options.learning_rate,
-        batch_size=options.batch_size,
-        gradient_accumulation=options.gradient_accumulation,
-        sequence_length=options.sequence_length,
-        seed=options.seed,
+        **{name: getattr(options, name) for name in RunRecord.__struct_fields__ if hasattr(options, name)}
+        | {"alpha": _alpha(options)},
     )
 
 

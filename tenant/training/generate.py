@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -18,32 +17,9 @@ from symbiosis_priv.checkpoints.vetting import vet_adapter
 from symbiosis_priv.errors import ConfigError
 from tenant.model.hf import RemoteConfig
 from tenant.model.loading import load_adapter, load_language_model, load_tokenizer
+from tenant.training.options import Decoding
 
-
-@dataclass(frozen=True, kw_only=True)
-class Decoding:
-    """How to choose tokens: greedy, unless a temperature or top_p asks for sampling or `beams` for beam search.
-
-    Args:
-        max_new_tokens: upper limit. How many tokens come out is visible to the executor.
-        temperature: None or 0 for none.
-        top_p: smallest set of tokens with this probability together; None for all.
-        beams: width of beam search.
-        seed: of the sampling; masks never depend on it.
-        fixed_length: always make `max_new_tokens`, and cut the text where it ended: providers do not learn where.
-    """
-
-    max_new_tokens: int = 64
-    temperature: float | None = None
-    top_p: float | None = None
-    beams: int = 1
-    seed: int = 0
-    fixed_length: bool = False
-
-    @property
-    def samples(self) -> bool:
-        """Whether tokens are drawn at random."""
-        return bool(self.temperature) or self.top_p is not None
+_GREEDY = Decoding()
 
 
 def open_model(
@@ -67,7 +43,7 @@ def generate(
     tokenizer: PreTrainedTokenizerBase,
     prompt: str,
     *,
-    decoding: Decoding = Decoding(),
+    decoding: Decoding = _GREEDY,
     stream: bool = False,
 ) -> str:
     """The continuation of a prompt.

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.system.files import UNDECODABLE, check_unused, storing
+from symbiosis_priv.system.files import UNDECODABLE, check_unused, default_cache, storing
 
 _RECORD = "run.json"
 _LAST_WRITTEN = "trainer_state.json"
@@ -62,17 +62,24 @@ class RunRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
 
-def check_output(output: Path, *, resume: bool, apart: Mapping[str, Path]) -> None:
+def check_output(
+    output: Path, *, resume: bool, model: Path, checkpoint: str | Path | None = None, cache: str | Path | None = None
+) -> None:
     """Refuse to write where anything else lives.
 
     Args:
         output: where the adapter is to go.
         resume: go on from what is there.
-        apart: folders that must not be touched, by what they are.
+        model: the base model's folder.
+        checkpoint: the full checkpoint, if `model` is not.
+        cache: folder of quantised weights and verification keys; the user's cache folder if None.
 
     Raises:
         ConfigError: it lies in one of those folders or in another adapter, or is in use, or has nothing to resume.
     """
+    apart = {"model's folder": model, "cache": default_cache() if cache is None else Path(cache)}
+    if checkpoint is not None:
+        apart["full checkpoint"] = resolve(checkpoint)
     real = output.resolve()
     for what, folder in apart.items():
         if real.is_relative_to(folder.resolve()) or folder.resolve().is_relative_to(real):
@@ -97,7 +104,7 @@ def last_checkpoint(output: Path) -> Path:
     """
     steps = {path: int(path.name.partition("-")[2]) for path in output.glob("checkpoint-*") if is_whole(path)}
     if not steps:
-        raise ConfigError(f"{output} holds no checkpoint to resume from; leave --resume out to start")
+        raise ConfigError(f"there is no checkpoint to resume from in {output}; leave --resume out to start")
     return max(steps, key=lambda path: steps[path])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,3 +39,23 @@ def test_where_there_is_no_terminal_a_table_has_room(monkeypatch: pytest.MonkeyP
     assert terminal.console().width >= 120  # pytest captures: this is no terminal
     monkeypatch.setenv("COLUMNS", "72")
     assert terminal.console().width == 72
+
+
+def test_long_work_is_said_again_and_again(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(terminal, "_AGAIN_S", 0.01)
+    told, twice = [], threading.Event()
+
+    def tell(text: str) -> None:
+        told.append(text)
+        if len(told) == 3:
+            twice.set()
+
+    with terminal.working("loading", tell=tell):
+        assert told == ["loading ..."]
+        assert twice.wait(20)
+    count = len(told)
+    assert all(text.startswith("loading: ") for text in told[1:])
+    with terminal.working("loading"):
+        pass
+    assert capsys.readouterr().err == "loading ...\n"
+    assert len(told) == count

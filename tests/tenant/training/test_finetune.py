@@ -24,7 +24,8 @@ from symbiosis_priv.harness.base_model import Pretraining, make_base_model
 from symbiosis_priv.harness.text import private_text
 from tenant.model.hf import RemoteConfig
 from tenant.model.loading import load_adapter, load_model
-from tenant.training.finetune import FineTuned, FineTuning, finetune
+from tenant.training.finetune import FineTuned, finetune
+from tenant.training.options import FineTuning
 from tenant.training.output import last_checkpoint
 
 TINY = Pretraining(steps=4, batch=2, window=16, sentences=300, vocab=320)

@@ -59,13 +59,13 @@ def test_nothing_that_is_somebody_elses_is_written_to(
     model, cache = used(tmp_path / "model"), used(tmp_path / "cache")
     (used(tmp_path / "adapter") / "adapter_config.json").touch()
     with pytest.raises(ConfigError, match=r"choose another folder|no checkpoint"):
-        check_output(place(tmp_path), resume=resume, apart={"model's folder": model, "cache": cache})
+        check_output(place(tmp_path), resume=resume, model=model, cache=cache)
 
 
 def test_a_new_or_empty_folder_will_do(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for output in (tmp_path / "empty", tmp_path / "deep" / "new", link(tmp_path / "link", tmp_path / "empty")):
-        check_output(output, resume=False, apart={"model's folder": tmp_path / "model"})
+        check_output(output, resume=False, model=tmp_path / "model", cache=tmp_path / "cache")
 
 
 def checkpoint(output: Path, step: int) -> Path:
@@ -81,9 +81,9 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path: Path) -> None:
     (checkpoint(tmp_path, 11) / "trainer_state.json").write_text('{"global_st')  # a crash while it was written
     (checkpoint(tmp_path, 12) / "trainer_state.json").unlink()
     assert last_checkpoint(tmp_path) == whole
-    check_output(tmp_path, resume=True, apart={})
+    check_output(tmp_path, resume=True, model=tmp_path.parent / "no-model", cache=tmp_path.parent / "no-cache")
     with pytest.raises(ConfigError, match="pass --resume to go on"):
-        check_output(tmp_path, resume=False, apart={})
+        check_output(tmp_path, resume=False, model=tmp_path.parent / "no-model", cache=tmp_path.parent / "no-cache")
 
 
 CHANGES = {

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from symbiosis_priv.display import terminal
-from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.errors import ConfigError, one_line
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, Role
 
 if TYPE_CHECKING:  # what imports torch is imported by the commands: not for --help
@@ -149,7 +149,11 @@ def usage(
 
     database = load(config).usage.database
     assert database is not None, "load() names one"
-    rows = list(read(database, since="" if since is None else f"{since:%Y-%m-%d}"))
+
+    def warn(row: str) -> None:
+        typer.echo(f"warning: {one_line(row)}; the other values are good. Restore {database} from a copy", err=True)
+
+    rows = list(read(database, since="" if since is None else f"{since:%Y-%m-%d}", damaged=warn))
     if format is Format.JSON:
         typer.echo(msgspec.json.format(msgspec.json.encode(rows)).decode())
         return

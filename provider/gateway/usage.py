@@ -19,7 +19,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -70,6 +70,7 @@ class Counts(msgspec.Struct, frozen=True):  # is made and added up in a tenth of
 
 
 _NOTHING = Counts()
+_ROW_DAMAGE = "value in usage."  # in SQLite's words for a value of the wrong type: the other rows are whole
 COUNTED = Counts.__struct_fields__
 _values = msgspec.structs.astuple
 
@@ -84,9 +85,17 @@ CREATE TABLE IF NOT EXISTS usage (
     PRIMARY KEY (day, tenant, authority, role)
 ) WITHOUT ROWID, STRICT
 """
+_MOST = (1 << 63) - 1  # of an INTEGER
+
+
+def _sum(name: str) -> str:
+    """A sum that no stored value makes fail: what is no count counts as 0, and a column that is full stays so."""
+    return f"min(max(coalesce(CAST({name} AS INTEGER), 0), 0), {_MOST} - excluded.{name}) + excluded.{name}"
+
+
 _ADD = f"""
 INSERT INTO usage VALUES ({", ".join("?" * len(COLUMNS))})
-ON CONFLICT DO UPDATE SET {", ".join(f"{name} = {name} + excluded.{name}" for name in COUNTED)}
+ON CONFLICT DO UPDATE SET {", ".join(f"{name} = {_sum(name)}" for name in COUNTED)}
 """
 
 
@@ -246,8 +255,8 @@ def _is_damaged(database: Path | None) -> bool:
     """Whether somebody else could not read it: a connection that is open has in memory what was there before."""
     try:
         with contextlib.closing(sqlite3.connect(database or ":memory:", timeout=_LOCK_S)) as connection:
-            (damage,) = connection.execute("PRAGMA quick_check(1)").fetchone()
-            return bool(damage != "ok")
+            found = (message for (message,) in connection.execute("PRAGMA quick_check"))
+            return any(message != "ok" and _ROW_DAMAGE not in message for message in found)
     except sqlite3.Error as error:
         return getattr(error, "sqlite_errorcode", None) in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT)
 
@@ -261,19 +270,29 @@ def _identity(database: Path | None) -> tuple[int, int] | None:
     return None
 
 
-def read(database: Path, *, since: str = "") -> Iterator[dict[str, str | int]]:
+def read(
+    database: Path, *, since: str = "", damaged: Callable[[str], None] = lambda _: None
+) -> Iterator[dict[str, str | int]]:
     """The bill, by day, tenant and role, also while a provider is writing it.
 
     Args:
         database: of a provider.
         since: the first day, like 2026-01-31.
+        damaged: is told of every row that holds something else than counts and text; these values are 0 in the bill,
+            and characters that are no text are replaced.
 
     Raises ConfigError if there is no such file, or something else in it.
     """
     try:
         with contextlib.closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)) as connection:
             query = f"SELECT {', '.join(COLUMNS)} FROM usage WHERE day >= ? ORDER BY day, tenant, authority, role"
-            for row in connection.execute(query, (since,)):
-                yield dict(zip(COLUMNS, row, strict=True))
+            connection.text_factory = lambda text: text.decode(errors="replace")
+            for values in connection.execute(query, (since,)):
+                row = dict(zip(COLUMNS, values, strict=True))
+                wrong = [name for name in COUNTED if not isinstance(row[name], int) or row[name] < 0]
+                wrong += [name for name in COLUMNS if name not in COUNTED and "\ufffd" in row[name]]
+                if wrong:
+                    damaged(f"{row['day']}, {row['tenant']}, {row['role']}: damaged values of {', '.join(wrong)}")
+                yield row | {name: 0 for name in wrong if name in COUNTED}
     except sqlite3.Error as error:
         raise ConfigError(f"{database} is not a provider's usage database ({error}); check [usage] database") from error

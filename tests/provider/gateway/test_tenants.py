@@ -516,6 +516,41 @@ def test_what_is_counted_is_not_written_to_a_file_that_nobody_will_read(tmp_path
     usage.close()
 
 
+@pytest.mark.parametrize("value", ["9223372036854775807", "NULL", "'text'", "-5", "1.5"])
+def test_a_damaged_row_stops_neither_the_bill_nor_the_counting(tmp_path: Path, value: str) -> None:
+    database = tmp_path / "usage.sqlite"
+    usage = Usage(database)
+    for tenant in (ALICE, BOB):
+        usage.count(tenant, "executor", Counts(requests=1, rows=1))
+    usage.settle()
+    damage_a_row(database, f"UPDATE usage SET rows = {value} WHERE tenant = 'alice'")
+    damage_a_row(database, "UPDATE usage SET authority = CAST(X'ff41' AS TEXT) WHERE tenant = 'bob'")
+    said: list[str] = []
+    assert {row["tenant"]: row["requests"] for row in read(database, damaged=said.append)} == {"alice": 1, "bob": 1}
+    assert len(said) == 1 + (value != "9223372036854775807")
+    usage.keep()
+    usage.count(ALICE, "executor", Counts(requests=1, rows=1))
+    usage.count(BOB, "executor", Counts(requests=1, rows=1))
+    usage.settle()
+    assert usage.unwritten_s == 0
+    usage.close()
+    Usage(database).close()
+    bill = [(row["tenant"], row["requests"]) for row in read(database)]
+    assert sorted(bill) == [("alice", 2), ("bob", 1), ("bob", 1)]
+
+
+def damage_a_row(database: Path, change: str) -> None:
+    """As a bad disk does: the table's own checks are put aside."""
+    for statement in (
+        "UPDATE sqlite_schema SET sql = replace(sql, ', STRICT', '') WHERE name = 'usage'",
+        change,
+        "UPDATE sqlite_schema SET sql = sql || ', STRICT' WHERE name = 'usage'",
+    ):
+        with contextlib.closing(sqlite3.connect(database, isolation_level=None)) as connection:
+            connection.execute("PRAGMA writable_schema = ON")
+            connection.execute(statement)
+
+
 @pytest.mark.skipif(not OPEN_FILES.exists(), reason="open files are read from /proc")
 def test_looking_for_damage_leaves_no_file_open(tmp_path: Path) -> None:
     usage = Usage(tmp_path / "usage.sqlite")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import string
+import unicodedata
 from typing import Final
 
 from cryptography import x509
@@ -18,6 +20,8 @@ PROJECT: Final = "symbiosis-priv"
 """The organisation of a certificate whose issuer vouches for no operator."""
 
 _MAX_OPERATOR: Final = 64  # X.509's bound for an organisation
+_PUNCTUATION: Final = ".,&'()+-/"
+_OPERATOR: Final = frozenset(string.ascii_letters + string.digits + _PUNCTUATION + " ßæøœłđþðÆØŒŁĐÞÐ")
 
 
 def check_name(name: str) -> None:
@@ -29,14 +33,23 @@ def check_name(name: str) -> None:
 
 
 def is_operator(operator: str) -> bool:
-    """Whether it can be the name of who runs a provider: it is logged, and compared with others."""
-    return operator == operator.strip() and operator.isprintable() and 1 <= len(operator) <= _MAX_OPERATOR
+    """Whether an authority may sign this name of an operator: Latin letters with or without diacritics, digits, and
+    some punctuation. Rule 8 compares the name with others, so no two names may look alike.
+    """
+    return (
+        1 <= len(operator) <= _MAX_OPERATOR
+        and operator == operator.strip() == unicodedata.normalize("NFKC", operator)
+        and all(unicodedata.normalize("NFD", c)[0] in _OPERATOR for c in operator)
+    )
 
 
 def check_operator(operator: str) -> None:
-    """Raises `ConfigError` for what cannot be the name of who runs a provider."""
+    """Raises `ConfigError` for a name of an operator that no authority signs."""
     if not is_operator(operator):
-        raise ConfigError(f"operator {operator!r}: use 1 to {_MAX_OPERATOR} printable characters, as in 'Alpha GmbH'")
+        raise ConfigError(
+            f"operator {operator!a}: use 1 to {_MAX_OPERATOR} Latin letters, digits, spaces and "
+            f"{_PUNCTUATION}, as in 'Alpha GmbH'"
+        )
     if operator.casefold() == PROJECT:
         raise ConfigError(f"operator {operator!r}: name who runs the provider, as in 'Alpha GmbH'")
 

@@ -35,6 +35,7 @@ What is refused beyond that, and why, stands in `parties` (rule 11) and `federat
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -45,7 +46,7 @@ from symbiosis_priv.errors import CertificateError, ConfigError
 from symbiosis_priv.federation.federation import Federation, check_choice
 from symbiosis_priv.federation.parties import check_parties
 from symbiosis_priv.federation.peers import Company, Peer, Registries
-from symbiosis_priv.federation.spelling import plain
+from symbiosis_priv.federation.spelling import check_spelling, plain
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, Role
 from symbiosis_priv.network.addresses import parse_address
 from symbiosis_priv.system.toml import load_toml
@@ -128,12 +129,21 @@ def load_federation(path: str | Path) -> Federation:
     if not federation.executors and file.registry is None:
         raise ConfigError(f"{path}: no [[provider]] has role = 'executor', and there is no [registry] to find one in")
     try:
+        for name in _names(federation):
+            check_spelling(name)
         _check_companies(federation)
         check_parties(peers, companies=federation.companies, pad_helpers=federation.pad_helpers)
         check_choice(federation)
     except (ConfigError, CertificateError) as error:
         raise type(error)(f"{path}: {error}") from error
     return federation
+
+
+def _names(federation: Federation) -> Iterator[str]:
+    for peer in federation.peers:
+        yield from (peer.name, peer.operator)
+    for company in federation.companies:
+        yield from (company.name, *company.members, *company.operators)
 
 
 def _registries(section: _Registry, path: Path) -> Registries:

@@ -288,7 +288,22 @@ def test_nobody_vouches_for_a_self_signed_operator(tmp_path: Path) -> None:
     assert certificates.operator_of(certificates.load_certificates(own.certificate)[0]) is None
 
 
-@pytest.mark.parametrize("operator", ["", " A", "A\n", "Symbiosis-Priv", "x" * 65, "A\u202e"])
+UNSAFE = [
+    "A\u202e",
+    "A\u3164",
+    "A\u2800B",
+    "A\U0001d159",
+    "\U00016fe4A",
+    "A\u00a0B",
+    "\u0410lpha",
+    "A\u034f",
+    "A\u0301",
+    "\uff21",
+]
+# Invisible, blank, of another script, or one of several ways to write a letter.
+
+
+@pytest.mark.parametrize("operator", ["", " A", "A\n", "Symbiosis-Priv", "x" * 65, *UNSAFE])
 def test_bad_operators_are_refused(tmp_path: Path, authority: Identity, operator: str) -> None:
     with pytest.raises(ConfigError, match="operator"):
         certificates.issue(tmp_path, authority=authority, kind=Kind.PROVIDER, name="p", operator=operator)
@@ -308,7 +323,9 @@ def test_an_operator_survives_rotation_and_a_listed_provider_can_be_revoked(
     }
 
 
-@pytest.mark.parametrize("operators", [[], ["A", "B"], ["A\nB"], [" A"], ["A\u202e"], ["SYMBIOSIS-PRIV"]])
+@pytest.mark.parametrize(
+    "operators", [[], ["A", "B"], ["A\nB"], [" A"], ["SYMBIOSIS-PRIV"], *([name] for name in UNSAFE)]
+)
 def test_an_operator_that_another_program_has_signed_is_one_plain_name_or_none(
     tmp_path: Path, operators: list[str]
 ) -> None:

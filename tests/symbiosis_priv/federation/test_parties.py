@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from symbiosis_priv.errors import ConfigError, RoleConflictError
 from symbiosis_priv.federation import check_parties, load_federation
+from symbiosis_priv.federation.spelling import plain
 
 if TYPE_CHECKING:
     from tests.symbiosis_priv.federation.conftest import Write
@@ -55,6 +58,38 @@ def test_rule_8_an_operator_may_run_two_executors_and_no_helper_beside(write: Wr
     for operator in ("b", " A ", "\uff21", "A\ufe0f", "\u3164a", "A\x00", "\u034fA", "\U000e0041A\U000e0100", "\x0bA"):
         with pytest.raises(RoleConflictError, match="executor 'alpha' and helper 'beta' have the same operator"):
             load_federation(write(alpha={"operator": "A" if operator != "b" else "B"}, beta={"operator": operator}))
+
+
+# What shows nothing: fillers, a braille pattern without dots, a note without a head, spaces, an unassigned character.
+BLANKS = "\u3164\uffa0\u2800\U0001d159\U00016fe4\u3000\u00a0\u200b\u2060\ufe0f\u115f\u17b4\U000e0100\ue000\U0003fffd "
+
+
+@given(st.lists(st.sampled_from(BLANKS), min_size=8, max_size=8))
+def test_rule_8_blanks_of_any_kind_do_not_count(blanks: list[str]) -> None:
+    name = "Alpha AG"
+    assert plain("".join(itertools.chain(*zip(blanks, name, strict=True)))) == plain(name) == "alphaag"
+
+
+@pytest.mark.parametrize("name", ["\u0410lpha", "Alph\u03b1", "\u13aalpha", "\u2800", " ", "\U0001d159"])
+@pytest.mark.parametrize("field", ["name", "operator"])
+def test_rule_8_a_name_of_mixed_scripts_or_without_a_letter_is_refused(write: Write, field: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"mixes letters|shows nothing"):
+        load_federation(write(beta={field: name}))
+    with pytest.raises(ConfigError, match=r"mixes letters|shows nothing"):
+        load_federation(write(companies=[{"name": "H", "members": ["alpha", "beta"], "operators": [name]}]))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "\u0410\u043b\u044c\u0444\u0430",
+        "\u682a\u5f0f\u4f1a\u793e Alpha \u30a2",
+        "Sm\u00f8rrebr\u00f8d 3",
+        "\u041e\u041e\u041e 7",
+    ],
+)
+def test_names_of_one_script_are_names(write: Write, name: str) -> None:
+    load_federation(write(beta={"operator": name}))
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,8 @@ _LAYERS = re.compile(r"(?:layers?|blocks|stages|depths?)$")
 _COUNTS = re.compile(r"(?:experts|labels)$")
 _MAX_COUNT = 1 << 14  # of experts, ...: models are built of that many pieces, in Python
 _MAX_LAYERS = 1 << 10  # each of which is many pieces; also of an adapter that repeats a model's
+_SIMPLE_PATTERN = re.compile(r"[\w.^$\\*+/-]{1,256}")
+_MAX_REPEATS = 2
 _KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 
 
@@ -115,6 +117,9 @@ def vet_adapter(folder: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path} has an entry {key}, which an adapter does not decide; delete it")
         if key.endswith(("_path", "_file")) and not key.endswith("name_or_path") and value:
             raise CheckpointError(f"{path} names a file to load beside it ({key}); delete that entry")
+    for key in config:
+        if key == "modules_to_save" or key == "layers_pattern" or key.endswith("_pattern"):
+            _check_patterns(path, key, config[key])
     if str(config.get("peft_type")).upper() == "XLORA":
         raise CheckpointError(f"{folder} is an X-LoRA, which loads further adapters from where it likes; use LoRA")
     if not (folder / "adapter_model.safetensors").is_file():
@@ -127,13 +132,28 @@ def vet_adapter(folder: Path) -> dict[str, Any]:
     return config
 
 
+def _check_patterns(path: Path, key: str, value: Any) -> None:
+    """Refuse entries that PEFT would match as regular expressions and that could take long.
+
+    With at most two repetitions and no group, a match takes at most a polynomial of low degree in a name's length.
+    (`target_modules` and its like may be any pattern: `tenant.model.adapter_limits` matches them with a time limit.)
+    """
+    patterns = [value] if isinstance(value, str) else list(value) if isinstance(value, list | dict) else []
+    if len(patterns) > _MAX_COUNT:
+        raise CheckpointError(f"{path} has {len(patterns)} entries in {key}, more than any model has modules")
+    for pattern in map(str, patterns):
+        if not _SIMPLE_PATTERN.fullmatch(pattern) or pattern.count("*") + pattern.count("+") > _MAX_REPEATS:
+            raise CheckpointError(f"{path} has the pattern {pattern[:40]!r} in {key}; write module names in full")
+
+
 def _sizes(config: dict[str, Any], tensors: Path) -> dict[str, tuple[Any, int]]:
     """What PEFT makes of a configuration alone, before it looks at the tensors (all else it makes when it has read
     them), and how much of that there may be.
     """
     repeated = config.get("layer_replication")
     tokens = config.get("num_virtual_tokens")
-    if not repeated and not tokens:
+    entries = config.get("theta_d_length")  # of a vector that Uni-LoRA makes with numpy
+    if not repeated and not tokens and not entries:
         return {}
     try:
         with safe_open(tensors, framework="pt") as file:
@@ -141,6 +161,8 @@ def _sizes(config: dict[str, Any], tensors: Path) -> dict[str, tuple[Any, int]]:
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{tensors} is damaged ({error}); fetch it again") from error
     found: dict[str, tuple[Any, int]] = {}
+    if entries:
+        found["theta_d_length"] = entries, max((n for shape in shapes.values() for n in shape), default=0)
     if tokens:
         rows, width = (*shapes.get("prompt_embeddings", ()), 0, 0)[:2]
         limits = {"num_virtual_tokens": rows if width else 0, "token_dim": width}

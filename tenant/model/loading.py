@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from safetensors import safe_open
 from transformers import (
     AutoModelForCausalLM,
@@ -27,6 +27,7 @@ from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.checkpoints.layer_discovery import architecture, load_config
 from symbiosis_priv.checkpoints.vetting import on_this_machine, vet_adapter
 from symbiosis_priv.errors import CheckpointError, SymbiosisError, UnsupportedModelError
+from tenant.model.adapter_limits import MemoryLimit, bounded_config
 from tenant.model.hf import RemoteConfig
 
 _LISTED = 3  # names of missing tensors that an error quotes
@@ -156,19 +157,22 @@ def load_adapter(model: Any, folder: Path) -> Any:
         ConfigError: no PEFT folder.
         CheckpointError: the folder would decide what it may not, or belongs to another architecture.
     """
-    config = vet_adapter(folder)
+    repeats_layers = bool(vet_adapter(folder).get("layer_replication"))
     misfit = f"the adapter in {folder} does not fit this model"
     with on_this_machine(), warnings.catch_warnings():
         # what an adapter does not hold PEFT starts from scratch, and only warns
         warnings.filterwarnings("error", message=".*Found missing adapter keys", category=UserWarning)
         try:
-            adapted = PeftModel.from_pretrained(
-                model,
-                str(folder),
-                local_files_only=True,
-                # no memory before the tensors have come, whatever sizes it says; PEFT cannot if it repeats layers
-                low_cpu_mem_usage=not config.get("layer_replication"),
-            ).eval()
+            config = PeftConfig.from_pretrained(str(folder), local_files_only=True)
+            names = [name for name, _ in model.named_modules()]
+            with MemoryLimit(model, folder / "adapter_model.safetensors"):
+                adapted = PeftModel.from_pretrained(
+                    model,
+                    str(folder),
+                    config=bounded_config(config, names, folder=folder),
+                    local_files_only=True,
+                    low_cpu_mem_usage=not repeats_layers,  # PEFT cannot do both
+                ).eval()
         except SymbiosisError:
             raise
         except Exception as error:  # as above

@@ -10,6 +10,8 @@ Providers are started through the command line, as an operator starts them (`ser
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import os
 import time
@@ -17,14 +19,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Final, Self
 
 from symbiosis_priv.certificates import DEFAULT_HOSTS, Identity, Kind, create_authority, issue
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.checkpoints.weights import Progress, WeightStore
-from symbiosis_priv.errors import ConfigError, DeadlineExceededError
+from symbiosis_priv.errors import ConfigError, ConnectionLostError, DeadlineExceededError
 from symbiosis_priv.harness.service import Service
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
+from symbiosis_priv.network.addresses import parse_address
 from symbiosis_priv.network.tls import registry_client_context
 from symbiosis_priv.network.wire import Role
 from symbiosis_priv.registry.descriptor import verify
@@ -32,7 +35,10 @@ from symbiosis_priv.registry.queries import RegistryClient
 from symbiosis_priv.registry.trust import Trust
 from symbiosis_priv.system.files import write_atomically
 
-_POLL_S = 0.02
+METRICS: Final[dict[str, object]] = {"listen": "127.0.0.1:0"}
+"""`[metrics]` of a provider whose `status` is read."""
+
+_POLL_S, _STATUS_S = 0.02, 10.0
 _REGISTRY = "registry"
 
 ProviderOptions = Mapping[str, Mapping[str, object]]
@@ -141,6 +147,26 @@ class LocalFederation:
             return self._registry_service.logs()
         return self._provider(name).service.logs()
 
+    def status(self, name: str) -> dict[str, Any]:
+        """The `/status` of a provider that was started with `{"metrics": METRICS}`.
+
+        Raises:
+            ConnectionLostError: the provider does not answer.
+        """
+        ready = [json.loads(line) for line in self.logs(name).splitlines() if '"event": "listening"' in line][-1]
+        connection = http.client.HTTPConnection(*parse_address(ready["metrics"]), timeout=_STATUS_S)
+        try:
+            with contextlib.closing(connection):
+                connection.request("GET", "/status")
+                status: dict[str, Any] = json.loads(connection.getresponse().read())
+        except OSError as error:
+            raise ConnectionLostError(f"{name} does not answer at {ready['metrics']}: {error}") from error
+        return status
+
+    def issue_tenant(self, name: str) -> Identity:
+        """A key and a certificate for one more tenant."""
+        return issue(self._keys, authority=self._authority, kind=Kind.TENANT, name=name)
+
     def kill(self, name: str) -> None:
         """End a provider at once (SIGKILL), as a crash would."""
         self._provider(name).service.kill()
@@ -163,7 +189,7 @@ class LocalFederation:
         store = WeightStore(self.model, weight_bits=self._weight_bits, cache=self.cache)
         self._digest = store.manifest(progress=self._progress).digest  # here, once: providers find it in the cache
         self._authority = create_authority(self._keys)
-        self._tenant = issue(self._keys, authority=self._authority, kind=Kind.TENANT, name="tenant")
+        self._tenant = self.issue_tenant("tenant")
         for role, count in self._counts.items():
             for i in range(count):
                 name = role if count == 1 else f"{role}-{i + 1}"

@@ -1,19 +1,382 @@
-"""`symbiosis-priv bench`: what the split costs, beside what it replaces."""
+"""`symbiosis-priv bench`: the commands. Measurements import torch, so a command imports its own when it runs."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
 import typer
 
-from tenant.bench.commands.bits import bits
-from tenant.bench.commands.kernels import gpu, kernels
-from tenant.bench.commands.linear import linear
-from tenant.bench.commands.network import network
-from tenant.bench.commands.report import report
-from tenant.bench.commands.scale import scale
-from tenant.bench.commands.start import start
-from tenant.bench.commands.step import step, token
-from tenant.bench.commands.tenants import provider
+from symbiosis_priv.display import terminal
+from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.system.files import output_file, write_atomically
+from tenant.bench import result_file, tables
+from tenant.bench.cli_options import (
+    HALF_THE_CORES,
+    Batch,
+    Inner,
+    Json,
+    Layers,
+    Masking,
+    Maskings,
+    PoolMemory,
+    Repeat,
+    Rows,
+    Seconds,
+    Threads,
+    Tokens,
+    Width,
+    llama,
+    measure,
+    measuring,
+    names,
+    numbers,
+    pairs,
+    refuse_wrong,
+    scheme,
+    show,
+    widths,
+    write,
+)
+from tenant.bench.kernels_cli import gpu, kernels
+
+if TYPE_CHECKING:  # imports torch: not for --help
+    from tenant.bench.many_tenants import Scenario, Variant
 
 app = typer.Typer(no_args_is_help=True, help="Measure what the split costs, beside what it replaces, in one run.")
-for command in (step, token, start, linear, network, kernels, gpu, provider, bits, scale, report):
-    app.command()(command)
+app.command()(kernels)
+app.command()(gpu)
+
+_POLICIES = "none,lockstep,opportunistic"
+_SHARDINGS = "columns,gathered"
+
+Tenants = Annotated[str, typer.Option(help="How many at once, generating+training, separated by commas.")]
+Policies = Annotated[str, typer.Option(help="Batching policies, separated by commas.")]
+Ranks = Annotated[str, typer.Option(help="Processes that hold the model together, separated by commas.")]
+Shardings = Annotated[str, typer.Option(help="How ranks divide a product, separated by commas.")]
+
+
+@app.command()
+def step(
+    *,
+    width: Width = 2048,
+    layers: Layers = 4,
+    inner: Inner = 5632,
+    batch: Batch = 4,
+    tokens: Tokens = 128,
+    masking: Maskings = "none,pad,local",
+    repeat: Repeat = 3,
+    threads: Threads = HALF_THE_CORES,
+    pool_memory_mib: PoolMemory = 1024,
+    json: Json = None,
+) -> None:
+    """A LoRA step (q and v) of a Llama, whole and split: CPU seconds and peak memory of every process."""
+    from tenant.bench import contest
+    from tenant.bench.steps_and_tokens import measure_step
+    from tenant.bench.tenant_process import Step
+
+    maskings, shape = [scheme(name) for name in masking.split(",")], llama(width, layers, inner)
+
+    def work(folder: Path, tell: Callable[[str], None]) -> Sequence[result_file.Row]:
+        with contest.contest(folder, shape, maskings, threads=threads, pool_memory_mib=pool_memory_mib) as running:
+            task = Step(batch=batch, tokens=tokens)
+            return measure_step(running, shape, task, maskings, repeat=repeat, on_turn=tell)
+
+    measure("step", json, work)
+
+
+@app.command()
+def token(
+    *,
+    width: Width = 2048,
+    layers: Layers = 4,
+    inner: Inner = 5632,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens before the first that is measured.")] = 16,
+    tokens: Annotated[int, typer.Option(min=1, help="Generated tokens per turn.")] = 16,
+    masking: Maskings = "none,pad,local",
+    repeat: Repeat = 3,
+    threads: Threads = HALF_THE_CORES,
+    pool_memory_mib: PoolMemory = 1024,
+    json: Json = None,
+) -> None:
+    """A generated token of a Llama, whole and split."""
+    from tenant.bench import contest
+    from tenant.bench.steps_and_tokens import measure_token
+    from tenant.bench.tenant_process import Generate
+
+    maskings, shape = [scheme(name) for name in masking.split(",")], llama(width, layers, inner)
+
+    def work(folder: Path, tell: Callable[[str], None]) -> Sequence[result_file.Row]:
+        with contest.contest(folder, shape, maskings, threads=threads, pool_memory_mib=pool_memory_mib) as running:
+            task = Generate(prompt=prompt, tokens=tokens)
+            return measure_token(running, shape, task, maskings, repeat=repeat, on_turn=tell)
+
+    measure("token", json, work)
+
+
+@app.command()
+def scale(
+    *,
+    rows: Rows = "64,128,256,512",
+    width: Annotated[str, typer.Option(help="Widths, separated by commas; multiples of 64.")] = "512,1024,2048",
+    layers: Annotated[str, typer.Option(help="Layers, separated by commas.")] = "1,2,4",
+    masking: Masking = "pad",
+    repeat: Repeat = 3,
+    threads: Threads = HALF_THE_CORES,
+    pool_memory_mib: PoolMemory = 1024,
+    svg: Annotated[Path | None, typer.Option(help="Also draw a picture per axis into this folder.")] = None,
+    json: Json = None,
+) -> None:
+    """The tenant's cost of a step against rows, width and depth, with slopes in a log-log picture.
+
+    The first of each list stays while another one grows.
+    """
+    from tenant.bench.scaling import AXES, measure_scale, picture
+
+    points = {"rows": numbers(rows, "--rows"), "widths": widths(width), "depths": numbers(layers, "--layers")}
+    pictures = {axis: file for axis in AXES if svg and (file := output_file(svg / f"scale-{axis}.svg"))}
+    name = scheme(masking)
+    found = measure(
+        "scale",
+        json,
+        lambda folder, tell: measure_scale(
+            folder,
+            **points,
+            masking=name,
+            repeat=repeat,
+            threads=threads,
+            pool_memory_mib=pool_memory_mib,
+            on_turn=tell,
+        ),
+    )
+    for axis, file in pictures.items():
+        write_atomically(file, picture(found, axis).encode())
+
+
+@app.command()
+def start(
+    *,
+    width: Width = 2048,
+    layers: Layers = 16,
+    inner: Inner = 8192,
+    repeat: Repeat = 3,
+    threads: Annotated[int, typer.Option(min=1, help="Torch threads of a provider, and for making keys.")] = (
+        os.cpu_count() or 1
+    ),
+    json: Json = None,
+) -> None:
+    """A provider's start, cold and warm, and the tenant's verification keys, beside reading the checkpoint.
+
+    Writes a checkpoint of the given shape (a billion weights, 2 GB) and 2 bytes per weight of cache; both are deleted.
+    """
+    from tenant.bench.startup import measure_start
+
+    shape = llama(width, layers, inner)
+    measure(
+        "start",
+        json,
+        lambda folder, tell: measure_start(folder, shape, threads=threads, repeat=repeat, on_turn=tell),
+    )
+
+
+@app.command()
+def linear(
+    *,
+    rows: Rows = "1,16,64,256",
+    width: Annotated[str, typer.Option(help="Widths of the layer, separated by commas; multiples of 64.")] = "768,2048",
+    masking: Masking = "pad",
+    repeat: Repeat = 50,
+    threads: Threads = HALF_THE_CORES,
+    json: Json = None,
+) -> None:
+    """One masked, verified linear and its parts, beside a bare TLS echo of the same bytes and the bare product.
+
+    Pads are drawn before the clock runs; "back to back" is a call that finds what was drawn during the last one.
+    """
+    from tenant.bench.masked_linear import measure_linears
+
+    counts, sizes, name = numbers(rows, "--rows"), widths(width), scheme(masking)
+    measure(
+        "linear",
+        json,
+        lambda folder, tell: measure_linears(
+            folder, widths=sizes, row_counts=counts, masking=name, repeat=repeat, threads=threads
+        ),
+    )
+
+
+@app.command()
+def network(
+    *,
+    condition: Annotated[
+        str,
+        typer.Option(help="Bandwidth, round trip and loss, like 100mbit/100ms/0.1%; several separated by commas."),
+    ] = "1gbit/5ms,100mbit/5ms,100mbit/100ms",
+    width: Width = 512,
+    layers: Layers = 4,
+    inner: Inner = 1408,
+    batch: Batch = 1,
+    tokens: Tokens = 128,
+    masking: Masking = "pad",
+    link: Annotated[
+        str, typer.Option(help="How to emulate the link: netem or proxy; auto for the best that this machine has.")
+    ] = "auto",
+    repeat: Repeat = 5,
+    threads: Threads = HALF_THE_CORES,
+    pool_memory_mib: PoolMemory = 1024,
+    json: Json = None,
+) -> None:
+    """Steps and tokens per second over a slow network, beside what round trips and bytes predict.
+
+    The tenant's link is emulated with a bandwidth, a delay and losses: in a
+    network namespace if this machine can make one, else by a proxy.
+    """
+    from tenant.bench.link.condition import Condition
+    from tenant.bench.link.emulation import KINDS
+    from tenant.bench.slow_network import measure_network
+
+    if link not in (*KINDS, "auto"):
+        raise ConfigError(f"--link {link!r}: choose one of auto, {', '.join(KINDS)}")
+    conditions = [Condition.parse(text) for text in condition.split(",")]
+    with measuring() as (folder, tell):
+        rows, emulated = measure_network(
+            folder,
+            llama(width, layers, inner),
+            batch=batch,
+            tokens=tokens,
+            conditions=conditions,
+            masking=scheme(masking),
+            kind=next((kind for kind in KINDS if kind == link), None),
+            repeat=repeat,
+            threads=threads,
+            pool_memory_mib=pool_memory_mib,
+            on_turn=tell,
+        )
+    for work in ("step", "token"):
+        show([{name: row[name] for name in row if name != "difference"} for row in rows if row["work"] == work])
+    console = terminal.console()
+    for row in rows:
+        if row["difference"] is not None:
+            console.print(f"{row['condition']}, {row['work']}: {row['difference']}", soft_wrap=True)
+    console.print(f"link: {emulated}", soft_wrap=True)
+    write(json, "network", rows)
+
+
+@app.command()
+def provider(
+    *,
+    tenants: Tenants = "1+0,16+0,6+0,6+2,8+4",
+    generating_rows: Annotated[
+        str,
+        typer.Option(
+            help="Rows of generating tenants' requests, in rotation; with slashes, one mix after the other: "
+            "1/2,4,8,16,32,64,128,256 for one row each, then for batches."
+        ),
+    ] = "1",
+    training_rows: Annotated[
+        str, typer.Option(help="Rows of training tenants' requests, in rotation.")
+    ] = "2,16,64,256",
+    adapters: Annotated[str, typer.Option(help="Ranks of the tenants' adapters, in rotation.")] = "8,64",
+    policies: Policies = _POLICIES,
+    ranks: Ranks = "1",
+    shardings: Shardings = _SHARDINGS,
+    hidden: Annotated[int, typer.Option(min=8, help="Width of the synthetic model, a multiple of 8.")] = 2048,
+    layers: Annotated[int, typer.Option(min=1, help="Blocks of the synthetic model.")] = 1,
+    seconds: Seconds = 8.0,
+    threads: Threads = HALF_THE_CORES,
+    json: Json = None,
+    picture: Annotated[
+        Path | None, typer.Option(callback=output_file, help="Also draw tokens per second and latency, as SVG.")
+    ] = None,
+) -> None:
+    """Let many tenants ask one provider, with each batching policy by turns; answers are compared bit by bit."""
+    from tenant.bench import many_tenants
+
+    if hidden % 8:
+        raise ConfigError("--hidden: write a multiple of 8")
+    mixes = [
+        many_tenants.Mix(
+            generating_rows=tuple(numbers(rows, "--generating-rows")),
+            training_rows=tuple(numbers(training_rows, "--training-rows")),
+            ranks=tuple(numbers(adapters, "--adapters")),
+        )
+        for rows in generating_rows.split("/")
+    ]
+    scenarios, variants = _scenarios(tenants), _variants(policies, ranks, shardings)
+    found = measure(
+        "provider",
+        json,
+        lambda folder, tell: many_tenants.measure_tenants(
+            folder,
+            scenarios=scenarios,
+            mixes=mixes,
+            variants=variants,
+            hidden=hidden,
+            layers=layers,
+            seconds=seconds,
+            threads=threads,
+        ),
+    )
+    if picture is not None:
+        write_atomically(picture, many_tenants.picture(found).encode())
+    refuse_wrong(found, "wrong")
+
+
+@app.command()
+def bits(
+    *,
+    tenants: Tenants = "1+0,6+2,48+16",
+    policies: Policies = _POLICIES,
+    ranks: Ranks = "1,2,4",
+    shardings: Shardings = _SHARDINGS,
+    seconds: Seconds = 1.0,
+    json: Json = None,
+) -> None:
+    """Compare every tenant's answers beside others with those that it gets alone, at one kind of provider after the
+    other: policies, ranks, shardings. Status 1 if one bit differs."""
+    from tenant.bench.many_tenants import compare_bits
+
+    scenarios, variants = _scenarios(tenants), _variants(policies, ranks, shardings)
+    found = measure(
+        "bits",
+        json,
+        lambda folder, tell: compare_bits(folder, scenarios=scenarios, variants=variants, seconds=seconds),
+    )
+    refuse_wrong(found, "wrong", "tenants_with_other_answers_alone")
+
+
+@app.command()
+def report(
+    files: Annotated[list[Path], typer.Argument(help="What --json has written.")],
+    *,
+    markdown: Annotated[
+        Path | None, typer.Option(help="Write the tables between this document's markers; else to stdout.")
+    ] = None,
+) -> None:
+    """Turn --json files into tables, such as those of docs/benchmarks.md."""
+    reports = [result_file.read(file) for file in files]
+    if markdown is None:
+        typer.echo("\n".join(map(tables.render, reports)), nl=False)
+    else:
+        tables.update(markdown, reports)
+
+
+def _scenarios(tenants: str) -> list[Scenario]:
+    from tenant.bench.many_tenants import Scenario
+
+    return [Scenario(generating=some, training=others) for some, others in pairs(tenants, "--tenants")]
+
+
+def _variants(policies: str, ranks: str, shardings: str) -> list[Variant]:
+    """All combinations; a single process divides nothing, so one sharding stands for all."""
+    from tenant.bench.many_tenants import Variant
+
+    ways = names(shardings, _SHARDINGS.split(","), "--shardings")
+    return [
+        Variant(policy=policy, ranks=count, sharding=sharding)
+        for policy in names(policies, _POLICIES.split(","), "--policies")
+        for count in numbers(ranks, "--ranks")
+        for sharding in (ways if count > 1 else ways[:1])
+    ]

@@ -1,50 +1,45 @@
-"""The floor of a round trip: TLS 1.3 with the same certificates, the same bytes each way, and nothing else.
-
-Run as a process of its own, `python -m tenant.bench.echo CERTIFICATE KEY TENANT_AUTHORITY`, it prints its port and
-serves one connection at a time: twelve bytes of header (bytes up, bytes down, repetitions), then that many exchanges.
-"""
+"""The floor of a round trip: TLS 1.3 with the same certificates, the same bytes in each direction, and nothing else."""
 
 from __future__ import annotations
 
 import socket
 import ssl
 import struct
-import subprocess
-import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
-from symbiosis_priv.errors import ConfigError, ConnectionLostError
+from symbiosis_priv.errors import ConnectionLostError
 from symbiosis_priv.federation import Federation, Peer
 from symbiosis_priv.network.tls import check_pin, client_context, server_context
-from symbiosis_priv.system import processes as start
 
-_HEADER = struct.Struct("<III")
+_HEADER = struct.Struct("<III")  # bytes up, bytes down, repetitions
 _TIMEOUT_S = 60.0
 
 
-def serve(certificate: Path, key: Path, tenant_authority: Path) -> None:
-    """Answer until the process is stopped."""
+@contextmanager
+def serve_echo(certificate: Path, key: Path, tenant_authority: Path) -> Iterator[Callable[[None], int]]:
+    """For `Child`: serves one connection at a time, and answers with its port."""
     context = server_context(certificate=certificate, key=key, tenant_authority=tenant_authority)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        print(listener.getsockname()[1], flush=True)
-        while True:
-            raw, _ = listener.accept()
-            raw.settimeout(_TIMEOUT_S)
-            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            with context.wrap_socket(raw, server_side=True) as connection:
-                _answer(connection)
+        threading.Thread(target=_accept, args=(listener, context), daemon=True).start()
+        yield lambda _: int(listener.getsockname()[1])
 
 
-def _answer(connection: ssl.SSLSocket) -> None:
-    header = bytearray(_HEADER.size)
-    _fill(connection, header)
-    up, down, repetitions = _HEADER.unpack(header)
-    request, reply = bytearray(up), bytes(down)
-    for _ in range(repetitions):
-        _fill(connection, request)
-        connection.sendall(reply)
+def _accept(listener: socket.socket, context: ssl.SSLContext) -> None:
+    while True:
+        raw, _ = listener.accept()
+        raw.settimeout(_TIMEOUT_S)
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with context.wrap_socket(raw, server_side=True) as connection:
+            header = bytearray(_HEADER.size)
+            _fill(connection, header)
+            up, down, repetitions = _HEADER.unpack(header)
+            request, reply = bytearray(up), bytes(down)
+            for _ in range(repetitions):
+                _fill(connection, request)
+                connection.sendall(reply)
 
 
 def _fill(connection: socket.socket, buffer: bytearray) -> None:
@@ -56,40 +51,11 @@ def _fill(connection: socket.socket, buffer: bytearray) -> None:
         view = view[count:]
 
 
-class EchoServer:
-    """The echo as a child process. A context manager.
-
-    Args:
-        directory: with `keys/` as `LocalFederation` writes them.
-        peer: the provider whose certificate it shows.
-    """
-
-    def __init__(self, directory: Path, peer: Peer) -> None:
-        keys = directory / "keys"
-        assert isinstance(peer.certificate, Path), "LocalFederation's are in files"
-        files = (peer.certificate, peer.certificate.with_suffix(".key"), keys / "authority.pem")
-        self._command = start.command("tenant.bench.echo", *map(str, files))
-
-    def __enter__(self) -> Self:
-        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise ConfigError("the echo server did not start; its reason is above")
-        self.port = int(line)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._process.kill()
-        self._process.wait(_TIMEOUT_S)
-        assert self._process.stdout is not None
-        self._process.stdout.close()
-
-
-class EchoClient:
-    """The tenant's end: `up` bytes out, `down` bytes back. A context manager.
+@contextmanager
+def echo_connection(
+    federation: Federation, peer: Peer, *, port: int, up: int, down: int, repetitions: int
+) -> Iterator[Callable[[], None]]:
+    """A connection to the echo server; calling what it yields makes one round trip.
 
     Args:
         federation: whose certificates to use.
@@ -98,33 +64,16 @@ class EchoClient:
         up, down: bytes of one exchange.
         repetitions: exchanges to come.
     """
+    context = client_context(certificate=federation.tenant_certificate, key=federation.tenant_key, pins=peer.pins)
+    raw = socket.create_connection((peer.host, port), timeout=_TIMEOUT_S)
+    raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with context.wrap_socket(raw, server_hostname=peer.host) as connection:
+        check_pin(connection, pins=peer.pins)
+        connection.sendall(_HEADER.pack(up, down, repetitions))
+        request, reply = bytes(up), bytearray(down)
 
-    def __init__(self, federation: Federation, peer: Peer, *, port: int, up: int, down: int, repetitions: int) -> None:
-        context = client_context(
-            certificate=federation.tenant_certificate,
-            key=federation.tenant_key,
-            pins=peer.pins,
-        )
-        raw = socket.create_connection((peer.host, port), timeout=_TIMEOUT_S)
-        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._connection = context.wrap_socket(raw, server_hostname=peer.host)
-        check_pin(self._connection, pins=peer.pins)
-        self._connection.sendall(_HEADER.pack(up, down, repetitions))
-        self._request, self._reply = bytes(up), bytearray(down)
+        def exchange() -> None:
+            connection.sendall(request)
+            _fill(connection, reply)
 
-    def exchange(self) -> None:
-        """One round trip."""
-        self._connection.sendall(self._request)
-        _fill(self._connection, self._reply)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._connection.close()
-
-
-if __name__ == "__main__":
-    serve(*map(Path, sys.argv[1:4]))
+        yield exchange

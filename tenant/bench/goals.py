@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from tenant.bench.report import Row, Value
+from tenant.bench.result_file import Row, Value
 
 
 @dataclass(frozen=True, kw_only=True)

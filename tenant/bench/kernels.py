@@ -19,7 +19,7 @@ from torch import Tensor
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.kernels import KERNELS, Kernel, Packed, RingMatrix, is_exact, probe_rows
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
-from tenant.bench.report import Row
+from tenant.bench.result_file import Row
 
 _SLOW_S = 0.5  # what takes longer is measured once
 

@@ -1,70 +1,51 @@
-"""`bench abuse`: what one tenant's abuse costs another: waits beside those without it, bits, what the provider keeps.
+"""`bench abuse`: what one tenant's abuse costs another tenant, in waiting time and in memory of the provider.
 
 An honest tenant asks for one row after the other, first alone and then beside each abuse, and compares every answer
-with the first. An abuser would sit at a machine of its own: here it is a process that gets the time of a core that
-nobody else wants. What that alone costs, as it shares caches and cores, the control says: a process that only computes.
-What the provider's counters say, and of whom, is read before and after.
+with the first. An abuser would have a machine of its own: here it is a process that gets only the processor time that
+other processes leave. The control, a process that only computes, shows what sharing caches and cores costs by itself.
+The provider's counters are read before and after.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from symbiosis_priv.certificates import Identity, Kind, issue
 from symbiosis_priv.certificates.revocation import revoke
 from symbiosis_priv.errors import DeadlineExceededError
 from symbiosis_priv.federation import Federation, load_federation
-from symbiosis_priv.harness.local import LocalFederation
-from tenant.bench import processes
-from tenant.bench.report import Row
-from tenant.bench.status import METRICS, status_of
+from symbiosis_priv.harness.local import METRICS, LocalFederation
+from tenant.bench import process_costs
+from tenant.bench.children import Child
+from tenant.bench.llama import small_llama
+from tenant.bench.process_costs import Held
+from tenant.bench.result_file import Row
 from tenant.connections.channel import Channel
-from threat_model.availability.abusers import DEADLINE_S, Abuse, Abuser, abuses, request_of, start
+from threat_model.availability.abusers import DEADLINE_S, Abuse, Abuser, abuses, request_of, serve_abuse
 
 _SETTLE_S, _LOOK_S = 5.0, 0.05
 _COUNTERS = ("requests", "refused", "abandoned", "slow", "failed")
 _MIB = 1 << 20
 
 
-def measure_abuse(
-    directory: Path,
-    *,
-    hidden: int,
-    seconds: float,
-    threads: int,
-    on_result: Callable[[Row], None],
-    visits: int = 1000,
-) -> None:
+def measure_abuse(directory: Path, *, hidden: int, seconds: float, visits: int, threads: int) -> Iterator[Row]:
     """Start a provider and let an honest tenant ask it beside each abuse.
 
     Args:
         directory: new or empty.
         hidden: width of the model.
         seconds: of each measurement.
+        visits: connections of the abuser that connects and leaves.
         threads: torch threads of the provider.
-        on_result: told every line as soon as it is there.
-        visits: connections of whoever comes and goes.
     """
-    model = directory / "model"
-    config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=hidden,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        vocab_size=64,
-        tie_word_embeddings=True,
-    )
-    LlamaForCausalLM(config).save_pretrained(model)
+    model = small_llama(hidden, inner=hidden).save(directory / "model")
     revoked = directory / "revoked.txt"
     revoked.touch()
     options: dict[str, dict[str, object]] = {
@@ -78,7 +59,7 @@ def measure_abuse(
     ):
         bench.honest(seconds)  # the first requests load the weights
         for name, abuse in abuses(visits).items():
-            on_result(bench.run(name, abuse, seconds=seconds))
+            yield bench.run(name, abuse, seconds=seconds)
 
 
 class _Bench:
@@ -102,14 +83,15 @@ class _Bench:
         self._wrong = 0
 
     def run(self, name: str, abuse: Abuse, *, seconds: float) -> Row:
-        """The honest tenant alone, then beside the abuse."""
+        """Measure the honest tenant alone, then beside the abuse."""
         self._wrong = 0
         alone = self.honest(seconds)
         before, held = self._status(), self._held()
         abuser = self._abuser()
-        process, begun = start(abuse, abuser), time.monotonic()
-        assert process.pid is not None  # it has been started
+        child: Child[None, bool] = Child(f"abuser of {name!r}", serve_abuse, abuse, abuser)
         try:
+            child.wait_ready()
+            begun = time.monotonic()
             while any(self._counted(abuser, before).get(what, 0) < least for what, least in abuse.seen.items()):
                 if time.monotonic() > begun + DEADLINE_S:
                     raise DeadlineExceededError(f"the provider has not seen {name!r} within {DEADLINE_S:g} s")
@@ -117,15 +99,14 @@ class _Bench:
             if abuse.revoked:
                 time.sleep(seconds / 4)
                 revoke(self._revoked, [abuser.identity.certificate])
-            beside, used = self.honest(seconds), processes.cpu_seconds([process.pid])
-            while abuse.ends and process.is_alive():
+            beside = self.honest(seconds)
+            while abuse.ends and child.ask(None, timeout_s=DEADLINE_S):
                 beside += self.honest(seconds / 4)
-                used = max(used, processes.cpu_seconds([process.pid]))
+            used = process_costs.cpu_seconds([child.pid])
             peak, cores = self._held(), used / (time.monotonic() - begun)
             counted = self._counted(abuser, before)
         finally:
-            process.kill()
-            process.join()
+            child.close(grace_s=0)
         left = self._left(held)
         counted |= self._counted(abuser, before)
         return {
@@ -139,16 +120,18 @@ class _Bench:
             "wrong": self._wrong,
             "abuser_cores": cores,
             "counted": ", ".join(f"{word} {n:,}" for word, n in counted.items()) or "nothing",
-            "beside_mib": (peak[0] - held[0]) / _MIB,
-            **dict(zip(("left_mib", "left_files", "left_threads"), left, strict=True)),
+            "beside_mib": (peak.bytes - held.bytes) / _MIB,
+            "left_mib": (left.bytes - held.bytes) / _MIB,
+            "left_files": left.files - held.files,
+            "left_threads": left.threads - held.threads,
         }
 
     def close(self) -> None:
-        """The honest tenant leaves."""
+        """Close the honest tenant's connection."""
         self._channel.close()
 
     def honest(self, seconds: float) -> list[float]:
-        """Seconds of each request."""
+        """Send requests for so long; returns the seconds of each."""
         waits, end = [], time.monotonic() + seconds
         while (begun := time.monotonic()) < end:
             answer = self._ask()
@@ -160,43 +143,36 @@ class _Bench:
         return self._channel.request(request_of(1), self._row, outputs=self._outputs)
 
     def _abuser(self) -> Abuser:
-        """Somebody new, with a good certificate."""
-        keys = self._local.directory / "keys"
-        authority = Identity(certificate=keys / "authority.pem", key=keys / "authority.key")
-        identity = issue(keys, authority=authority, kind=Kind.TENANT, name=f"abuser-{time.monotonic_ns()}")
+        """A new tenant with a good certificate."""
+        identity = self._local.issue_tenant(f"abuser-{time.monotonic_ns()}")
         peer, digest = self._federation.executors[0], self._federation.model_digest
         return Abuser(identity, peer, digest, self._inputs, self._outputs, self._visits)
 
     def _counted(self, abuser: Abuser, before: dict[str, Any]) -> dict[str, int]:
-        """What the provider has counted since of an abuser, and of those who have no name."""
+        """What the provider has counted since then of an abuser and of connections without a name."""
         name = abuser.identity.certificate.stem
         then, now = _counts(before, name), _counts(self._status(), name)
         return {what: now[what] - then[what] for what in now if now[what] > then[what]}
 
     def _status(self) -> dict[str, Any]:
-        return status_of(self._local, "executor")
+        return self._local.status("executor")
 
     def _alone(self) -> bool:
-        """Whether nobody but the honest tenant is connected."""
+        """True if only the honest tenant is connected."""
         status = self._status()
         return status["connections"] == 1 and not status["handshakes"]["present"]
 
-    def _held(self) -> tuple[int, int, int]:
-        """(bytes, open files, threads) of the provider."""
-        folder = Path(f"/proc/{self._local.pid('executor')}")
-        pages = int((folder / "statm").read_text().split()[1])
-        files, tasks = (len(list((folder / kind).iterdir())) for kind in ("fd", "task"))
-        return pages * os.sysconf("SC_PAGE_SIZE"), files, tasks
+    def _held(self) -> Held:
+        return process_costs.held([self._local.pid("executor") or 0])
 
-    def _left(self, before: tuple[int, int, int]) -> tuple[float, int, int]:
-        """What is more than before, when everybody has gone."""
+    def _left(self, before: Held) -> Held:
+        """What the provider holds once the others have gone."""
         end = time.monotonic() + _SETTLE_S
         while True:
             alone, now = self._alone(), self._held()
-            if (alone and now[1] <= before[1] and now[2] <= before[2]) or time.monotonic() > end:
-                break
+            if (alone and now.files <= before.files and now.threads <= before.threads) or time.monotonic() > end:
+                return now
             time.sleep(_LOOK_S)
-        return (now[0] - before[0]) / _MIB, now[1] - before[1], now[2] - before[2]
 
 
 def _percentile(waits: list[float], q: int) -> float:

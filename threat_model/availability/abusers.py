@@ -1,31 +1,28 @@
-"""Who misuses a provider in `bench abuse`, and how: each has a good certificate, and a process of its own."""
+"""The abuses of a provider in `bench abuse`. An abuser has a good certificate and a process of its own."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import hashlib
-import multiprocessing
 import os
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing.process import BaseProcess
-from multiprocessing.synchronize import Event
 
 import torch
 
 from symbiosis_priv.arithmetic.ring import FORWARD
 from symbiosis_priv.certificates import Identity
-from symbiosis_priv.errors import DeadlineExceededError, SymbiosisError
+from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import client_context
-from tenant.bench import processes
+from tenant.bench import process_costs
 from tenant.connections.channel import Channel, fresh_nonce
 
 DEADLINE_S = 60.0
@@ -39,11 +36,14 @@ _NICE = 19
 
 @dataclass(frozen=True)
 class Abuser:
-    """Who it is, whom it asks, and for what.
+    """A tenant with a good certificate, and the provider that it abuses.
 
     Args:
-        inputs, outputs: columns of a request's rows and of its answer's.
-        visits: connections, if it comes and goes.
+        identity: of the abuser.
+        peer: the provider.
+        digest: of the model.
+        inputs, outputs: columns of a request's rows and of its answer's rows.
+        visits: connections of the abuser that connects and leaves.
     """
 
     identity: Identity
@@ -58,7 +58,7 @@ class Abuser:
         return client_context(certificate=self.identity.certificate, key=self.identity.key, pins=self.peer.pins)
 
     def channel(self) -> Channel:
-        """A tenant's connection."""
+        """A connection as an honest tenant has it."""
         return Channel(
             self.peer,
             certificate=self.identity.certificate,
@@ -68,13 +68,13 @@ class Abuser:
         )
 
     def ask(self, channel: Channel) -> None:
-        """One large request."""
+        """Send one large request and read the answer."""
         request = request_of(_ROWS)
         channel.request(request, torch.ones(_ROWS, self.inputs, dtype=torch.int32, device="cpu"), outputs=self.outputs)
 
     @contextmanager
     def connected(self) -> Iterator[ssl.SSLSocket]:
-        """A connection that has said hello, or at least shaken hands."""
+        """A TLS connection that has sent its hello."""
         raw = socket.create_connection((self.peer.host, self.peer.port), timeout=DEADLINE_S)
         with raw, self._context.wrap_socket(raw, server_hostname=self.peer.host) as connection:
             hello = wire.Hello(version=wire.VERSION, role="executor", model_digest=self.digest)
@@ -83,22 +83,22 @@ class Abuser:
 
 
 def _compute(abuser: Abuser) -> None:
-    """Nothing to do with the provider."""
+    """Compute, without any connection to the provider."""
     block = bytes(1 << 16)
     while True:
         hashlib.sha256(block)
 
 
 def _flood(abuser: Abuser) -> None:
-    """Large requests, one after the other."""
+    """Send large requests, one after the other."""
     channel = abuser.channel()
-    with contextlib.suppress(SymbiosisError):  # it may be turned away
+    with contextlib.suppress(SymbiosisError):  # the provider may refuse the abuser
         while True:
             abuser.ask(channel)
 
 
 def _read_nothing(abuser: Abuser) -> None:
-    """A large request whose answer is never read."""
+    """Send large requests whose answers are never read."""
     with contextlib.ExitStack() as connections:
         for _ in range(_READERS):
             connection = connections.enter_context(abuser.connected())
@@ -109,7 +109,7 @@ def _read_nothing(abuser: Abuser) -> None:
 
 
 def _send_nothing(abuser: Abuser) -> None:
-    """Large requests are announced, and their bytes never come."""
+    """Announce large requests and never send their bytes."""
     with contextlib.ExitStack() as connections:
         for _ in range(_READERS):
             connection = connections.enter_context(abuser.connected())
@@ -119,7 +119,7 @@ def _send_nothing(abuser: Abuser) -> None:
 
 
 def _leave(abuser: Abuser) -> None:
-    """Large requests, whose tenant is gone before the answer."""
+    """Send large requests and leave before the answer."""
     matrix = bytes(wire.RING32.size(_ROWS, abuser.inputs))
     while True:
         with contextlib.suppress(OSError), abuser.connected() as connection:
@@ -128,14 +128,14 @@ def _leave(abuser: Abuser) -> None:
 
 
 def _come_and_go(abuser: Abuser) -> None:
-    """One connection after the other."""
+    """Open and close one connection after the other."""
     for _ in range(abuser.visits):
         with contextlib.suppress(OSError), abuser.connected():
             pass
 
 
 def _say_nothing(abuser: Abuser) -> None:
-    """400 silent connections a second from 250 addresses."""
+    """Open 400 connections a second from 250 addresses and send nothing."""
     with contextlib.ExitStack() as connections:
         begun = time.monotonic()
         for number in range(_SILENT):
@@ -147,20 +147,20 @@ def _say_nothing(abuser: Abuser) -> None:
 
 
 def request_of(rows: int) -> wire.Execute:
-    """Of the first layer group."""
+    """A request to the first layer group."""
     return wire.Execute(nonce=fresh_nonce(), group=_GROUP, direction=FORWARD, arithmetic="ring", rows=rows)
 
 
 @dataclass(frozen=True)
 class Abuse:
-    """One kind of it.
+    """One kind of abuse.
 
     Args:
         attack: what an abuser does; it may return.
         threads: of one process, that do it at the same time.
-        seen: what the provider has counted of it, at least, before anything is measured.
-        ends: measured until it has ended, however long that takes.
-        revoked: the abuser's certificate, while it is at it.
+        seen: counts that the provider must have reached before anything is measured.
+        ends: measure until the abuse has ended, however long that takes.
+        revoked: revoke the abuser's certificate meanwhile.
     """
 
     attack: Callable[[Abuser], None]
@@ -171,10 +171,10 @@ class Abuse:
 
 
 def abuses(visits: int) -> dict[str, Abuse]:
-    """Every kind of it, by what it is called in the report.
+    """Every kind of abuse, by its name in the report.
 
     Args:
-        visits: connections of whoever comes and goes.
+        visits: connections of the abuser that connects and leaves.
     """
     flooding = {"connections": _CONNECTIONS, "requests": _CONNECTIONS}
     return {
@@ -189,29 +189,13 @@ def abuses(visits: int) -> dict[str, Abuse]:
     }
 
 
-def start(abuse: Abuse, abuser: Abuser) -> BaseProcess:
-    """A process that is at it as soon as this returns, and gets only the time that nobody else wants.
-
-    Raises:
-        DeadlineExceededError: it has not begun in time.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    begun = context.Event()
-    process = context.Process(target=_run, args=(abuse, abuser, begun), daemon=True)
-    process.start()
-    if not begun.wait(DEADLINE_S):
-        process.kill()
-        raise DeadlineExceededError(f"an abuser has not begun within {DEADLINE_S:g} s")
-    return process
-
-
-def _run(abuse: Abuse, abuser: Abuser, begun: Event) -> None:
-    processes.give_way(_NICE)
+@contextmanager
+def serve_abuse(abuse: Abuse, abuser: Abuser) -> Iterator[Callable[[None], bool]]:
+    """For `Child`: starts the abuse with the lowest priority, and answers whether it still goes on."""
+    process_costs.lower_own_priority(_NICE)
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     torch.set_num_threads(1)
-    with ThreadPoolExecutor(abuse.threads) as pool:
-        running = [pool.submit(abuse.attack, abuser) for _ in range(abuse.threads)]
-        begun.set()
-        for future in running:
-            future.result()
+    threads = [threading.Thread(target=abuse.attack, args=(abuser,), daemon=True) for _ in range(abuse.threads)]
+    for thread in threads:
+        thread.start()
+    yield lambda _: any(thread.is_alive() for thread in threads)

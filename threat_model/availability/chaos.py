@@ -1,11 +1,10 @@
-"""`bench chaos`: providers are killed with SIGKILL at random while a tenant trains and generates; what comes out must
-be the very bits of the undisturbed run.
+"""`bench chaos`: providers are killed with SIGKILL at random while a tenant trains and generates, and every bit is
+compared with the undisturbed run.
 
-Executors and helpers are processes of their own; one after the other is killed every few seconds, at whatever it
-happens to be doing, and started again, which takes as long as it takes: several may be away at once. One executor and
-as many helpers as a pad has are left alone at any time, so that pauses are those of failover, unless `merciless`: then
-the tenant also waits for who is being started. The undisturbed run, which comes second, is the simulation: the same
-arithmetic without any provider.
+Executors and helpers are processes of their own. Every few seconds one of them is killed, whatever it is doing, and
+started again, which takes its time: several may be away at once. One executor and as many helpers as a pad needs are
+left alone at any time, so that pauses are those of failover, unless `merciless`: then the tenant also waits until a
+provider is back. The undisturbed run comes second and is the simulation: the same arithmetic without any provider.
 """
 
 from __future__ import annotations
@@ -29,8 +28,9 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from symbiosis_priv.harness.local import LocalFederation
-from tenant.bench.contest import START_S, Shape
-from tenant.bench.report import Row
+from tenant.bench.contest import START_S
+from tenant.bench.llama import Llama
+from tenant.bench.result_file import Row
 from tenant.connections.wiretaps import Witness
 from tenant.model.hf import RemoteConfig, backend_of
 from tenant.model.ledger import ledger_of
@@ -38,7 +38,7 @@ from tenant.model.loading import load_model
 from tenant.session.tally import Ledger
 
 _BATCH, _LENGTH, _PROMPT, _NEW_TOKENS = 4, 64, 4, 16
-_SHAPE, _VOCABULARY = Shape(width=256, layers=2, inner=704), 4096
+_SHAPE, _VOCABULARY = Llama(width=256, layers=2, inner=704), 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +46,9 @@ class Work:
     """What a tenant does: optimizer steps of LoRA on all linears, and greedy texts afterwards.
 
     Args:
-        steps: at least so many.
-        generations: texts.
-        kills: it trains on until so many providers have been killed.
+        steps: the least number of steps.
+        generations: number of texts.
+        kills: the tenant trains on until this number of providers has been killed.
     """
 
     steps: int
@@ -58,7 +58,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came out, all of it.
+    """The results of a run.
 
     Args:
         losses: of every step.
@@ -75,7 +75,7 @@ class Outcome:
     seconds: float
 
     def equals(self, other: Outcome) -> bool:
-        """Bit for bit."""
+        """True if every bit is equal."""
         return (
             bool(self.adapter)
             and self.losses == other.losses
@@ -88,7 +88,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Kill:
-    """One provider's end, and when it was, on the clock of `time.monotonic`."""
+    """The name of a killed provider, and the time by `time.monotonic`."""
 
     name: str
     at: float
@@ -100,8 +100,8 @@ class Chaos:
 
     Args:
         kills: in order.
-        pauses_s: how long no executor answered, at most, around each kill.
-        usual_s: the same where nobody was killed, at most.
+        pauses_s: the longest time without an executor's answer around each kill.
+        usual_s: the same before the first kill.
     """
 
     disturbed: Outcome
@@ -112,8 +112,31 @@ class Chaos:
 
     @property
     def identical(self) -> bool:
-        """Whether nobody can tell from the results that anything happened."""
+        """True if both runs have the same results."""
         return self.disturbed.equals(self.undisturbed)
+
+    def rows(self, *, every_s: float) -> list[Row]:
+        """A row for each role of provider."""
+        rows: list[Row] = []
+        for role in ("executor", "helper"):
+            pauses = [
+                pause for kill, pause in zip(self.kills, self.pauses_s, strict=True) if kill.name.startswith(role)
+            ]
+            rows.append(
+                {
+                    "steps": len(self.disturbed.losses),
+                    "generations": len(self.disturbed.texts),
+                    "bits": "identical" if self.identical else "DIFFERENT",
+                    "one_killed_every_s": every_s,
+                    "disturbed_s": self.disturbed.seconds,
+                    "longest_pause_before_the_first_kill_s": self.usual_s,
+                    "killed": role,
+                    "kills": len(pauses),
+                    "pause_median_s": statistics.median(pauses) if pauses else None,
+                    "pause_longest_s": max(pauses, default=None),
+                }
+            )
+        return rows
 
 
 def run_chaos(
@@ -128,20 +151,20 @@ def run_chaos(
     seed: int = 0,
     on_event: Callable[[str], None] = lambda _: None,
 ) -> Chaos:
-    """Start everybody, do the work twice, and disturb it once.
+    """Start the providers, do the work twice, and disturb it once.
 
     Args:
         directory: new or empty.
         work: what the tenant does.
-        executors, helpers: that there are.
-        pad_helpers: that share each pad; the others are spares.
+        executors, helpers: numbers of providers.
+        pad_helpers: helpers that share each pad; the others are spares.
         every_s: between two kills, on average.
-        merciless: kill also those without whom nothing goes on.
-        seed: of who is killed when; what it does at that moment is chance all the same.
+        merciless: kill also the last provider of a role.
+        seed: of the victims and times; what a victim does at that moment is chance all the same.
         on_event: told what happens.
 
     Raises:
-        SymbiosisError: the disturbed run did not get to its end.
+        SymbiosisError: the disturbed run did not finish.
     """
     model = _SHAPE.save(directory / "model")
     on_event("starting providers")
@@ -160,7 +183,7 @@ def run_chaos(
             federation=local.federation, masking="pad", cache=directory / "cache", deadline_s=START_S, wiretap=witness
         )
         least = {"executor": 0, "helper": 0} if merciless else {"executor": 1, "helper": pad_helpers}
-        with _unrest(local, random.Random(seed), every_s=every_s, least=least, on_event=on_event) as kills:
+        with _killing(local, random.Random(seed), every_s=every_s, least=least, on_event=on_event) as kills:
             disturbed = _do(model, remote, work, goes_on=lambda step: step < work.steps or len(kills) < work.kills)
     steps = len(disturbed.losses)
     on_event(f"the undisturbed run of {steps} steps")
@@ -175,28 +198,6 @@ def run_chaos(
         pauses_s=pauses,
         usual_s=witness.stood_still(since=0.0, until=kills[0].at if kills else math.inf),
     )
-
-
-def chaos_rows(chaos: Chaos, *, every_s: float) -> list[Row]:
-    """For a report: a row per role of those who were killed."""
-    rows: list[Row] = []
-    for role in ("executor", "helper"):
-        pauses = [pause for kill, pause in zip(chaos.kills, chaos.pauses_s, strict=True) if kill.name.startswith(role)]
-        rows.append(
-            {
-                "steps": len(chaos.disturbed.losses),
-                "generations": len(chaos.disturbed.texts),
-                "bits": "identical" if chaos.identical else "DIFFERENT",
-                "one_killed_every_s": every_s,
-                "disturbed_s": chaos.disturbed.seconds,
-                "longest_pause_before_the_first_kill_s": chaos.usual_s,
-                "killed": role,
-                "kills": len(pauses),
-                "pause_median_s": statistics.median(pauses) if pauses else None,
-                "pause_longest_s": max(pauses, default=None),
-            }
-        )
-    return rows
 
 
 def _do(model: Path, remote: RemoteConfig, work: Work, *, goes_on: Callable[[int], bool]) -> Outcome:
@@ -250,7 +251,7 @@ def _tokens(seed: int, rows: int, columns: int) -> Tensor:
 
 
 @contextmanager
-def _unrest(
+def _killing(
     local: LocalFederation,
     chance: random.Random,
     *,
@@ -258,10 +259,10 @@ def _unrest(
     least: Mapping[str, int],
     on_event: Callable[[str], None],
 ) -> Iterator[list[Kill]]:
-    """While it lasts, somebody is killed every few seconds and started again. Ends when all are back.
+    """Kill a provider every few seconds and start it again; wait for all of them at the end.
 
     Args:
-        least: how many of each role are left alone.
+        least: the number of providers of each role that are left alone.
 
     Raises what starting a provider raised.
     """
@@ -284,7 +285,7 @@ def _unrest(
                     on_event(f"{victim} is killed, number {len(kills)}")
                     returning[victim] = restarts.submit(local.restart, victim)
 
-    thread = threading.Thread(target=strike, name="unrest")
+    thread = threading.Thread(target=strike, name="kill")
     thread.start()
     try:
         yield kills

@@ -1,10 +1,10 @@
 """`bench ranks`: what tenants notice when a rank of a sharded executor is killed, or hangs.
 
-Tenants, each a process with a session of its own, ask for one product after the other without a pause, and compare
-every one with their own. A rank of the group that is asked most is killed (SIGKILL) or stopped (SIGSTOP); the provider
-has to notice, say who is missing, and start the group again. Once there is this group alone, so that everybody waits
-for its return, and once there is a second one to go to. A second group would have a machine of its own: so the one that
-has lost a rank then comes back with little priority, unless told otherwise, and takes longer.
+Tenants, each a process with a session of its own, request one product after the other without a pause, and compare
+each of them with their own. A rank of the busiest group is killed (SIGKILL) or stopped (SIGSTOP). The provider must
+notice that, name the rank, and start the group again. With one group all tenants wait for its return; with two groups
+they can use the other one. A second group would have a machine of its own, so the group that has lost a rank starts
+again with low priority, unless told otherwise, and takes longer.
 """
 
 from __future__ import annotations
@@ -15,26 +15,27 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
 from symbiosis_priv.errors import DeadlineExceededError, ProtocolError
-from symbiosis_priv.harness.local import LocalFederation
-from tenant.bench import processes
-from tenant.bench.contest import START_S, Shape
-from tenant.bench.report import Row
-from tenant.bench.status import METRICS, status_of
+from symbiosis_priv.harness.local import METRICS, LocalFederation
+from tenant.bench import process_costs
+from tenant.bench.children import Child
+from tenant.bench.contest import START_S
+from tenant.bench.llama import Llama
+from tenant.bench.process_costs import Held
+from tenant.bench.result_file import Row
 from tenant.masking.registry import session_scheme
-from threat_model.availability.asking import Answer, asking
+from threat_model.availability.request_loop import PATIENCE_S, Answer, Requests, serve_requests
 
 LOSSES: Final = {"a rank is killed": signal.SIGKILL, "a rank hangs": signal.SIGSTOP}
-"""What happens, and by which signal."""
+"""What happens to a rank, and by which signal."""
 
-_PATIENCE_S = 120.0
 _LOOK_S = 0.1
 _NICE = 19
 _MIB = 1 << 20
@@ -42,11 +43,12 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class _Loss:
-    """What became of a group that has lost a rank.
+    """The course of a loss.
 
     Args:
-        at, back: when it lost it, and when it was ready again.
-        named: whether its log says which rank.
+        what: happened.
+        at, back: when the group lost the rank, and when it was ready again.
+        named: True if the provider's log names the rank.
         before, after: what the provider and its ranks held.
     """
 
@@ -54,22 +56,13 @@ class _Loss:
     at: float
     back: float
     named: bool
-    before: _Held
-    after: _Held
-
-
-class _Held(NamedTuple):
-    """By all processes of a provider."""
-
-    processes: int
-    threads: int
-    files: int
-    bytes: int
+    before: Held
+    after: Held
 
 
 def measure_ranks(
     directory: Path,
-    shape: Shape,
+    shape: Llama,
     *,
     groups: Sequence[int] = (1, 2),
     losses: Collection[str] = LOSSES.keys(),
@@ -81,34 +74,33 @@ def measure_ranks(
     pause_s: float = 0.0,
     apart: bool = True,
     on_event: Callable[[str], None] = lambda _: None,
-) -> list[Row]:
+) -> Iterator[Row]:
     """A row for each number of groups and each loss.
 
     Args:
         directory: new or empty.
         shape: of the model.
-        groups: executors that there are.
+        groups: numbers of executors.
         losses: names of LOSSES.
         ranks: of each group.
-        tenants: that ask at once.
-        rows: of each of their products.
+        tenants: that send requests at once.
+        rows: of each request.
         masking: the scheme.
         seconds: before each loss, and after each return.
-        pause_s: of a tenant between two products, which leaves its machine to the group that starts again.
-        apart: where there is another group, let the one that was lost start again with little priority.
+        pause_s: of a tenant between two requests, which leaves the machine to the group that starts again.
+        apart: if there is another group, let the lost one start again with low priority.
         on_event: told what happens.
 
     Raises:
         DeadlineExceededError: a group did not come back.
-        ProtocolError: a tenant could not go on.
+        SymbiosisError: a tenant has failed.
     """
-    processes.check_supported()
+    process_costs.check_supported()
     model = shape.save(directory / "model")
     options: dict[str, dict[str, object]] = {
         "executor": {"threads": 1, "ranks": ranks},
         "metrics": METRICS,
     }
-    found: list[Row] = []
     for (number, executors), what in itertools.product(enumerate(groups), losses):
         on_event(f"{executors} x {ranks} ranks: {what}")
         local = LocalFederation(
@@ -120,40 +112,56 @@ def measure_ranks(
             provider_options=options,
             deadline_s=START_S,
         )
-        with local, asking(local, tenants=tenants, rows=rows, masking=masking, pause_s=pause_s) as collect:
+        with local, contextlib.ExitStack() as running:
+            children: list[Child[None, list[Answer]]] = []
+            for tenant in range(tenants):
+                requests = Requests(
+                    federation=local.federation,
+                    model=local.model,
+                    cache=local.cache,
+                    identity=local.issue_tenant(f"tenant-{tenant}"),
+                    masking=masking,
+                    rows=rows,
+                    pause_s=pause_s,
+                )
+                children.append(running.enter_context(Child(f"tenant {tenant}", serve_requests, requests)))
+            for child in children:
+                child.wait_ready()
             loss = _lose(local, what, seconds=seconds, apart=apart and executors > 1)
-            found.append(_row(loss, collect(), seconds=seconds, executors=executors, ranks=ranks, tenants=tenants))
-    return found
+            for child in children:
+                child.send(None)
+            answers = [answer for child in children for answer in child.receive(timeout_s=PATIENCE_S)]
+            yield _row(loss, answers, seconds=seconds, executors=executors, ranks=ranks, tenants=tenants)
 
 
 def _lose(local: LocalFederation, what: str, *, seconds: float, apart: bool) -> _Loss:
-    """Take a rank from the executor that is asked most, and wait until it has got over it."""
+    """Take a rank from the executor with the most requests, and wait until it is ready again."""
     executors = [name for name in local.names if name.startswith("executor")]
-    earlier = {name: status_of(local, name) for name in executors}
+    earlier = {name: local.status(name) for name in executors}
     time.sleep(seconds)
-    statuses = {name: status_of(local, name) for name in executors}
+    statuses = {name: local.status(name) for name in executors}
     victim = max(executors, key=lambda name: _requests(statuses[name]) - _requests(earlier[name]))
     gateway, said = local.pid(victim), len(local.logs(victim))
-    assert gateway is not None, "it has just answered"
-    before, ranks, sessions = _held(gateway), _ranks(gateway), processes.sessions(gateway)
+    assert gateway is not None, "the provider has just answered"
+    before, ranks, sessions = process_costs.held([gateway]), _ranks(gateway), process_costs.sessions(gateway)
     last = max(ranks)
     if apart:
-        _give_way(gateway)
+        _lower_priority(gateway)
     at = time.monotonic()
     os.kill(ranks[last], LOSSES[what])
-    while not ((now := status_of(local, victim))["ready"] and now["restarts"] > statuses[victim]["restarts"]):
-        if time.monotonic() > at + _PATIENCE_S:
-            raise DeadlineExceededError(f"{victim} is not back {_PATIENCE_S:g} s after {what}")
-        if apart:  # Linux shares cores out among sessions first, and torchrun gives every rank one
-            new = processes.sessions(gateway) - sessions
+    while not ((now := local.status(victim))["ready"] and now["restarts"] > statuses[victim]["restarts"]):
+        if time.monotonic() > at + PATIENCE_S:
+            raise DeadlineExceededError(f"{victim} is not back {PATIENCE_S:g} s after {what}")
+        if apart:  # Linux divides cores among sessions first, and torchrun starts a session for every rank
+            new = process_costs.sessions(gateway) - sessions
             for leader in new:
-                processes.push_back(leader, _NICE)
+                process_costs.lower_session_priority(leader, _NICE)
             sessions |= new
         time.sleep(_LOOK_S)
     back = time.monotonic()
     time.sleep(seconds)
     named = re.search(rf"\brank\s*:? {last}\b", local.logs(victim)[said:]) is not None
-    return _Loss(what, at, back, named, before, _held(gateway))
+    return _Loss(what, at, back, named, before, process_costs.held([gateway]))
 
 
 def _row(loss: _Loss, answers: Sequence[Answer], *, seconds: float, executors: int, ranks: int, tenants: int) -> Row:
@@ -162,7 +170,7 @@ def _row(loss: _Loss, answers: Sequence[Answer], *, seconds: float, executors: i
     if not before or not meanwhile:
         raise ProtocolError("too few answers to compare: measure for longer (--seconds)")
     usual, during = (np.array([1000 * (a.answered - a.asked) for a in some]) for some in (before, meanwhile))
-    left = [now - then for now, then in zip(loss.after, loss.before, strict=True)]
+    left = Held(*(now - then for now, then in zip(loss.after, loss.before, strict=True)))
     return {
         "lost": loss.what,
         "groups": executors,
@@ -178,46 +186,30 @@ def _row(loss: _Loss, answers: Sequence[Answer], *, seconds: float, executors: i
         "answers": len(before) + len(meanwhile),
         "wrong": sum(not a.right for a in (*before, *meanwhile)),
         "named": "yes" if loss.named else "NO",
-        "left_processes": left[0],
-        "left_threads": left[1],
-        "left_files": left[2],
-        "left_mib": left[3] / _MIB,
+        "left_processes": left.processes,
+        "left_threads": left.threads,
+        "left_files": left.files,
+        "left_mib": left.bytes / _MIB,
     }
-
-
-# Providers
 
 
 def _requests(status: dict[str, Any]) -> int:
     return sum(tenant["counts"]["requests"] for tenant in status["tenants"])
 
 
-def _give_way(gateway: int) -> None:
-    """Whatever a provider starts from now on takes what others leave of this machine."""
+def _lower_priority(gateway: int) -> None:
+    """Give a provider, and what it starts from now on, the lowest priority."""
     for task in Path(f"/proc/{gateway}/task").iterdir():
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, int(task.name), _NICE)
 
 
 def _ranks(gateway: int) -> dict[int, int]:
-    """Process ids by rank."""
+    """The process id of each rank."""
     found = {}
-    for pid in processes.tree(gateway):
+    for pid in process_costs.tree([gateway]):
         with contextlib.suppress(OSError):
             for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 if entry.startswith(b"RANK="):
                     found[int(entry.removeprefix(b"RANK="))] = pid
     return found
-
-
-def _held(gateway: int) -> _Held:
-    """What a provider and its descendants hold."""
-    pids = processes.tree(gateway)
-    threads = files = pages = 0
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            folder = Path(f"/proc/{pid}")
-            pages += int((folder / "statm").read_text().split()[1])
-            threads += len(list((folder / "task").iterdir()))
-            files += len(list((folder / "fd").iterdir()))
-    return _Held(len(pids), threads, files, pages * os.sysconf("SC_PAGE_SIZE"))

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenant.bench import report
+from tenant.bench import result_file
 from tenant.bench.goals import Goal, goals
-from tenant.bench.markdown import update
-from tenant.bench.report import Row
+from tenant.bench.result_file import Row
+from tenant.bench.tables import update
 
 BEYOND = 1.01
 
@@ -169,11 +169,11 @@ def test_a_documents_goals_are_those_of_the_last_report_of_each_kind(tmp_path: P
     page = tmp_path / "benchmarks.md"
     kinds = ("goals", "step", "token")
     page.write_text("".join(f"<!-- bench:{kind}:begin -->\n<!-- bench:{kind}:end -->\n" for kind in kinds) + "rest\n")
-    update(page, [report.report("token", token_rows(BEYOND)), report.report("step", step_rows(1.0))])
+    update(page, [result_file.report("token", token_rows(BEYOND)), result_file.report("step", step_rows(1.0))])
     before = lines(page)
     assert [line.split(" | ")[0] for line in before] == ["| step"] * 3 + ["| token"] * 2
     assert [line.count("missed") for line in before] == [0, 0, 0, 1, 1]
-    update(page, [report.report("token", token_rows(0.9))])
+    update(page, [result_file.report("token", token_rows(0.9))])
     assert lines(page)[:3] == before[:3]
     assert all("reached" in line for line in lines(page))
     assert page.read_text().endswith("rest\n")

@@ -1,4 +1,4 @@
-"""The abuse benchmark, with a real provider and real abusers: whom it names and what it compares, not how fast."""
+"""`bench abuse` with a real provider and real abusers: what it counts and compares, not how fast it is."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tenant.bench.report import Row
 from threat_model.availability.abuse import measure_abuse
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="memory and time are read from /proc")
 def test_every_abuse_is_measured_and_named(tmp_path: Path) -> None:
-    rows: list[Row] = []
-    measure_abuse(tmp_path, hidden=64, seconds=0.3, visits=50, threads=1, on_result=rows.append)
+    rows = list(measure_abuse(tmp_path, hidden=64, seconds=0.3, visits=50, threads=1))
     found = {str(row["abuse"]): row for row in rows}
     assert all(row["wrong"] == 0 for row in rows)
     for row in rows:
@@ -21,7 +19,7 @@ def test_every_abuse_is_measured_and_named(tmp_path: Path) -> None:
         assert row["beside_over_alone"] == pytest.approx(beside / alone)
         assert 0 < alone <= float(row["alone_p99_ms"] or 0)
         assert 0 < beside <= float(row["beside_p99_ms"] or 0) <= float(row["longest_ms"] or 0)
-        assert int(row["left_files"] or 0) <= 0, row  # one more before: whoever asked for the counts was still there
+        assert int(row["left_files"] or 0) <= 0, row  # a request for the counts may have held one before
     named = {
         "control: a process that only computes": ["nothing"],
         "a flood of large requests": ["connections 4", "requests "],

@@ -1,0 +1,149 @@
+"""What the benchmarks' commands share: options, how their text is read, and what is around every measurement."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from symbiosis_priv.display import terminal
+from symbiosis_priv.errors import ConfigError, ProtocolError
+from symbiosis_priv.system.files import output_file
+from tenant.bench import goals, result_file, tables
+from tenant.bench.result_file import Row, number
+from tenant.cli.options import quiet
+
+if TYPE_CHECKING:  # imports torch: not for --help
+    from tenant.bench.llama import Llama
+
+HALF_THE_CORES = max(1, (os.cpu_count() or 1) // 2)
+
+Rows = Annotated[str, typer.Option(help="Rows per call, separated by commas.")]
+Repeat = Annotated[int, typer.Option(min=1, help="Repetitions.")]
+Json = Annotated[
+    Path | None, typer.Option("--json", callback=output_file, help="Also write every figure to this file.")
+]
+Threads = Annotated[int, typer.Option(min=1, help="Torch threads of each process.")]
+Width = Annotated[int, typer.Option(min=64, help="Width of the Llama, a multiple of 64.")]
+Layers = Annotated[int, typer.Option(min=1, help="Layers of the Llama.")]
+Inner = Annotated[int, typer.Option(min=8, help="Width inside the MLP.")]
+Batch = Annotated[int, typer.Option(min=1, help="Sequences of a batch.")]
+Tokens = Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")]
+Masking = Annotated[str, typer.Option(help="The masking scheme.")]
+Maskings = Annotated[str, typer.Option("--masking", help="Masking schemes, separated by commas.")]
+PoolMemory = Annotated[int, typer.Option(min=0, help="Memory of each tenant for pads drawn ahead, in MiB.")]
+Seconds = Annotated[float, typer.Option(min=0.1, help="Length of each measurement.")]
+
+Tell = Callable[[str], None]
+
+
+def scheme(name: str) -> str:
+    """The name of a masking scheme that a session can run."""
+    from tenant.masking.registry import session_scheme
+
+    return session_scheme(name.strip()).name
+
+
+def llama(width: int, layers: int, inner: int) -> Llama:
+    """The Llama that is measured; ConfigError if the width is no multiple of 64."""
+    from tenant.bench.llama import Llama
+
+    return Llama(width=multiple_of_64(width, "--width"), layers=layers, inner=inner)
+
+
+def multiple_of_64(value: int, option: str) -> int:
+    """The number itself; ConfigError if it is no multiple of 64."""
+    if value % 64:
+        raise ConfigError(f"{option} {value}: write multiples of 64, the dimensions of an attention head")
+    return value
+
+
+def numbers(text: str, option: str) -> list[int]:
+    """Positive whole numbers between commas; ConfigError for anything else."""
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise ConfigError(f"{option} {text!r}: write whole numbers separated by commas, like 1,8,64")
+    return found
+
+
+def widths(text: str) -> list[int]:
+    """Multiples of 64 between commas, of the option --width."""
+    return [multiple_of_64(size, "--width") for size in numbers(text, "--width")]
+
+
+def names(text: str, known: Sequence[str], option: str) -> list[str]:
+    """Names between commas; ConfigError for a name that is not among `known`."""
+    found = [name.strip() for name in text.split(",")]
+    if unknown := set(found) - set(known):
+        raise ConfigError(f"{option}: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
+    return found
+
+
+def pairs(text: str, option: str) -> list[tuple[int, int]]:
+    """Pairs like `6+2` between commas; ConfigError for anything else, and for `0+0`."""
+    found = [re.fullmatch(r"(\d+)\+(\d+)", part.strip()) for part in text.split(",")]
+    counts = [(int(match[1]), int(match[2])) for match in found if match is not None]
+    if len(counts) < len(found) or not all(map(sum, counts)):
+        raise ConfigError(f"{option} {text!r}: write GENERATING+TRAINING separated by commas, like 1+0,6+2")
+    return counts
+
+
+def measure(benchmark: str, json: Path | None, work: Callable[[Path, Tell], Iterable[Row]]) -> list[Row]:
+    """Run a benchmark, then show its figures and goals, and write them to the file that --json names.
+
+    Args:
+        benchmark: name of the command.
+        json: the file, if there is one.
+        work: makes the rows, given an empty folder and a function that shows what is going on.
+    """
+    rows = []
+    with measuring() as (folder, tell):
+        for row in work(folder, tell):
+            rows.append(row)
+            tell(f"{len(rows)} measured")
+    show(rows)
+    for goal in goals.goals(benchmark, rows):
+        style = "green" if goal.reached else "yellow"
+        terminal.console().print(f"[{style}]{goal.verdict}[/]: {goal.what}: {goal.measured:.3g}, {goal.wanted}")
+    write(json, benchmark, rows)
+    return rows
+
+
+@contextmanager
+def measuring() -> Iterator[tuple[Path, Tell]]:
+    """A temporary folder, and a function that shows what is going on."""
+    quiet()
+    console = terminal.console(stderr=True)
+    with (
+        tempfile.TemporaryDirectory(prefix="symbiosis-priv-bench-") as folder,
+        console.status("starting providers and tenants") as status,
+    ):
+        yield Path(folder), status.update
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Show figures as a table."""
+    table = tables.Table.of(rows)
+    title = ", ".join(f"{name} {value}" for name, value in table.shared.items())
+    terminal.console().print(terminal.table(table.headings, table.rows, title=title, justify="right"))
+
+
+def write(path: Path | None, benchmark: str, rows: Sequence[Row]) -> None:
+    """Write figures to the file that --json names, if there is one."""
+    if path is not None:
+        result_file.write(path, result_file.report(benchmark, rows))
+
+
+def refuse_wrong(rows: Sequence[Row], *counts: str) -> None:
+    """Raise ProtocolError if these columns count wrong answers."""
+    if wrong := sum(int(number(row[name])) for row in rows for name in counts):
+        raise ProtocolError(f"{wrong} answers were not the bits that their tenant got alone")

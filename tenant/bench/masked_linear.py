@@ -1,0 +1,154 @@
+"""`bench linear`: what a masked linear costs, beside a bare TLS echo of the same bytes and the bare product.
+
+Every repetition measures each quantity once, one after the other, so that other work on the machine affects all of
+them alike. "masked" is a call whose pads were drawn ahead: the clock runs only once the pool holds pads for this call
+and the next, so that no pads are made on the same cores meanwhile. "back to back" is a call that directly follows
+another one, while the helper makes pads for the next: after the other quantities, calls are measured in a row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from symbiosis_priv.arithmetic.ring import FORWARD
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.errors import DeadlineExceededError
+from symbiosis_priv.federation import Federation, load_federation
+from symbiosis_priv.harness.local import LocalFederation
+from symbiosis_priv.kernels import probe_rows
+from tenant.bench.children import Child
+from tenant.bench.echo import echo_connection, serve_echo
+from tenant.bench.llama import HEAD, Llama
+from tenant.bench.result_file import Row
+from tenant.core.backend import RingBackend
+from tenant.core.facts import Preparation
+from tenant.core.verifier import DEFAULT_COLUMNS
+from tenant.preparation.keys import prepare
+from tenant.session.options import SessionOptions
+from tenant.session.session import Session
+from tenant.session.spans import PARTS, recorded
+
+_WARM_UP = 3
+_PREFETCH_DEADLINE_S, _ECHO_S = 60.0, 60.0
+
+
+def measure_linears(
+    directory: Path, *, widths: Sequence[int], row_counts: Sequence[int], masking: str, repeat: int, threads: int
+) -> Iterator[Row]:
+    """Start providers and an echo server for each width, and measure a `width` x `width` linear.
+
+    Args:
+        directory: new or empty.
+        widths: of the layer, multiples of HEAD.
+        row_counts: rows per call.
+        masking: a scheme with a session.
+        repeat: repetitions.
+        threads: torch threads of each process, this one included.
+    """
+    torch.set_num_threads(threads)
+    options = {"executor": {"threads": threads}}
+    for width in widths:
+        folder = directory / str(width)
+        # the output projection is `width` x `width`, and little else is large
+        shape = Llama(width=width, layers=1, inner=HEAD, key_heads=1, vocabulary=64)
+        model = shape.save(folder / "model")
+        with LocalFederation(model, folder / "federation", provider_options=options) as local:
+            federation = load_federation(local.federation)
+            executor = federation.executors[0]
+            assert isinstance(executor.certificate, Path), "LocalFederation writes files"
+            store = WeightStore(model, cache=local.cache)
+            preparation = prepare(store, digest=federation.model_digest, columns=DEFAULT_COLUMNS, cache=local.cache)
+            key, authority = executor.certificate.with_suffix(".key"), local.directory / "keys" / "authority.pem"
+            bench = _Bench(federation, preparation, store, masking=masking)
+            with contextlib.closing(bench), Child("echo", serve_echo, executor.certificate, key, authority) as echo:
+                port = echo.ask(None, timeout_s=_ECHO_S)
+                for rows in row_counts:
+                    yield bench.run(rows, repeat=repeat, port=port)
+
+
+class _Bench:
+    def __init__(self, federation: Federation, preparation: Preparation, store: WeightStore, *, masking: str) -> None:
+        self._federation = federation
+        self._index = next(i for i, facts in enumerate(preparation.facts) if facts.entry.members[0].endswith("o_proj"))
+        self._width = preparation.facts[self._index].entry.inputs
+        self._masking = masking
+        self._matrix = store.matrix(self._index)
+        self._session = Session(federation, preparation, options=SessionOptions(masking=masking), store=store)
+        self._backend = RingBackend(preparation.facts, self._session)
+
+    def close(self) -> None:
+        self._backend.close()
+
+    def run(self, rows: int, *, repeat: int, port: int) -> Row:
+        """Measure everything for one row count."""
+        x = torch.randn(rows, self._width, dtype=torch.float32, device="cpu")
+        xq = probe_rows(rows, self._width)
+        call = partial(self._backend.linear, self._index, FORWARD, x)
+        up, down = self._frame_bytes(call)
+        names: tuple[str, ...] = ("echo", "product", "masked", "back to back", *PARTS)
+        seconds: dict[str, list[float]] = {name: [] for name in names}
+        turns = _WARM_UP + repeat
+        peer = self._federation.executors[0]
+        with echo_connection(self._federation, peer, port=port, up=up, down=down, repetitions=turns) as exchange:
+            for _ in range(turns):
+                seconds["echo"].append(_seconds(exchange))
+                seconds["product"].append(_seconds(partial(self._matrix.product, xq)))
+                self._wait_for_pads(rows)
+                with recorded() as parts:
+                    seconds["masked"].append(_seconds(call))
+                for part in PARTS:
+                    seconds[part].append(parts.get(part, 0.0))
+        seconds["back to back"] = [_seconds(call) for _ in range(turns)]
+        p50, p99 = ({name: _percentile(seconds[name][_WARM_UP:], q) for name in names} for q in (50, 99))
+        return {
+            "width": self._width,
+            "masking": self._masking,
+            "rows": rows,
+            "bytes_both_ways": up + down,
+            "echo_p50_us": p50["echo"],
+            "echo_p99_us": p99["echo"],
+            "product_p50_us": p50["product"],
+            "masked_p50_us": p50["masked"],
+            "masked_p99_us": p99["masked"],
+            "back_to_back_p50_us": p50["back to back"],
+            **{f"{part}_us": p50[part] for part in PARTS},
+            "masked_over_echo": p50["masked"] / p50["echo"],
+            "masked_over_floor": p50["masked"] / (p50["echo"] + p50["product"]),
+        }
+
+    def _frame_bytes(self, call: Callable[[], object]) -> tuple[int, int]:
+        """Bytes of one request and of its answer on the wire."""
+        call()  # so that the hello of the connection does not count
+        before = self._session.ledger()
+        call()
+        after = self._session.ledger()
+        return (
+            after.bytes_to_executors - before.bytes_to_executors,
+            after.bytes_from_executors - before.bytes_from_executors,
+        )
+
+    def _wait_for_pads(self, rows: int) -> None:
+        """Wait for the pads of the next two calls, if the scheme has pads, so that none are drawn during the first."""
+        self._session.runtime.order(self._index, FORWARD, 2 * rows)
+        deadline = time.monotonic() + _PREFETCH_DEADLINE_S
+        while (ledger := self._session.ledger()).pads_taken and ledger.pads_ready < 2 * rows:
+            if time.monotonic() > deadline:
+                raise DeadlineExceededError(f"no pads for {2 * rows} rows within {_PREFETCH_DEADLINE_S:g} s")
+            time.sleep(2e-4)
+
+
+def _percentile(seconds: Sequence[float], q: int) -> float:
+    return float(np.percentile(np.array(seconds) * 1e6, q))
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start

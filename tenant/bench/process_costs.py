@@ -1,0 +1,111 @@
+"""What processes of a benchmark have cost so far, read from /proc, and how they leave the cores to others."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from symbiosis_priv.errors import ConfigError
+
+_PROC = Path("/proc")
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+_KIB_PER_MIB = 1024
+
+
+class Held(NamedTuple):
+    """What some processes hold at one moment: their number, threads, open files and resident bytes."""
+
+    processes: int
+    threads: int
+    files: int
+    bytes: int
+
+
+def check_supported() -> None:
+    """Refuse a system without /proc.
+
+    Raises:
+        ConfigError: this is not Linux.
+    """
+    if not (_PROC / "self" / "stat").exists():
+        raise ConfigError("this benchmark reads other processes' costs from /proc; run it on Linux")
+
+
+def cpu_seconds(pids: Iterable[int]) -> float:
+    """User and system time of processes and their living descendants."""
+    return sum(sum(map(int, _stat(pid)[11:13])) * _TICK_S for pid in tree(pids))
+
+
+def peak_mib(pids: Iterable[int]) -> float:
+    """Largest resident memory of each process and descendant so far, summed."""
+    return sum(_peak_kib(pid) for pid in tree(pids)) / _KIB_PER_MIB
+
+
+def held(pids: Iterable[int]) -> Held:
+    """What processes and their living descendants hold."""
+    members = tree(pids)
+    threads = files = pages = 0
+    for pid in members:
+        with contextlib.suppress(OSError):
+            folder = _PROC / str(pid)
+            pages += int((folder / "statm").read_text().split()[1])
+            threads += len(list((folder / "task").iterdir()))
+            files += len(list((folder / "fd").iterdir()))
+    return Held(len(members), threads, files, pages * os.sysconf("SC_PAGE_SIZE"))
+
+
+def tree(pids: Iterable[int]) -> set[int]:
+    """Processes and their living descendants."""
+    parents = {int(path.name): int(stat[1]) for path in _PROC.glob("[0-9]*") if (stat := _stat(int(path.name)))}
+    found = {pid for pid in pids if pid in parents}
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
+
+
+def lower_own_priority(nice: int) -> None:
+    """Let this process, and what it starts, use only the processor time that other processes leave.
+
+    Linux divides cores among sessions first, and within a session by priority (`autogroup` in sched(7)): the priority
+    of a process means nothing to a process of another session. So this process begins a session of its own.
+
+    Args:
+        nice: the priority, 1 to 19.
+    """
+    os.setsid()
+    os.nice(nice)
+    lower_session_priority(os.getpid(), nice)
+
+
+def lower_session_priority(pid: int, nice: int) -> None:
+    """Let the session of a process use only the processor time that other sessions leave.
+
+    Args:
+        nice: the session's priority, 1 to 19.
+    """
+    with contextlib.suppress(OSError):  # the system has no autogroups, or the process has ended
+        (_PROC / str(pid) / "autogroup").write_text(str(nice))
+
+
+def sessions(pid: int) -> set[int]:
+    """The sessions of a process and its living descendants."""
+    return {int(stat[3]) for member in tree([pid]) if (stat := _stat(member))}
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields after the command, state first; none if the process has ended."""
+    try:
+        return (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _peak_kib(pid: int) -> int:
+    try:
+        lines = (_PROC / str(pid) / "status").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))

@@ -1,0 +1,165 @@
+"""A tenant that only sends requests, for a `Child`: a real TLS client without a model, for `bench provider`.
+
+The tenant first gets its answers alone. Beside the others it then compares every answer with the one that it got alone
+for a while. During the measurement it compares one row of each answer, because a tenant should cost less than what it
+measures.
+
+A generating tenant sends its rows through every layer group, forward: a token of a batch. A training tenant sends them
+forward and then backward: a step. Between two requests a tenant computes with its adapter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction
+from symbiosis_priv.certificates import Identity
+from symbiosis_priv.federation import load_federation
+from symbiosis_priv.network import wire
+from tenant.connections.channel import Channel, fresh_nonce
+
+Kind = Literal["generating", "training"]
+DEADLINE_S = 120.0
+_NICE = 10  # a tenant's machine would not use the provider's cores, so a tenant uses what the provider leaves
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """One tenant, and the requests that it sends.
+
+    Args:
+        name, identity: of the tenant.
+        kind: of its work.
+        rows: of each request: sequences of a batch.
+        rank: of its adapter on every layer group.
+        federation: where the provider is.
+        groups: (inputs, outputs) of each layer group.
+        seconds: of the measurement.
+        checked_s: of the part before it, in which every answer is compared.
+    """
+
+    name: str
+    identity: Identity
+    kind: Kind
+    rows: int
+    rank: int
+    federation: Path
+    groups: tuple[tuple[int, int], ...]
+    seconds: float
+    checked_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What a tenant has seen.
+
+    Args:
+        turns: seconds of each token or step.
+        answers: that were compared, in full or one row of them.
+        wrong: how many of them differ from the answers that the tenant got alone.
+    """
+
+    turns: list[float]
+    answers: int
+    wrong: int
+
+
+@contextmanager
+def serve_load(load: Load) -> Iterator[Callable[[Literal["alone", "together"]], str | Seen]]:
+    """For `Child`: "alone" gets the answers to compare with and returns their digest, "together" measures."""
+    torch.set_num_threads(1)
+    os.nice(_NICE)
+    with contextlib.closing(_Tenant(load)) as tenant:
+        yield lambda question: tenant.measure_alone() if question == "alone" else tenant.run()
+
+
+class _Tenant:
+    def __init__(self, load: Load) -> None:
+        federation = load_federation(load.federation)
+        self._load, self._groups = load, load.groups
+        self._channel = Channel(
+            federation.executors[0],
+            certificate=load.identity.certificate,
+            key=load.identity.key,
+            model_digest=federation.model_digest,
+            deadline_s=DEADLINE_S,
+        )
+        generator = torch.Generator().manual_seed(zlib.crc32(load.name.encode()))
+        self._rows = {
+            width: torch.randint(
+                -(1 << 31), 1 << 31, (load.rows, width), generator=generator, dtype=torch.int64, device="cpu"
+            ).to(torch.int32)
+            for width in sorted({width for shape in load.groups for width in shape})
+        }
+        self._hidden = {
+            width: torch.randn(load.rows, width, generator=generator, dtype=torch.float32, device="cpu")
+            for width in self._rows
+        }
+        self._adapters = {
+            width: torch.randn(width, load.rank, generator=generator, dtype=torch.float32, device="cpu")
+            for width in self._rows
+        }
+        self._alone: list[Tensor] = []
+        self._answers = self._wrong = 0
+
+    def measure_alone(self) -> str:
+        self._alone = [self._ask(*step) for step in self._turn()]
+        digest = hashlib.sha256()
+        for answer in self._alone:
+            digest.update(wire.RING32.pack(answer))
+        return digest.hexdigest()
+
+    def run(self) -> Seen:
+        turns: list[float] = []
+        measured = time.monotonic() + self._load.checked_s
+        while time.monotonic() < measured:
+            self._take_turn(slice(None))
+        while (start := time.monotonic()) < measured + self._load.seconds:
+            row = len(turns) % max(1, self._load.rows)
+            self._take_turn(slice(row, row + 1))
+            turns.append(time.monotonic() - start)
+        return Seen(turns=turns, answers=self._answers, wrong=self._wrong)
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def _take_turn(self, compared: slice) -> None:
+        for step, expected in zip(self._turn(), self._alone, strict=True):
+            answer = self._ask(*step)
+            self._answers += 1
+            self._wrong += not torch.equal(answer[compared], expected[compared])
+            self._compute(*step)
+
+    def _turn(self) -> Iterator[tuple[int, Direction]]:
+        for group in range(len(self._groups)):
+            yield group, FORWARD
+        if self._load.kind == "training":
+            for group in reversed(range(len(self._groups))):
+                yield group, BACKWARD
+
+    def _columns(self, group: int, direction: Direction) -> tuple[int, int]:
+        inputs, outputs = self._groups[group]
+        return (inputs, outputs) if direction == FORWARD else (outputs, inputs)
+
+    def _ask(self, group: int, direction: Direction) -> Tensor:
+        inputs, outputs = self._columns(group, direction)
+        rows = self._rows[inputs]
+        request = wire.Execute(nonce=fresh_nonce(), group=group, direction=direction, arithmetic="ring", rows=len(rows))
+        return self._channel.request(request, rows, outputs=outputs)
+
+    def _compute(self, group: int, direction: Direction) -> None:
+        """Compute what a LoRA adapter of this group takes beside the base model."""
+        inputs, outputs = self._columns(group, direction)
+        _ = (self._hidden[inputs] @ self._adapters[inputs]) @ self._adapters[outputs].T

@@ -1,0 +1,129 @@
+"""The file that every benchmark writes with --json: where, when, by which command, and rows of named figures.
+
+The name of a figure ends in its unit (`wall_s`, `echo_p50_us`, `tenant_peak_mib`); a figure without a unit is a ratio,
+a count or a word.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+
+from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.system.files import UNDECODABLE, write_atomically
+
+SCHEMA = 1
+_DISTRIBUTIONS = ("symbiosis-priv", "torch", "transformers", "peft")
+_INTERESTING = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "amx_int8", "asimddp")  # what kernels are chosen by
+
+Value = float | int | str | None
+Row = dict[str, Value]
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """The machine that the figures were measured on."""
+
+    cpu: str
+    cores: int
+    instructions: tuple[str, ...]
+    memory_gib: float
+    gpu: str | None
+    system: str
+
+
+class Report(msgspec.Struct, frozen=True):
+    """A file of figures.
+
+    Args:
+        schema: number of this format.
+        benchmark: the command's name.
+        date: UTC, ISO 8601.
+        command: as it was typed.
+        machine, versions: that it ran on.
+        rows: figures by name; all rows of a report have the same names.
+    """
+
+    schema: int
+    benchmark: str
+    date: str
+    command: str
+    machine: Machine
+    versions: dict[str, str]
+    rows: list[Row]
+
+
+def number(value: Value) -> float:
+    """A figure that must be a number."""
+    assert isinstance(value, int | float)
+    return value
+
+
+def report(benchmark: str, rows: Sequence[Row]) -> Report:
+    """The figures of this run of this program."""
+    return Report(
+        schema=SCHEMA,
+        benchmark=benchmark,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=shlex.join(["symbiosis-priv", *sys.argv[1:]]),
+        machine=this_machine(),
+        versions={"python": platform.python_version(), **{name: version(name) for name in _DISTRIBUTIONS}},
+        rows=list(rows),
+    )
+
+
+def this_machine() -> Machine:
+    """The machine on which this program runs."""
+    import torch  # not for --help
+
+    facts = _cpu_facts()
+    flags = set(facts.get("flags", facts.get("Features", "")).split())
+    return Machine(
+        cpu=facts.get("model name") or platform.processor() or platform.machine(),
+        cores=os.cpu_count() or 1,
+        instructions=tuple(name for name in _INTERESTING if name in flags),
+        memory_gib=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        system=f"{platform.system()} {platform.release()}",
+    )
+
+
+def _cpu_facts() -> dict[str, str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
+    except OSError:  # not Linux
+        return {}
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def write(path: Path, figures: Report) -> None:
+    """Write a report, for people and programs to read.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    write_atomically(path, msgspec.json.format(msgspec.json.encode(figures)) + b"\n")
+
+
+def read(path: Path) -> Report:
+    """Read a report.
+
+    Raises:
+        ConfigError: the file is no report, or was written by another release.
+    """
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=Report)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except UNDECODABLE as error:
+        raise ConfigError(f"{path} is no report of `symbiosis-priv bench`: {error}") from error
+    if found.schema != SCHEMA:
+        raise ConfigError(f"{path} is of schema {found.schema}; this release reads schema {SCHEMA}: measure again")
+    return found

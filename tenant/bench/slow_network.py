@@ -1,0 +1,187 @@
+"""`bench network`: a step and a token over an emulated link, beside what the design's round trips and bytes predict.
+
+The prediction is the time that the same work takes over the link without limits, plus its turns times the round trip,
+plus its bytes over the bandwidth, as if nothing happened at the same time. Every condition has a tenant of its own,
+because what TCP has learnt under one condition would be wrong under the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.harness.local import LocalFederation
+from tenant.bench import predicted_traffic, process_costs
+from tenant.bench.children import Child
+from tenant.bench.contest import START_S, TURN_S
+from tenant.bench.link.condition import Condition
+from tenant.bench.link.emulation import Kind, Link, open_link
+from tenant.bench.llama import Llama
+from tenant.bench.predicted_traffic import Traffic
+from tenant.bench.result_file import Row
+from tenant.bench.tenant_process import Cost, Generate, Setup, Step, Task, serve_tenant
+
+WARM_UP = 2
+"""Steps, and tokens, that are not part of the means: connections and pools are filling."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One kind of work under one condition.
+
+    Args:
+        first_s: the first step or token: connections are new.
+        costs: of the others, but for those that warm up.
+        emulation_s: CPU seconds of the emulation for one of them.
+    """
+
+    first_s: float
+    costs: Sequence[Cost]
+    emulation_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Mean seconds of one step or token."""
+        return fmean(cost.seconds for cost in self.costs)
+
+    def counted(self, name: str) -> float:
+        """Mean of a count of the session's ledger; an integer if it is one."""
+        mean = fmean(cost.counted[name] for cost in self.costs)
+        return int(mean) if mean.is_integer() else mean
+
+
+def measure_network(
+    directory: Path,
+    shape: Llama,
+    *,
+    batch: int,
+    tokens: int,
+    conditions: Sequence[Condition],
+    masking: str,
+    kind: Kind | None,
+    repeat: int,
+    threads: int,
+    pool_memory_mib: int,
+    on_turn: Callable[[str], None],
+) -> tuple[list[Row], str]:
+    """A row per condition and kind of work, the link without limits first; and how the link was emulated, and why so.
+
+    Args:
+        directory: new or empty.
+        shape: of the model.
+        batch, tokens: of a fine-tuning step.
+        conditions: of the link.
+        masking: a scheme with providers.
+        kind: of the link; the best that this machine has if None.
+        repeat: steps, and generated tokens, of each measurement.
+        threads: torch threads of each process.
+        pool_memory_mib: of the tenant, for pads drawn ahead.
+        on_turn: told what is being measured.
+    """
+    process_costs.check_supported()
+    model = shape.save(directory / "model")
+    work: dict[str, Task] = {
+        "step": Step(batch=batch, tokens=tokens, steps=WARM_UP + repeat),
+        "token": Generate(prompt=8, tokens=WARM_UP + repeat),
+    }
+    with ExitStack() as stack:
+        link = stack.enter_context(open_link(kind))
+        local = LocalFederation(
+            model,
+            directory / "federation",
+            host=link.host,
+            provider_options={"executor": {"threads": threads}},
+            deadline_s=START_S,
+        )
+        stack.enter_context(local)
+        groups = WeightStore(model, cache=local.cache).manifest().groups
+        design = {
+            "step": predicted_traffic.of_step(groups, rows=batch * tokens),
+            "token": predicted_traffic.of_token(groups),
+        }
+        setup = Setup(
+            model=model,
+            masking=masking,
+            federation=link.federation(local.federation),
+            cache=local.cache,
+            threads=threads,
+            pool_memory_mib=pool_memory_mib,
+        )
+        rows: list[Row] = []
+        free: Mapping[str, Measured] = {}
+        for condition in (Condition(), *conditions):
+            on_turn(f"{condition}, emulated by {link.kind}")
+            link.impose(condition)
+            with Child("tenant", serve_tenant, setup, network=link.network) as tenant:
+                found = {name: _measure(tenant, task, link) for name, task in work.items()}
+            free = free or found
+            rows += [_row(name, condition, design[name], found[name], free[name]) for name in work]
+        shared: Row = {"width": shape.width, "inner": shape.inner, "layers": shape.layers, "batch": batch}
+        rows = [{**shared, "tokens": tokens, "masking": masking, "link": link.kind, **row} for row in rows]
+        return rows, f"{link.kind} ({link.why_not_better})" if link.why_not_better else link.kind
+
+
+def _measure(tenant: Child[Task, list[Cost]], task: Task, link: Link) -> Measured:
+    before = process_costs.cpu_seconds(link.emulators)
+    costs = tenant.ask(task, timeout_s=TURN_S)
+    emulation_s = (process_costs.cpu_seconds(link.emulators) - before) / len(costs)
+    return Measured(first_s=costs[0].seconds, costs=costs[WARM_UP:], emulation_s=emulation_s)
+
+
+def _row(name: str, condition: Condition, design: Traffic, found: Measured, free: Measured) -> Row:
+    up, down = found.counted("bytes_to_executors"), found.counted("bytes_from_executors")
+    effects = found.counted("bytes_to_helpers") + found.counted("bytes_from_helpers")
+    latency_s = design.turns * condition.round_trip_ms / 1e3
+    transfer_s, effects_s = (up + down) / condition.bytes_per_s, effects / condition.bytes_per_s
+    predicted_s = free.seconds + latency_s + transfer_s + effects_s
+    difference_s = found.seconds - predicted_s
+    return {
+        "condition": str(condition),
+        "work": name,
+        "per_second": 1 / found.seconds,
+        "round_trips": found.counted("executor_round_trips"),
+        "round_trips_by_design": design.round_trips,
+        "bytes_up": round(up),
+        "bytes_up_by_design": design.up,
+        "bytes_down": round(down),
+        "bytes_down_by_design": design.down,
+        "bytes_of_effects": round(effects),
+        "bytes_of_effects_by_design": design.effects,
+        "without_limits_s": free.seconds,
+        "latency_s": latency_s,
+        "transfer_s": transfer_s,
+        "effects_s": effects_s,
+        "predicted_s": predicted_s,
+        "measured_s": found.seconds,
+        "measured_over_predicted": found.seconds / predicted_s,
+        "first_s": found.first_s,
+        "difference": explain(difference_s, effects_s, turns=design.turns, emulation_s=found.emulation_s)
+        if found is not free
+        else None,
+    }
+
+
+def explain(difference_s: float, effects_s: float, *, turns: int, emulation_s: float) -> str:
+    """Explain the difference between a measured time and the prediction.
+
+    Args:
+        difference_s: measured less predicted.
+        effects_s: what effects take of the bandwidth, which is part of the prediction.
+        turns: requests one after the other.
+        emulation_s: CPU seconds of the emulation.
+    """
+    if difference_s >= 0:
+        each = f"{_time(difference_s / turns)} more per turn"
+        return f"{each}; the emulation takes {_time(emulation_s / turns)} of CPU" if emulation_s else each
+    hidden = min(-difference_s, effects_s)
+    noise = -difference_s - hidden
+    parts = [f"{_time(hidden)} of effects arrive while rows are sent"] if hidden else []
+    return "; ".join([*parts, f"{_time(noise)} is noise"] if noise else parts)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 0.095 else f"{1e3 * seconds:.2g} ms"

@@ -1,0 +1,130 @@
+"""What happens before the first request: a provider's start, and the tenant's verification keys.
+
+Both are measured beside reading the checkpoint, which is their floor. Where the system can drop its cache of a file,
+every measurement reads the checkpoint from the disk.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaForCausalLM
+
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.harness.local import LocalFederation
+from tenant.bench.llama import Llama
+from tenant.bench.result_file import Row
+from tenant.core.verifier import DEFAULT_COLUMNS
+from tenant.preparation.keys import prepare
+
+_START_S = 3600.0
+_PIECE = 1 << 24  # bytes read at a time
+
+
+def measure_start(
+    directory: Path, shape: Llama, *, threads: int, repeat: int, on_turn: Callable[[str], None]
+) -> list[Row]:
+    """Measure one model with random weights in bfloat16; a row per kind of start.
+
+    Args:
+        directory: new or empty, on the disk that is measured; it takes 4 bytes per weight.
+        threads: of a provider, and of this process while it makes keys.
+        repeat: turns; the rows hold medians.
+        on_turn: told what is being measured.
+    """
+    on_turn("writing a checkpoint")
+    model = directory / "model"
+    weights = save_in_pieces(shape, model)
+    torch.set_num_threads(threads)
+    seconds: dict[str, list[float]] = {}
+    own_cpu: dict[str, list[float]] = {}  # of this process, without the providers
+
+    def clock(what: str, work: Callable[[], object]) -> None:
+        on_turn(what)
+        begun, cpu = time.perf_counter(), time.process_time()
+        work()
+        seconds.setdefault(what, []).append(time.perf_counter() - begun)
+        own_cpu.setdefault(what, []).append(time.process_time() - cpu)
+
+    options = {"executor": {"threads": threads}}
+    local = LocalFederation(model, directory / "federation", helpers=0, provider_options=options, deadline_s=_START_S)
+    clock("provider, first start", local.start)
+    try:
+        digest = WeightStore(model, cache=directory / "federation" / "cache").manifest().digest
+        for turn in range(repeat):
+            local.kill("executor")
+            clock("provider, warm cache", lambda: local.restart("executor"))
+            forget(model)
+            clock("read the checkpoint", lambda: read(model))
+            forget(model)
+            cache = directory / f"keys-{turn}"
+            keys = functools.partial(prepare, digest=digest, columns=DEFAULT_COLUMNS, cache=cache)
+            clock("tenant, verification keys", functools.partial(keys, WeightStore(model, cache=cache)))
+            clock("tenant, keys at hand", functools.partial(keys, None))
+    finally:
+        local.stop()
+    reading = statistics.median(seconds["read the checkpoint"])
+    return [
+        {
+            "million_weights": round(weights / 1e6),
+            "checkpoint_mib": round(sum(path.stat().st_size for path in model.glob("*.safetensors")) / 2**20),
+            "threads": threads,
+            "what": what,
+            "wall_s": statistics.median(times),
+            "own_cpu_s": None if what.startswith("provider") else statistics.median(own_cpu[what]),
+            "over_reading": statistics.median(times) / reading,
+        }
+        for what, times in seconds.items()
+    ]
+
+
+def read(model: Path) -> None:
+    """Read every byte of a checkpoint's tensors into memory."""
+    piece = bytearray(_PIECE)
+    for path in sorted(model.glob("*.safetensors")):
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(piece):
+                pass
+
+
+def forget(model: Path) -> None:
+    """Ask the system to drop its cache of a checkpoint, where that is possible."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    os.sync()
+    for path in model.glob("*.safetensors"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def save_in_pieces(shape: Llama, folder: Path) -> int:
+    """Write such a model in bfloat16, one file per layer and never all in memory; returns its number of weights."""
+    folder.mkdir(parents=True)
+    config = shape.config()
+    config.dtype = torch.bfloat16
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in LlamaForCausalLM(config).named_parameters()}
+    generator = torch.Generator().manual_seed(0)
+    files: dict[str, dict[str, torch.Size]] = {}
+    for name, size in shapes.items():
+        layer = next((part for part in name.split(".") if part.isdecimal()), "other")
+        files.setdefault(f"model-{layer}.safetensors", {})[name] = size
+    for file, sizes in files.items():
+        tensors = {
+            name: torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").mul_(0.02).bfloat16()
+            for name, size in sizes.items()
+        }
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: file for file, sizes in files.items() for name in sizes}}
+    (folder / "model.safetensors.index.json").write_bytes(msgspec.json.encode(index))
+    return sum(size.numel() for size in shapes.values())

@@ -1,0 +1,145 @@
+"""A tenant with a model, for a `Child`: it takes steps and generates tokens, and says what each of them has cost."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+
+from tenant.model.hf import RemoteConfig, backend_of
+from tenant.model.ledger import ledger_of, since
+from tenant.model.loading import load_model
+from tenant.session.spans import Part, recorded
+from tenant.session.tally import Ledger
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What to load.
+
+    Args:
+        model: checkpoint folder.
+        masking: the scheme; None for the whole model in float32 in this process.
+        federation: federation.toml.
+        cache: folder for verification keys.
+        threads: of torch.
+        pool_memory_mib: for pads drawn ahead.
+    """
+
+    model: Path
+    masking: str | None
+    federation: Path
+    cache: Path
+    threads: int
+    pool_memory_mib: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Optimizer steps of LoRA on q and v, one after the other."""
+
+    batch: int
+    tokens: int
+    steps: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate:
+    """`tokens` greedy tokens after a prompt."""
+
+    prompt: int
+    tokens: int
+
+
+Task = Step | Generate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What one step, or one token, has cost.
+
+    Args:
+        seconds: on the clock.
+        parts: seconds by the session's own account (`tenant.session.spans`).
+        counted: what the session's ledger counted meanwhile; nothing for the whole model.
+    """
+
+    seconds: float
+    parts: dict[Part, float]
+    counted: dict[str, float]
+
+
+class _Tenant:
+    def __init__(self, setup: Setup) -> None:
+        remote = None
+        if setup.masking is not None:
+            remote = RemoteConfig(
+                federation=setup.federation,
+                masking=setup.masking,
+                cache=setup.cache,
+                pool_memory_mib=setup.pool_memory_mib,
+            )
+        torch.manual_seed(0)
+        base = load_model(setup.model, remote=remote, dtype=torch.float32)
+        self._backend = None if remote is None else backend_of(base)
+        lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], r=8)
+        self._model: Any = get_peft_model(base, lora)
+        self._optimizer = torch.optim.AdamW((p for p in self._model.parameters() if p.requires_grad), lr=1e-4)
+
+    def do(self, task: Task) -> list[Cost]:
+        return self._steps(task) if isinstance(task, Step) else self._generate(task)
+
+    def _steps(self, task: Step) -> list[Cost]:
+        self._model.train()
+        return [self._cost_of(partial(self._step, self._tokens(task.batch, task.tokens))) for _ in range(task.steps)]
+
+    def _step(self, ids: torch.Tensor) -> None:
+        self._model(input_ids=ids, labels=ids).loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    @torch.no_grad()
+    def _generate(self, task: Generate) -> list[Cost]:
+        self._model.eval()
+        self._output = self._model(input_ids=self._tokens(1, task.prompt), use_cache=True)
+        return [self._cost_of(self._next_token) for _ in range(task.tokens)]
+
+    def _next_token(self) -> None:
+        latest = self._output.logits[:, -1:].argmax(-1)
+        self._output = self._model(input_ids=latest, past_key_values=self._output.past_key_values, use_cache=True)
+
+    def _cost_of(self, work: Callable[[], None]) -> Cost:
+        before = self._ledger()
+        start = time.perf_counter()
+        with recorded() as parts:
+            work()
+        seconds = time.perf_counter() - start
+        counted = since(before, self._ledger())
+        numbers = {name: value for name, value in asdict(counted).items() if isinstance(value, int | float)}
+        return Cost(seconds=seconds, parts=parts, counted=numbers)
+
+    def _ledger(self) -> Ledger:
+        return Ledger() if self._backend is None else ledger_of(self._model) or Ledger()
+
+    def _tokens(self, rows: int, columns: int) -> torch.Tensor:
+        return torch.randint(self._model.config.vocab_size, (rows, columns), dtype=torch.long, device="cpu")
+
+    def close(self) -> None:
+        if self._backend is not None:
+            self._backend.close()
+
+
+@contextmanager
+def serve_tenant(setup: Setup) -> Iterator[Callable[[Task], list[Cost]]]:
+    """For `Child`: loads the model, and answers a task with the cost of each of its steps or tokens."""
+    torch.set_num_threads(setup.threads)
+    with contextlib.closing(_Tenant(setup)) as tenant:
+        yield tenant.do

@@ -1,0 +1,185 @@
+"""The commands of `symbiosis-priv bench`, small enough to be quick: what the figures mean, not how fast anything is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from symbiosis_priv.errors import ConfigError
+from tenant.bench import cli as bench_cli
+from tenant.bench import contest as contests
+from tenant.bench.contest import Contest, contest
+from tenant.bench.llama import Llama
+from tenant.bench.result_file import Row, number, read
+from tenant.bench.tenant_process import Generate
+from tenant.session import spans
+
+
+def bench(*arguments: str) -> str:
+    result = CliRunner().invoke(bench_cli.app, arguments, env={"COLUMNS": "200"})
+    if result.exception is not None:
+        raise result.exception
+    return result.output
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Contest]:
+    shape = Llama(width=64, layers=1, inner=64)
+    with contest(tmp_path_factory.mktemp("contest"), shape, ["pad"], threads=1, pool_memory_mib=16) as running:
+        yield running
+
+
+@pytest.fixture
+def shared(running: Contest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands use the tenants and providers that run already."""
+
+    @contextmanager
+    def already(folder: Path, shape: Llama, maskings: Any, **options: Any) -> Iterator[Contest]:
+        assert (shape.width, shape.layers, maskings) == (64, 1, ["pad"])
+        yield running
+
+    monkeypatch.setattr(contests, "contest", already)
+
+
+def check_step(rows: list[Row], folder: Path, shown: str) -> None:
+    whole, split = rows
+    assert (whole["variant"], split["variant"]) == ("whole, fp32", "split, pad")
+    assert all(number(row[figure]) > 0 for row in rows for figure in ("wall_s", "tenant_peak_mib"))
+    assert whole["helper_peak_mib"] is None
+    assert number(split["helper_peak_mib"]) > 0
+
+
+def check_token(rows: list[Row], folder: Path, shown: str) -> None:
+    assert [row["variant"] for row in rows] == ["whole, fp32", "split, pad"]
+    assert all(number(row["token_ms"]) > 0 for row in rows)
+    assert rows[0]["token_over_whole"] == 1.0
+
+
+def check_scale(rows: list[Row], folder: Path, shown: str) -> None:
+    points = [("rows", 4), ("rows", 16), ("width", 64), ("layers", 1)]
+    assert [(row["axis"], row["at"]) for row in rows[::2]] == points
+    assert rows[0]["slope"] is not None
+    assert rows[-1]["slope"] is None
+    assert {path.stem for path in folder.glob("*.svg")} == {"scale-layers", "scale-rows", "scale-width"}
+
+
+def check_start(rows: list[Row], folder: Path, shown: str) -> None:
+    figures = {row["what"]: row["over_reading"] for row in rows}
+    assert figures["read the checkpoint"] == 1
+    assert {"provider, first start", "provider, warm cache", "tenant, verification keys"} < set(figures)
+
+
+def check_linear(rows: list[Row], folder: Path, shown: str) -> None:
+    assert [row["rows"] for row in rows] == [1, 4]
+    for row in rows:
+        numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
+        assert numbers["bytes_both_ways"] > 2 * 4 * 64 * numbers["rows"]
+        assert 0 < sum(numbers[f"{part}_us"] for part in spans.PARTS) <= numbers["masked_p99_us"]
+        floor = numbers["echo_p50_us"] + numbers["product_p50_us"]
+        assert numbers["masked_over_floor"] == pytest.approx(numbers["masked_p50_us"] / floor)
+
+
+def check_network(rows: list[Row], folder: Path, shown: str) -> None:
+    """A session costs what the design predicts, to the byte, and a link delays what it must."""
+    assert "link: proxy" in shown
+    assert [(row["condition"], row["work"]) for row in rows] == [
+        (condition, work) for condition in ("no limit, 0 ms", "20 Mbit/s, 20 ms") for work in ("step", "token")
+    ]
+    for row in rows:
+        for name in ("round_trips", "bytes_up", "bytes_down"):
+            assert row[name] == row[f"{name}_by_design"]
+        assert row["round_trips"] == (7 if row["work"] == "step" else 4)
+    for row in rows[2:]:
+        assert number(row["measured_s"]) >= number(row["latency_s"]) == pytest.approx(0.02 * number(row["round_trips"]))
+        assert str(row["difference"]) in shown
+
+
+def check_provider(rows: list[Row], folder: Path, shown: str) -> None:
+    """Four tenants in processes of their own: every answer is the one that the tenant got alone."""
+    assert [(row["generating_rows"], row["policy"]) for row in rows] == [("1", "none"), ("1", "opportunistic")]
+    assert all(row["wrong"] == 0 and number(row["answers"]) > 20 for row in rows)
+    assert all(0 < number(row["product_share"]) <= 1 for row in rows)
+    assert all(number(row["tokens_per_s"]) > 0 and number(row["trained_rows_per_s"]) > 0 for row in rows)
+    assert all(row["batch_requests"] == 1 for row in rows if row["policy"] == "none")
+    assert (folder / "provider.svg").read_text().count("<rect") == 2 * 2
+
+
+def check_bits(rows: list[Row], folder: Path, shown: str) -> None:
+    assert [(row["policy"], row["tenants"]) for row in rows] == [("lockstep", 3), ("opportunistic", 3)]
+    assert all(row["wrong"] == row["tenants_with_other_answers_alone"] == 0 for row in rows)
+    assert all(number(row["answers"]) > 10 for row in rows)
+
+
+def check_kernels(rows: list[Row], folder: Path, shown: str) -> None:
+    assert {row["rows"] for row in rows} == {1, 32}
+    assert [row["chosen"] for row in rows].count("yes") >= 2
+
+
+MODEL = "--width 64 --layers 1 --inner 64 --repeat 1 --threads 1"
+CHECKS: dict[str, Callable[[list[Row], Path, str], None]] = {
+    f"step {MODEL} --masking pad --batch 2 --tokens 8": check_step,
+    f"token {MODEL} --masking pad --prompt 2 --tokens 3": check_token,
+    "scale --rows 4,16 --width 64 --layers 1 --masking pad --repeat 1 --threads 1 --svg FOLDER": check_scale,
+    f"start {MODEL}": check_start,
+    "linear --rows 1,4 --width 64 --repeat 1 --threads 1": check_linear,
+    f"network {MODEL} --tokens 16 --condition 20mbit/20ms --link proxy": check_network,
+    "provider --tenants 3+1 --policies none,opportunistic --hidden 64 --seconds 0.3 --threads 1 "
+    "--picture FOLDER/provider.svg": check_provider,
+    "bits --tenants 2+1 --policies lockstep,opportunistic --ranks 1 --seconds 0.3": check_bits,
+    "kernels --rows 1,32 --shape 32x64 --repeat 1 --threads 1": check_kernels,
+}
+
+
+@pytest.mark.usefixtures("shared")
+@pytest.mark.parametrize("command", CHECKS, ids=lambda command: command.split()[0])
+def test_a_benchmark_measures_what_it_says(command: str, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    shown = bench(*command.replace("FOLDER", str(tmp_path)).split(), "--json", str(file))
+    found = read(file)
+    assert found.benchmark == command.split()[0]
+    CHECKS[command](found.rows, tmp_path, shown)
+    page = tmp_path / "page.md"
+    page.write_text(f"<!-- bench:{found.benchmark}:begin -->\n<!-- bench:{found.benchmark}:end -->\n")
+    bench("report", str(file), "--markdown", str(page))
+    assert bench("report", str(file)) in page.read_text()
+
+
+def test_a_turn_ends_when_all_processes_are_idle(running: Contest) -> None:
+    turn = running.turn("pad", Generate(prompt=1, tokens=4))
+    assert len(turn.seconds) == 4
+    assert min(turn.tenant_cpu_s, turn.executor_cpu_s, turn.helper_cpu_s) >= 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["linear", "--rows", "none"],
+        ["linear", "--width", "30"],
+        ["kernels", "--shape", "32"],
+        ["scale", "--layers", "0"],
+        ["step", "--width", "100"],
+        ["network", "--link", "carrier-pigeon"],
+        ["network", "--condition", "slow"],
+        ["provider", "--tenants", "0+0"],
+        ["provider", "--policies", "chance"],
+        ["step", "--masking", "pad,nobody"],
+        ["linear", "--masking", "nobody"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_options_are_explained(arguments: list[str]) -> None:
+    with pytest.raises(ConfigError, match=arguments[2].rpartition(",")[2].replace("+", r"\+")):
+        bench(*arguments)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("arguments", [["kernels", "--device", "cuda"], ["gpu"], ["kernels", "--device", "tpu9"]])
+def test_a_device_that_is_not_there_is_refused(arguments: list[str]) -> None:
+    with pytest.raises(ConfigError, match="there are cpu"):
+        bench(*arguments)

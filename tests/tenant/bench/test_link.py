@@ -1,0 +1,164 @@
+"""Emulated links: the arithmetic of bandwidth, delay and loss, what passes through them, what they leave behind."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from symbiosis_priv.errors import ConfigError
+from tenant.bench.children import Child, leave_network
+from tenant.bench.link.condition import PETALS, Condition
+from tenant.bench.link.emulation import KINDS, Kind, Link, open_link
+from tenant.bench.link.proxy import Direction
+
+TIMEOUT_S = 60.0
+
+
+def test_conditions_are_written_as_people_say_them() -> None:
+    assert Condition.parse("1gbit/5ms") == PETALS[0]
+    assert Condition.parse(" 100mbit/100ms ") == PETALS[2]
+    assert Condition.parse("2.5mbit/0ms/0.5%") == Condition(mbit_per_s=2.5, loss=0.005)
+    assert [str(c) for c in PETALS] == ["1 Gbit/s, 5 ms", "100 Mbit/s, 5 ms", "100 Mbit/s, 100 ms"]
+    assert PETALS[1].bytes_per_s == 12.5e6
+
+
+@pytest.mark.parametrize("text", ["", "fast", "100mbit", "0mbit/5ms", "100/5", "1.2.3mbit/5ms", "100mbit/5ms/100%"])
+def test_what_is_no_condition_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="100mbit/100ms"):
+        Condition.parse(text)
+
+
+@given(
+    rate=st.sampled_from([None, 0.1, 100.0, 1000.0]),
+    delay=st.floats(0, 500),
+    sent=st.lists(st.tuples(st.floats(0, 2), st.integers(0, 1 << 20)), min_size=1, max_size=30),
+)
+def test_a_direction_is_as_fast_as_its_bandwidth_and_as_long_as_its_delay(
+    rate: float | None, delay: float, sent: list[tuple[float, int]]
+) -> None:
+    condition = Condition(mbit_per_s=rate, round_trip_ms=delay)
+    direction, now, before = Direction(condition, seed=0), 0.0, 0.0
+    busy, size, free = 0.0, 0, 0.0  # since when it has been sending without a pause, how much, until when
+    for pause, count in sent:
+        now += pause
+        if free <= now:
+            busy, size = now, 0
+        size += count
+        arrival = direction.arrival(now, count)
+        assert arrival >= before  # in order
+        assert math.isclose(arrival, busy + size / condition.bytes_per_s + condition.delay_s, abs_tol=1e-6)
+        before, free = arrival, arrival - condition.delay_s
+
+
+def test_so_many_get_lost_as_were_asked_for() -> None:
+    direction = Direction(Condition(loss=0.02), seed=0)
+    lost = sum(direction.lost(3) for _ in range(20_000))
+    deviation = math.sqrt(60_000 * 0.02 * 0.98)
+    assert abs(lost - 1200) < 5 * deviation  # and the seed is fixed
+    assert Direction(Condition(), seed=0).lost(1000) == 0
+
+
+@pytest.fixture
+def echo() -> Iterator[int]:
+    """The port of a server that sends back what it hears."""
+    with socket.create_server(("0.0.0.0", 0)) as listener:
+
+        def answer(connection: socket.socket) -> None:
+            with connection:
+                while data := connection.recv(1 << 16):
+                    connection.sendall(data)
+
+        def accept() -> None:
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                threading.Thread(target=answer, args=(connection,), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def opened(kind: Kind) -> Iterator[Link]:
+    """Opens a link, or skips the test if this machine cannot emulate it."""
+    with ExitStack() as held:
+        try:
+            link = held.enter_context(open_link(kind))
+        except ConfigError as error:
+            pytest.skip(str(error))
+        yield link
+
+
+@contextmanager
+def serve_client(host: str, port: int) -> Iterator[Callable[[int], list[float]]]:
+    """For `Child`: seconds of exchanges with the echo server, of one byte, of one byte, and of `size` bytes."""
+    with socket.create_connection((host, port), timeout=TIMEOUT_S) as connection:
+
+        def exchange(data: bytes) -> float:
+            began = time.perf_counter()
+            sending = threading.Thread(target=connection.sendall, args=(data,))
+            sending.start()
+            back = bytearray()
+            while len(back) < len(data):
+                back += connection.recv(1 << 20)
+            sending.join()
+            assert back == data
+            return time.perf_counter() - began
+
+        yield lambda size: [exchange(b"x"), exchange(b"x"), exchange(os.urandom(size))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_passes_is_whole_and_late(kind: Kind, echo: int) -> None:
+    """Never sooner than the condition allows; how much later depends on the machine."""
+    size = 1 << 20
+    with opened(kind) as link:
+        (port,) = link.ports([echo])
+        for condition in (Condition(mbit_per_s=40, round_trip_ms=30), Condition(mbit_per_s=40, loss=0.01)):
+            link.impose(condition)
+            with Child("client", serve_client, link.host, port, network=link.network) as client:
+                _, byte, many = client.ask(size, timeout_s=TIMEOUT_S)
+            assert 2 * condition.delay_s <= byte < 2 * condition.delay_s + 5
+            assert many >= 2 * condition.delay_s + size / condition.bytes_per_s  # both directions at once
+
+
+def test_the_best_link_is_chosen_and_the_choice_explained() -> None:
+    with open_link() as link:
+        better = KINDS[: KINDS.index(link.kind)]
+        assert all(f"{kind}: " in link.why_not_better for kind in better)
+        assert bool(link.why_not_better) == bool(better)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+def test_a_child_can_run_in_another_network() -> None:
+    with Child("holder", serve_own_network) as holder:
+        own = holder.ask(None, timeout_s=TIMEOUT_S)
+        network = Path(f"/proc/{holder.pid}/ns/net")
+        with Child("guest", serve_network, network=network) as guest:
+            assert guest.ask(None, timeout_s=TIMEOUT_S) == own != str(Path("/proc/self/ns/net").readlink())
+
+
+@contextmanager
+def serve_own_network() -> Iterator[Callable[[None], str]]:
+    leave_network()
+    with serve_network() as answer:
+        yield answer
+
+
+@contextmanager
+def serve_network() -> Iterator[Callable[[None], str]]:
+    yield lambda _: str(Path("/proc/self/ns/net").readlink())

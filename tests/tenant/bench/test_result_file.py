@@ -1,0 +1,131 @@
+"""Figures in a file, and from there in a document."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from symbiosis_priv.errors import ConfigError
+from tenant.bench import result_file
+from tenant.bench.cli_options import measuring
+from tenant.bench.scaling import picture, slope
+from tenant.bench.tables import Table, render, update
+from tenant.session import spans
+
+ROWS: list[result_file.Row] = [
+    {"width": 768, "variant": "whole, fp32", "wall_s": 1.25, "helper_cpu_s": None, "tenant_peak_mib": 1650.0},
+    {"width": 768, "variant": "split, pad", "wall_s": 0.5, "helper_cpu_s": 3.6, "tenant_peak_mib": 12.34},
+]
+
+
+def test_a_report_says_where_when_and_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/somewhere/bin/symbiosis-priv", "bench", "step", "--json", "a file.json"])
+    result_file.write(tmp_path / "r.json", result_file.report("step", ROWS))
+    again = result_file.read(tmp_path / "r.json")
+    assert again.rows == ROWS
+    assert again.benchmark == "step"
+    assert again.machine == result_file.this_machine()
+    assert again.machine.cores == os.cpu_count()
+    assert again.versions.keys() >= {"symbiosis-priv", "python", "torch"}
+    assert again.command == "symbiosis-priv bench step --json 'a file.json'"
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"rows": []}', b'{"schema": "\xff"}', b"[" * 100_000])
+def test_what_is_no_report_is_called_that(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "r.json").write_bytes(content)
+    with pytest.raises(ConfigError, match="no report of"):
+        result_file.read(tmp_path / "r.json")
+
+
+def test_reports_of_other_releases_are_refused(tmp_path: Path) -> None:
+    newer = msgspec.structs.replace(result_file.report("step", ROWS), schema=result_file.SCHEMA + 1)
+    result_file.write(tmp_path / "r.json", newer)
+    with pytest.raises(ConfigError, match="measure again"):
+        result_file.read(tmp_path / "r.json")
+
+
+def test_what_all_rows_share_stands_above_them() -> None:
+    table = Table.of(ROWS)
+    assert table.shared == {"width": "768"}
+    assert table.headings == ["variant", "wall, s", "helper cpu, s", "tenant peak, MiB"]
+    assert table.rows == [["whole, fp32", "1.25", "–", "1,650"], ["split, pad", "0.5", "3.6", "12.3"]]
+    shown = render(result_file.report("step", ROWS))
+    assert "In every row: width 768." in shown
+    assert "| split, pad | 0.5 | 3.6 | 12.3 |" in shown
+
+
+def test_a_document_changes_between_its_markers_alone(tmp_path: Path) -> None:
+    page = tmp_path / "benchmarks.md"
+    text = (
+        "# Benchmarks\n\n<!-- bench:step:begin -->\nold\n<!-- bench:step:end -->\n\n<!-- bench:scale:begin -->\nkept\n"
+    )
+    page.write_text(text + "<!-- bench:scale:end -->\nthe end\n")
+    found = result_file.report("step", ROWS)
+    update(page, [found, found])
+    changed = page.read_text()
+    assert changed.startswith("# Benchmarks\n\n<!-- bench:step:begin -->\n`symbiosis-priv")
+    assert changed.endswith("<!-- bench:scale:begin -->\nkept\n<!-- bench:scale:end -->\nthe end\n")
+    assert "old" not in changed
+    assert changed.count("| split, pad |") == 2
+    update(page, [found])
+    assert page.read_text().count("| split, pad |") == 1
+    with pytest.raises(ConfigError, match="bench:token:begin"):
+        update(page, [result_file.report("token", ROWS)])
+
+
+@given(
+    exponent=st.floats(-3, 3),
+    factor=st.floats(0.1, 100),
+    places=st.lists(st.integers(1, 10_000), min_size=2, max_size=6, unique=True),
+)
+def test_the_slope_of_a_power_is_its_exponent(exponent: float, factor: float, places: list[int]) -> None:
+    line = [(float(x), 1e6 * factor * x**exponent / min(1.0, *(p**exponent for p in places))) for x in places]
+    found = slope(line)
+    assert found is not None
+    assert math.isclose(found, exponent, abs_tol=1e-6)
+
+
+def test_one_place_has_no_slope() -> None:
+    assert slope([(3.0, 1.0)]) is None
+    assert slope([(3.0, 1.0), (3.0, 2.0)]) is None
+
+
+def test_a_picture_has_a_line_per_variant() -> None:
+    rows: list[result_file.Row] = [
+        {"axis": "rows", "at": at, "variant": variant, "tenant_cpu_s": 0.1 * at}
+        for variant in ("whole, fp32", "split, pad")
+        for at in (64, 128)
+    ]
+    drawn = picture(rows, "rows")
+    assert drawn.count("<polyline") == 2
+    assert "split, pad: slope 1.00" in drawn
+
+
+def test_parts_are_recorded_only_while_somebody_records() -> None:
+    spans.took("mask", since=spans.clock())
+    with spans.recorded() as outer:
+        began = spans.clock()
+        for _ in range(2):
+            spans.took("mask", since=began - 0.001)
+        with spans.recorded() as inner:
+            spans.took("quantise", since=began)
+    assert outer.keys() == {"mask"}
+    seconds = outer["mask"]
+    assert 0.002 <= seconds <= 0.002 + 2 * (spans.clock() - began)
+    assert inner.keys() == {"quantise"}
+    spans.took("mask", since=began)
+    assert outer["mask"] == seconds
+
+
+def test_no_librarys_warnings_stand_between_the_figures() -> None:
+    """As in the tenant's commands: transformers tells of names that peft still uses."""
+    with measuring():
+        warnings.warn_explicit("old name", FutureWarning, "modeling_utils.py", 1, module="transformers.modeling_utils")

@@ -1,0 +1,101 @@
+"""A tenant that requests one product after the other in a process of its own, for `bench ranks`."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from symbiosis_priv.arithmetic.ring import FORWARD
+from symbiosis_priv.certificates import Identity
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.federation import load_federation
+from tenant.core.verifier import DEFAULT_COLUMNS
+from tenant.preparation.keys import prepare
+from tenant.session.options import SessionOptions
+from tenant.session.session import Session
+
+PATIENCE_S = 120.0
+_GROUP = 0  # q, k and v
+_LARGEST = 100  # of a row's entries: the true product is in the range
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requests:
+    """What a tenant requests.
+
+    Args:
+        federation, model, cache: where things are.
+        identity: of the tenant.
+        masking: the scheme.
+        rows: of each product.
+        pause_s: between two products.
+    """
+
+    federation: Path
+    model: Path
+    cache: Path
+    identity: Identity
+    masking: str
+    rows: int
+    pause_s: float
+
+
+class Answer(NamedTuple):
+    """Times by `time.monotonic`, which all processes of a machine share."""
+
+    asked: float
+    answered: float
+    right: bool
+
+
+@contextmanager
+def serve_requests(requests: Requests) -> Iterator[Callable[[None], list[Answer]]]:
+    """For `Child`: sends requests until the first question, and answers it with what came back."""
+    torch.set_num_threads(1)
+    federation = replace(
+        load_federation(requests.federation),
+        tenant_certificate=requests.identity.certificate,
+        tenant_key=requests.identity.key,
+    )
+    store = WeightStore(requests.model, cache=requests.cache)
+    preparation = prepare(store, digest=federation.model_digest, columns=DEFAULT_COLUMNS, cache=requests.cache)
+    inputs, _ = preparation.facts[_GROUP].entry.columns(FORWARD)
+    rows = torch.randint(-_LARGEST, _LARGEST + 1, (requests.rows, inputs), dtype=torch.int32, device="cpu")
+    expected = store.matrix(_GROUP).product(rows)
+    options = SessionOptions(masking=requests.masking, deadline_s=PATIENCE_S)
+    stopped = threading.Event()
+
+    def ask_repeatedly(session: Session) -> list[Answer]:
+        answers = []
+        while not stopped.is_set():
+            asked = time.monotonic()
+            product = session.product(_GROUP, FORWARD, rows)
+            answers.append(Answer(asked, time.monotonic(), torch.equal(product, expected)))
+            if requests.pause_s:
+                stopped.wait(requests.pause_s)
+        return answers
+
+    with (
+        contextlib.closing(Session(federation, preparation, options=options, store=store)) as session,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        session.product(_GROUP, FORWARD, rows)
+        running = thread.submit(ask_repeatedly, session)
+
+        def stop(_: None) -> list[Answer]:
+            stopped.set()
+            return running.result()
+
+        try:
+            yield stop
+        finally:
+            stopped.set()

@@ -102,8 +102,8 @@ def test_a_group_meets_in_private_comes_back_from_ranks_that_hang_and_ends_with_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever torchrun finds in the environment, whichever rank hangs, and long before the group's timeout. Tenants
-    are told at once that the provider is busy, and get the same bits later. `tests/threat_model/availability/test_ranks.py`
-    kills a rank.
+    are told at once that the provider is busy, and get the same bits later.
+    `tests/threat_model/availability/test_ranks.py` kills a rank.
 
     In one test, because every group is three processes that import torch.
     """

@@ -110,7 +110,11 @@ def vet_adapter(folder: Path) -> dict[str, Any]:
     """
     path = folder / "adapter_config.json"
     if not path.is_file():
-        raise ConfigError(f"{folder} is no PEFT folder: it has no adapter_config.json")
+        raise ConfigError(
+            f"{folder} is no PEFT folder: it has no adapter_config.json"
+            if folder.is_dir()
+            else f"the adapter's folder {folder} does not exist"
+        )
     config = read_json(path)
     for key, value in _entries(config):
         if key in (*_QUANTISED, "megatron_config", "tokenizer_kwargs") and value:

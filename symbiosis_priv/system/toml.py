@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import inspect
 
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.system.files import decode_text, read_limited
@@ -51,4 +53,33 @@ def load_toml(path: Path, kind: type[T], *, whole: bool = False) -> T:
     try:
         return msgspec.convert(data, kind, dec_hook=relative)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(f"{path}: {error}{_known_fields(kind, str(error))}") from error
+
+
+def _known_fields(kind: type, message: str) -> str:
+    """The fields that msgspec would have taken where it found one that it does not know; "" for any other message.
+
+    The message ends in the place, for example "at `$.tenants[...]`"; the top of the file has none.
+    """
+    if "unknown field" not in message:
+        return ""
+    place = message.rpartition(" at `$")[2] if " at `$" in message else ""
+    found = _alternatives(inspect.type_info(kind))
+    for name in re.findall(r"\.(\w+)|\[", place):
+        inner = [_inside(one, name) for one in found]
+        found = [alternative for one in inner if one is not None for alternative in _alternatives(one)]
+    names = [one.encode_name for struct in found if isinstance(struct, inspect.StructType) for one in struct.fields]
+    return f"; known are {', '.join(names)}"
+
+
+def _alternatives(kind: inspect.Type) -> list[inspect.Type]:
+    return list(kind.types) if isinstance(kind, inspect.UnionType) else [kind]
+
+
+def _inside(kind: inspect.Type, name: str) -> inspect.Type | None:
+    """The type of a struct's field, or of any item if the name is empty."""
+    if isinstance(kind, inspect.StructType):
+        return next((one.type for one in kind.fields if one.encode_name == name), None)
+    if isinstance(kind, inspect.DictType):
+        return kind.value_type
+    return kind.item_type if isinstance(kind, inspect.ListType | inspect.VarTupleType) else None

@@ -7,7 +7,9 @@ the quantizer refuses what would override a `RemoteConfig`; `trust_remote_code=F
 
 from __future__ import annotations
 
+import re
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +28,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.checkpoints.layer_discovery import architecture, load_config
 from symbiosis_priv.checkpoints.vetting import on_this_machine, vet_adapter
-from symbiosis_priv.errors import CheckpointError, SymbiosisError, UnsupportedModelError
+from symbiosis_priv.errors import CheckpointError, SymbiosisError, UnsupportedModelError, one_line
 from tenant.model.adapter_limits import MemoryLimit, bounded_config
 from tenant.model.hf import RemoteConfig
 
 _LISTED = 3  # names of missing tensors that an error quotes
+_SHOWN = 200  # characters of another library's message
 _TASTE = (
     *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id"),
     *(
@@ -89,9 +92,8 @@ def load_model(
             raise CheckpointError(f"{model} cannot be loaded as {kind.__name__}: {error}") from error
     missing = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
     if missing:
-        more = f" and {len(missing) - _LISTED} more" if len(missing) > _LISTED else ""
         raise CheckpointError(
-            f"{model} is no whole {type(loaded).__name__}: {', '.join(missing[:_LISTED])}{more} would be random; "
+            f"{model} is no whole {type(loaded).__name__}: {_some(missing)} would be random; "
             f"use a checkpoint that holds them"
         )
     return loaded.eval()
@@ -176,11 +178,29 @@ def load_adapter(model: Any, folder: Path) -> Any:
         except SymbiosisError:
             raise
         except Exception as error:  # as above
-            raise CheckpointError(f"{misfit}: {error}") from error
+            raise CheckpointError(f"{misfit}: {_summary(error)}; {_fix(config)}") from error
     homeless = _homeless(adapted, folder)
     if homeless:
-        raise CheckpointError(f"{misfit}: it has no place for {', '.join(homeless[:_LISTED])}")
+        raise CheckpointError(f"{misfit}, which has no place for {_some(homeless)}; {_fix(config)}")
     return adapted
+
+
+def _summary(error: Exception) -> str:
+    """PEFT lists every missing tensor, and torch every tensor of another shape: hundreds of lines."""
+    if isinstance(error, UserWarning):
+        return "it lacks " + _some(re.findall(r"'([^']+)'", str(error)))
+    text = one_line(str(error))
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."
+
+
+def _fix(config: dict[str, Any]) -> str:
+    trained_on = one_line(str(config.get("base_model_name_or_path") or ""))[:_SHOWN]
+    return "load the base model that it was trained on" + (f" ({trained_on})" if trained_on else "")
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more
 
 
 def _homeless(adapted: Any, folder: Path) -> list[str]:

@@ -237,8 +237,12 @@ def _read_lines(path: Path) -> Iterator[tuple[int, Line]]:
         if line.strip():
             try:
                 found, parsed = True, msgspec.json.decode(line, type=Line)
-            except UNDECODABLE as error:
+            except msgspec.ValidationError as error:
                 raise ConfigError(f"{path}, line {number}: {error}; write one of {_FORMS}") from error
+            except UNDECODABLE as error:
+                raise ConfigError(
+                    f"{path}, line {number} is not one whole JSON object; write each example on one line, as {_FORMS}"
+                ) from error
             yield number, parsed
     if not found:
         raise ConfigError(f"{path} holds no lines")

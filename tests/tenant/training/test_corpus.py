@@ -99,7 +99,8 @@ def test_long_examples_are_cut_and_counted(tmp_path: Path, tokenizer: PreTrained
 
 
 WRONG: dict[str, tuple[list[Any], str]] = {
-    "no JSON": (["{"], "line 1: "),
+    "no JSON": (["{"], "line 1 is not one whole JSON object"),
+    "an object on several lines": (["{", '"text": "a"}'], "line 1 is not one whole JSON object"),
     "another type": ([{"text": 3}], "line 1: .*text"),
     "no known form": ([{"text": "a"}, {"prompt": "a"}], "line 2: .*completion"),
     "two forms": ([{"text": "a", "prompt": "b", "completion": "c"}], "line 1: "),

@@ -1,0 +1,33 @@
+"""What a configuration file's errors name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from provider.config.schema import ProviderConfig
+from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.federation import load_federation
+from symbiosis_priv.system.toml import load_toml
+
+
+@pytest.mark.parametrize(
+    ("text", "known"),
+    [
+        ("nme = 1", "known are name, listen, "),
+        ("[executor]\nkernl = 1", "kernel, threads"),
+        ("[tenants.alice]\nrows = 1", "rows_per_s"),
+    ],
+)
+def test_an_unknown_field_comes_with_the_known_ones(text: str, known: str, tmp_path: Path) -> None:
+    (tmp_path / "provider.toml").write_text(text)
+    with pytest.raises(ConfigError, match="unknown field") as raised:
+        load_toml(tmp_path / "provider.toml", ProviderConfig)
+    assert known in str(raised.value)
+
+
+def test_in_a_list_too(tmp_path: Path) -> None:
+    (tmp_path / "federation.toml").write_text('[[provider]]\nnme = "alpha"\n')
+    with pytest.raises(ConfigError, match=r"known are .*operator.*certificate"):
+        load_federation(tmp_path / "federation.toml")

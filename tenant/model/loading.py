@@ -159,7 +159,7 @@ def load_adapter(model: Any, folder: Path) -> Any:
         ConfigError: no PEFT folder.
         CheckpointError: the folder would decide what it may not, or belongs to another architecture.
     """
-    repeats_layers = bool(vet_adapter(folder).get("layer_replication"))
+    said = vet_adapter(folder)
     misfit = f"the adapter in {folder} does not fit this model"
     with on_this_machine(), warnings.catch_warnings():
         # what an adapter does not hold PEFT starts from scratch, and only warns
@@ -173,15 +173,15 @@ def load_adapter(model: Any, folder: Path) -> Any:
                     str(folder),
                     config=bounded_config(config, names, folder=folder),
                     local_files_only=True,
-                    low_cpu_mem_usage=not repeats_layers,  # PEFT cannot do both
+                    low_cpu_mem_usage=not said.get("layer_replication"),  # PEFT cannot do both
                 ).eval()
         except SymbiosisError:
             raise
         except Exception as error:  # as above
-            raise CheckpointError(f"{misfit}: {_summary(error)}; {_fix(config)}") from error
+            raise CheckpointError(f"{misfit}: {_summary(error)}; {_fix(said)}") from error
     homeless = _homeless(adapted, folder)
     if homeless:
-        raise CheckpointError(f"{misfit}, which has no place for {_some(homeless)}; {_fix(config)}")
+        raise CheckpointError(f"{misfit}, which has no place for {_some(homeless)}; {_fix(said)}")
     return adapted
 
 
@@ -193,8 +193,8 @@ def _summary(error: Exception) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."
 
 
-def _fix(config: dict[str, Any]) -> str:
-    trained_on = one_line(str(config.get("base_model_name_or_path") or ""))[:_SHOWN]
+def _fix(said: dict[str, Any]) -> str:
+    trained_on = one_line(str(said.get("base_model_name_or_path") or ""))[:_SHOWN]
     return "load the base model that it was trained on" + (f" ({trained_on})" if trained_on else "")
 
 

@@ -215,7 +215,7 @@ def _next_steps(path: Path, *, name: str, role: Role) -> Iterator[str]:
         if role == "executor":
             yield f"symbiosis-priv keys authority{where}"
         else:
-            yield f"put authority.pem, which the executor's operator has, into {keys}"
+            yield f"put authority.pem and revoked.txt, which the executor's operator has, into {keys}"
     if not (keys / f"{name}.pem").exists():
         yield f"symbiosis-priv keys provider --name {name} --host YOUR.HOST --self-signed{where}"
     yield f"symbiosis-priv provider manifest --config {shlex.quote(str(path))}"

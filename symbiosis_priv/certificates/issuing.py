@@ -27,6 +27,7 @@ from symbiosis_priv.certificates.reading import (
     Kind,
     alternative_names,
     is_authority,
+    is_current,
     kind_of,
     load_certificates,
     pair,
@@ -142,8 +143,9 @@ def prepare_rotation(certificate: Path, *, authority: Identity | None, days: int
 def rotate(certificate: Path, *, authority: Identity | None, days: int = 365) -> Identity:
     """Replaces a pair by the next one, or by a new one with the same subject, alternative names and key usage.
 
-    The old pair stays as `<name>.previous.pem` and `<name>.previous.key`, in place of an older one. Each file
-    is replaced atomically, the key first: whoever loads the pair in between gets a `CertificateError` about a
+    The old pair stays as `<name>.previous.pem` and `<name>.previous.key`. The certificates of earlier rotations stay in
+    `<name>.previous.pem` too, after the old one and until they expire, so that they can be revoked. Each file is
+    replaced atomically, the key first: a program that loads the pair in between gets a `CertificateError` about a
     mismatch and may retry. Rotation also repairs a pair whose key is lost.
 
     Args:
@@ -168,13 +170,20 @@ def rotate(certificate: Path, *, authority: Identity | None, days: int = 365) ->
     # If they do not fit, the key is lost, or an interrupted rotation has already kept the true pair.
     if _fits(current, old):
         replace_file(previous.key, read_file(current.key), mode=0o600)
-        replace_file(previous.certificate, read_file(certificate), mode=0o644)
+        earlier = [c for c in current_certificates(previous.certificate) if c != old]
+        replace_file(previous.certificate, b"".join(map(certificate_pem, [old, *earlier])), mode=0o644)
     replace_file(current.key, key_bytes, mode=0o600)
     replace_file(current.certificate, certificate_pem(new), mode=0o644)
     if prepared:
         upcoming.certificate.unlink()
         upcoming.key.unlink()
     return current
+
+
+def current_certificates(*files: Path) -> list[x509.Certificate]:
+    """The certificates of some files that have not expired, each once. Files that do not exist are passed over."""
+    found = (c for file in files if file.exists() for c in load_certificates(file))
+    return list(dict.fromkeys(filter(is_current, found)))
 
 
 def _renewed(

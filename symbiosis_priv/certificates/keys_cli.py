@@ -12,6 +12,7 @@ import typer
 
 from symbiosis_priv import certificates
 from symbiosis_priv.certificates import Description, Identity, Kind, revocation
+from symbiosis_priv.certificates.naming import NEXT, PREVIOUS
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import CertificateError, ConfigError
 
@@ -34,21 +35,28 @@ Operator = Annotated[
 OptionalName = Annotated[str | None, typer.Option("--name", "-n", help="Show only this one.")]
 
 KEYS = Path("keys")
+_REVOKED = "revoked.txt"
 
 
 @app.command()
 def authority(*, name: Name = "authority", directory: Directory = KEYS, days: Days = 3650) -> None:
     """Create the authority by which a provider knows its tenants, or a federation its providers."""
-    identity = certificates.create_authority(directory, name=name, days=days)
+    identity, revoked = certificates.create_authority(directory, name=name, days=days), directory / _REVOKED
+    revocation.create_list(revoked)
     _report(identity)
-    _next("For tenants, name it in provider.toml:", _toml("tls", tenant_authority=identity.certificate))
-    _next("Give the certificate, never the key, to the operators of your tenants' helpers.")
+    terminal.say(f"  revoked      {revoked} (`symbiosis-priv keys revoke` adds to it)")
+    _set("An authority for tenants: in provider.toml", "tls", tenant_authority=identity.certificate, revoked=revoked)
+    _next("Send the certificate and the list, never the key, to the operators of your tenants' helpers.")
     _next(
-        "Sign what your tenants request (`symbiosis-priv keys request`):",
-        f"symbiosis-priv keys sign NAME.csr --directory {shlex.quote(str(directory))}",
+        "Sign what your tenants or providers request (`symbiosis-priv keys request`):",
+        f"symbiosis-priv keys sign NAME.csr --authority {shlex.quote(name)} --directory {shlex.quote(str(directory))}",
     )
-    _next("For providers that a registry lists, name it wherever their certificates are checked:")
-    terminal.say(_toml("registry", authority=identity.certificate))
+    _set(
+        "An authority for providers that a registry lists: in provider.toml and federation.toml",
+        "registry",
+        authority=identity.certificate,
+        revoked=revoked,
+    )
 
 
 @app.command()
@@ -74,10 +82,10 @@ def provider(
             directory, authority=signer, kind=Kind.PROVIDER, name=name, hosts=hosts, days=days, operator=operator
         )
     _report(identity)
-    _next("Name it in provider.toml:", _toml("tls", certificate=identity.certificate, key=identity.key))
+    _set("In provider.toml", "tls", certificate=identity.certificate, key=identity.key)
     _next(
         "Give the certificate, never the key, to your tenants. In their federation.toml:",
-        _toml("[provider]", name=name, certificate=identity.certificate),
+        f"[[provider]]\n{_settings(name=name, certificate=identity.certificate)}",
     )
 
 
@@ -87,9 +95,11 @@ def tenant(*, name: Name, authority: Authority = "authority", directory: Directo
     signer = _identity(directory, authority)
     identity = certificates.issue(directory, authority=signer, kind=Kind.TENANT, name=name, days=days)
     _report(identity)
-    _next(
-        "Hand both files to the tenant. In its federation.toml:",
-        _toml("tenant", certificate=identity.certificate, key=identity.key),
+    _set(
+        "Hand both files to the tenant. In its federation.toml",
+        "tenant",
+        certificate=identity.certificate,
+        key=identity.key,
     )
 
 
@@ -204,21 +214,26 @@ def revoke(
     *,
     name: Name,
     directory: Directory = KEYS,
-    file: Annotated[Path | None, typer.Option(help="Where they are listed; DIRECTORY/revoked.txt by default.")] = None,
+    file: Annotated[Path | None, typer.Option(help="The list; DIRECTORY/revoked.txt by default.")] = None,
 ) -> None:
-    """Have a tenant's certificate turned away by providers, or a listed provider's by registries and tenants, and
-    those that it had before, at once: no new authority."""
+    """List a tenant's certificates as revoked, or a provider's: the present one, those before it, and the next one.
+
+    Every executor and helper of the tenant needs the list; for a provider, every registry and tenant.
+    """
     path = _identity(directory, name).certificate
-    previous = path.with_name(f"{path.stem}.previous.pem")
-    listed = file or directory / "revoked.txt"
-    for shown in revocation.revoke(listed, [path, *([previous] if previous.exists() else [])]):
+    following = path.with_name(f"{path.stem}{NEXT}.pem")
+    others = [other for other in (path.with_name(f"{path.stem}{PREVIOUS}.pem"), following) if other.exists()]
+    listed = file or directory / _REVOKED
+    for shown in revocation.revoke(listed, [path, *others]):
         terminal.say(f"revoked {shown}")
+    if following in others:
+        _next(f"{following} is revoked too: remove it and its key before you rotate.")
     if certificates.describe(path).kind == Kind.PROVIDER:
-        _next("Registries take it as --revoked, tenants in their federation.toml:", _toml("registry", revoked=listed))
+        _next(f"Send {listed} to registries (`registry serve --revoked`) and to all tenants.")
+        _set("In federation.toml", "registry", revoked=listed)
         return
-    _next(
-        f"{listed} takes effect within a second at a provider whose provider.toml says:", _toml("tls", revoked=listed)
-    )
+    _next(f"Send {listed} to every provider of the tenant, the executor and all helpers: each refuses by its own list.")
+    _set("It takes effect within a second where provider.toml says", "tls", revoked=listed)
 
 
 @app.command()
@@ -269,6 +284,11 @@ def _next(what: str, paste: str = "") -> None:
         terminal.say(paste)
 
 
-def _toml(table: str, **values: str | Path) -> str:
+def _set(what: str, section: str, **values: str | Path) -> None:
+    """Print settings without the header of their section: the file may have that section already."""
+    _next(f"{what}, under [{section}]:", _settings(**values))
+
+
+def _settings(**values: str | Path) -> str:
     # A JSON string is a valid TOML basic string.
-    return "\n".join([f"[{table}]", *(f"{key} = {json.dumps(str(value))}" for key, value in values.items())])
+    return "\n".join(f"{key} = {json.dumps(str(value))}" for key, value in values.items())

@@ -24,13 +24,12 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from symbiosis_priv.certificates.issuing import LeafKey, issue_to_key
+from symbiosis_priv.certificates.issuing import LeafKey, current_certificates, issue_to_key
 from symbiosis_priv.certificates.naming import check_name, subject
 from symbiosis_priv.certificates.pem import certificate_pem, create_file, key_pem, make_folder, read_file, replace_file
 from symbiosis_priv.certificates.reading import (
     Identity,
     Kind,
-    is_current,
     key_fingerprint,
     load_certificates,
     pair,
@@ -147,8 +146,7 @@ def sign_request(
     )
     path = pair(directory, request.name).certificate
     earlier = path.with_name(f"{request.name}.previous.pem")
-    issued = [c for file in (path, earlier) if file.exists() for c in load_certificates(file) if is_current(c)]
-    if issued:
+    if issued := current_certificates(path, earlier):
         replace_file(earlier, b"".join(map(certificate_pem, issued)), mode=0o644)
     replace_file(path, certificate_pem(certificate), mode=0o644)
     return path

@@ -19,10 +19,11 @@ from pathlib import Path
 from cryptography import x509
 
 from symbiosis_priv.certificates import load_certificates, provider_name, tenant_name
+from symbiosis_priv.certificates.pem import create_file
 from symbiosis_priv.errors import CertificateError
 from symbiosis_priv.system.files import read_limited, write_atomically
 
-__all__ = ["load_revoked", "mark_of", "revoke"]
+__all__ = ["create_list", "load_revoked", "mark_of", "revoke"]
 
 _MAX_BYTES = 64 << 20  # half a million marks
 _LINE = re.compile(r"\s*(tbs-sha256:[0-9a-f]{64})?\s*(#.*)?")
@@ -31,6 +32,13 @@ _LINE = re.compile(r"\s*(tbs-sha256:[0-9a-f]{64})?\s*(#.*)?")
 def mark_of(certificate: x509.Certificate) -> str:
     """How a list names a certificate: `tbs-sha256:<hex>` of what its issuer has signed (X.509's TBSCertificate)."""
     return f"tbs-sha256:{hashlib.sha256(certificate.tbs_certificate_bytes).hexdigest()}"
+
+
+def create_list(path: Path) -> None:
+    """Create an empty list unless the file exists: what names it in a configuration can start before anything is
+    revoked. Raises `CertificateError` if it cannot be written."""
+    if not path.exists():
+        create_file(path, b"# Revoked certificates: `symbiosis-priv keys revoke` adds to this file.\n", mode=0o644)
 
 
 def load_revoked(path: Path | None, *, known: frozenset[str] = frozenset()) -> frozenset[str]:

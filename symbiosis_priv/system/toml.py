@@ -40,7 +40,8 @@ def load_toml(path: Path, kind: type[T], *, whole: bool = False) -> T:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+        twice = "; put all settings of a section under one header" if "Cannot declare" in str(error) else ""
+        raise ConfigError(f"{path} cannot be read: {error}{twice}") from error
 
     def relative(kind: type, value: object) -> Path:
         if kind is Path and isinstance(value, str):

@@ -265,11 +265,15 @@ def test_a_prepared_pair_is_the_one_that_comes_next(tmp_path: Path, authority: I
 
 
 def test_rotating_twice_keeps_the_latest_previous(tmp_path: Path) -> None:
+    """As a pair, with the certificates before it, which can be revoked."""
     identity = certificates.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")
+    first = certificates.load_certificates(identity.certificate)
     certificates.rotate(identity.certificate, authority=None)
-    second = pair_bytes(identity)
+    second = certificates.load_certificates(identity.certificate)
     certificates.rotate(identity.certificate, authority=None)
-    assert pair_bytes(Identity(tmp_path / "p.previous.pem", tmp_path / "p.previous.key")) == second
+    previous = Identity(tmp_path / "p.previous.pem", tmp_path / "p.previous.key")
+    assert certificates.load_certificates(previous.certificate) == second + first
+    certificates.require_identity(previous, kind=Kind.PROVIDER)
 
 
 def test_rotation_repairs_an_interrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

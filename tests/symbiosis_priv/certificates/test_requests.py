@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import re
+import shlex
 import socket
 import ssl
 import stat
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -20,8 +22,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from provider.config.provider_toml import template
 from symbiosis_priv import certificates
-from symbiosis_priv.certificates import Identity, Kind
+from symbiosis_priv.certificates import Identity, Kind, clock
 from symbiosis_priv.certificates.keys_cli import app
 from symbiosis_priv.certificates.revocation import load_revoked, mark_of
 from symbiosis_priv.errors import CertificateError, ConfigError, SymbiosisError
@@ -250,6 +253,56 @@ def test_all_that_a_tenant_was_ever_given_can_be_revoked(tmp_path: Path, authori
     assert load_revoked(operator / "old.txt") == set(given[:3])  # the new key works on
     run("revoke", "--name", "alice", "--directory", operator)
     assert load_revoked(operator / "revoked.txt") == set(given)
+
+
+def test_all_certificates_of_several_rotations_are_revoked(tmp_path: Path, authority: Identity) -> None:
+    """Also the one that is prepared, and in whatever order pairs were rotated and requests were signed."""
+    folder = authority.certificate.parent
+    alice = certificates.issue(folder, authority=authority, kind=Kind.TENANT, name="alice")
+    given = [alice.certificate.read_bytes()]
+    for _ in range(3):
+        certificates.rotate(alice.certificate, authority=authority)
+        given.append(alice.certificate.read_bytes())
+    sign(authority, certificates.create_request(tmp_path / "new", name="alice"), renew=True)
+    given.append(alice.certificate.read_bytes())
+    given.append(certificates.prepare_rotation(alice.certificate, authority=authority).certificate.read_bytes())
+    output = run("revoke", "--name", "alice", "--directory", folder)
+    marks = {mark_of(x509.load_pem_x509_certificate(data)) for data in given}
+    assert len(marks) == 6
+    assert load_revoked(folder / "revoked.txt") == marks
+    assert "helpers" in output
+    assert "alice.next.pem is revoked too" in " ".join(output.split())
+
+
+def test_an_expired_certificate_is_not_kept(
+    tmp_path: Path, authority: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = authority.certificate.parent
+    alice = certificates.issue(folder, authority=authority, kind=Kind.TENANT, name="brief", days=1)
+    certificates.rotate(alice.certificate, authority=authority, days=30)
+    monkeypatch.setattr(clock, "now", lambda: datetime.now(UTC) + timedelta(days=2))
+    certificates.rotate(alice.certificate, authority=authority, days=30)
+    assert len(certificates.load_certificates(folder / "brief.previous.pem")) == 1
+
+
+def test_what_is_printed_can_be_typed_and_pasted_as_it_is(tmp_path: Path) -> None:
+    """The name of the authority in `keys sign`, no header of a section that the file has, and a list that exists."""
+    folder = tmp_path / "keys"
+    output = run("authority", "--name", "federation", "--directory", folder)
+    assert load_revoked(folder / "revoked.txt") == frozenset()
+    certificates.create_request(tmp_path, name="alice")
+    (line,) = [line for line in output.splitlines() if line.startswith("symbiosis-priv keys sign")]
+    words = shlex.split(line.replace("NAME.csr", str(tmp_path / "alice.csr")))[2:]
+    run(*words)
+    assert (folder / "alice.pem").exists()
+    toml = template()
+    pasted = [line for line in output.splitlines() if re.match(r"\w+ = ", line)]
+    sections = re.findall(r"under \[(\w+)\]:", output)
+    assert (sections, len(pasted)) == (["tls", "registry"], 4)
+    assert not re.search(r"^\[", output, re.MULTILINE)
+    for section in sections:
+        assert toml.count(f"\n[{section}]") == 1
+    run("authority", "--name", "second", "--directory", folder)  # an existing list is left as it is
 
 
 # Providers that an authority vouches for

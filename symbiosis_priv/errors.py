@@ -14,6 +14,7 @@ __all__ = [
     "ConnectionLostError",
     "DeadlineExceededError",
     "DescriptorError",
+    "DeviceLostError",
     "FrameTooLargeError",
     "NonFiniteError",
     "ProtocolError",
@@ -105,6 +106,13 @@ class BurntRowError(SymbiosisError):
 
 class RankLostError(SymbiosisError):
     """A rank of a sharded executor did not take part: the message says which. The group is started again."""
+
+
+class DeviceLostError(SymbiosisError):
+    """The device computes nothing any more: CUDA answers every call after an illegal access with an error.
+
+    Only a new process can use the device again.
+    """
 
 
 class TransportError(SymbiosisError):

@@ -47,22 +47,25 @@ def memory_plan(config: ProviderConfig, manifest: Manifest, served: range) -> li
     Args:
         served: the layer groups of the manifest whose weights are loaded.
     """
-    device = config.executor.device.partition(":")[0]
+    device = config.executor.device
     groups = manifest.groups[served.start : served.stop]
     width = 1 if manifest.weight_bits <= _ONE_BYTE_BITS else 2
     sizes = [width * group.inputs * group.stacked_outputs for group in groups]
     kind = f"int{8 * width}"
     here, ranks, processes = _processes(config)
+    own_gpus = device == "cuda" and (ranks > 1 or dist.is_initialized())  # each rank has one of its own
+    places = [f"cuda:{rank}" for rank in range(here)] if own_gpus else [device]
     plan = [
-        Need("ring weights, both directions", device, kind, sum(sizes) * here // ranks),
+        *(Need("ring weights, both directions", p, kind, sum(sizes) * here // ranks // len(places)) for p in places),
         Need("matrices in flight", _CPU, "int32 and float32", config.limits.max_inflight_mib * MIB),
         Need("one batch", _CPU, "int32", _WORKING * here),
         Need("Python and torch", _CPU, "-", _PROCESS * processes),
     ]
     if ranks > 1:
-        plan.insert(1, Need("a layer group, gathered by each rank", device, kind, max(sizes) * here))
+        gathered = max(sizes) * here // len(places)
+        plan[1:1] = [Need("a layer group, gathered by each rank", place, kind, gathered) for place in places]
     if config.executor.float_memory is not None:
-        plan.insert(1, Need("float weights", device, "float32", config.executor.float_memory))
+        plan.insert(1, Need("float weights", places[0], "float32", config.executor.float_memory))
     return plan
 
 
@@ -99,8 +102,8 @@ def check_plan(plan: list[Need]) -> None:
 def _available(place: str) -> int | None:
     """Bytes of a place that a process of ours may have; None if the system does not say."""
     if place != _CPU:
-        usable = place == "cuda" and torch.cuda.is_available()
-        return torch.cuda.get_device_properties(place).total_memory if usable else None
+        usable = place.startswith("cuda") and torch.cuda.is_available()
+        return torch.cuda.mem_get_info(torch.device(place))[0] if usable else None  # what others have taken counts
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), _container_limit()]
     return min(limit for limit in limits if limit is not None)
 

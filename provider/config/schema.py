@@ -176,6 +176,8 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError(f"endpoint = {self.endpoint!r}: use {INPROC} or ipc:///absolute/path")
         if len(self.endpoint.encode()) > _MAX_SOCKET_PATH:
             raise ValueError(f"endpoint: a socket's path may have {_MAX_SOCKET_PATH} bytes; choose a shorter one")
+        if self.ranks > 1 and self.device.startswith("cuda:"):
+            raise ValueError(f"device = {self.device!r}: every rank needs its own GPU; write device = 'cuda'")
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -50,7 +50,7 @@ from provider.products.model import ServedModel, open_store
 from provider.products.operands import Operands
 from provider.scheduler.jobs import Job, Piece
 from provider.scheduler.scheduler import Scheduler
-from symbiosis_priv.errors import CheckpointError, RankLostError
+from symbiosis_priv.errors import CheckpointError, DeviceLostError, RankLostError
 from symbiosis_priv.network import wire
 
 log = logs.EventLog(__name__)
@@ -286,14 +286,15 @@ class Executor:
         """One step of it."""
         try:
             next(cold)
-        except RankLostError:
+        except (DeviceLostError, RankLostError):
             raise
         except StopIteration:
             self._cold = None
             log.info("warmed_up", groups=self._model.groups_loaded)
-        except Exception as error:  # whoever needs that group will be told; the others are loaded when asked for
+        except Exception as error:  # a tenant that needs that group will be told; the others are loaded when asked for
             self._cold = None
             log.failure("warm_up_failed", error)
+            self._model.require_device()
 
     def _run_batch(self, pieces: list[Piece[_Job]]) -> None:
         try:
@@ -304,8 +305,9 @@ class Executor:
             product = self._model.product(rows, group=group, direction=direction, arithmetic=arithmetic)
         except RankLostError:  # what computes has ended, and so must this process
             raise
-        except Exception as error:  # one batch's trouble (memory, a device) is not the next one's
+        except Exception as error:  # lack of memory, say: the next batch may go well
             self._break([piece.job for piece in pieces], error)
+            self._model.require_device()
             return
         del rows, flat  # whoever is answered may count on it
         now = time.monotonic()

@@ -28,7 +28,7 @@ from provider.executor.handle import STARTUP_S, ExecutorHandle
 from provider.executor.queues import Context, Line, LocalInbox, SocketLine
 from provider.refusal import Refusal
 from provider.shards.rendezvous import FOLDER_VARIABLE
-from symbiosis_priv.errors import ConfigError, RankLostError
+from symbiosis_priv.errors import ConfigError, DeviceLostError, RankLostError
 from symbiosis_priv.system import processes as start
 
 log = logs.EventLog(__name__)
@@ -79,6 +79,9 @@ class ThreadExecutor(ExecutorHandle):
         except RankLostError as error:
             log.warning("rank_lost", reason=str(error))
             os._exit(1)  # this is a rank itself: torchrun starts the group again
+        except DeviceLostError as error:
+            log.warning("device_lost", reason=str(error))
+            os._exit(1)  # no thread of this process can use the device again
         except Exception as error:
             log.failure("executor_failed", error)
         finally:

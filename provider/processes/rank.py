@@ -55,6 +55,8 @@ def _run(config: ProviderConfig, *, lead: Callable[[], None]) -> None:
     settings = config.executor
     if settings.threads:
         torch.set_num_threads(max(1, settings.threads // int(os.environ["LOCAL_WORLD_SIZE"])))
+    if settings.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     rendezvous.join(
         "nccl" if settings.device.startswith("cuda") else "gloo", timeout=timedelta(seconds=settings.group_timeout_s)
     )

@@ -15,7 +15,7 @@ from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.checkpoints.manifest import Manifest
 from symbiosis_priv.checkpoints.weights import WeightStore
-from symbiosis_priv.errors import ConfigError
+from symbiosis_priv.errors import ConfigError, DeviceLostError
 from symbiosis_priv.network.wire import Arithmetic, Effect
 
 
@@ -34,14 +34,13 @@ def open_store(config: ProviderConfig, *, shardable: bool = False) -> WeightStor
     )
 
 
-def _usable(device: str) -> torch.device:
-    """The device, after a first value has been there and back."""
+def _require_usable(device: torch.device) -> None:
+    """ConfigError unless a value has been there and back."""
     try:
         torch.zeros(1, dtype=torch.float32, device=device).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"device = {device!r} cannot be used here ({reason}); use cpu, or cuda with a GPU") from error
-    return torch.device(device)
+        raise ConfigError(f"device = '{device}' cannot be used here ({reason}); use cpu, or cuda with a GPU") from error
 
 
 class ServedModel:
@@ -60,7 +59,8 @@ class ServedModel:
         self, store: WeightStore, *, operands: Operands | None = None, float_memory: int | None = None
     ) -> None:
         self._store = store
-        self._device = _usable(store.device)
+        self._device = torch.device(store.device)
+        _require_usable(self._device)
         self._operands = operands or LocalOperands(store)
         self._floats = None if float_memory is None else FloatGroups(store, device=self._device, memory=float_memory)
 
@@ -104,6 +104,17 @@ class ServedModel:
             raise ConfigError("float products are not served here: set float = true under [executor]")
         operand = self._floats.group(group)
         return operand.product(rows.to(self._device), direction=direction, biased=arithmetic == "float").cpu()
+
+    def require_device(self) -> None:
+        """Compute something small.
+
+        Raises:
+            DeviceLostError: the device does not even do that.
+        """
+        try:
+            _require_usable(self._device)
+        except ConfigError as error:
+            raise DeviceLostError(f"device {self._device} has failed for good: {error}") from error
 
     def mask_rows(self, request: Effect) -> Tensor:
         """The keystream rows of an effect request, int32 `[rows, inputs]`. Their product is the effect."""

@@ -317,7 +317,7 @@ class ShardedOperands(Operands):
     def _require_one_model(self, what: str) -> None:
         mine = torch.frombuffer(bytearray(hashlib.sha256(what.encode()).digest()), dtype=torch.uint8)
         theirs = mine.clone()
-        dist.broadcast(theirs, _LEAD)
+        dist.broadcast(theirs, _LEAD, group=self._plans)  # NCCL takes no tensor on the CPU
         if not torch.equal(mine, theirs):
             raise CheckpointError(f"rank {self._rank} has {what}, and rank 0 others: give all ranks the same [model]")
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from symbiosis_priv.kernels.base import Kernel, Packed
 from symbiosis_priv.kernels.choice import Choice, choose, tune
 from symbiosis_priv.kernels.matrix import RingMatrix
-from symbiosis_priv.kernels.registry import KERNELS, is_exact, kernel_of, probe_rows
+from symbiosis_priv.kernels.registry import KERNELS, is_exact, kernel_of, probe_rows, self_test
 
 __all__ = [
     "KERNELS",
@@ -27,5 +27,6 @@ __all__ = [
     "is_exact",
     "kernel_of",
     "probe_rows",
+    "self_test",
     "tune",
 ]

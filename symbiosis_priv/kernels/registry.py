@@ -64,13 +64,22 @@ def candidates(device: torch.device, *, kernel: str = "auto") -> list[Kernel]:
 def passes_self_test(kernel: Kernel, device: torch.device) -> bool:
     """Whether a kernel runs here and is exact, on a small matrix of each packed width; once per process."""
     try:
-        exact = all(_is_exact_on_a_sample(kernel, weight_bits, device) for weight_bits in (8, 12))
+        exact = self_test(kernel, device)
     except Exception as error:  # not built for this device or torch version, or no compiler for what Triton makes
-        log.debug("kernel %s cannot run here: %s", kernel.name, error)
+        log.warning("kernel %s cannot run on %s and is left out: %s: %s", kernel.name, device, _kind(error), error)
         return False
     if not exact:
         log.warning("kernel %s is not exact on this machine and is left out", kernel.name)
     return exact
+
+
+def self_test(kernel: Kernel, device: torch.device) -> bool:
+    """Whether a kernel is exact on a small matrix of each packed width. Raises what the kernel fails with."""
+    return all(_is_exact_on_a_sample(kernel, weight_bits, device) for weight_bits in (8, 12))
+
+
+def _kind(error: Exception) -> str:
+    return type(error).__qualname__
 
 
 def _is_exact_on_a_sample(kernel: Kernel, weight_bits: int, device: torch.device) -> bool:

@@ -6,6 +6,7 @@ of them alike.
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.kernels import KERNELS, Kernel, Packed, RingMatrix, is_exact, probe_rows
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
 from tenant.bench.result_file import Row
+
+log = logging.getLogger(__name__)
 
 _SLOW_S = 0.5  # what takes longer is measured once
 
@@ -125,7 +128,8 @@ def _is_exact(
 ) -> bool:
     try:
         return is_exact(kernel, weight, count=count, direction=direction, weight_bits=weight_bits, device=device)
-    except (RuntimeError, NotImplementedError):  # not built for this device
+    except Exception as error:  # not built for this device; Triton's errors have no common type
+        log.warning("kernel %s cannot run on %s: %s: %s", kernel.name, device, type(error).__qualname__, error)
         return False
 
 

@@ -80,15 +80,28 @@ class RingBackend(Backend):
     def multiply(self, index: int, direction: Direction, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         if not inputs[0].shape[0]:
             return
-        here = [out if out.is_cpu else torch.empty_like(out, device="cpu") for out in outputs]
-        near = [part if part.is_cpu else part.detach().cpu() for part in inputs]
+        here = [out if out.is_cpu else _host_like(out) for out in outputs]
+        near = _on_host(inputs)
         self.products.multiply(index, direction, FloatRows(self.facts[index], direction, near, here))
         for out, result in zip(outputs, here, strict=True):
             if out is not result:
-                out.copy_(result)
+                out.copy_(result, non_blocking=True)  # torch keeps page-locked memory until the copy is done
 
     def close(self) -> None:
         self.products.close()
+
+
+def _on_host(parts: Sequence[Tensor]) -> list[Tensor]:
+    """The same values on the CPU; all copies are under way before the first is waited for."""
+    near = [part if part.is_cpu else _host_like(part).copy_(part.detach(), non_blocking=True) for part in parts]
+    for device in {part.device for part in parts if part.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+    return near
+
+
+def _host_like(tensor: Tensor) -> Tensor:
+    """CPU memory of a tensor's shape and dtype; page-locked for CUDA, whose copies of other memory are slow."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
 
 
 class Simulation:

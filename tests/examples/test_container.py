@@ -35,3 +35,14 @@ def test_packages_are_pinned_and_health_is_asked_for() -> None:
     (check,) = arguments("HEALTHCHECK")
     path = re.findall(r"http://127\.0\.0\.1:9464(/\w+)", check)[0]
     assert f'"{path}"' in (ROOT / "provider/operations/metrics.py").read_text(encoding="utf-8")
+
+
+def test_a_gpu_is_seen_and_its_kernels_can_be_compiled() -> None:
+    """A compiler on request, and a folder for what it makes that the service may write to."""
+    last = "\n".join(words for name, words in STEPS if name in ("ARG", "ENV", "RUN"))
+    assert "GPU" in last
+    assert "TRITON_CACHE_DIR=/var/cache/symbiosis-provider/" in last
+    unit = (ROOT / "examples/deploy/symbiosis-provider.service").read_text(encoding="utf-8").splitlines()
+    assert "PrivateDevices=true" not in unit
+    assert {"DevicePolicy=closed", "DeviceAllow=char-nvidia* rw", "CacheDirectory=symbiosis-provider"} <= set(unit)
+    assert "Environment=TRITON_CACHE_DIR=/var/cache/symbiosis-provider/triton" in unit

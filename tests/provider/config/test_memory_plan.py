@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
+import torch
 
 from provider.config.memory_plan import check_plan, memory_plan
 from provider.config.schema import MIB, ExecutorConfig
@@ -72,3 +73,23 @@ def test_only_what_is_served_is_counted(configure: Configure, store: WeightStore
     )
     assert len(store.served) == 9
     assert sum(parts) == whole
+
+
+def test_a_gpu_has_what_others_leave(configure: Configure, store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the device that is configured, and for ranks of one each."""
+    asked: list[torch.device] = []
+
+    def free(device: torch.device) -> tuple[int, int]:
+        asked.append(device)
+        return 1000, 80 << 30
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", free)
+    for executor in (ExecutorConfig(device="cuda:1"), ExecutorConfig(device="cuda", ranks=2)):
+        with pytest.raises(ConfigError, match="on cuda:"):
+            check_plan(memory_plan(configure(executor=executor), store.manifest(), store.served))
+    assert asked == [torch.device("cuda:1"), torch.device("cuda:0")]
+    alone = memory_plan(configure(executor=ExecutorConfig(device="cuda")), store.manifest(), store.served)
+    ranks = memory_plan(configure(executor=ExecutorConfig(device="cuda", ranks=2)), store.manifest(), store.served)
+    ring = {need.place: need.size for need in ranks if need.what.startswith("ring weights")}
+    assert ring == dict.fromkeys(("cuda:0", "cuda:1"), alone[0].size // 2)

@@ -23,7 +23,7 @@ from provider.products.model import ServedModel
 from provider.scheduler.jobs import Stage
 from provider.scheduler.policy import PolicyName
 from symbiosis_priv.checkpoints.weights import WeightStore
-from symbiosis_priv.errors import RankLostError
+from symbiosis_priv.errors import DeviceLostError, RankLostError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
 
@@ -184,3 +184,28 @@ def test_what_breaks_in_an_askers_thread_ends_the_executor(store: WeightStore, r
         asker.send(1)  # nobody is there any more
         assert asker.line.receive(0.0) is None
         assert len(model.taken) == taken
+
+
+def test_a_device_that_has_failed_ends_the_executor_and_a_lack_of_memory_does_not(
+    store: WeightStore, requests: Requests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA answers every call after an illegal access with the same error: only a new process goes on."""
+    model = Watched(store)
+    with running(model) as (inbox, ended):
+        asker = Asker(inbox, requests, store)
+        find_it_at_rest(asker, model)
+        monkeypatch.setattr(Watched, "product", raising(torch.OutOfMemoryError("out of memory")))
+        asker.ask(1)
+        assert not ended.done()
+        monkeypatch.setattr(Watched, "product", raising(RuntimeError("CUDA error: an illegal memory access")))
+        monkeypatch.setattr("provider.products.model.torch.zeros", raising(RuntimeError("CUDA error: the same")))
+        asker.send(1)
+        with pytest.raises(DeviceLostError):
+            ended.result(TIMEOUT_S)
+
+
+def raising(error: Exception) -> Any:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    return fail

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -22,6 +24,24 @@ def test_parts_make_the_whole(data: DataObject, direction: Direction, part: int)
     got = Transfers(torch.device("cpu"), part=part).product(matrix, rows, direction)
     assert torch.equal(got, matrix.product(rows, direction))
     assert torch.equal(rows, before)
+
+
+def test_one_part_needs_no_second_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events and streams take as long as a small product."""
+    matrix = RingMatrix(torch.ones((3, 5), dtype=torch.int16), weight_bits=10)
+    transfers = Transfers(torch.device("cpu"), part=4)
+    used: list[object] = []
+    stream = transfers._module.stream
+
+    def noted(which: Any) -> Any:
+        used.append(which)
+        return stream(which)
+
+    monkeypatch.setattr(transfers._module, "stream", noted)
+    for rows, streams in ((0, 0), (1, 0), (4, 0), (5, 4)):
+        used.clear()
+        transfers.product(matrix, torch.ones((rows, 5), dtype=torch.int32), FORWARD)
+        assert len(used) == streams
 
 
 @pytest.mark.gpu

@@ -14,16 +14,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from provider.config.schema import ExecutorConfig, ProviderConfig
 from provider.executor.supervisor import GroupExecutor
 from provider.serve import Provider
+from provider.shards import rendezvous
+from provider.shards.sharded import ShardedOperands
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.network import wire
 from symbiosis_priv.system import processes as start
@@ -138,6 +142,31 @@ def end_with_their_torchrun(agent: int, ranks: dict[int, int]) -> None:
     while not all(map(has_ended, ranks.values())):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_the_models_digest_goes_to_the_ranks_by_gloo(
+    store: WeightStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lies on the CPU, and with GPUs the default group is NCCL's."""
+    broadcast, groups = dist.broadcast, []
+
+    def noted(tensor: torch.Tensor, source: int, group: Any = None) -> Any:
+        groups.append(group)
+        return broadcast(tensor, source, group=group)
+
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(rendezvous.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(dist, "broadcast", noted)
+    rendezvous.join("gloo", timeout=timedelta(seconds=30))
+    try:
+        operands = ShardedOperands(WeightStore(store.path, cache=tmp_path / "cache", shardable=True))
+        assert groups
+        assert None not in groups
+        operands.close()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_two_machines_serve_one_model(

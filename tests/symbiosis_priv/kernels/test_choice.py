@@ -15,9 +15,10 @@ from torch import Tensor
 from symbiosis_priv import native
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.kernels import KERNELS, Packed, RingMatrix, choice, choose, tune
+from symbiosis_priv.kernels import KERNELS, Packed, RingMatrix, choice, choose, self_test, tune
 from symbiosis_priv.kernels.plain import Int32Kernel
 from symbiosis_priv.kernels.registry import candidates
+from tenant.bench.kernels import measure_kernels
 from tests.builds import switched
 
 CPU = torch.device("cpu")
@@ -86,6 +87,25 @@ def test_an_inexact_kernel_is_left_out(
     assert planted not in candidates(CPU)
     assert "planted" not in used(memory)
     assert "kernel planted is not exact" in caplog.text
+
+
+def test_a_kernel_that_cannot_run_is_left_out_with_a_warning(
+    plant: Callable[..., Planted], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A GPU without its fast kernel is slow; the log says why."""
+
+    def fail(_: Tensor) -> None:
+        raise FileNotFoundError("no C compiler")
+
+    planted = plant(fail)
+    with caplog.at_level(logging.WARNING, logger="symbiosis_priv.kernels"):
+        assert planted not in candidates(CPU)
+    assert "FileNotFoundError: no C compiler" in caplog.text
+    with pytest.raises(FileNotFoundError):
+        self_test(planted, CPU)
+    assert self_test(KERNELS["int32"], CPU)
+    timed = measure_kernels(inputs=8, outputs=8, row_counts=[1], repeat=1)
+    assert all("int32" in timing.kernels and "planted" not in timing.kernels for timing in timed)
 
 
 def test_a_kernel_that_is_inexact_for_a_shape_only_is_left_out(plant: Callable[..., Planted], memory: Path) -> None:

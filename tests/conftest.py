@@ -26,6 +26,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from symbiosis_priv.harness.base_model import Pretraining, make_base_model
 from symbiosis_priv.system.processes import end_quickly
+from tests.warm import Popen
 
 # Examples stay random (a failure prints the blob that reproduces it). Timing is not a property: machines are shared.
 settings.register_profile(
@@ -63,6 +64,14 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Quantised weights and verification keys of a test run never meet the user's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SYMBIOSIS_PRIV_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _services_are_forks() -> Iterator[None]:
+    """The providers and registries of `LocalFederation` do not import torch again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("symbiosis_priv.harness.service.Popen", Popen)
         yield
 
 

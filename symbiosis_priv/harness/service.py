@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from subprocess import PIPE, STDOUT, Popen, TimeoutExpired
 
 from symbiosis_priv.errors import ConfigError, DeadlineExceededError
 
@@ -33,7 +33,7 @@ class Service:
     def __init__(self, what: str, folder: Path, name: str) -> None:
         self._what = what
         self._log, self._ready = folder / f"{name}.log", folder / f"{name}.ready"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Popen[bytes] | None = None
 
     @property
     def pid(self) -> int | None:
@@ -48,11 +48,11 @@ class Service:
         """Start `symbiosis-priv WORDS`."""
         self._ready.unlink(missing_ok=True)
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
+            self._process = Popen(
                 [sys.executable, "-m", "symbiosis_priv.cli", *words, "--ready-file", str(self._ready), "--lifeline"],
-                stdin=subprocess.PIPE,
+                stdin=PIPE,
                 stdout=log,
-                stderr=subprocess.STDOUT,
+                stderr=STDOUT,
                 env={**os.environ, "HF_HUB_OFFLINE": "1"},
                 start_new_session=True,  # Ctrl-C is for whoever started it: the tenant finishes before its providers go
             )
@@ -88,7 +88,7 @@ class Service:
     def stop(self) -> None:
         """Wait some seconds for its end, and kill it then."""
         if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            with contextlib.suppress(TimeoutExpired):
                 self._process.wait(_STOP_S)
             self.kill()
 

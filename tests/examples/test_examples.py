@@ -21,6 +21,8 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.federation import load_federation
 from symbiosis_priv.harness.base_model import Pretraining, make_base_model
 from symbiosis_priv.harness.text import private_text
+from tests import warm
+from tests.warm import Popen
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = Pretraining(steps=4, batch=2, window=16, sentences=300, vocab=320)
@@ -30,7 +32,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 def start_provider(folder: Path, config: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "symbiosis_priv.cli", "provider", "serve"]
     arguments = ["--config", str(folder / config), "--ready-file", str(folder / f"{config}.ready")]
-    return subprocess.Popen([*command, *arguments], env=ENVIRONMENT, cwd=folder)
+    return Popen([*command, *arguments], env=ENVIRONMENT, cwd=folder)
 
 
 def bound_port(folder: Path, config: str, process: subprocess.Popen[bytes]) -> str:
@@ -74,7 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def run(folder: Path, *arguments: str) -> str:
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, *arguments],
         cwd=folder,
         env=ENVIRONMENT,

@@ -1,6 +1,6 @@
 """The README's section on hosting, command by command: two operators and a tenant, each in a folder of its own.
 
-Every command is given to a shell as it is printed. Filled in are the checkpoint's path, the hosts and the ports, and
+Every command is split into words as a shell does it. Filled in are the checkpoint's path, the hosts and the ports, and
 what people carry from one machine to another.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import pytest
 from symbiosis_priv.federation import load_federation
 from symbiosis_priv.harness.base_model import Pretraining, make_base_model
 from symbiosis_priv.harness.text import private_text
+from tests import warm
 
 README = Path(__file__).parents[2] / "README.md"
 TINY = Pretraining(steps=4, batch=2, window=16, sentences=300, vocab=320)
@@ -64,20 +66,20 @@ class Place:
         command = self.filled_in(command)
         environment = {
             **os.environ,
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
             "OMP_NUM_THREADS": "1",
             "SYMBIOSIS_PRIV_CACHE": str(self.folder / party / "cache"),
         }
         where = self.folder / party
+        name, *words = shlex.split(command, comments=True)
+        assert name == "symbiosis-priv"
+        command_line = [sys.executable, "-m", "symbiosis_priv.cli", *words]
         if "provider serve" in command:
             with (where / "log").open("wb") as log:
-                self.servers[party] = subprocess.Popen(
-                    ["sh", "-c", f"exec {command} --ready-file ready"], cwd=where, env=environment, stderr=log
+                self.servers[party] = warm.Popen(
+                    [*command_line, "--ready-file", "ready"], cwd=where, env=environment, stderr=log
                 )
             return ""
-        done = subprocess.run(
-            ["sh", "-ec", command], cwd=where, env=environment, capture_output=True, text=True, timeout=150, check=False
-        )
+        done = warm.run(command_line, cwd=where, env=environment, capture_output=True, text=True, timeout=150)
         assert done.returncode == 0, f"{party}: {command}\n{done.stdout}{done.stderr}"
         return done.stdout + done.stderr
 

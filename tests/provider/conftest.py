@@ -29,6 +29,7 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import parse_address
 from symbiosis_priv.network.tls import client_context
+from tests.warm import Popen
 
 TIMEOUT_S = 20.0
 
@@ -267,9 +268,7 @@ class Service:
         python = [sys.executable, "-W", "error", "-m", "symbiosis_priv.cli"]
         command = [*python, "provider", "serve", "-c", str(self.config_file)]
         with self.log_file.open("wb") as log:
-            self.process = subprocess.Popen(
-                [*command, "--ready-file", str(self.ready_file)], stdout=subprocess.PIPE, stderr=log
-            )
+            self.process = Popen([*command, "--ready-file", str(self.ready_file)], stdout=subprocess.PIPE, stderr=log)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, self.log_file.read_text()

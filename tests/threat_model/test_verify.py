@@ -6,7 +6,6 @@ The provider runs in this process, behind its own gateway and TLS; faults are pl
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -43,6 +42,7 @@ from symbiosis_priv.kernels import RingMatrix
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import parse_address
 from tenant.preparation.keys import prepare
+from tests.warm import run
 from threat_model.conformance import (
     PROPERTIES,
     CheckpointOracle,
@@ -671,7 +671,7 @@ def test_a_federation_from_the_command_line(local: LocalFederation, place: Place
     report = tmp_path / "verify.json"
     command = [sys.executable, "-m", "symbiosis_priv.cli", "verify", "--examples", "10", "--seed", "5"]
     files = ["--federation", str(local.federation), "--model", str(place.checkpoint), "--json", str(report)]
-    done = subprocess.run([*command, *files], capture_output=True, text=True, timeout=100, check=False)
+    done = run([*command, *files], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "holds" in done.stdout
     document = json.loads(report.read_bytes())

@@ -1,0 +1,60 @@
+"""Forks behave like new processes, and nothing of this project has come over a fork."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from subprocess import PIPE, TimeoutExpired
+
+import pytest
+
+from tests.warm import Popen, run
+
+PROJECT = ("symbiosis_priv", "provider", "tenant", "threat_model")
+
+
+def test_a_fork_has_torch_one_thread_and_no_module_of_this_project() -> None:
+    names = (
+        "import os, sys; print(*sys.modules); print(len(os.listdir('/proc/self/task')), *os.listdir('/proc/self/fd'))"
+    )
+    done = run([sys.executable, "-c", names], capture_output=True, text=True, timeout=100, check=True)
+    modules, threads_and_files = done.stdout.splitlines()
+    assert "torch" in modules.split()
+    assert not {name.partition(".")[0] for name in modules.split()}.intersection(PROJECT)
+    assert threads_and_files.split()[0] == "1"
+    assert len(threads_and_files.split()) <= 1 + len(("stdin", "stdout", "stderr", "/proc/self/fd"))
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "output", "error"),
+    [
+        ("import atexit; atexit.register(print, 'last'); print('first')", 0, "first\nlast\n", ""),
+        ("import sys; sys.exit(3)", 3, "", ""),
+        ("import sys; sys.exit('why')", 1, "", "why"),
+        ("1 / 0", 1, "", "ZeroDivisionError"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM, "", ""),
+        ("import threading, time; threading.Timer(0.1, print, ['late']).start()", 0, "late\n", ""),
+    ],
+)
+def test_a_fork_ends_like_a_process(code: str, status: int, output: str, error: str) -> None:
+    done = run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (status, output)
+    assert error in done.stderr
+
+
+def test_a_fork_has_the_folder_environment_and_input_that_it_was_given(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import os, sys; print(os.getcwd(), *sys.argv[1:], os.environ, input())")
+    command = [sys.executable, "-W", "error", str(tmp_path / "script.py"), "word"]
+    with Popen(command, cwd=tmp_path, env={"ONLY": "this"}, stdin=PIPE, stdout=PIPE, text=True) as process:
+        with pytest.raises(TimeoutExpired):
+            process.wait(0.1)
+        assert process.poll() is None
+        output, _ = process.communicate("line\n", timeout=60)
+    assert output == f"{tmp_path} word environ({{'ONLY': 'this'}}) line\n"
+    process.kill()  # it has ended: nothing happens
+    assert process.returncode == 0
+
+
+def test_what_is_no_python_is_an_ordinary_process() -> None:
+    assert run(["echo", "here"], capture_output=True, text=True, timeout=10).stdout == "here\n"

@@ -8,9 +8,11 @@ the checkpoint are declared as expected leftovers, so that a full checkpoint and
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,12 +28,12 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint, check_index
 from symbiosis_priv.checkpoints.layer_discovery import is_linear, widths
 from symbiosis_priv.checkpoints.vetting import QUANT_METHOD, vet
-from symbiosis_priv.errors import CheckpointError, ConfigError, SymbiosisError
+from symbiosis_priv.errors import CheckpointError, ConfigError, SymbiosisError, UnsupportedMethodError
 from tenant.core.backend import Backend
 from tenant.masking.registry import registered, scheme_named
 from tenant.masking.scheme import SessionScheme
 from tenant.model.connect import open_backend
-from tenant.model.offloaded import OffloadedParameter
+from tenant.model.offloaded import NO_DISK, OffloadedParameter
 from tenant.model.remote_linear import LayerGroup, RemoteConv1D, RemoteLayer, RemoteLinear
 from tenant.options import Options
 
@@ -117,6 +119,9 @@ class RemoteQuantizer(HfQuantizer):
     update_tp_plan = update_attn_implementation  # the hook at that moment in transformers 5.17
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        device_map = kwargs.get("device_map")
+        if isinstance(device_map, dict) and "disk" in device_map.values():
+            raise UnsupportedMethodError(NO_DISK)
         folder = _vetted(kwargs.get("checkpoint_files"), model.config)
         self._folder, self._identity = folder, _identity(folder)
         with torch.device("cpu"):  # transformers builds its skeleton on the meta device; ours is real
@@ -143,6 +148,8 @@ class RemoteQuantizer(HfQuantizer):
             elif isinstance(module, PreTrainedModel):
                 # architectures take other paths through quantised weights, which the model at home does not take
                 vars(module.config).pop("_is_quantized", None)
+        vars(model)["_enable_peft_forward_hooks"] = _without_ignored_arguments
+        model.register_forward_pre_hook(lambda _, args, kwargs: _check_not_ignored(kwargs), with_kwargs=True)
         del model.config.quantization_config  # config.save_pretrained, loggers and hubs have no use for it
         return model
 
@@ -156,6 +163,23 @@ class RemoteQuantizer(HfQuantizer):
             "adapters are: get_peft_model(...).save_pretrained(folder)"
         )
         return False
+
+
+@contextlib.contextmanager
+def _without_ignored_arguments(*args: Any, **kwargs: Any) -> Iterator[None]:
+    """PEFT's tuners that choose adapters by row have a method of this kind. For others, PEFT finds this one here."""
+    _check_not_ignored(kwargs)
+    yield
+
+
+def _check_not_ignored(kwargs: dict[str, Any]) -> None:
+    """Refuse arguments that PEFT drops without a word, so that every row would go through the active adapter."""
+    for name in ("adapter_names", "alora_offsets"):
+        if kwargs.get(name) is not None:
+            raise UnsupportedMethodError(
+                f"PEFT ignores {name} for the adapters of this model (it works for LoRA, and adapter_names for RoAd). "
+                f"Use LoRA, or choose one adapter for all rows: model.set_adapter(name)"
+            )
 
 
 def _identity(folder: Path) -> str:

@@ -38,20 +38,37 @@ _SIZES: dict[str, Callable[..., Any]] = {
 }
 
 
+NO_DISK = (
+    "device_map puts offloaded layers on disk, and their weights stay at the providers. Map every module to a device: "
+    "device_map='cpu' or 'cuda'"
+)
+
+
 class OffloadedParameter(nn.Parameter):
     """A frozen parameter that is not here.
 
     Args:
         shape: the whole parameter's.
         dtype, device: as of any tensor.
+        requires_grad: ignored; the parameter is frozen.
+
+    Raises:
+        UnsupportedMethodError: `shape` is a tensor: accelerate offloads the parameter.
     """
 
     _is_hf_initialized = True  # nothing here for transformers to initialise
     _whole: torch.Size
 
     def __new__(
-        cls, shape: Sequence[int], *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+        cls,
+        shape: Sequence[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        requires_grad: bool = False,
     ) -> Self:
+        if isinstance(shape, Tensor):  # accelerate makes one of a tensor, with `requires_grad`
+            raise UnsupportedMethodError(NO_DISK)
         return cls._of(torch.empty(0, dtype=dtype, device=device), torch.Size(shape))
 
     @classmethod

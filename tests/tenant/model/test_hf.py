@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import transformers
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import (
+    IA3Config,
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    PromptTuningConfig,
+    RoadConfig,
+    VeraConfig,
+    get_peft_model,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
@@ -43,7 +52,7 @@ from transformers import (
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint
 from symbiosis_priv.checkpoints.layer_discovery import architecture, discover, load_config
 from symbiosis_priv.checkpoints.weights import WeightStore
-from symbiosis_priv.errors import CheckpointError, NonFiniteError, SymbiosisError
+from symbiosis_priv.errors import CheckpointError, NonFiniteError, SymbiosisError, UnsupportedMethodError
 from symbiosis_priv.federation import Federation
 from tenant import RemoteConfig, backend_of
 from tenant.model.remote_linear import RemoteLayer
@@ -427,6 +436,51 @@ def test_a_language_model_beside_a_classifier_is_another_model(classifier: Path,
 
 
 # Models
+
+
+@pytest.mark.parametrize(
+    "device_map",
+    [
+        {"": "disk"},
+        {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu", "lm_head": "cpu"},
+    ],
+)
+def test_layers_on_disk_are_refused(load: Load, llama: Path, device_map: dict[str, str], tmp_path: Path) -> None:
+    remote = RemoteConfig(masking="simulate")
+    options: dict[str, Any] = {"quantization_config": remote, "offload_folder": str(tmp_path)}
+    with pytest.raises(UnsupportedMethodError, match="device_map"):
+        AutoModelForCausalLM.from_pretrained(llama, device_map=device_map, **options)
+    weight: Any = next(m.weight for m in load(llama, masking="simulate").modules() if isinstance(m, RemoteLayer))
+    with pytest.raises(UnsupportedMethodError, match="device_map"):  # as accelerate does it for device_map="auto"
+        type(weight)(torch.empty(2, 2), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "works"),
+    [
+        (LoraConfig(r=4, target_modules=["q_proj"]), True),
+        (RoadConfig(target_modules=["q_proj"]), True),
+        (IA3Config(target_modules=["q_proj"], feedforward_modules=[]), False),
+        (VeraConfig(r=4, target_modules=["q_proj"]), False),
+        (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_adapter_names_that_peft_would_ignore_are_an_error(
+    load: Load, llama: Path, config: PeftConfig, works: bool
+) -> None:
+    """Every row would go through the active adapter, without a word."""
+    model: Any = get_peft_model(load(llama, masking="simulate"), config).eval()
+    names = ["default", "__base__"]
+    with torch.no_grad():
+        model(input_ids=IDS)
+        if works:
+            model(input_ids=IDS, adapter_names=names)
+            return
+        with pytest.raises(UnsupportedMethodError, match="adapter_names"):
+            model(input_ids=IDS, adapter_names=names)
+        with pytest.raises((UnsupportedMethodError, ValueError), match="adapter_names"):  # or transformers' own
+            model.generate(input_ids=IDS, adapter_names=names, max_new_tokens=1)
 
 
 def test_the_base_model_is_not_saved(load: Load, llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from symbiosis_priv.errors import SymbiosisError
-from symbiosis_priv.network.wire import ErrorCode
+from symbiosis_priv.network.wire import ErrorCode, QuotaLimit
 
 
 class Refusal(SymbiosisError):
@@ -12,9 +12,11 @@ class Refusal(SymbiosisError):
     Args:
         code: goes over the wire.
         detail: goes over the wire. It quotes no other tenant.
+        limit: the tenant's quota, if the request is over it.
     """
 
-    def __init__(self, code: ErrorCode, detail: str) -> None:
+    def __init__(self, code: ErrorCode, detail: str, *, limit: QuotaLimit | None = None) -> None:
         super().__init__(detail)
         self.code = code
         self.detail = detail
+        self.limit = limit

@@ -221,12 +221,12 @@ class Connection:
             return
         work = row_cost(request, self._service.manifest.groups[request.group]) * request.rows
         with (
-            self._service.quotas.admitted(self._tenant, rows=request.rows, work=work),
+            self._service.quotas.admitted(self._tenant, rows=request.rows, work=work) as limit,
             self._service.budget.taken(self._tenant, size, timeout=self._limits.request_timeout_s),
         ):
             try:
                 payload = self._read_payload()  # in time of its own: waiting for bytes was not the tenant's fault
-                self._multiply(request, payload, cost=work)
+                self._multiply(request, payload, cost=work, limit=limit)
             except TimeoutError:
                 self._bill(Counts(slow=1))
                 raise
@@ -247,14 +247,21 @@ class Connection:
 
     def _answer_empty_product(self, request: wire.Execute | wire.Effect) -> None:
         """Answer a request of zero rows here: it takes nothing of the executor, and the gateway limits its rate."""
-        with self._service.quotas.admitted(self._tenant, rows=0, work=0):
+        with self._service.quotas.admitted(self._tenant, rows=0, work=0) as limit:
             self._service.register.count_request(self._tenant)
             self._bill(Counts(requests=1))
-            self._send(wire.encode(wire.Result.answering(request)))
+            self._send(wire.encode(wire.Result.answering(request, limit=limit)))
         self._pause(size=0)
 
-    def _multiply(self, request: wire.Execute | wire.Effect, payload: memoryview, *, cost: int) -> None:
-        """Have a product of so many multiply-adds computed, and send it."""
+    def _multiply(
+        self,
+        request: wire.Execute | wire.Effect,
+        payload: memoryview,
+        *,
+        cost: int,
+        limit: wire.QuotaLimit | None,
+    ) -> None:
+        """Have a product of so many multiply-adds computed, and send it with the limit that the request has met."""
         work = self._work(request)
         if work.stage == "fine_tuning" and self._left():  # looked at where a product takes longer than the look
             self._bill(Counts(abandoned=1))
@@ -271,6 +278,9 @@ class Connection:
             self._service.register.count_request(self._tenant)
             received, sent = len(payload), len(answer.payload)
             self._bill(Counts(requests=1, rows=request.rows, work=cost, bytes_received=received, bytes_sent=sent))
+            if limit is not None:
+                result = wire.Result.answering(request, limit=limit)
+                answer = answer._replace(head=wire.encode(result, payload_bytes=sent))
         elif self._left():  # what was multiplied before anybody knew is on its bill
             self._bill(Counts(abandoned=1, rows=answer.rows, work=cost * answer.rows // request.rows))
         else:  # it is late, or broke
@@ -372,7 +382,7 @@ class Connection:
 
 def refuse(link: Link, refusal: Refusal, *, timeout: float) -> None:
     """Tell the tenant why it is not served."""
-    failure = wire.Failure(code=refusal.code, detail=refusal.detail[:_DETAIL])
+    failure = wire.Failure(code=refusal.code, detail=refusal.detail[:_DETAIL], limit=refusal.limit)
     link.send(wire.encode(failure), _NOTHING, deadline=time.monotonic() + timeout)
 
 

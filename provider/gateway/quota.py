@@ -1,11 +1,12 @@
-"""How much a tenant may ask for: rates and rows in flight, and waiting before refusing.
+"""How much a tenant may ask for: rates, and rows in flight.
 
-A rate is a bucket of one second's worth. A request is let in while its bucket is not empty and may leave it in debt,
-so that a large one passes too and the next ones wait for it; over time no more than the rate comes through. Who would
-have to wait long is refused (BUSY, which is worth the same bytes again), so that nothing piles up here.
+Each rate is a token bucket that holds one second's worth. A request is admitted while no bucket is in debt, and may
+leave a bucket in debt: so a large request passes too, the next ones wait for it, and over time no more than the rate
+is served. A request that would have to wait for more than a second is refused (BUSY: the same bytes may be sent again),
+so that nothing piles up here. The tenant is told which limit its request has met, and so are the log and the metrics.
 
-Refusals and reports cost no product, and so they have a rate of their own, the same for everybody: they take the
-gateway's time, which everybody shares. They are given at once, and what a tenant asks next is read when it is within
+Refusals, health reports and requests of zero rows cost no product. They take the gateway's time, so each tenant has a
+rate of them too, the same for all tenants: they are answered at once, and the next request is read once it is within
 the rate.
 """
 
@@ -14,23 +15,28 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+from provider import logs
 from provider.config.schema import MIB, QuotaConfig
 from provider.refusal import Refusal
+from provider.token_bucket import TokenBucket
 from symbiosis_priv.network.tls import TenantIdentity
-from symbiosis_priv.network.wire import ErrorCode
+from symbiosis_priv.network.wire import ErrorCode, QuotaLimit
+
+log = logs.EventLog(__name__)
 
 _PATIENCE_S = 1.0
-_GIGA = 1e9
+_LOG_AGAIN_S = 60.0
 _REMEMBERED = 1024  # tenants
-_AT_ONCE = nullcontext()
-_ASIDES = QuotaConfig(requests_per_s=1000.0, rows_per_s=100.0 * MIB)  # whose rows are bytes that are read past
+_AT_ONCE: AbstractContextManager[None] = nullcontext()
+_ASIDES = QuotaConfig(requests_per_s=1000.0, rows_per_s=100.0 * MIB)  # its rows are bytes that are read and dropped
 
 
 class Meter:
-    """What one tenant has taken lately. Told the time; knows no locks.
+    """What one tenant has taken lately. Told the time; not thread-safe.
 
     Args:
         now: seconds of a monotonic clock.
@@ -38,55 +44,79 @@ class Meter:
 
     def __init__(self, now: float) -> None:
         self.rows_in_flight = 0
-        self._levels: dict[str, float] = {}  # of each bucket; negative in debt
-        self._when = now
+        self.logged_at: float | None = None
+        self._buckets: dict[str, TokenBucket] = {}
+        self._now = now
 
     def delay(self, quota: QuotaConfig, now: float) -> float:
-        """Seconds until no bucket is in debt; 0 if none is."""
-        passed, self._when = now - self._when, now
-        rates = _rates(quota)
-        self._levels = {name: min(rate, self._levels.get(name, rate) + rate * passed) for name, rate in rates.items()}
-        return max((-level / rates[name] for name, level in self._levels.items() if level < 0), default=0.0)
+        """Seconds until no bucket is in debt; 0.0 if none is."""
+        self._set_rates(quota)
+        self._now = now
+        return max((bucket.delay(now) for bucket in self._buckets.values()), default=0.0)
+
+    def limit(self, quota: QuotaConfig) -> QuotaLimit:
+        """The rate whose bucket is in debt for the longest time, as of the last `delay`."""
+        name = max(self._buckets, key=lambda name: self._buckets[name].delay(self._now))
+        amount = _rates(quota)[name]
+        if name == "work":
+            return QuotaLimit(amount=amount / 1e9, unit="billion multiply-adds/s")
+        return QuotaLimit(amount=amount, unit="rows/s" if name == "rows" else "requests/s")
 
     def take(self, *, rows: int, work: int) -> None:
-        """A request is let in."""
+        """A request is admitted."""
         for name, amount in (("requests", 1), ("rows", rows), ("work", work)):
-            if name in self._levels:
-                self._levels[name] -= amount
+            if name in self._buckets:
+                self._buckets[name].take(amount)
         self.rows_in_flight += rows
+
+    def _set_rates(self, quota: QuotaConfig) -> None:
+        rates = _rates(quota)
+        self._buckets = {name: bucket for name, bucket in self._buckets.items() if name in rates}
+        for name, rate in rates.items():
+            if name in self._buckets:
+                self._buckets[name].change(per_s=rate, burst=rate)
+            else:
+                self._buckets[name] = TokenBucket(per_s=rate, burst=rate, now=self._now)
 
 
 class QuotaGate:
-    """Lets tenants' requests in. Thread-safe.
+    """Admits tenants' requests. Thread-safe.
 
     Args:
-        quotas: what a tenant may have.
+        quotas: the quota of each tenant.
     """
 
     def __init__(self, quotas: Callable[[TenantIdentity], QuotaConfig]) -> None:
         self.renew(quotas)
         self._meters: dict[TenantIdentity, Meter] = {}
         self._asides: dict[TenantIdentity, Meter] = {}
+        self._limited: Counter[TenantIdentity] = Counter()
         self._changed = threading.Condition()
 
     def renew(self, quotas: Callable[[TenantIdentity], QuotaConfig]) -> None:
-        """For requests that come from now on."""
+        """Take over new quotas, for requests that come from now on."""
         self.of = functools.lru_cache(_REMEMBERED)(quotas)
 
-    def admitted(self, tenant: TenantIdentity, *, rows: int, work: int) -> AbstractContextManager[None]:
-        """Hold a request's place while it is served; waits a little for it.
+    def limited(self) -> dict[TenantIdentity, int]:
+        """For each tenant, the number of requests that had to wait, or were refused, because of its quota."""
+        with self._changed:
+            return dict(self._limited)
+
+    def admitted(self, tenant: TenantIdentity, *, rows: int, work: int) -> AbstractContextManager[QuotaLimit | None]:
+        """Hold a request's place while it is served, from when the quota admits it. Enters with the limit that the
+        request had to wait for; None if it did not wait.
 
         Raises, when it is entered:
-            Refusal: BUSY if it would take long, TOO_LARGE if it never can.
+            Refusal: BUSY if it would have to wait for long, TOO_LARGE if the quota never admits it.
         """
         quota = self.of(tenant)
         return _AT_ONCE if quota.limits_nothing else self._in_turn(tenant, quota, rows=rows, work=work)
 
     def pause(self, tenant: TenantIdentity, *, size: int) -> float:
-        """For how many seconds nothing is read from where a tenant was given a refusal or a report.
+        """Seconds for which the gateway reads nothing from a tenant that it has answered without a product.
 
         Args:
-            size: bytes that were read past for it.
+            size: bytes that were read and dropped.
         """
         with self._changed:
             meter, now = self._asides.setdefault(tenant, Meter(time.monotonic())), time.monotonic()
@@ -95,36 +125,53 @@ class QuotaGate:
             return meter.delay(_ASIDES, now)
 
     @contextmanager
-    def _in_turn(self, tenant: TenantIdentity, quota: QuotaConfig, *, rows: int, work: int) -> Iterator[None]:
+    def _in_turn(
+        self, tenant: TenantIdentity, quota: QuotaConfig, *, rows: int, work: int
+    ) -> Iterator[QuotaLimit | None]:
         if quota.max_rows_in_flight is not None and rows > quota.max_rows_in_flight:
             raise Refusal(ErrorCode.TOO_LARGE, f"{rows} rows; this tenant's quota is {quota.max_rows_in_flight}")
         with self._changed:
             meter = self._meters.setdefault(tenant, Meter(time.monotonic()))
-            self._wait(meter, quota, rows)
+            limit = self._wait(tenant, meter, quota, rows)
             meter.take(rows=rows, work=work)
         try:
-            yield
+            yield limit
         finally:
             with self._changed:
                 meter.rows_in_flight -= rows
                 self._changed.notify_all()
 
-    def _wait(self, meter: Meter, quota: QuotaConfig, rows: int) -> None:
+    def _wait(self, tenant: TenantIdentity, meter: Meter, quota: QuotaConfig, rows: int) -> QuotaLimit | None:
+        """Wait until the quota admits the request; returns the limit that it has waited for last, if any."""
         end = time.monotonic() + _PATIENCE_S
-        limit = quota.max_rows_in_flight
+        most_in_flight, limit = quota.max_rows_in_flight, None
         while True:
             now = time.monotonic()
             delay, left = meter.delay(quota, now), end - now
-            full = limit is not None and meter.rows_in_flight + rows > limit
+            full = most_in_flight is not None and meter.rows_in_flight + rows > most_in_flight
             if not delay and not full:
-                return
+                return limit
+            first, limit = limit is None, meter.limit(quota) if delay else _in_flight(quota)
+            if first:
+                self._note(tenant, meter, limit, now)
             if left <= 0 or delay > left:
-                raise Refusal(ErrorCode.BUSY, "this tenant's quota is used up for now; ask again later")
+                raise Refusal(ErrorCode.BUSY, f"your quota is {limit}; ask again later", limit=limit)
             self._changed.wait(delay or left)
 
+    def _note(self, tenant: TenantIdentity, meter: Meter, limit: QuotaLimit, now: float) -> None:
+        self._limited[tenant] += 1
+        if meter.logged_at is None or now - meter.logged_at > _LOG_AGAIN_S:
+            meter.logged_at = now
+            log.warning("over_quota", tenant=str(tenant), quota=str(limit), requests=self._limited[tenant])
 
-def _rates(quota: QuotaConfig) -> Mapping[str, float]:
-    """What is limited, in requests, rows and multiply-adds a second."""
-    work = None if quota.giga_multiply_adds_per_s is None else _GIGA * quota.giga_multiply_adds_per_s
+
+def _in_flight(quota: QuotaConfig) -> QuotaLimit:
+    assert quota.max_rows_in_flight is not None
+    return QuotaLimit(amount=quota.max_rows_in_flight, unit="rows in flight")
+
+
+def _rates(quota: QuotaConfig) -> dict[str, float]:
+    """Limits in requests, rows and multiply-adds a second."""
+    work = None if quota.giga_multiply_adds_per_s is None else 1e9 * quota.giga_multiply_adds_per_s
     rates = {"requests": quota.requests_per_s, "rows": quota.rows_per_s, "work": work}
     return {name: rate for name, rate in rates.items() if rate is not None}

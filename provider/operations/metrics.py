@@ -70,6 +70,12 @@ class _Collector:
         for named, count in status.visits.items():
             visits.add_metric([named], count)
         yield visits
+        limited = CounterMetricFamily(
+            _PREFIX + "tenant_over_quota", "requests that a quota made wait, or refused", labels=["tenant"]
+        )
+        for named, count in status.over_quota.items():
+            limited.add_metric([named], count)
+        yield limited
         taken = GaugeMetricFamily(_PREFIX + "announced", "1 if a registry lists it as it is", labels=["registry"])
         for registry, listed in status.registries.items():
             taken.add_metric([registry], listed)

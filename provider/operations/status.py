@@ -35,6 +35,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         connections: number of authenticated connections.
         handshakes: counts of handshakes.
         visits: number of connections that each tenant has opened since the start.
+        over_quota: number of requests of each tenant that its quota made wait, or refused, since the start.
         bytes_held: bytes of large requests in memory.
         waiting_for_bytes: number of large requests that wait for memory.
         restarts: number of restarts of the executor.
@@ -53,6 +54,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     connections: int
     handshakes: Handshakes
     visits: dict[str, int]
+    over_quota: dict[str, int]
     bytes_held: int
     waiting_for_bytes: int
     restarts: int
@@ -95,6 +97,7 @@ class StatusSource:
             connections=self._gateway.connections,
             handshakes=self._gateway.handshakes,
             visits={str(tenant): count for tenant, count in service.register.visits().items()},
+            over_quota={str(tenant): count for tenant, count in service.quotas.limited().items()},
             bytes_held=service.budget.used,
             waiting_for_bytes=service.budget.waiting,
             restarts=self._executor.generation,

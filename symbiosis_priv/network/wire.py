@@ -142,13 +142,31 @@ class Effect(Binding, frozen=True, tag="effect"):
         return f"Effect(group={self.group}, direction={self.direction!r}, first_row={self.first_row}, rows={self.rows})"
 
 
-class Result(Binding, frozen=True, tag="result"):
-    """The product. Payload: `[rows, outputs]` (`[rows, inputs]` backward)."""
+class QuotaLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A quota of the tenant's that a request has met. The tenant shows it to its user, and uses it for nothing else."""
+
+    amount: Annotated[float, msgspec.Meta(gt=0, le=1e15)]
+    unit: Literal["requests/s", "rows/s", "billion multiply-adds/s", "rows in flight"]
+
+    def __str__(self) -> str:
+        """Like `300 rows/s`."""
+        return f"{self.amount:,.10g} {self.unit}"
+
+
+class Result(Binding, frozen=True, tag="result", omit_defaults=True):
+    """The product. Payload: `[rows, outputs]` (`[rows, inputs]` backward).
+
+    Args:
+        limit: what the request had to wait for before it was admitted; None if it did not wait.
+    """
+
+    limit: QuotaLimit | None = None
 
     @classmethod
-    def answering(cls, request: Binding) -> Self:
+    def answering(cls, request: Binding, *, limit: QuotaLimit | None = None) -> Self:
         """The header of the answer to `request`."""
         return cls(
+            limit=limit,
             nonce=request.nonce,
             group=request.group,
             direction=request.direction,
@@ -158,7 +176,7 @@ class Result(Binding, frozen=True, tag="result"):
 
     def answers(self, request: Binding) -> bool:
         """Returns True if every field of the binding equals the request's (rule 7)."""
-        return self == Result.answering(request)
+        return self == Result.answering(request, limit=self.limit)
 
 
 class Health(Message, frozen=True, tag="health"):
@@ -183,11 +201,16 @@ class HealthReport(Message, frozen=True, tag="health_report"):
     connections: Count
 
 
-class Failure(Message, frozen=True, tag="failure"):
-    """The request was not carried out. The connection stays open unless the frame itself was broken."""
+class Failure(Message, frozen=True, tag="failure", omit_defaults=True):
+    """The request was not carried out. The connection stays open unless the frame itself was broken.
+
+    Args:
+        limit: the tenant's quota, if the request was over it.
+    """
 
     code: ErrorCode
     detail: Text
+    limit: QuotaLimit | None = None
 
 
 Buffer = bytes | bytearray | memoryview

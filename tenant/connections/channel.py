@@ -272,6 +272,8 @@ class Channel:
         if self._wiretap:
             self._wiretap.received(self.peer, reply, answer if isinstance(reply, wire.Result) else None)
         self.traffic.round_trips += 1
+        if isinstance(reply, wire.Failure | wire.Result) and reply.limit is not None:
+            self._notices.limited(self.peer.name, reply.limit)
         if isinstance(reply, wire.Failure):
             raise self._failure(reply)
         if not isinstance(reply, wire.Result) or not reply.answers(message):
@@ -327,7 +329,8 @@ class Channel:
 
     def _failure(self, reply: wire.Failure) -> Exception:
         if reply.code in wire.RETRYABLE:
-            return ConnectionLostError(f"{self._name} is {reply.code}")
+            why = reply.code if reply.limit is None else f"{reply.code}: it limits you to {reply.limit}"
+            return ConnectionLostError(f"{self._name} is {why}")
         return ProviderError(code=reply.code, provider=self.peer.name, detail=reply.detail)
 
     def _closed_here(self) -> ConnectionLostError:

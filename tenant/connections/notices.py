@@ -11,12 +11,15 @@ import threading
 import time
 from dataclasses import dataclass
 
+from symbiosis_priv.network.wire import QuotaLimit
+
 log = logging.getLogger(__name__)
 
 FIRST_S = 2.0
 """How long nothing is said."""
 _AGAIN_S = 10.0
 _SLOW_S = 300.0  # between two words about one that does answer, only slowly
+_LIMITED_AGAIN_S = 60.0
 _REMEMBERED = 256  # names: executors of registries choose their addresses
 
 
@@ -37,6 +40,7 @@ class Notices:
     def __init__(self, *, option: str) -> None:
         self.option = option
         self._said: dict[str, _Said] = {}
+        self._limited: dict[str, float] = {}
         self._lock = threading.Lock()
 
     def waiting(self, whom: str, *, since: float, until: float, why: str) -> None:
@@ -66,6 +70,26 @@ class Notices:
             _clock(until - now),
             why,
             self.option,
+        )
+
+    def limited(self, whom: str, limit: QuotaLimit) -> None:
+        """Say that a provider's quota slows the work down, at once and then once a minute at most.
+
+        Args:
+            whom: the provider's name.
+            limit: what it has told.
+        """
+        now = time.monotonic()
+        with self._lock:
+            if now - self._limited.get(whom, -_LIMITED_AGAIN_S) < _LIMITED_AGAIN_S:
+                return
+            self._limited[whom] = now
+            if len(self._limited) > _REMEMBERED:
+                del self._limited[next(iter(self._limited))]
+        log.warning(
+            "%s limits you to %s, and requests wait for that: ask its operator for a larger quota, or go on slower",
+            whom,
+            limit,
         )
 
     def answered(self, whom: str) -> None:

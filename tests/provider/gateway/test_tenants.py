@@ -146,6 +146,35 @@ def test_a_quota_is_enforced_at_the_door(configure: Configure, connect: Connect,
             bob.product(execute(0, 100), ones(100))
 
 
+def test_a_tenant_over_its_quota_is_told_which_one(
+    configure: Configure, connect: Connect, requests: Requests, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the answer that was late for it, and with the refusal; the operator sees it too."""
+    execute, _ = requests
+    quota = QuotaConfig(rows_per_s=100.0, requests_per_s=1000.0)
+    with Provider(msgspec.structs.replace(configure(), tenants={"alice": quota})) as provider:
+        alice, bob = connect("alice", to=provider), connect("bob", to=provider)
+        limits = []
+        for rows in (105, 300, 1):
+            alice.send(execute(0, rows), bytes(4 * WIDTH * rows))
+            reply, _ = alice.receive()
+            assert isinstance(reply, wire.Result | wire.Failure)
+            limits.append(reply.limit and str(reply.limit))
+        assert isinstance(reply, wire.Failure)
+        assert limits == [None, "100 rows/s", "100 rows/s"]
+        bob.product(execute(0, 1), ones(1))
+        assert [(name.partition("@")[0], count) for name, count in provider.status().over_quota.items()] == [
+            ("alice", 2)
+        ]
+    assert caplog.messages.count("over_quota") == 1
+    gate = QuotaGate(lambda _: QuotaConfig(max_rows_in_flight=1))
+    with gate.admitted(BOB, rows=1, work=1) as free:
+        assert free is None
+        with pytest.raises(Refusal) as refused, gate.admitted(BOB, rows=1, work=1):
+            pass
+    assert str(refused.value.limit) == "1 rows in flight"
+
+
 def test_refusals_and_reports_have_a_rate_of_their_own() -> None:
     """Whoever asks for nothing else is listened to a thousand times a second, with a second's worth at once."""
     gate = QuotaGate(lambda _: QuotaConfig())

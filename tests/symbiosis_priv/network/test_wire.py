@@ -257,11 +257,11 @@ def test_no_message_has_a_field_for_a_secret() -> None:
         "Effect": binding | {"seed", "first_row"},
         "Health": set(),
         "Welcome": {"version", "model_digest", "first_group", "end_group", "max_rows", "max_payload"},
-        "Result": binding,
+        "Result": binding | {"limit"},
         "HealthReport": {
             "name", "model_digest", "time", "uptime_s", "groups", "groups_loaded", "requests", "connections",
         },
-        "Failure": {"code", "detail"},
+        "Failure": {"code", "detail", "limit"},
     }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from msgspec.structs import replace as replace_struct
 from torch import Tensor
 
 from symbiosis_priv.certificates import Identity
@@ -316,6 +317,28 @@ def test_an_answer_in_time_says_nothing(
 ) -> None:
     ask(connect(executor))
     assert caplog.messages == []
+
+
+def test_a_quota_that_slows_the_work_down_is_said_once_a_minute(
+    executor: ScriptedProvider,
+    connect: NewChannel,
+    frames: Callable[..., bytes],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    limit = wire.QuotaLimit(amount=300, unit="rows/s")
+    refusals = iter([True, False, False])
+
+    def limited(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
+        if next(refusals):
+            return frames(wire.Failure(code=wire.ErrorCode.BUSY, detail="your quota is 300 rows/s", limit=limit))
+        return frames(replace_struct(reply, limit=limit), answer)
+
+    executor.behaviour = limited
+    channel = connect(executor)
+    for _ in range(2):
+        ask(channel)
+    (message,) = caplog.messages
+    assert message.startswith(f"{channel.peer.name} limits you to 300 rows/s")
 
 
 def test_closing_wakes_a_request_of_another_thread(executor: ScriptedProvider, connect: NewChannel) -> None:

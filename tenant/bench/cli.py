@@ -355,7 +355,7 @@ def report(
         Path | None, typer.Option(help="Write the tables between this document's markers; else to stdout.")
     ] = None,
 ) -> None:
-    """Turn --json files into tables, such as those of docs/benchmarks.md."""
+    """Turn --json files into tables, such as those of docs/benchmarks-detail.md."""
     reports = [result_file.read(file) for file in files]
     if markdown is None:
         typer.echo("\n".join(map(tables.render, reports)), nl=False)

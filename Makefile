@@ -32,7 +32,7 @@ demo: venv
 
 test: check
 	@echo "==> pytest"
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
 check: venv
 	@echo "==> ruff"

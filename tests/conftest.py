@@ -39,6 +39,17 @@ settings.register_profile(
 settings.register_profile("thorough", settings.get_profile("default"), max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
+# Under pytest-xdist: what takes longest begins first, so that the workers end together.
+LONGEST = (
+    "tests/threat_model/",
+    "tests/tenant/bench/",
+    "tests/provider/shards/",
+    "tests/end_to_end/",
+    "tests/compatibility/",
+    "tests/symbiosis_priv/kernels/",
+)
+ONE_REPORT = ("tests/threat_model/test_active.py", "tests/threat_model/test_suite.py")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -53,6 +64,20 @@ def pytest_configure() -> None:
     end_quickly()  # as in the command line's processes
     # Matrices in tests are tiny, and providers need the other core. Set here because fixtures of the session run first.
     torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With pytest-xdist, one worker runs all tests of a file, because they share its fixtures."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+
+    def rank(item: pytest.Item) -> int:
+        return next((i for i, part in enumerate(LONGEST) if item.nodeid.startswith(part)), len(LONGEST))
+
+    items.sort(key=rank)
+    for item in items:
+        file = item.nodeid.partition("::")[0]
+        item.add_marker(pytest.mark.xdist_group("report" if file in ONE_REPORT else file))
 
 
 def pytest_collection_finish() -> None:

@@ -17,10 +17,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.keystream import SEED_BYTES, SessionSecret, expand
+from symbiosis_priv.arithmetic.keystream import SEED_BYTES, expand
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD
 from symbiosis_priv.federation.parties import Parties
 from symbiosis_priv.network import wire
+from tenant.core.secret import SessionSecret
 from tenant.masking.paper_pool import gaussian
 from threat_model.attacks import Attack, Outcome
 from threat_model.attacks.averaging import Averaging

@@ -8,17 +8,12 @@ Theory of operation. A session draws one 256-bit secret. Everything else is deri
 Row r of a keystream occupies its own whole AES blocks, starting at block `r * ceil(4 d / 16)`: any row can be made
 without the ones before it, by the tenant and the helper alike, and rows never overlap. Info strings
 are length-prefixed, so that no two derivations can collide. Masks come from nowhere else (rule 1).
-`SessionSecret.burn` hands out each row index exactly once. Neither secret nor counter survives the process (rules 2
-and 3).
+`tenant.core.secret` hands out each row index exactly once.
 """
 
 from __future__ import annotations
 
-import secrets
 import sys
-import threading
-from collections import defaultdict
-from typing import NoReturn
 
 import numpy as np
 import torch
@@ -28,8 +23,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from numpy.typing import NDArray
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.forks import generation
-from symbiosis_priv.errors import BurntRowError, RangeError
+from symbiosis_priv.errors import RangeError
 
 SEED_BYTES = 32
 MAX_ROW = 1 << 63
@@ -151,50 +145,6 @@ def _encrypt(cipher: CipherContext, space: NDArray[np.int32]) -> None:
         cipher.update_into(_ZEROS[: stop - start], data[start : stop + _BLOCK])
     if sys.byteorder == "big":
         space.byteswap(inplace=True)
-
-
-class SessionSecret:
-    """A fresh 256-bit secret and its row counters; never stored, copied or carried over a fork.
-
-    After a fork the child finds the secret dead: `BurntRowError` tells it to open a session of its own,
-    since parent and child would otherwise hand out the same rows (rule 2).
-    """
-
-    def __init__(self) -> None:
-        self._secret = secrets.token_bytes(SEED_BYTES)
-        self._generation = generation()
-        self._lock = threading.Lock()
-        self._next_row: defaultdict[tuple[str, str], int] = defaultdict(int)
-
-    def seed_for(self, *holder: str) -> bytes:
-        """The seed that `holder` may know, 32 bytes: for a helper, its name and its key's fingerprint (rule 11)."""
-        self._check_alive()
-        return derive(self._secret, "helper", *holder)
-
-    def burn(self, *, group_name: str, direction: str, rows: int) -> int:
-        """Take `rows` fresh row indices of a (group, direction) and return the first. They are never returned again."""
-        self._check_alive()
-        if rows < 0:
-            raise BurntRowError(f"a counter never goes back: cannot burn {rows} rows")
-        with self._lock:
-            first = self._next_row[group_name, direction]
-            self._next_row[group_name, direction] = first + rows
-        return first
-
-    @property
-    def alive(self) -> bool:
-        """Returns False in a forked child."""
-        return generation() == self._generation
-
-    def _check_alive(self) -> None:
-        if not self.alive:
-            raise BurntRowError("this process was forked from the one that drew the session secret; open a new session")
-
-    def __reduce__(self) -> NoReturn:
-        raise BurntRowError("a session secret and its counters are never stored or copied; open a new session")
-
-    def __repr__(self) -> str:
-        return "SessionSecret(...)"
 
 
 def mask_key(seed: bytes, *, group_name: str, direction: str) -> bytes:

@@ -27,9 +27,9 @@ from tenant.bench.children import Child
 from tenant.bench.echo import echo_connection, serve_echo
 from tenant.bench.llama import HEAD, Llama
 from tenant.bench.result_file import Row
-from tenant.core.backend import RingBackend
 from tenant.core.facts import Preparation
 from tenant.core.verifier import DEFAULT_COLUMNS
+from tenant.masking.backend import RingBackend
 from tenant.preparation.keys import prepare
 from tenant.session.options import SessionOptions
 from tenant.session.session import Session

@@ -15,8 +15,8 @@ from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction
 from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.network import wire
 from tenant.connections.executor import LANES
-from tenant.core.parts import piece_rows
 from tenant.session.options import SessionOptions
+from tenant.session.pieces import piece_rows
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,7 @@ from symbiosis_priv.certificates import Identity
 from symbiosis_priv.federation import load_federation
 from symbiosis_priv.network import wire
 from tenant.connections.channel import Channel, fresh_nonce
+from tenant.core.masked import UNMASKED_BY_CHOICE, mask
 
 Kind = Literal["generating", "training"]
 DEADLINE_S = 120.0
@@ -157,7 +158,7 @@ class _Tenant:
         inputs, outputs = self._columns(group, direction)
         rows = self._rows[inputs]
         request = wire.Execute(nonce=fresh_nonce(), group=group, direction=direction, arithmetic="ring", rows=len(rows))
-        return self._channel.request(request, rows, outputs=outputs)
+        return self._channel.request(request, mask(rows, UNMASKED_BY_CHOICE), outputs=outputs)
 
     def _compute(self, group: int, direction: Direction) -> None:
         """Compute what a LoRA adapter of this group takes beside the base model."""

@@ -31,6 +31,7 @@ from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import tls, wire
 from symbiosis_priv.network.dial import ClientConnection, Traffic
 from tenant.connections.notices import Notices
+from tenant.core.masked import MaskedRows
 from tenant.worker import Worker
 
 DEADLINE_OPTION = "RemoteConfig(deadline_s=...)"
@@ -69,7 +70,7 @@ class Channel:
         buffers: where answers lie; memory of their own if None.
         notices: who says what is being waited for; with it, what the option for `deadline_s` is called.
         wiretap: an observer of every frame, or None.
-        permit: called before every request leaves; what it raises keeps the request here.
+        permit: called before every request leaves, with the provider and the rows; raises if it must not leave.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Channel:
         buffers: Buffers | None = None,
         notices: Notices | None = None,
         wiretap: Wiretap | None = None,
-        permit: Callable[[Peer], None] | None = None,
+        permit: Callable[[Peer, MaskedRows | None], None] | None = None,
     ) -> None:
         self.peer = peer
         self.traffic = Traffic()
@@ -132,12 +133,12 @@ class Channel:
         with self._lock:
             return self._heard()
 
-    def request(self, message: wire.Execute | wire.Effect, payload: Tensor | None, *, outputs: int) -> Tensor:
+    def request(self, message: wire.Execute | wire.Effect, payload: MaskedRows | None, *, outputs: int) -> Tensor:
         """Send a request and wait for its answer.
 
         Args:
             message: the header; `message.nonce` must be fresh.
-            payload: CPU matrix `[rows, ...]` for `Execute`, None for `Effect`. Must not change during the call.
+            payload: the rows for `Execute`, None for `Effect`. Raw tensors are refused (`tenant.core.masked`).
             outputs: columns of the answer.
 
         Returns:
@@ -147,6 +148,7 @@ class Channel:
             DeadlineExceededError: no answer in time.
             ProviderError: the provider refused.
             ProtocolError: the answer is malformed or answers another request.
+            TypeError: the payload is not `MaskedRows`; nothing was sent.
         """
 
         def connect_and_ask(deadline: float) -> Tensor:
@@ -158,7 +160,7 @@ class Channel:
     def attempt(
         self,
         message: wire.Execute | wire.Effect,
-        payload: Tensor | None,
+        payload: MaskedRows | None,
         *,
         outputs: int,
         deadline: float,
@@ -252,20 +254,23 @@ class Channel:
     def _round_trip(
         self,
         message: wire.Execute | wire.Effect,
-        payload: Tensor | None,
+        payload: MaskedRows | None,
         outputs: int,
         deadline: float,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> Tensor:
+        if payload is not None and type(payload) is not MaskedRows:
+            raise TypeError("rows leave as MaskedRows, and as nothing else (tenant.core.masked)")
         if self._permit:
-            self._permit(self.peer)
+            self._permit(self.peer, payload)
         if self._line is None:
             self._connect(deadline)
         line = self._line
         assert line is not None
+        words = None if payload is None else payload.masked_words
         if self._wiretap:
-            self._wiretap.sent(self.peer, message, payload)
-        line.send(message, payload, deadline=deadline)
+            self._wiretap.sent(self.peer, message, words)
+        line.send(message, words, deadline=deadline)
         meanwhile()
         answer = self._buffers.matrix(message.rows, outputs, dtype=message.encoding.dtype)
         reply = self._receive(line, message.encoding.pack(answer), deadline)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from symbiosis_priv.errors import ConnectionLostError
@@ -14,7 +15,6 @@ from symbiosis_priv.network import wire
 from tenant.connections.channel import Channel, fresh_nonce
 from tenant.connections.lanes import Lanes
 from tenant.core.facts import GroupFacts
-from tenant.core.pads import joined
 from tenant.core.parts import Part
 from tenant.routing.health import State
 from tenant.routing.route import Route
@@ -96,8 +96,8 @@ class Executor:
                 raise ConnectionLostError(f"{self.route} does not serve {facts.entry.name} any more")
             started = time.monotonic()
             limit = row_limit(facts.widest, welcome)
-            pieces = part.sent.split(limit) if part.sent.shape[0] > limit else [part.sent]
-            for request, rows in zip(self._requests(part, pieces, limit), pieces, strict=True):
+            pieces = part.sent.split(limit) if part.count > limit else [part.sent]
+            for request, rows in zip(self._requests(part, limit), pieces, strict=True):
                 answers.append(
                     channel.attempt(
                         request, rows, outputs=part.outputs, deadline=until, since=since, meanwhile=meanwhile
@@ -107,7 +107,7 @@ class Executor:
         finally:
             self.lanes.release(channel)
 
-    def _requests(self, part: Part, pieces: Sequence[Tensor], limit: int) -> list[wire.Execute]:
+    def _requests(self, part: Part, limit: int) -> list[wire.Execute]:
         requests = part.requests.get((self, limit))
         if requests is None:
             requests = part.requests[self, limit] = [
@@ -116,11 +116,16 @@ class Executor:
                     group=part.index,
                     direction=part.direction,
                     arithmetic="ring",
-                    rows=rows.shape[0],
+                    rows=min(limit, part.count - first),
                 )
-                for rows in pieces
+                for first in range(0, part.count, limit)
             ]
         return requests
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """The rows of several matrices as one; no copy if there is one."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 @functools.lru_cache(_REMEMBERED)  # every product asks it of everybody

@@ -12,14 +12,13 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.keystream import SessionSecret
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.errors import CertificateError, ConnectionLostError, ProviderError, TransportError
 from symbiosis_priv.network import wire
 from tenant.connections.channel import Channel, fresh_nonce
-from tenant.connections.executor import row_limit
+from tenant.connections.executor import joined, row_limit
 from tenant.core.facts import GroupFacts
-from tenant.core.pads import joined
+from tenant.core.secret import SessionSecret
 from tenant.routing.health import State
 from tenant.routing.route import Route
 from tenant.routing.routes import Routes

@@ -1,9 +1,37 @@
-"""What privacy and integrity rest on: pads, masked rows, the check of every answer. Read in this order:
+"""The trust core: everything on the tenant's side that privacy and integrity rest on.
 
-facts      public facts of a layer group: widths, scales, bounds
-pads       draws and burns one-time pads, and opens masked answers
-rows       rows of a product, as floats or as integers
-parts      the rows of one request, with their pads and their check
-verifier   Freivalds' check over the integers, and the keys that tell who lied
-backend    products as the model asks for them
+It knows nothing of time, retries, failover or progress: those can delay a product or make it fail, and cannot weaken a
+promise. Read it in this order:
+
+    facts         what is public about a layer group: widths, scales, bounds
+    rows          float rows to integer rows, and back
+    secret        the secret of a session, and the counters of its mask rows
+    pads          one-time pads: drawn, burnt, put on once, taken off
+    masked        `MaskedRows`, the only rows that may leave
+    gate          the last look at every request: rule 8, quarantine
+    verifier      the check of every product, and the keys that attribute faults
+    parts         one request: mask, open, check
+    attribution   whose result was wrong, once a product was refused
+
+The promises, and what refutes each (`tests/tenant/core/` unless another place is named):
+
+* **Rows leave only as `MaskedRows`, which only `masked` makes.** A connection refuses a raw tensor, mypy refuses the
+call,
+  and no other module of the tenant reaches a connection or takes the named door `UNMASKED_BY_CHOICE`.
+  Refuted by `test_masked.py::test_a_connection_refuses_a_raw_tensor`,
+  `::test_a_tensor_handed_past_the_masking_code_is_found`, `::test_no_other_code_can_hand_a_tensor_to_a_connection`.
+* **A mask row is used once.** Its index is burnt before the pad exists, a pad masks once, and pads cover every row.
+  `test_masked.py::test_a_pad_used_twice_is_an_error`, `::test_every_row_gets_a_mask_row_of_its_own`,
+  `test_rules.py::test_rule_3_a_row_is_used_once`, `threat_model.planted.reused_pads`.
+* **Masks come from a fresh secret, in one process.** `test_secret.py`, and rules 1, 2 and 12 in `test_rules.py`.
+* **No company sees a row and a seed of its pad.** `test_masked.py::test_routing_cannot_overrule_the_gate`,
+  `tests/tenant/session/test_schedules.py::test_rule_8_holds_over_random_schedules`,
+  `threat_model.planted.blind_to_companies`.
+* **Every answer is checked before it is used.** A wrong product passes with probability 2^-60 at most, whatever the
+error
+  is. `test_masked.py::test_an_unchecked_answer_is_found`, `test_verifier.py::test_a_wrong_entry_never_passes`,
+  `test_rules.py::test_rule_6_no_lie_is_used`.
+* **Whose result was wrong is found out before the next request leaves, and no honest provider is convicted for damage
+  to the tenant's own weights.** `tests/tenant/session/test_session.py::test_liars_are_named_and_nobody_else`,
+  `::test_damage_to_the_tenants_own_weights_convicts_no_honest_provider`.
 """

@@ -1,7 +1,7 @@
 """What a tenant keeps of a frozen layer group instead of its weights: public facts, and its secret verification keys.
 
-Both come from one pass over the checkpoint, layer by layer (`preparation`), and are cached under the manifest's digest.
-After that no weight of an offloaded layer is needed: a checkpoint with nothing but the tenant's tensors will do.
+Both come from one pass over the checkpoint, layer by layer (`tenant.preparation`), and are cached under the manifest's
+digest. After that pass the tenant needs no weight of an offloaded layer.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ class GroupFacts:
 
     @classmethod
     def of(cls, entry: GroupEntry, group: QuantisedGroup) -> GroupFacts:
-        """Read the facts off a quantised group."""
+        """The facts of a quantised group."""
         bias = None if group.bias is None else group.bias.to(torch.float64)
         return cls(entry, group.channel_scale, bias, group.bounds())
 
     def with_headroom(self, bits: int) -> GroupFacts:
-        """The same with rows scaled down by that many bits (`Bound.with_headroom`)."""
+        """These facts with rows scaled down by `bits` bits (`Bound.with_headroom`)."""
         return replace(self, bounds={d: bound.with_headroom(bits) for d, bound in self.bounds.items()})
 
     @cached_property
     def columns(self) -> dict[Direction, tuple[int, int]]:
-        """Of an input row and of an answer row, per direction."""
+        """Width of an input row and of an answer row, per direction."""
         return {direction: self.entry.columns(direction) for direction in DIRECTIONS}
 
     @cached_property
     def widest(self) -> int:
-        """Columns of the wider of the two."""
+        """Width of the wider of the two."""
         return max(self.columns[FORWARD])
 
     def inputs(self, direction: Direction) -> int:
-        """Columns of an input row."""
+        """Width of an input row."""
         return self.columns[direction][0]
 
     def outputs(self, direction: Direction) -> int:
-        """Columns of an answer row."""
+        """Width of an answer row."""
         return self.columns[direction][1]
 
 
@@ -71,10 +71,10 @@ class Preparation:
     Args:
         manifest: what the providers serve.
         facts: of every layer group.
-        keys: to verify products with.
-        blame: to tell who lied, once a product has been refused.
+        keys: verify products.
+        blame: attributes faults, after a product was refused.
         own_digest: of the checkpoint's other tensors and config.json (`own_tensors`).
-        checkpoint: where it was made from; for messages.
+        checkpoint: the checkpoint that it was made from; for messages.
         forget_keys: deletes the cached verification keys, so that the next session draws new ones.
     """
 

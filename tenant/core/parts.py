@@ -1,4 +1,11 @@
-"""Some rows of a product, as many as one request may have, under pads that were burnt for them."""
+"""One request's worth of a product: masked before it leaves, checked before it is used.
+
+The steps of a part, in this order:
+
+    mask      the encoded rows get their pads, once; then they are `MaskedRows`, and can be sent
+    remask    only after a failure: other pads, hence another content
+    open      the answer loses its effects and is checked; results are written only for what passes
+"""
 
 from __future__ import annotations
 
@@ -10,105 +17,104 @@ from torch import Tensor
 from symbiosis_priv.arithmetic.modular import Column
 from symbiosis_priv.arithmetic.passes import unmask
 from symbiosis_priv.arithmetic.ring import Direction
-from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.network import wire
-from tenant.core.pads import Pad, some_rows
+from tenant.core.masked import MaskedRows, mask, remask
+from tenant.core.pads import Pad, Share, some_rows
 from tenant.core.rows import Rows
 
-_MOST_PIECES = 4  # of a product, per executor: many small ones cost more than they hide
 
-
-@dataclass
+@dataclass(eq=False)
 class Part:
-    """See the module's text.
+    """Some rows of a product, as many as one request may have, under pads that were burnt for them.
 
     Args:
         index: of the layer group.
         direction: forward or backward.
         rows: all rows of the product.
-        start: the first of these.
-        sent: int32 `[r, d]`, these rows in the ring, and zeros where the bucket asks for more than there are.
+        start: the first of them that belongs to this part.
+        encoded: int32 `[r, d]`, the part's rows in the ring, then zeros if the bucket asks for more rows.
         column: R.
-        expected: int64 `[r]`, what R makes of their true product.
-        pads: for these rows; none without masking.
-        outputs: columns of the answer.
+        expected: int64 `[r]`, R applied to the true product of the rows.
+        pads: for these rows; `UNMASKED_BY_CHOICE` without masking.
+        outputs: width of an answer's row.
 
     Attributes:
-        size: bytes, rows and answer together.
-        shares: all that its pads are made of.
-        holders: who else knows a seed of them.
-        requests: as they were sent, by (to whom, rows of each): who is asked again gets identical bytes, nonce
-            included.
+        count: r. size: bytes of rows and answer.
+        sent: the masked rows, after `mask`.
+        shares: all shares of the pads.
+        requests: the headers that were sent, by (executor, rows per request). A retry sends identical bytes, nonce
+            included (rule 3).
     """
 
     index: int
     direction: Direction
     rows: Rows
     start: int
-    sent: Tensor
+    encoded: Tensor
     column: Column
     expected: Tensor
     pads: Sequence[Pad]
     outputs: int
+    sent: MaskedRows = field(init=False)
+    shares: list[Share] = field(init=False)
     requests: dict[tuple[Hashable, int], list[wire.Execute]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        rows, width = self.sent.shape
-        self.size = wire.RING32.size(rows, width + self.outputs)
-        self._look_at_pads()
+        self.count, width = self.encoded.shape
+        self.size = wire.RING32.size(self.count, width + self.outputs)
+        self.shares = [share for pad in self.pads for share in pad.shares]
 
-    def put_on_pads(self) -> None:
-        """Mask the rows. They are what is sent from now on, and they do not change again (rule 3)."""
-        for pad, first in self._places:
-            pad.put_on(some_rows(self.sent, first, pad.rows))
+    def mask(self) -> None:
+        """Mask the rows. From now on there are no others to send.
 
-    def change_pads(self, spoilt: Callable[[Pad], bool], draw: Callable[[int], Pad]) -> int:
-        """Take rows off pads and put them on fresh ones: another content from now on, for which nothing of the old
-        pads is used again (rule 3).
+        Raises:
+            BurntRowError: a pad was used before, or the pads do not cover the rows.
+        """
+        self.sent = mask(self.encoded, self.pads)
+        del self.encoded
+
+    def remask(self, spoilt: Callable[[Pad], bool], draw: Callable[[int], Pad]) -> int:
+        """Replace pads, and forget what was sent under the old ones.
 
         Args:
-            spoilt: which pads to change.
-            draw: a fresh pad for so many rows.
+            spoilt: selects the pads to replace.
+            draw: draws a fresh pad for a number of rows.
 
         Returns:
-            How many rows have changed.
+            How many rows have other pads now.
         """
-        changed, pads = 0, list(self.pads)
-        for number, (pad, first) in enumerate(self._places):
-            if spoilt(pad):
-                fresh = draw(pad.rows)
-                rows = some_rows(self.sent, first, pad.rows)
-                pad.take_off(rows)
-                fresh.put_on(rows)
-                pads[number] = fresh
-                changed += pad.rows
-        self.pads = pads
-        self._look_at_pads()
+        fresh = {number: draw(pad.rows) for number, pad in enumerate(self.pads) if spoilt(pad)}
+        self.sent = remask(self.sent, fresh)
+        self.pads = self.sent.pads
+        self.shares = [share for pad in self.pads for share in pad.shares]
         self.requests.clear()
-        return changed
+        return sum(pad.rows for pad in fresh.values())
 
-    def decode(self, answer: Tensor) -> bool:
-        """Take the effects off an answer and hand it on, if it is the product; see `Rows.decode`."""
+    def open(self, answer: Tensor) -> bool:
+        """Take the effects off an answer, check it, and write the results.
+
+        Args:
+            answer: int32 `[r, o]`, what an executor answered; not changed.
+
+        Returns:
+            Whether every row passed the check. If not, the results of all rows are to be dropped.
+        """
         if not self.pads:
-            return self._decode(answer, 0, self.sent.shape[0], [])
-        return all(self._decode(answer, first, pad.rows, pad.effects()) for pad, first in self._places)
-
-    def _look_at_pads(self) -> None:
-        """What is asked of the pads several times for every request."""
-        self._places: list[tuple[Pad, int]] = []  # one below the other, and the row where each begins
+            return self._check(0, answer, ())
         first = 0
         for pad in self.pads:
-            self._places.append((pad, first))
+            if not self._check(first, *pad.open(some_rows(answer, first, pad.rows))):
+                return False
             first += pad.rows
-        self.shares = [share for pad in self.pads for share in pad.shares]
-        self.holders = tuple(dict.fromkeys([share.holder for share in self.shares if share.holder is not None]))
+        return True
 
-    def _decode(self, answer: Tensor, first: int, count: int, effects: Sequence[Tensor]) -> bool:
+    def _check(self, first: int, answer: Tensor, effects: Sequence[Tensor]) -> bool:
+        count = answer.shape[0]
         real = min(max(self.rows.count - self.start - first, 0), count)
-        if real < count:  # zeros: checked like rows, so that nobody can tell them apart
+        if real < count:  # zeros of the bucket: checked like rows, so that nobody can tell them apart
             filled = slice(first + real, first + count)
             zeros = unmask(
-                answer[filled],
+                answer[real:],
                 effects=[effect[real:] for effect in effects],
                 column=self.column,
                 expected=self.expected[filled],
@@ -118,19 +124,8 @@ class Part:
             effects = [effect[:real] for effect in effects]
         return self.rows.decode(
             self.start + first,
-            some_rows(answer, first, real),
+            some_rows(answer, 0, real),
             effects=effects,
             column=self.column,
             expected=some_rows(self.expected, first, real),
         )
-
-
-def piece_rows(count: int, group: GroupEntry, *, piece_bytes: int, executors: int = 1) -> int:
-    """Rows of each piece that a product of `count` rows is cut into, by its size alone (rule 5), and by how many
-    executors share it."""
-    return -(-count // max(1, min(_MOST_PIECES * executors, product_bytes(count, group) // piece_bytes)))
-
-
-def product_bytes(count: int, group: GroupEntry) -> int:
-    """Bytes of a product of so many rows, both ways."""
-    return wire.RING32.size(count, group.inputs + group.stacked_outputs)

@@ -1,7 +1,9 @@
-"""The rows of one product on their way out and back: what a session, or a simulation, asks of whoever wants it.
+"""The rows of one product: encoded as integers on the way out, decoded from checked integers on the way back.
 
 FloatRows    activations or gradients in, floats out: what a model sends
 RingRows     integers in, integers out
+
+The quantisation scale stays in these objects and never leaves the tenant (rule 5).
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class Rows(ABC):
         Args:
             out: int32 `[count, d]`; written.
             column: V, or None for no check.
-            expected: int64 `[count]`; set to what R makes of a true product modulo p, if there is a column.
+            expected: int64 `[count]`; set to R applied to the true product, modulo p, if there is a column.
 
         Raises:
             NonFiniteError: inf or nan among the rows; nothing was sent.
@@ -47,14 +49,14 @@ class Rows(ABC):
         column: Column | None = None,
         expected: Tensor | None = None,
     ) -> bool:
-        """Take in the answer to some rows.
+        """Subtract effects from the answer to some rows, check the product, and write results.
 
         Args:
             start: the first of them.
             answer: int32 `[r, o]`; not changed.
             effects: int32 `[r, o]` each, to be subtracted.
             column: R, or None for no check.
-            expected: int64 `[r]`, these rows' part of what `encode` set.
+            expected: int64 `[r]`, as `encode` set it for these rows.
 
         Returns:
             Whether every row passed the check. If not, the results of all rows are to be dropped.
@@ -62,10 +64,10 @@ class Rows(ABC):
 
 
 class FloatRows(Rows):
-    """Floats of one layer group.
+    """Float rows of one layer group.
 
     Args:
-        facts: of the group.
+        facts: of the layer group.
         direction: forward or backward.
         inputs: float matrices `[r, w_k]` on the CPU, one dtype, side by side.
         outputs: the same for the results; written.
@@ -114,7 +116,7 @@ class FloatRows(Rows):
 
 
 class RingRows(Rows):
-    """Integers `[r, d]` whose true products are in the range of int32; `product` `[r, o]` holds them in the end."""
+    """Integer rows `[r, d]` whose true products fit int32. `product` `[r, o]` holds the checked products."""
 
     def __init__(self, rows: Tensor, *, outputs: int) -> None:
         self.count = len(rows)

@@ -7,14 +7,14 @@ vector with entries of at most 2^32 < p, and R maps it to 0 with probability at 
 the error is, whatever its 2-adic valuation, and whether or not it wraps around: 2^32 is no multiple of p. No bit of the
 range is needed for it, one column is enough, and answers and effects are checked together.
 
-The verdict is "y is t", up to that probability: it depends on errors alone, never on the rows. Whoever lies q times is
-believed once with probability at most q * 2^-60, for a refusal says no more than that.
+The verdict is "y is t", up to that probability. It depends on errors alone, never on the rows. A provider that lies q
+times is believed once with probability at most q * 2^-60, because a refusal says no more than that.
 
-`BlameKeys` say who lied, after a row was refused: with y = y' - sum e_j wrong, the answer y' or an effect e_j is wrong
-modulo 2^32. Each is checked for itself with m secret columns over Z_2^32. An error of 2-adic valuation v passes m
-uniform columns with probability 2^-(32-v)m: for v >= 30 that is not negligible, so it can happen that nobody is
-convicted, and then all who took part are suspects. Nothing wrong is ever used for it. All of R is secret and uniform:
-small or sparse columns could be learned by probing.
+`BlameKeys` attribute the fault after a row was refused: with y = y' - sum e_j wrong, the answer y' or an effect e_j is
+wrong modulo 2^32. Each is checked alone with m secret columns over Z_2^32. An error of 2-adic valuation v passes m
+uniform columns with probability 2^-(32-v)m. For v >= 30 that is not negligible, so it can happen that no provider is
+convicted; then all that took part are suspects. No wrong result is used in that case either. All of R is secret and
+uniform: small or sparse columns could be learned by probing.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class VerificationKeys:
         self._products[index, FORWARD], self._products[index, BACKWARD] = Column(to_inputs), Column(to_outputs)
 
     def columns(self, index: int, direction: Direction) -> tuple[Column, Column]:
-        """(R, V): what rows of products and rows of requests are multiplied by. Equal results are an honest row."""
+        """(R, V). A row y of a product is accepted for a row x of a request if `y @ R == x @ V` modulo p."""
         column = self._columns.get((index, direction))
         if column is None:
             other = next(d for d in DIRECTIONS if d != direction)
@@ -71,7 +71,7 @@ class VerificationKeys:
         return column, self._products[index, direction]
 
     def mac(self, purpose: str, *parts: str) -> bytes:
-        """32 bytes that only the holder of these keys can make: what lies beside them on disk is checked with it."""
+        """32 bytes that only the holder of these keys can compute. They authenticate files beside the keys."""
         key = derive(self._secret, "mac", purpose)
         return hmac.digest(key, msgspec.json.encode(parts), "sha256")
 
@@ -96,10 +96,10 @@ class VerificationKeys:
 
 
 class BlameKeys:
-    """R and V modulo 2^32, m columns, for every (layer group, direction): who lied, after something was refused.
+    """R and V modulo 2^32, m columns, for every (layer group, direction). They attribute faults.
 
-    On disk with mode 0600. `open` reads nothing but what a request needs, when it needs it; an open file stays readable
-    when it is deleted.
+    On disk with mode 0600. `open` reads only what a request needs, when it needs it. An open file stays readable after
+    it is deleted.
     """
 
     def __init__(self, secret: bytes, *, columns: int, stored: Callable[[str], Tensor] | None = None) -> None:
@@ -143,11 +143,11 @@ class BlameKeys:
         self._made[_name(index, BACKWARD)] = to_outputs
 
     def accepts(self, index: int, direction: Direction, *, rows: Tensor, answer: Tensor) -> bool:
-        """Whether `answer` is the product of `rows` modulo 2^32.
+        """Returns True if `answer` is the product of `rows` modulo 2^32.
 
         Args:
-            rows: int32 `[r, d]`, what was sent, or expanded from a seed.
-            answer: int32 `[r, o]`, what came back.
+            rows: int32 `[r, d]`, as they were sent, or expanded from a seed.
+            answer: int32 `[r, o]`, as it came back.
         """
         other = next(d for d in DIRECTIONS if d != direction)
         v = self._stored(_name(index, direction))

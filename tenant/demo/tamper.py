@@ -81,7 +81,7 @@ def rejected(federation: Federation, preparation: Preparation, *, trials: int) -
     kinds = list(KINDS.values())
     session_preparation = replace(preparation, forget_keys=lambda: None)  # the liar here is ourselves
     # every one of these lies would be reported
-    logging.getLogger("tenant.routing.quarantine").setLevel(logging.CRITICAL)
+    logging.getLogger("tenant.core.gate").setLevel(logging.CRITICAL)
     refused = 0
     for trial in range(trials):
         role: Role = "helper" if trial % 2 else "executor"

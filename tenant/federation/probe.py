@@ -33,6 +33,7 @@ from symbiosis_priv.network import tls, wire
 from symbiosis_priv.network.dial import ClientConnection
 from tenant.connections.channel import fresh_nonce
 from tenant.core.facts import Preparation
+from tenant.core.masked import UNMASKED_BY_CHOICE, MaskedRows, mask
 from tenant.federation.coverage import Serving, layer_text
 
 GLANCE_ROUND_TRIPS = 5
@@ -300,7 +301,7 @@ class Probe:
             request: wire.Execute | wire.Effect = wire.Execute(
                 nonce=fresh_nonce(), group=group, direction=direction, arithmetic="ring", rows=rows
             )
-            return sent, self._answer(request, sent, outputs)
+            return sent, self._answer(request, mask(sent, UNMASKED_BY_CHOICE), outputs)  # random rows hold no data
         seed = secrets.token_bytes(SEED_BYTES)
         request = wire.Effect(
             nonce=fresh_nonce(),
@@ -323,7 +324,7 @@ class Probe:
             return 1, 1
         return self._preparation.manifest.groups[group].columns(direction)
 
-    def _answer(self, request: wire.Execute | wire.Effect, payload: Tensor | None, outputs: int) -> Tensor:
+    def _answer(self, request: wire.Execute | wire.Effect, payload: MaskedRows | None, outputs: int) -> Tensor:
         size = request.encoding.size(request.rows, outputs)
         reply, body = self._ask(request, payload, size=size)
         if not isinstance(reply, wire.Result) or not reply.answers(request) or len(body) != size:
@@ -331,12 +332,12 @@ class Probe:
         return request.encoding.unpack(body, rows=request.rows).view(request.rows, outputs)
 
     def _ask(
-        self, message: wire.Request, payload: Tensor | None = None, *, size: int = 0
+        self, message: wire.Request, payload: MaskedRows | None = None, *, size: int = 0
     ) -> tuple[wire.Reply, bytearray]:
         """The reply; a busy provider is asked again until the deadline. ProviderError if it refuses."""
         assert self._line is not None
         while True:
-            self._line.send(message, payload, deadline=self._deadline)
+            self._line.send(message, None if payload is None else payload.masked_words, deadline=self._deadline)
             reply, length = self._line.receive(max_payload=size, deadline=self._deadline)
             body = bytearray(length)
             self._line.fill(body, deadline=self._deadline)

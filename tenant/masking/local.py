@@ -6,14 +6,15 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.keystream import Keystream, SessionSecret
+from symbiosis_priv.arithmetic.keystream import Keystream
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.checkpoints.weights import WeightStore
-from tenant.core.backend import Simulation
+from symbiosis_priv.federation import Peer
 from tenant.core.facts import GroupFacts
 from tenant.core.pads import EffectSource, Pad, Share
+from tenant.core.secret import SessionSecret
+from tenant.masking.backend import Simulation
 from tenant.masking.scheme import Materials, SessionScheme
-from tenant.routing.route import Route
 from tenant.worker import Worker
 
 
@@ -41,7 +42,7 @@ class LocalSource(EffectSource):
         self._seed = secret.seed_for("local")
         self.workers = [Worker("local-effects")]
 
-    def draw(self, index: int, direction: Direction, rows: int, *, ahead: bool, executor: Route | None = None) -> Pad:
+    def draw(self, index: int, direction: Direction, rows: int, *, ahead: bool, executor: Peer | None = None) -> Pad:
         first = self._burn(index, direction, rows)
         keystream = self._keystream(self._seed, index, direction)
         effect = self.workers[0].submit(self._effect, index, direction, keystream, first, rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from symbiosis_priv.federation import Federation
-from tenant.core.pads import EffectSource
+from tenant.core.masked import UNMASKED_BY_CHOICE, UnmaskedByChoice
 from tenant.masking.scheme import Materials, SessionScheme
 
 log = logging.getLogger(__name__)
@@ -28,5 +28,5 @@ class NoMasking(SessionScheme):
                 "hides the rows"
             )
 
-    def effects(self, materials: Materials) -> EffectSource | None:
-        return None
+    def effects(self, materials: Materials) -> UnmaskedByChoice:
+        return UNMASKED_BY_CHOICE

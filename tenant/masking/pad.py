@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from symbiosis_priv.arithmetic.keystream import SessionSecret
 from symbiosis_priv.arithmetic.ring import Direction
+from symbiosis_priv.federation import Peer
 from tenant.core.facts import GroupFacts
 from tenant.core.pads import EffectSource, Pad, Share
+from tenant.core.secret import SessionSecret
 from tenant.masking.scheme import Holders, Materials, SessionScheme
-from tenant.routing.route import Route
 
 
 class OneTimePads(SessionScheme):
@@ -41,7 +41,7 @@ class PadSource(EffectSource):
         super().__init__(facts, secret)
         self._holders = holders
 
-    def draw(self, index: int, direction: Direction, rows: int, *, ahead: bool, executor: Route | None = None) -> Pad:
+    def draw(self, index: int, direction: Direction, rows: int, *, ahead: bool, executor: Peer | None = None) -> Pad:
         helpers = self._holders(index, executor)
         first = self._burn(index, direction, rows)
         shares = []

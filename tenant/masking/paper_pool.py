@@ -15,16 +15,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.keystream import SessionSecret, expand, mask_key
+from symbiosis_priv.arithmetic.keystream import expand, mask_key
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
 from symbiosis_priv.errors import ConfigError, NonFiniteError
 from symbiosis_priv.federation import Federation
 from symbiosis_priv.network import wire
 from tenant.connections.channel import Channel, Wiretap, fresh_nonce
 from tenant.connections.notices import Notices
-from tenant.core.backend import Backend
 from tenant.core.facts import Preparation
-from tenant.core.pads import padded
+from tenant.core.masked import UNMASKED_BY_CHOICE, mask
+from tenant.core.secret import SessionSecret
+from tenant.masking.backend import Backend
 from tenant.masking.scheme import BackendScheme
 from tenant.preparation.opening import Opening
 
@@ -153,8 +154,15 @@ class PaperPoolBackend(Backend):
             request = wire.Execute(
                 nonce=fresh_nonce(), group=index, direction=direction, arithmetic=arithmetic, rows=len(part)
             )
-            parts.append(self._channel.request(request, part, outputs=facts.outputs(direction)))
+            sent = mask(part, UNMASKED_BY_CHOICE)  # float noises are no one-time pads
+            parts.append(self._channel.request(request, sent, outputs=facts.outputs(direction)))
         return torch.cat(parts)
+
+
+def padded(rows: Tensor, *, bucket: int) -> Tensor:
+    """`rows`, and rows of zeros up to a multiple of `bucket`; no copy if none are needed."""
+    missing = -len(rows) % bucket
+    return torch.cat([rows, rows.new_zeros(missing, rows.shape[1])]) if missing else rows
 
 
 def gaussian(words: Tensor) -> Tensor:

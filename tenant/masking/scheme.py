@@ -8,17 +8,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from symbiosis_priv.arithmetic.keystream import SessionSecret
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError, RoleConflictError
-from symbiosis_priv.federation import Federation
+from symbiosis_priv.federation import Federation, Peer
 from symbiosis_priv.network.wire import Role
 from tenant.connections.helper import Helper
-from tenant.core.backend import Backend
 from tenant.core.facts import GroupFacts
+from tenant.core.masked import UnmaskedByChoice
 from tenant.core.pads import EffectSource
+from tenant.core.secret import SessionSecret
+from tenant.masking.backend import Backend
 from tenant.preparation.opening import Opening
-from tenant.routing.route import Route
 
 Observer = Literal["executor", "helper", "all but a helper", "executor+helper"]
 """Who could read rows: one party, or several that pool what they have seen. Outsiders never can: TLS."""
@@ -85,7 +85,7 @@ class BackendScheme(Scheme):
         """
 
 
-Holders = Callable[[int, Route | None], Sequence[Helper]]
+Holders = Callable[[int, Peer | None], Sequence[Helper]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,5 +110,5 @@ class SessionScheme(Scheme):
     """A scheme for the ring: executors multiply, a session masks, verifies and unmasks."""
 
     @abstractmethod
-    def effects(self, materials: Materials) -> EffectSource | None:
-        """Where pads come from; None if rows go out as they are."""
+    def effects(self, materials: Materials) -> EffectSource | UnmaskedByChoice:
+        """Where pads come from. A scheme without pads says so by name: it returns `UNMASKED_BY_CHOICE`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tenant.core.backend import Backend, RingBackend, Simulation
+from tenant.masking.backend import Backend, RingBackend, Simulation
 from tenant.masking.scheme import BackendScheme
 from tenant.preparation.opening import Opening
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from symbiosis_priv.errors import CheckpointError
-from tenant.core.backend import Backend, RingBackend
+from tenant.masking.backend import Backend, RingBackend
 from tenant.masking.registry import scheme_named
 from tenant.masking.scheme import SessionScheme
 from tenant.options import Options

@@ -29,7 +29,7 @@ from symbiosis_priv.checkpoints.checkpoint import Checkpoint, check_index
 from symbiosis_priv.checkpoints.layer_discovery import is_linear, widths
 from symbiosis_priv.checkpoints.vetting import QUANT_METHOD, vet
 from symbiosis_priv.errors import CheckpointError, ConfigError, SymbiosisError, UnsupportedMethodError
-from tenant.core.backend import Backend
+from tenant.masking.backend import Backend
 from tenant.masking.registry import registered, scheme_named
 from tenant.masking.scheme import SessionScheme
 from tenant.model.connect import open_backend

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from torch import nn
 
-from tenant.core.backend import RingBackend
+from tenant.masking.backend import RingBackend
 from tenant.model.hf import backend_of
 from tenant.session.session import Session
 from tenant.session.tally import Ledger

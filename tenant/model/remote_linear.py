@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD
 from symbiosis_priv.errors import UnsupportedMethodError
-from tenant.core.backend import Backend
+from tenant.masking.backend import Backend
 from tenant.model import compiled
 from tenant.model.offloaded import OffloadedBias, OffloadedConv1DWeight, OffloadedParameter, OffloadedWeight
 

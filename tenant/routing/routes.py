@@ -24,9 +24,9 @@ from collections.abc import Callable, Collection, Sequence
 from symbiosis_priv.errors import QuarantinedError
 from symbiosis_priv.federation import Federation, Peer, Traits, in_common, traits
 from symbiosis_priv.network import wire
+from tenant.core.gate import Quarantine
 from tenant.routing.health import FEW_BYTES, USUAL, Health, State, Tolerance
 from tenant.routing.holders import choose_holders
-from tenant.routing.quarantine import Quarantine
 from tenant.routing.route import ProviderFigures, Route
 
 log = logging.getLogger(__name__)
@@ -119,13 +119,9 @@ class Routes:
         serving = [route for route in self.executors if self._serves(route, group)]
         return self._admissible(serving, holders) if holders else serving
 
-    def may_see(self, route: Route, group: int, holders: Collection[Peer]) -> bool:
-        """Whether an executor is one of those, now."""
-        return (
-            route in self.executors
-            and self._serves(route, group)
-            and bool(not holders or self._admissible([route], holders))
-        )
+    def may_be_asked(self, route: Route, group: int) -> bool:
+        """Returns True if an executor still belongs to the federation, serves a group and is not quarantined."""
+        return route in self.executors and self._serves(route, group)
 
     def choose(
         self, group: int, size: int, *, holders: Collection[Peer] | None, prefer: Route | None = None

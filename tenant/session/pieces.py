@@ -14,9 +14,13 @@ from concurrent.futures import wait
 
 import torch
 
+from symbiosis_priv.checkpoints.manifest import GroupEntry
+from symbiosis_priv.network import wire
 from tenant.connections.executor import LANES, Executor
 from tenant.core.parts import Part
 from tenant.routing.route import Route
+
+_MOST_PIECES = 4  # of a product, per executor: many small ones cost more than they hide
 
 
 class Pieces:
@@ -90,4 +94,14 @@ def share(parts: Sequence[Part], executors: Sequence[Executor], work: Callable[[
     for job in jobs:
         if not job.cancel():  # those that have not begun never will
             job.result()
-    return
+
+
+def piece_rows(count: int, group: GroupEntry, *, piece_bytes: int, executors: int = 1) -> int:
+    """Rows of each piece of a product of `count` rows. It depends on sizes and on the number of executors alone
+    (rule 5)."""
+    return -(-count // max(1, min(_MOST_PIECES * executors, product_bytes(count, group) // piece_bytes)))
+
+
+def product_bytes(count: int, group: GroupEntry) -> int:
+    """Bytes of a product of `count` rows, both ways."""
+    return wire.RING32.size(count, group.inputs + group.stacked_outputs)

@@ -1,8 +1,8 @@
 """What belongs to one process of a session: the secret and its counters, pads, threads, connections (rules 2 and 12).
 
-Nothing of it outlives a fork, and all of it ends when the session is closed, when nobody holds the session any longer,
-or with the program. Threads are told to stop, connections are shut down, which wakes whoever reads from them, and the
-threads are joined while the interpreter is still whole: see `tenant.worker`.
+Nothing of it survives a fork. All of it ends when the session is closed or garbage collected, or when the program ends:
+threads are told to stop, connections are shut down, which wakes the threads that read from them, and the threads are
+joined while the interpreter still works (`tenant.worker`).
 """
 
 from __future__ import annotations
@@ -13,28 +13,31 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from symbiosis_priv.arithmetic.buffers import Buffers
 from symbiosis_priv.arithmetic.forks import generation
-from symbiosis_priv.arithmetic.keystream import SessionSecret
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import QuarantinedError
-from symbiosis_priv.federation import Federation, Peer, check_parties
+from symbiosis_priv.federation import Federation, Peer
 from symbiosis_priv.network import wire
 from tenant.connections.channel import Channel
 from tenant.connections.executor import Executor, row_limit
 from tenant.connections.helper import Helper
 from tenant.connections.notices import Notices
 from tenant.core.facts import Preparation
-from tenant.core.pads import EffectSource, NoisePool, Pad, PoolMemory
+from tenant.core.gate import Gate
+from tenant.core.masked import UNMASKED_BY_CHOICE, UnmaskedByChoice
+from tenant.core.pads import EffectSource, Pad
+from tenant.core.secret import SessionSecret
 from tenant.masking.scheme import Materials, SessionScheme
 from tenant.routing.discovery import Discovery
 from tenant.routing.greeting import Greeter
 from tenant.routing.route import Route
 from tenant.routing.routes import Routes
 from tenant.session.options import SessionOptions
+from tenant.session.pools import PadPool, PoolMemory
 from tenant.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -48,12 +51,12 @@ class Runtime:
     """See the module's text. Thread-safe.
 
     Attributes:
-        gate: no request leaves while it is held: for as long as it takes to find out who lied.
-        closing: set once it is being closed.
-        greeter: hears from providers what they serve.
-        source: where pads come from; None without masking.
+        gate: every request passes it on its way out.
+        closing: set when the runtime is being closed.
+        greeter: asks providers what they serve.
+        source: draws pads; None if the scheme said `UNMASKED_BY_CHOICE`.
         buffers: memory for rows and answers.
-        notices: says what is being waited for.
+        notices: tells the user what is being waited for.
     """
 
     def __init__(
@@ -65,19 +68,14 @@ class Runtime:
         store: WeightStore | None,
         routes: Routes,
     ) -> None:
-        check_parties(
-            [*federation.executors, *(route.peer for route in routes.helpers)],  # who has joined was checked then
-            companies=federation.companies,
-            pad_helpers=federation.pad_helpers,
-        )
-        self.gate = threading.Lock()
+        self.gate = Gate(federation, [route.peer for route in routes.helpers], routes.quarantined)
         self.buffers = Buffers(limit=_UNUSED_BYTES)
         self.notices = Notices(option=options.deadline_option)
         self.closing = threading.Event()
         self._federation, self._options, self._routes = federation, options, routes
         self._facts = preparation.facts
         self._memory = PoolMemory(options.pool_memory)
-        self._pools: dict[tuple[int, Direction], NoisePool] = {}
+        self._pools: dict[tuple[int, Direction], PadPool] = {}
         self._executors: dict[Route, Executor] = {}
         self._greeting: set[Channel] = set()
         self._making = threading.Lock()
@@ -88,7 +86,8 @@ class Runtime:
             for route in routes.helpers
         }
         materials = Materials(facts=self._facts, secret=secret, holders=self._holders, store=store)
-        self.source = scheme.effects(materials)
+        effects = scheme.effects(materials)
+        self.source = None if isinstance(effects, UnmaskedByChoice) else effects
         self._discovery = None if federation.registries is None else Discovery(federation, changed=routes.update)
         self._discovering = False
         self._version = routes.version
@@ -113,7 +112,7 @@ class Runtime:
         return tuple(self._helpers.values())
 
     @property
-    def pools(self) -> tuple[NoisePool, ...]:
+    def pools(self) -> tuple[PadPool, ...]:
         """Those in use so far."""
         return tuple(self._pools.values())
 
@@ -144,19 +143,20 @@ class Runtime:
         for executor in gone:
             executor.close()
 
-    def take(self, index: int, direction: Direction, rows: int) -> list[Pad]:
-        """Fresh pads for `rows` rows; none without masking."""
-        return [] if self.source is None else self._pool(index, direction, self.source).take(rows)
+    def take(self, index: int, direction: Direction, rows: int) -> Sequence[Pad]:
+        """Fresh pads for `rows` rows; `UNMASKED_BY_CHOICE` for a scheme without pads."""
+        return UNMASKED_BY_CHOICE if self.source is None else self._pool(index, direction, self.source).take(rows)
 
     def order(self, index: int, direction: Direction, rows: int) -> None:
-        """Have pads for so many rows made ahead; see `NoisePool.order`."""
+        """Draw pads for `rows` rows ahead; see `PadPool.order`."""
         if self.source is not None:
             self._pool(index, direction, self.source).order(rows)
 
     def draw(self, index: int, direction: Direction, rows: int, *, executor: Route | None) -> Pad:
-        """A fresh pad that no pool holds, for rows that an executor is to see."""
+        """A fresh pad, for rows that an executor will see; None: any that serves the group."""
         assert self.source is not None
-        return self.source.draw(index, direction, rows, ahead=False, executor=executor)
+        peer = None if executor is None else executor.peer
+        return self.source.draw(index, direction, rows, ahead=False, executor=peer)
 
     def row_limit(self, index: int) -> int:
         """Rows of one request: what the limits of some executor allow, both ways. Whoever takes fewer, in either role,
@@ -202,14 +202,14 @@ class Runtime:
             for channel in helper.channels:
                 channel.abandon()
 
-    def _pool(self, index: int, direction: Direction, source: EffectSource) -> NoisePool:
+    def _pool(self, index: int, direction: Direction, source: EffectSource) -> PadPool:
         if (pool := self._pools.get((index, direction))) is not None:
             return pool
         facts = self._facts[index]
         with self._making:
             return self._pools.setdefault(
                 (index, direction),
-                NoisePool(
+                PadPool(
                     source,
                     index=index,
                     direction=direction,
@@ -228,9 +228,10 @@ class Runtime:
                 self._discovering = True
                 self._discovery.start()
 
-    def _holders(self, index: int, executor: Route | None) -> list[Helper]:
+    def _holders(self, index: int, executor: Peer | None) -> list[Helper]:
         """See `scheme.Materials`."""
-        routes = self._routes.holders(index, executor)
+        route = next((route for route in self._routes.executors if route.peer == executor), None)
+        routes = self._routes.holders(index, route)
         if len(routes) < max(1, self._routes.helpers_per_pad):
             raise QuarantinedError(
                 f"a pad is shared by {self._routes.helpers_per_pad} helpers of companies other than the executor's; "
@@ -265,17 +266,11 @@ class Runtime:
             buffers=self.buffers,
             notices=self.notices,
             wiretap=self._options.wiretap,
-            permit=self._permit,
+            permit=self.gate.check,
         )
 
-    def _permit(self, peer: Peer) -> None:
-        """Every request passes here on its way out."""
-        with self.gate:
-            if peer in self._routes.quarantined:
-                raise QuarantinedError(f"{peer.role} {peer.name!r} is quarantined; nothing more is sent")
-
     def _workers(self) -> list[Worker]:
-        source = self.source.workers if self.source is not None else ()
+        source = () if self.source is None else self.source.workers
         of_executors = (worker for executor in self.executors for worker in executor.workers)
         of_helpers = (channel.worker for helper in self.helpers for channel in helper.channels)
         return [self._refill, *source, *self.greeter.workers, *of_executors, *of_helpers]

@@ -1,13 +1,13 @@
 """A masked, verified session with the providers of a federation: `RingProduct` over the wire.
 
     session.Session      the public face: opens and closes, counts, notices forks
-    product.Products     one product: quantise, mask, send, check, unmask; what follows a lie
-    routes.Routes        who may be asked
+    product.Products     one product: quantise, mask, send, open, check
+    routes.Routes        the providers that may be asked
     runtime.Runtime      what belongs to one process: the secret, pads, threads, connections
 
-Several threads may multiply at once; none of them holds a lock while it waits for the network. The secret, the
-counters, the pools and the connections belong to one process: after a fork the child starts with fresh ones (rules 2
-and 12).
+Several threads may multiply at once, also by the same layer group. No thread holds a lock while it waits for the
+network. The secret, the counters, the pools and the connections belong to one process: after a fork the child starts
+with fresh ones (rules 2 and 12).
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from tenant.core.rows import RingRows, Rows
 from tenant.masking.registry import session_scheme
 from tenant.routing.greeting import check_expected
 from tenant.routing.routes import Routes
-from tenant.session.blame import Blame
+from tenant.session.failover import Failover
+from tenant.session.faults import Faults
 from tenant.session.options import SessionOptions
 from tenant.session.product import Products
 from tenant.session.runtime import Runtime, forget_all
@@ -138,14 +139,10 @@ class Session:
                 # for those who do not call `backend_of(model).close()`
                 self._finalizer = weakref.finalize(self, runtime.close_in_background)
                 self._finalizer.atexit = False  # `runtime` closes what is open then, and waits for it
-                blame = Blame(
-                    self.preparation,
-                    self.routes,
-                    runtime.gate,
-                    self._tally,
-                    None if self._store is None else self._store.cache,
-                )
-                self._products = Products(self.preparation, self._options, self.routes, runtime, self._tally, blame)
+                own_weights = None if self._store is None else self._store.cache
+                faults = Faults(self.preparation, self.routes, runtime.gate, self._tally, own_weights)
+                failover = Failover(self._options, self.routes, runtime, self._tally, faults)
+                self._products = Products(self.preparation, self._options, self.routes, runtime, self._tally, failover)
             return self._products
 
     def _begin_again(self) -> None:

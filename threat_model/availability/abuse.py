@@ -28,6 +28,7 @@ from tenant.bench.llama import small_llama
 from tenant.bench.process_costs import Held
 from tenant.bench.result_file import Row
 from tenant.connections.channel import Channel
+from tenant.core.masked import UNMASKED_BY_CHOICE, mask
 from threat_model.availability.abusers import DEADLINE_S, Abuse, Abuser, abuses, request_of, serve_abuse
 
 _SETTLE_S, _LOOK_S = 5.0, 0.05
@@ -140,7 +141,7 @@ class _Bench:
         return waits
 
     def _ask(self) -> torch.Tensor:
-        return self._channel.request(request_of(1), self._row, outputs=self._outputs)
+        return self._channel.request(request_of(1), mask(self._row, UNMASKED_BY_CHOICE), outputs=self._outputs)
 
     def _abuser(self) -> Abuser:
         """A new tenant with a good certificate."""

@@ -24,6 +24,7 @@ from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import client_context
 from tenant.bench import process_costs
 from tenant.connections.channel import Channel, fresh_nonce
+from tenant.core.masked import UNMASKED_BY_CHOICE, mask
 
 DEADLINE_S = 60.0
 _GROUP = 0  # q, k and v
@@ -70,7 +71,8 @@ class Abuser:
     def ask(self, channel: Channel) -> None:
         """Send one large request and read the answer."""
         request = request_of(_ROWS)
-        channel.request(request, torch.ones(_ROWS, self.inputs, dtype=torch.int32, device="cpu"), outputs=self.outputs)
+        rows = torch.ones(_ROWS, self.inputs, dtype=torch.int32, device="cpu")
+        channel.request(request, mask(rows, UNMASKED_BY_CHOICE), outputs=self.outputs)
 
     @contextmanager
     def connected(self) -> Iterator[ssl.SSLSocket]:

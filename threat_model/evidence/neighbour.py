@@ -19,6 +19,7 @@ from symbiosis_priv.certificates import Identity
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire
 from tenant.connections.channel import Channel, fresh_nonce
+from tenant.core.masked import UNMASKED_BY_CHOICE, mask
 from threat_model.evidence.public import Public
 from threat_model.evidence.views import NeighbourView
 
@@ -73,7 +74,7 @@ class Neighbour:
             last = self._stop.is_set()
             mine = expand(secrets.token_bytes(SEED_BYTES), first_row=0, rows=_ROWS, width=entry.inputs)
             request = wire.Execute(nonce=fresh_nonce(), group=_GROUP, direction=FORWARD, arithmetic="ring", rows=_ROWS)
-            answer = channel.request(request, mine, outputs=entry.stacked_outputs)
+            answer = channel.request(request, mask(mine, UNMASKED_BY_CHOICE), outputs=entry.stacked_outputs)
             self._own.append((answer - mine @ weight.t()).double())
             asked += 1
             if last or time.monotonic() >= due:

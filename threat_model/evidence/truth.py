@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from symbiosis_priv.arithmetic.ring import Direction
-from tenant.core.backend import Backend, RingBackend
+from tenant.masking.backend import Backend, RingBackend
 from tenant.model.remote_linear import RemoteLayer
 from threat_model.evidence.public import Public
 from threat_model.evidence.views import Recorder

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import hmac
-import pickle
-import re
-import subprocess
-import sys
-import time
+import secrets
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
-from itertools import combinations, pairwise
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -21,9 +16,8 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from symbiosis_priv.arithmetic.keystream import MAX_ROW, Keystream, SessionSecret, derive, expand, mask_key
-from symbiosis_priv.arithmetic.ring import DIRECTIONS
-from symbiosis_priv.errors import BurntRowError, RangeError
+from symbiosis_priv.arithmetic.keystream import MAX_ROW, Keystream, derive, expand, mask_key
+from symbiosis_priv.errors import RangeError
 from symbiosis_priv.harness import strategies as testing
 
 KEY = bytes(range(32))
@@ -168,166 +162,6 @@ def test_the_last_row_there_is() -> None:
     assert expand(KEY, first_row=MAX_ROW - 1, rows=1, width=9).tolist() == [by_hand(KEY, row=MAX_ROW - 1, width=9)]
 
 
-def blocks(stream: torch.Tensor) -> list[bytes]:
-    data = stream.numpy().tobytes()
-    return [data[i : i + 16] for i in range(0, len(data), 16)]
-
-
-def test_no_block_is_ever_reused() -> None:
-    """Across rows, layer groups, directions, helpers and sessions. By chance: below 2^-100."""
-    seen: list[bytes] = []
-    for secret in (SessionSecret(), SessionSecret()):
-        for helper in ("sha256:aa", "sha256:ab"):
-            for group in ("model.layers.0.mlp", "model.layers.1.mlp", "model.layers.10.mlp"):
-                for direction in DIRECTIONS:
-                    key = mask_key(secret.seed_for(helper), group_name=group, direction=direction)
-                    seen += blocks(expand(key, first_row=0, rows=64, width=16))
-    assert len(seen) == 2 * 2 * 3 * 2 * 64 * 4
-    assert len(set(seen)) == len(seen)
-
-
-def test_helpers_know_no_seed_but_their_own() -> None:
-    secret = SessionSecret()
-    holders = [("a",), ("b",), ("ab",), ("a", "b"), ("a", "bc"), ("ab", "c")]
-    seeds = [secret.seed_for(*holder) for holder in holders]
-    assert len(set(seeds)) == len(holders)
-    assert all(len(seed) == 32 for seed in seeds)
-    assert secret.seed_for("a") == seeds[0]
-
-
-def test_sessions_share_no_seed() -> None:
-    seeds = {SessionSecret().seed_for("helper") for _ in range(200)}
-    assert len(seeds) == 200
-
-
-def test_masks_ignore_torch_and_numpy_seeds() -> None:
-    """Rule 1: a session secret comes from the operating system, whatever a training script seeds."""
-    seeds = set()
-    for _ in range(2):
-        torch.manual_seed(0)
-        np.random.seed(0)
-        seeds.add(SessionSecret().seed_for("helper"))
-    assert len(seeds) == 2
-
-
-@given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(DIRECTIONS), st.integers(0, 9)), max_size=30))
-def test_burnt_rows_are_never_handed_out_again(requests: list[tuple[str, str, int]]) -> None:
-    secret = SessionSecret()
-    burnt: dict[tuple[str, str], set[int]] = {}
-    for group, direction, rows in requests:
-        first = secret.burn(group_name=group, direction=direction, rows=rows)
-        taken = set(range(first, first + rows))
-        before = burnt.setdefault((group, direction), set())
-        assert not before & taken
-        before |= taken
-
-
-class SlowCount(int):
-    """A number of rows that takes its time to be added: another thread gets in between reading and writing."""
-
-    def __radd__(self, other: int) -> int:
-        time.sleep(1e-5)
-        return int(other) + int(self)
-
-
-def test_burnt_ranges_never_overlap_under_threads() -> None:
-    secret = SessionSecret()
-    sizes = [SlowCount(1 + i % 5) for i in range(1000)]
-    with ThreadPoolExecutor(8) as pool:
-        firsts = list(pool.map(lambda rows: secret.burn(group_name="g", direction="forward", rows=rows), sizes))
-    ranges = sorted(zip(firsts, sizes, strict=True))
-    assert all(a + int(rows) == b for (a, rows), (b, _) in pairwise(ranges))
-    assert secret.burn(group_name="g", direction="forward", rows=0) == sum(map(int, sizes))
-
-
-def test_a_counter_never_goes_back() -> None:
-    secret = SessionSecret()
-    secret.burn(group_name="g", direction="forward", rows=7)
-    with pytest.raises(BurntRowError):
-        secret.burn(group_name="g", direction="forward", rows=-7)
-    assert secret.burn(group_name="g", direction="forward", rows=1) == 7
-
-
-@pytest.mark.parametrize("carry", [copy.copy, copy.deepcopy, pickle.dumps, lambda s: pickle.dumps({"state": [s]}, 2)])
-def test_a_secret_is_never_stored_or_copied(carry: object) -> None:
-    """Rule 2: a counter that was stored could be resumed, and its rows used twice."""
-    assert callable(carry)
-    with pytest.raises(BurntRowError):
-        carry(SessionSecret())
-
-
-def test_a_secret_is_not_printed() -> None:
-    secret = SessionSecret()
-    assert re.fullmatch(r"SessionSecret\(\.\.\.\)", repr(secret))
-    assert str(secret) == f"{secret}" == repr(secret)
-
-
-FORKED = """
-import ctypes
-import multiprocessing
-import os
-import subprocess
-import sys
-from symbiosis_priv.errors import BurntRowError
-from symbiosis_priv.arithmetic.keystream import SessionSecret
-
-secret = SessionSecret()
-secret.burn(group_name="g", direction="forward", rows=3)
-if "same process id" in sys.argv:  # as in a new pid namespace, or when an id is used again
-    pid = os.getpid()
-    os.getpid = lambda: pid
-
-
-def use(_=None):
-    try:
-        secret.burn(group_name="g", direction="forward", rows=1)
-    except BurntRowError:
-        os._exit(7)
-
-
-by_c_code = ctypes.PyDLL(None).fork  # runs no hook of Python's
-
-
-def fork(work, fork=os.fork):
-    if not (child := fork()):
-        work()
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-assert fork(use) == 7
-assert fork(lambda: os._exit(fork(use))) == 7, "a grandchild could use it"
-if "same process id" not in sys.argv:
-    assert fork(use, by_c_code) == 7, "a child of libc's fork could use it"
-    assert fork(lambda: os._exit(fork(use, by_c_code)), by_c_code) == 7, "a grandchild of libc's fork could use it"
-worker = multiprocessing.get_context("fork").Process(target=use)
-worker.start()
-worker.join()
-assert worker.exitcode == 7
-subprocess.run([sys.executable, "-c", ""], check=True)  # vfork and exec: nothing of ours runs in between
-
-child = os.fork()
-if child == 0:
-    refused = 0
-    for use in (lambda: secret.seed_for("h"), lambda: secret.burn(group_name="g", direction="forward", rows=1)):
-        try:
-            use()
-        except BurntRowError:
-            refused += 1
-    fresh = SessionSecret()
-    os._exit(0 if refused == 2 and not secret.alive and fresh.alive and fresh.seed_for("h") else 1)
-_, status = os.waitpid(child, 0)
-assert os.waitstatus_to_exitcode(status) == 0, "the child could use its parent's secret"
-assert secret.alive and secret.burn(group_name="g", direction="forward", rows=1) == 3
-"""
-
-
-@pytest.mark.parametrize("ids", ["own process id", "same process id"])
-def test_a_forked_child_finds_the_secret_dead(ids: str) -> None:
-    """In a process of its own: forking this one, with torch's threads in it, is undefined."""
-    subprocess.run([sys.executable, "-c", FORKED, ids], check=True, timeout=60)
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -356,7 +190,7 @@ def test_impossible_requests_take_no_memory(arguments: dict[str, object]) -> Non
 
 def test_masks_look_uniform() -> None:
     """Pearson's chi-square of each byte position and of neighbouring bits: sound masks fail below 1e-9."""
-    words = expand(SessionSecret().seed_for("h"), first_row=0, rows=256, width=4096).numpy().view(np.uint8)
+    words = expand(secrets.token_bytes(32), first_row=0, rows=256, width=4096).numpy().view(np.uint8)
     for position in range(4):
         counts = np.bincount(words.reshape(-1, 4)[:, position], minlength=256)
         expected = counts.sum() / 256

@@ -30,6 +30,7 @@ from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire
 from tenant.connections.channel import Channel, Wiretap, fresh_nonce
 from tenant.connections.notices import Notices
+from tenant.core.masked import UNMASKED_BY_CHOICE, MaskedRows, mask
 
 if TYPE_CHECKING:
     from tests.tenant.conftest import Heard, Identities, NewProvider, ScriptedProvider, Tape
@@ -60,13 +61,15 @@ def connect(identities: Identities, store: WeightStore) -> Iterator[NewChannel]:
         channel.close()
 
 
-def execute(rows: int = 2) -> tuple[wire.Execute, Tensor]:
+def execute(rows: int = 2) -> tuple[wire.Execute, MaskedRows]:
     request = wire.Execute(nonce=fresh_nonce(), group=0, direction="forward", arithmetic="ring", rows=rows)
-    return request, torch.randint(-(2**31), 2**31, (rows, WIDTH), dtype=torch.int32)
+    words = torch.randint(-(2**31), 2**31, (rows, WIDTH), dtype=torch.int32)
+    return request, mask(words, UNMASKED_BY_CHOICE)
 
 
 def ask(channel: Channel, rows: int = 2) -> Tensor:
-    return channel.request(*execute(rows), outputs=OUTPUTS)
+    request, payload = execute(rows)
+    return channel.request(request, payload, outputs=OUTPUTS)
 
 
 @pytest.mark.parametrize("rows", [1, 63, 64, 65, 300])
@@ -74,7 +77,7 @@ def test_rows_of_every_size_arrive(executor: ScriptedProvider, connect: NewChann
     """Below and above one TLS record."""
     request, payload = execute(rows)
     answer = connect(executor).request(request, payload, outputs=OUTPUTS)
-    assert torch.equal(executor.heard[0].rows, payload)
+    assert torch.equal(executor.heard[0].rows, payload.masked_words)
     assert torch.equal(answer, executor.product(executor.heard[0]))
 
 
@@ -423,7 +426,7 @@ def test_a_wiretap_sees_what_is_sent_and_may_change_what_is_received(
     assert isinstance(received, wire.Result)
     assert rows is not None
     assert reply is not None
-    assert torch.equal(rows, payload)
+    assert torch.equal(rows, payload.masked_words)
     assert torch.equal(reply, answer)
 
 

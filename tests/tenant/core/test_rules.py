@@ -41,7 +41,6 @@ from transformers import AutoModelForCausalLM
 from transformers.quantizers.base import HfQuantizer
 
 from symbiosis_priv.arithmetic import keystream, modular, passes
-from symbiosis_priv.arithmetic.keystream import SessionSecret
 from symbiosis_priv.arithmetic.modular import PRIME, Column
 from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, quantise_rows
 from symbiosis_priv.checkpoints.weights import WeightStore
@@ -59,11 +58,13 @@ from symbiosis_priv.federation import Federation, load_federation
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.dial import ClientConnection
 from tenant import RemoteConfig, backend_of
-from tenant.core.backend import RingBackend
 from tenant.core.facts import Preparation
+from tenant.core.masked import UNMASKED_BY_CHOICE
 from tenant.core.pads import Pad
 from tenant.core.rows import Rows
+from tenant.core.secret import SessionSecret
 from tenant.core.verifier import VerificationKeys
+from tenant.masking.backend import RingBackend
 from tenant.model.hf import RemoteQuantizer
 from tenant.model.remote_linear import LayerGroup, _Pending
 from tenant.routing.routes import Routes
@@ -250,7 +251,7 @@ def test_rule_2_nothing_is_resumed(new_session: NewSession, executor: ScriptedPr
 
 
 def test_rule_2_breach_a_stored_secret(new_session: NewSession, executor: ScriptedProvider, monkeypatch: Patch) -> None:
-    monkeypatch.setattr("symbiosis_priv.arithmetic.keystream.secrets.token_bytes", lambda size: bytes(size))
+    monkeypatch.setattr("tenant.core.secret.secrets.token_bytes", lambda size: bytes(size))
     assert sessions_repeat_a_mask(new_session, executor)
 
 
@@ -306,13 +307,16 @@ def test_rule_3_breach_a_pad_handed_out_twice(
     new_session: NewSession, executor: ScriptedProvider, monkeypatch: Patch
 ) -> None:
     session = new_session("local", [executor])
-    kept: dict[tuple[int, str, int], list[Pad]] = {}
+    kept: dict[tuple[int, str, int], Sequence[Pad]] = {}
     take = Runtime.take
 
-    def take_again(self: Runtime, index: int, direction: Any, rows: int) -> list[Pad]:
+    def take_again(self: Runtime, index: int, direction: Any, rows: int) -> Sequence[Pad]:
         return kept.setdefault((index, direction, rows), take(self, index, direction, rows))
 
     monkeypatch.setattr(Runtime, "take", take_again)
+    with pytest.raises(BurntRowError, match="twice"):
+        masks_repeat(session, executor)
+    monkeypatch.setattr(Pad, "_use", lambda self: None)
     assert masks_repeat(session, executor)
 
 
@@ -419,9 +423,11 @@ def test_rule_4_backward_is_masked_as_forward_is(split: Any, executor: ScriptedP
         assert all(is_uniform(h.rows) for h in heard)
     executor.heard.clear()
     take = Runtime.take
-    monkeypatch.setattr(
-        Runtime, "take", lambda self, index, way, rows: [] if way == BACKWARD else take(self, index, way, rows)
-    )
+
+    def take_forward_only(self: Runtime, index: int, direction: Any, rows: int) -> Sequence[Pad]:
+        return UNMASKED_BY_CHOICE if direction == BACKWARD else take(self, index, direction, rows)
+
+    monkeypatch.setattr(Runtime, "take", take_forward_only)
     train_a_step(split)
     assert not any(is_uniform(h.rows) for h in executor.executed if h.request.direction == BACKWARD)
 
@@ -533,6 +539,10 @@ def test_rule_5_breach_rows_as_they_are(
     split: Any, executor: ScriptedProvider, helper: ScriptedProvider, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(Runtime, "take", lambda self, index, direction, rows: [])
+    with torch.no_grad(), pytest.raises(BurntRowError):
+        split(input_ids=IDS)
+    assert executor.executed == []
+    monkeypatch.setattr(Runtime, "take", lambda self, index, direction, rows: UNMASKED_BY_CHOICE)
     with torch.no_grad():
         split(input_ids=IDS)
     assert leaks([executor, helper], {}) == {"format"}
@@ -754,7 +764,7 @@ def test_rule_8_no_party_gets_seed_and_row(
     with pytest.raises(RoleConflictError, match="same operator"):
         use()
     assert not someone_knows_both(parties)
-    monkeypatch.setattr("tenant.session.runtime.check_parties", lambda peers, **_: None)
+    monkeypatch.setattr("tenant.core.gate.check_parties", lambda peers, **_: None)
     monkeypatch.setattr(Federation, "admissible", lambda self, executor, holders: True)
     use()
     assert someone_knows_both(parties)
@@ -920,7 +930,7 @@ def test_rule_11_two_helpers_never_expand_one_stream(
     with pytest.raises(ConfigError, match=r"helper 'one' and helper 'other' have the same certificate, public key"):
         masks_are_even(refused, executor)
     assert executor.heard == helper.heard == []
-    monkeypatch.setattr("tenant.session.runtime.check_parties", lambda peers, **_: None)
+    monkeypatch.setattr("tenant.core.gate.check_parties", lambda peers, **_: None)
     assert not masks_are_even(new_session("pad", [executor], twins), executor)
     seed_for = SessionSecret.seed_for
     monkeypatch.setattr(SessionSecret, "seed_for", lambda secret, name, key: seed_for(secret, key))
@@ -940,9 +950,9 @@ def test_rule_11_a_quarantined_executor_is_not_asked_under_another_name(
         return len(executor.executed)
 
     assert asked() == 0
-    monkeypatch.setattr("tenant.session.runtime.check_parties", lambda peers, **_: None)
+    monkeypatch.setattr("tenant.core.gate.check_parties", lambda peers, **_: None)
     assert asked() == 1
-    monkeypatch.setattr("tenant.routing.quarantine.traits", lambda peer: {"name": frozenset({peer.name})})
+    monkeypatch.setattr("tenant.core.gate.traits", lambda peer: {"name": frozenset({peer.name})})
     assert asked() == 1 + 2
 
 
@@ -1004,7 +1014,7 @@ def test_rule_12_a_fork_by_c_code_is_noticed(
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_rule_12_breach_forks_go_unnoticed(monkeypatch: Patch) -> None:
     monkeypatch.setattr("os.getpid", functools.partial(int, os.getpid()))
-    monkeypatch.setattr("symbiosis_priv.arithmetic.keystream.generation", os.getpid)
+    monkeypatch.setattr("tenant.core.secret.generation", os.getpid)
     assert a_fork_takes_the_same_rows(SessionSecret())
 
 

@@ -56,7 +56,7 @@ from symbiosis_priv.harness.base_model import Pretraining, make_base_model
 from symbiosis_priv.harness.text import private_text
 from tenant import RemoteConfig
 from tenant.cli import app as cli
-from tenant.core.backend import Backend
+from tenant.masking.backend import Backend
 from tenant.model import adapter_limits
 from tenant.model.connect import open_backend
 from tenant.model.loading import load_adapter, load_model, load_tokenizer

@@ -35,8 +35,8 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import NonFiniteError, UnsupportedMethodError
 from symbiosis_priv.harness import strategies as testing
 from tenant import RemoteConfig
-from tenant.core.backend import Backend, RingBackend, Simulation
 from tenant.core.facts import GroupFacts
+from tenant.masking.backend import Backend, RingBackend, Simulation
 from tenant.model.offloaded import OffloadedWeight
 from tenant.model.remote_linear import LayerGroup, RemoteLinear
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from symbiosis_priv.certificates import load_certificates
 from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.federation import Peer
-from tenant.routing.quarantine import Quarantine
+from tenant.core.gate import Quarantine
 from tests.vouching import Vouching
 
 

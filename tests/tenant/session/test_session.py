@@ -33,9 +33,10 @@ from symbiosis_priv.errors import (
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.network import wire
-from tenant.core.backend import RingBackend
 from tenant.core.facts import Preparation
+from tenant.core.pads import EffectSource
 from tenant.core.verifier import BlameKeys
+from tenant.masking.backend import RingBackend
 from tenant.preparation.keys import prepare
 from tenant.routing.health import Tolerance
 from tenant.session.options import SessionOptions
@@ -483,7 +484,7 @@ def test_nobody_is_asked_for_anything_until_it_is_settled_who_lied(
     helper.behaviour = saying(frames, spoil)
     session = new_session("pad", [executor], [helper], pool_memory=0)
     source = session.runtime.source
-    assert source is not None
+    assert isinstance(source, EffectSource)
     accepts = BlameKeys.accepts
     heard: list[int] = []
 

@@ -13,14 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.keystream import Keystream, SessionSecret
+from symbiosis_priv.arithmetic.keystream import Keystream
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import BurntRowError, DeadlineExceededError, VerificationError
+from symbiosis_priv.federation import Peer
+from tenant.connections.executor import joined
 from tenant.core.facts import Preparation
-from tenant.core.pads import EffectSource, NoisePool, Pad, PoolMemory, Share, joined
+from tenant.core.pads import EffectSource, Pad, Share
+from tenant.core.secret import SessionSecret
 from tenant.masking.local import LocalSource
-from tenant.routing.route import Route
+from tenant.session.pools import PadPool, PoolMemory
 from tenant.worker import Promise, Worker
 
 TIMEOUT_S = 20.0
@@ -70,13 +73,13 @@ class Pools:
         self.memory = Ledger(memory)
         self._facts = preparation.facts
         self._refill = Worker("refill")
-        self._pools: dict[tuple[int, Direction], NoisePool] = {}
+        self._pools: dict[tuple[int, Direction], PadPool] = {}
 
-    def pool(self, index: int, direction: Direction) -> NoisePool:
+    def pool(self, index: int, direction: Direction) -> PadPool:
         facts = self._facts[index]
         return self._pools.setdefault(
             (index, direction),
-            NoisePool(
+            PadPool(
                 self.source,
                 index=index,
                 direction=direction,
@@ -211,7 +214,7 @@ class Flaky(EffectSource):
         self.error, self.at_once, self.away = error, at_once, True
         self.drawn: list[tuple[int, bool]] = []
 
-    def draw(self, index: int, direction: Direction, rows: int, *, ahead: bool, executor: Route | None = None) -> Pad:
+    def draw(self, index: int, direction: Direction, rows: int, *, ahead: bool, executor: Peer | None = None) -> Pad:
         first = self._burn(index, direction, rows)
         self.drawn.append((rows, ahead))
         effect: Promise[Tensor] = Promise()
@@ -257,7 +260,7 @@ def test_a_split_pad_keeps_its_promise_whenever_it_is_fulfilled(preparation: Pre
 
     class Slow(Flaky):
         def draw(
-            self, index: int, direction: Direction, rows: int, *, ahead: bool, executor: Route | None = None
+            self, index: int, direction: Direction, rows: int, *, ahead: bool, executor: Peer | None = None
         ) -> Pad:
             self.promised: Promise[Tensor] = Promise()
             return Pad(rows, (Share(None, Keystream(bytes(32), width=64), 100 if ahead else 0, self.promised),))
@@ -289,6 +292,6 @@ def test_a_split_pad_keeps_its_promise_whenever_it_is_fulfilled(preparation: Pre
 
 def test_a_source_dies_with_its_process(preparation: Preparation, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Flaky(preparation, ValueError())
-    monkeypatch.setattr("symbiosis_priv.arithmetic.keystream.generation", lambda: -1)
+    monkeypatch.setattr("tenant.core.secret.generation", lambda: -1)
     with pytest.raises(BurntRowError, match="forked"):
         source.draw(0, FORWARD, 1, ahead=False)

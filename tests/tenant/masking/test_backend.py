@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tenant.core.backend import _on_host
+from tenant.masking.backend import _on_host
 
 
 def test_what_is_on_the_host_stays_where_it_is() -> None:

@@ -1,4 +1,4 @@
-"""What has gone wrong so far with some rows, until when to go on, and how long to pause before the next try."""
+"""What has gone wrong so far with the request for some rows, and how long to go on."""
 
 from __future__ import annotations
 
@@ -16,32 +16,34 @@ from tenant.session.tally import Tally
 log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.02, 1.0
-_MANY_REDRAWS = 4  # then all helpers are in trouble, and nothing is won by haste
+_MANY_REDRAWS = 4  # then all helpers are in trouble, and retrying at once does not help
 _jitter = secrets.SystemRandom().random
 
 
-class Turn:
-    """The asking for one part of a product, from one executor to the next.
+class RetryState:
+    """The state of retries for one part of a product.
 
     Attributes:
         began, deadline: by `time.monotonic`.
-        last: who failed last; None once somebody else was asked.
-        lie: what to raise if nobody is left; lies: how many were met.
-        effect_error: why the last effect was lost; redraws: how often rows were put on other pads.
+        asked_at: when the present executor was asked; patience_s: how long it may take.
+        last: the executor that failed last.
+        fault: the error to raise if no provider is left; faults: how many were found.
+        effect_error: why the last effect was lost; redraws: how often pads were replaced.
         late: helpers whose effects have not come in time.
         refused: executors that answered with an error; declined: helpers that did.
     """
 
     def __init__(self, options: SessionOptions, runtime: Runtime) -> None:
         self._options, self._runtime = options, runtime
-        self.began = time.monotonic()
+        self.began = self.asked_at = time.monotonic()
         self.deadline = self.began + options.deadline_s
+        self.patience_s = options.deadline_s
         self.last: Route | None = None
-        self.lie: Exception | None = None
+        self.fault: Exception | None = None
         self.late: set[Peer] = set()
         self.refused: set[Route] = set()
         self.declined: set[Peer] = set()
-        self.lies = 0
+        self.faults = 0
         self.effect_error: BaseException | None = None
         self.redraws = 0
         self._error: Exception | None = None
@@ -49,21 +51,21 @@ class Turn:
         self._pause_s = _FIRST_PAUSE_S
 
     def failed(self, route: Route, error: Exception) -> None:
-        """It was lost, late or busy, or has refused."""
+        """The executor was lost, late or busy, or refused."""
         self.last, self._error = route, error
         self._failed.setdefault(route, time.monotonic())
 
-    def lied(self, lie: Exception) -> None:
-        """Somebody was found lying."""
-        self.lie = lie
-        self.lies += 1
+    def faulted(self, fault: Exception) -> None:
+        """A provider was found at fault."""
+        self.fault = fault
+        self.faults += 1
 
     def go_on(self, *, pause: bool) -> None:
-        """Before somebody is asked, after a pause if they are asked again, or if there was nobody.
+        """Called before each request; pauses first if asked to.
 
         Raises:
-            DeadlineExceededError: it is too late, or would be then.
-            UncoveredError: nobody was there to be asked.
+            DeadlineExceededError: the deadline is over, or would be after the pause.
+            UncoveredError: no executor was there to be asked.
         """
         pause = pause or self.redraws > _MANY_REDRAWS
         wait_s = self._pause_s if pause else 0.0
@@ -78,9 +80,9 @@ class Turn:
         self._runtime.closing.wait(wait_s * (0.5 + _jitter() / 2))
         self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
 
-    def over(self, route: Route, tally: Tally) -> None:
-        """Somebody has answered, and rightly."""
-        if not self._failed:  # as a rule
+    def succeeded(self, route: Route, tally: Tally) -> None:
+        """The executor's answer was right. Counts a takeover if another executor had failed before."""
+        if not self._failed:  # the usual case
             return
         failed = [(since, other) for other, since in self._failed.items() if other is not route]
         if failed:
@@ -99,7 +101,7 @@ class Turn:
             late.__cause__ = self.effect_error
             return late
         if not self._failed:
-            return self.lie or UncoveredError(
+            return self.fault or UncoveredError(
                 f"nobody who serves these layers was there {waited}. Are their executors running? "
                 f"{self._options.deadline_option} waits longer."
             )

@@ -1,0 +1,60 @@
+"""Fault attribution: finds whose result was wrong, after the check has refused a product.
+
+A refused product y = y' - sum e_j says that the answer y' or an effect e_j is wrong, not which. The blame keys check
+each of them alone, modulo 2^32 (`verifier`). An effect that the tenant computed itself is checked as well: damage to
+the tenant's own packed weights must not convict a provider.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+from safetensors import SafetensorError
+from torch import Tensor
+
+from symbiosis_priv.federation import Peer
+from tenant.core.facts import Preparation
+from tenant.core.parts import Part
+
+log = logging.getLogger(__name__)
+
+
+class Attribution(NamedTuple):
+    """Whose result is not the product modulo 2^32.
+
+    Args:
+        providers: whose answer or effect is wrong.
+        own: whether an effect that the tenant computed itself is wrong.
+    """
+
+    providers: list[Peer]
+    own: bool
+
+
+def attribute(preparation: Preparation, executor: Peer, part: Part, answer: Tensor) -> Attribution:
+    """Check the answer and every effect of a refused product; nobody is found if the keys cannot tell.
+
+    Args:
+        executor: the provider that gave the answer.
+        part: what the executor was asked; the part's effects are there.
+        answer: int32 `[r, o]`, refused.
+    """
+
+    def accepts(rows: Tensor, result: Tensor) -> bool:
+        return preparation.blame.accepts(part.index, part.direction, rows=rows, answer=result)
+
+    found: list[Peer] = []
+    own = False
+    try:
+        if not accepts(part.sent.masked_words, answer):
+            found.append(executor)
+        for pad in part.pads:
+            for holder in pad.wrong_effects(accepts):
+                if holder is None:
+                    own = True
+                else:
+                    found.append(holder)
+    except (OSError, SafetensorError) as error:
+        log.error("cannot read the keys that tell whose result is wrong: %s", error)
+    return Attribution(found, own)

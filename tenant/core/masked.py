@@ -1,0 +1,135 @@
+"""`MaskedRows`: the only rows that may leave the tenant.
+
+The promise is a type. A connection accepts rows as `MaskedRows` and as nothing else, and nothing but this module makes
+one: `mask` adds one-time pads that cover every row, and `remask` replaces pads. A raw tensor cannot be sent by mistake:
+mypy refuses it, and the connection raises `TypeError`.
+
+One door stands open, and it has a name. `UNMASKED_BY_CHOICE` in place of pads sends rows as they are. It is for schemes
+that the tenant chose although they have no one-time pads (`masking = "none"`, `"paper-pool"`), and for rows that hold
+no data. `tests/tenant/core/test_masked.py` lists the modules that may name it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NoReturn
+
+from torch import Tensor
+
+from symbiosis_priv.errors import BurntRowError
+from symbiosis_priv.federation import Peer
+from tenant.core.pads import Pad, some_rows
+
+
+class UnmaskedByChoice(tuple[Pad, ...]):
+    """No pads, because the tenant has chosen a scheme without them. An empty list of pads is an error instead."""
+
+    __slots__ = ()
+
+
+UNMASKED_BY_CHOICE: Final = UnmaskedByChoice()
+_MAKER: Final = object()
+
+
+class MaskedRows:
+    """Rows of one layer group and direction, ready to be sent. Only `mask` and `remask` make them. Frozen.
+
+    Attributes:
+        masked_words: int32 `[r, d]`, as they are sent. Never written again: a retry sends identical bytes (rule 3).
+        pads: the pads that cover the rows, one below the other.
+        holders: the helpers that know a seed of a pad. They never see these rows, nor does their company (rule 8).
+    """
+
+    __slots__ = ("holders", "masked_words", "pads")
+    masked_words: Tensor
+    pads: Sequence[Pad]
+    holders: tuple[Peer, ...]
+
+    def __init__(self, maker: object, masked_words: Tensor, pads: Sequence[Pad]) -> None:
+        if maker is not _MAKER:
+            raise TypeError("only tenant.core.masked makes MaskedRows; mask the rows")
+        holders = dict.fromkeys([s.holder for pad in pads for s in pad.shares if s.holder is not None])  # each once
+        assign = object.__setattr__
+        assign(self, "masked_words", masked_words)
+        assign(self, "pads", pads)
+        assign(self, "holders", tuple(holders))
+
+    def split(self, rows: int) -> list[MaskedRows]:
+        """Pieces of at most `rows` rows. Each names all pads and all holders."""
+        if self.masked_words.shape[0] <= rows:
+            return [self]
+        return [MaskedRows(_MAKER, masked_words, self.pads) for masked_words in self.masked_words.split(rows)]
+
+    def __len__(self) -> int:
+        return self.masked_words.shape[0]
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError("MaskedRows are frozen")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError("MaskedRows are frozen")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError("MaskedRows are neither copied nor stored")
+
+    def __repr__(self) -> str:
+        return f"MaskedRows({list(self.masked_words.shape)})"
+
+
+def cut(pads: Sequence[Pad], rows: int) -> tuple[Sequence[Pad], Sequence[Pad]]:
+    """Pads for the first `rows` rows, and those for the rest. `UNMASKED_BY_CHOICE` stays what it is."""
+    if pads is UNMASKED_BY_CHOICE:
+        return pads, pads
+    head, rest = list[Pad](), deque(pads)
+    while rest and rows:
+        pad = rest.popleft()
+        if pad.rows > rows:
+            pad, later = pad.split(rows)
+            rest.appendleft(later)
+        head.append(pad)
+        rows -= pad.rows
+    return head, list(rest)
+
+
+def mask(rows: Tensor, pads: Sequence[Pad]) -> MaskedRows:
+    """Put pads on rows.
+
+    Args:
+        rows: int32 `[r, d]`; masked in place. Nothing may write to them afterwards.
+        pads: for exactly these rows, none of them used before; or `UNMASKED_BY_CHOICE`.
+
+    Raises:
+        BurntRowError: a pad was used before, or the pads do not cover the rows.
+    """
+    if pads is not UNMASKED_BY_CHOICE:
+        first = 0
+        for pad in pads:
+            pad.put_on(some_rows(rows, first, pad.rows))
+            first += pad.rows
+        if first != rows.shape[0]:
+            raise BurntRowError(f"{first} rows of pads were drawn for {rows.shape[0]} rows; nothing was sent")
+    return MaskedRows(_MAKER, rows, pads)
+
+
+def remask(masked: MaskedRows, fresh: Mapping[int, Pad]) -> MaskedRows:
+    """Replace pads: another content, for which nothing of the replaced pads is used again (rule 3).
+
+    Args:
+        masked: rows under pads; unchanged.
+        fresh: new pads by the number of the pad that each replaces, with the same number of rows.
+
+    Raises:
+        BurntRowError: a pad was used before, or has another number of rows.
+    """
+    masked_words, pads, first = masked.masked_words.clone(), list(masked.pads), 0
+    for number, old in enumerate(masked.pads):
+        if (new := fresh.get(number)) is not None:
+            if new.rows != old.rows:
+                raise BurntRowError(f"a pad of {new.rows} rows cannot replace one of {old.rows}")
+            rows = masked_words[first : first + old.rows]
+            old.take_off(rows)
+            new.put_on(rows)
+            pads[number] = new
+        first += old.rows
+    return MaskedRows(_MAKER, masked_words, pads)

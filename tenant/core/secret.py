@@ -1,0 +1,56 @@
+"""The secret of a session, and the counters of its mask rows (rules 2, 3 and 12)."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections import defaultdict
+from typing import NoReturn
+
+from symbiosis_priv.arithmetic.forks import generation
+from symbiosis_priv.arithmetic.keystream import SEED_BYTES, derive
+from symbiosis_priv.errors import BurntRowError
+
+
+class SessionSecret:
+    """A fresh 256-bit secret and its row counters. They are never stored, copied or used after a fork.
+
+    Parent and child would otherwise hand out the same rows (rule 2). In a forked child every method raises
+    `BurntRowError`, and the child opens a session of its own.
+    """
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_bytes(SEED_BYTES)
+        self._generation = generation()
+        self._lock = threading.Lock()
+        self._next_row: defaultdict[tuple[str, str], int] = defaultdict(int)
+
+    def seed_for(self, *holder: str) -> bytes:
+        """The seed that `holder` may know, 32 bytes. A helper is its name and its key's fingerprint (rule 11)."""
+        self._check_alive()
+        return derive(self._secret, "helper", *holder)
+
+    def burn(self, *, group_name: str, direction: str, rows: int) -> int:
+        """Take `rows` fresh row indices of a (group, direction) and return the first. No call returns them again."""
+        self._check_alive()
+        if rows < 0:
+            raise BurntRowError(f"a counter never goes back: cannot burn {rows} rows")
+        with self._lock:
+            first = self._next_row[group_name, direction]
+            self._next_row[group_name, direction] = first + rows
+        return first
+
+    @property
+    def alive(self) -> bool:
+        """False in a forked child."""
+        return generation() == self._generation
+
+    def _check_alive(self) -> None:
+        if not self.alive:
+            raise BurntRowError("this process was forked from the one that drew the session secret; open a new session")
+
+    def __reduce__(self) -> NoReturn:
+        raise BurntRowError("a session secret and its counters are never stored or copied; open a new session")
+
+    def __repr__(self) -> str:
+        return "SessionSecret(...)"

@@ -1,0 +1,210 @@
+"""What a product does when a provider fails: another executor, or other pads.
+
+An executor that is lost, late, busy or refuses is followed by another one that may see rows under the same pads, and
+gets identical bytes. If there is none, or if an effect is lost or late while helpers are to spare, the rows get fresh
+pads and are sent again. `retry.RetryState` remembers what has gone wrong, and until when to go on.
+
+Nothing here can weaken a promise: rows leave only as `MaskedRows`, past the gate, and results only through the check.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import wait
+from dataclasses import dataclass
+
+from symbiosis_priv.errors import (
+    CertificateError,
+    DeadlineExceededError,
+    ProtocolError,
+    ProviderError,
+    QuarantinedError,
+    TransportError,
+)
+from tenant.connections.lanes import LanesInUseError
+from tenant.core.pads import Pad
+from tenant.core.parts import Part
+from tenant.routing.route import Route
+from tenant.routing.routes import Routes
+from tenant.session.faults import Faults
+from tenant.session.options import SessionOptions
+from tenant.session.pools import is_lost
+from tenant.session.retry import RetryState
+from tenant.session.runtime import Runtime
+from tenant.session.tally import Tally
+
+_LOOK_AGAIN_S = 1.0  # how often a waiting request looks for another helper
+
+
+@dataclass(frozen=True)
+class Failover:
+    """Decides who is asked next, and under which pads.
+
+    Args:
+        options: the deadline.
+        routes: the providers that may be asked.
+        runtime: connections and pads.
+        tally: where replaced pads are counted.
+        faults: settles wrong results.
+    """
+
+    options: SessionOptions
+    routes: Routes
+    runtime: Runtime
+    tally: Tally
+    faults: Faults
+
+    def choose(self, part: Part, seat: Route | None, retry: RetryState) -> Route:
+        """The executor to ask now. Waits until there is one, and replaces pads if only that makes one admissible.
+
+        Args:
+            seat: the executor that is preferred.
+
+        Raises:
+            DeadlineExceededError: no executor came back in time.
+            SymbiosisError: the fault of the last executor that was left.
+        """
+        while True:
+            self._replace_spoilt_pads(part, retry)
+            route = self._next(part, seat, retry)
+            if self.routes.may_be_asked(route, part.index):
+                retry.asked_at = time.monotonic()
+                return route
+            self.routes.given_up(route)
+
+    def after(self, error: BaseException, route: Route, part: Part, retry: RetryState) -> None:
+        """A request was not answered. Returns if the part may be sent again.
+
+        Raises:
+            BaseException: `error`, or one that explains it, if nobody else can be asked.
+        """
+        waited_s = min(retry.patience_s, time.monotonic() - retry.asked_at)  # the rest was spent waiting for a lane
+        if isinstance(error, QuarantinedError):
+            self.routes.given_up(route)
+        elif isinstance(error, LanesInUseError):
+            self.routes.given_up(route)
+            raise DeadlineExceededError(
+                f"{route} was not asked within {self.options.deadline_s:g} s: {error} by other threads of this "
+                f"program. Use fewer threads at once; {self.options.deadline_option} waits longer."
+            ) from error
+        elif isinstance(error, TransportError):
+            self._failed(route, error, retry, waited_s=waited_s)
+            self.runtime.executor(route).lanes.drop_idle()
+        elif isinstance(error, ProviderError | CertificateError):
+            self._failed(route, error, retry, waited_s=waited_s)
+            retry.refused.add(route)
+            if retry.refused.issuperset(self.routes.able(part.index)):
+                raise error
+        elif isinstance(error, ProtocolError):
+            self.routes.given_up(route)
+            self.faults.malformed_answer(route, part, error, retry)
+        else:
+            self.routes.given_up(route)
+            raise error
+
+    def effects_are_there(self, part: Part, retry: RetryState) -> bool:
+        """Waits for the effects of the part's pads. False if pads have to be replaced.
+
+        Raises:
+            SymbiosisError: effects are missing, and no other helper can compute them.
+        """
+        self._wait_for_effects(part, retry)
+        for share in part.shares:
+            if share.holder in retry.late:
+                return False
+            error = share.effect.exception()
+            if error is None:
+                continue
+            assert share.holder is not None or not isinstance(error, ProtocolError)  # the tenant's own has no protocol
+            if share.holder is not None and isinstance(error, ProtocolError):
+                self.faults.malformed_effect(share.holder, part, error, retry)
+                return False
+            if share.holder is None or not self.routes.has_spares:
+                raise error
+            retry.effect_error = error
+            if isinstance(error, ProviderError | CertificateError):
+                retry.declined.add(share.holder)
+                if len(self.routes.holders(part.index, without=retry.declined)) < self.routes.helpers_per_pad:
+                    raise error
+            return False
+        return True
+
+    def _next(self, part: Part, seat: Route | None, retry: RetryState) -> Route:
+        while True:
+            self.runtime.greeter.revive()
+            self.faults.check(part, retry)
+            route = self.routes.choose(part.index, part.size, holders=part.sent.holders, prefer=seat)
+            other = None if route else self.routes.choose(part.index, part.size, holders=None)
+            if route is None and other is None:
+                self.runtime.greeter.revive(urgent=self.routes.executors)
+            try:
+                if other is not None:
+                    self._replace_pads(part, retry, other, spoilt=lambda pad: True)
+                retry.go_on(pause=route is retry.last if route else other is None)
+            except BaseException:
+                if taken := route or other:
+                    self.routes.given_up(taken)
+                raise
+            if taken := route or other:
+                return taken
+
+    def _failed(self, route: Route, error: Exception, retry: RetryState, *, waited_s: float) -> None:
+        if self.runtime.closing.is_set():
+            raise error
+        self.routes.failed(route, error, waited_s=waited_s)
+        retry.failed(route, error)
+
+    def _wait_for_effects(self, part: Part, retry: RetryState) -> None:
+        """Until all effects are there, or the missing ones are late and can be replaced."""
+        missing = {share for share in part.shares if not share.effect.done()}
+        longest = self.options.deadline_s  # ordered ahead: behind many that an absent helper owes
+        began = time.monotonic()
+        until = began + longest
+        while missing:
+            left = until - time.monotonic()
+            if left <= 0:
+                raise DeadlineExceededError(
+                    f"no effects from the helpers within {longest:g} s. Are they running? "
+                    f"{self.options.deadline_option} waits longer."
+                )
+            holders = {share.holder for share in missing if share.holder is not None}
+            spare = bool(holders) and self.routes.can_replace(part.index, holders)
+            if spare:
+                in_time = retry.deadline - time.monotonic()
+                patience = self.routes.patience_with_helpers_s(part.index, holders, part.size, left_s=in_time)
+            else:
+                patience = min(left, _LOOK_AGAIN_S)
+                waited = time.monotonic() - began
+                wanted = self.routes.wanted(part.index, holders, part.size, waited_s=waited)
+                self.runtime.greeter.revive(urgent=wanted)
+            wait([share.effect for share in missing], max(0.0, patience))
+            missing = {share for share in missing if not share.effect.done()}
+            if missing and spare:
+                retry.late |= {share.holder for share in missing if share.holder is not None}
+                self.routes.late(retry.late, waited_s=patience)
+                return
+
+    def _replace_spoilt_pads(self, part: Part, retry: RetryState) -> None:
+        """Replace pads with a helper that was lost or late, or is quarantined."""
+
+        suspicion = bool(retry.late or self.routes.quarantined)  # hardly ever
+
+        def spoilt(pad: Pad) -> bool:
+            return is_lost(pad) or (
+                suspicion and any(h in retry.late or h in self.routes.quarantined for h in pad.holders())
+            )
+
+        if part.pads and any(map(spoilt, part.pads)):
+            self.faults.check(part, retry)
+            self._replace_pads(part, retry, None, spoilt=spoilt)
+            retry.late.clear()
+
+    def _replace_pads(
+        self, part: Part, retry: RetryState, executor: Route | None, *, spoilt: Callable[[Pad], bool]
+    ) -> None:
+        def draw(rows: int) -> Pad:
+            return self.runtime.draw(part.index, part.direction, rows, executor=executor)
+
+        retry.redraws += 1
+        self.tally.add(pads_redrawn=part.remask(spoilt, draw))

@@ -1,0 +1,118 @@
+"""What follows a wrong result: its source is quarantined before the next request leaves.
+
+`tenant.core.attribution` finds whose result was wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from symbiosis_priv.errors import CheckpointError, QuarantinedError, VerificationError
+from symbiosis_priv.federation import Peer
+from tenant.core.attribution import attribute
+from tenant.core.facts import Preparation
+from tenant.core.gate import Gate
+from tenant.core.parts import Part
+from tenant.routing.route import Route
+from tenant.routing.routes import Routes
+from tenant.session.retry import RetryState
+from tenant.session.tally import Tally
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Quarantines providers at fault, and says when nobody is left.
+
+    Args:
+        preparation: has the keys that attribute faults.
+        routes: quarantines providers, and knows which are left.
+        gate: closed while a fault is attributed.
+        tally: where rejected answers are counted.
+        own_weights: folder of the tenant's own packed weights, for messages; None if it has none.
+    """
+
+    preparation: Preparation
+    routes: Routes
+    gate: Gate
+    tally: Tally
+    own_weights: Path | None = None
+
+    def product_refused(self, route: Route, part: Part, answer: Tensor, retry: RetryState) -> None:
+        """The check refused a product: the executor's answer, int32 `[r, o]`, or an effect of the part's pads is wrong.
+
+        Raises:
+            VerificationError: the providers that are left cannot make the product.
+            CheckpointError: the tenant's own packed weights are damaged.
+        """
+        with self.gate.settling:
+            involved = [executor := route.peer, *part.sent.holders]
+            # another part may have found the fault just now; then the keys that attribute it are deleted already
+            found = [peer for peer in involved if peer in self.routes.quarantined]
+            if not found:
+                found, own = attribute(self.preparation, executor, part, answer)
+                if own:
+                    self._quarantine(*found)
+                    raise self._own_damage(part)
+            suspects = list(dict.fromkeys(found or involved))
+            self.tally.add(answers_rejected=len(suspects) if found else 1)
+            self._quarantine(*suspects)
+        what = "an answer" if executor in suspects else "an effect"
+        error = self._error(suspects, part, what=what, certain=bool(found))
+        retry.faulted(error)
+        if executor in suspects:
+            retry.failed(route, error)
+        self.check(part, retry)
+
+    def malformed_answer(self, route: Route, part: Part, error: Exception, retry: RetryState) -> None:
+        """An executor broke the protocol. Raises its error if the providers that are left cannot make the product."""
+        self.tally.add(answers_rejected=1)
+        self._quarantine(route.peer)
+        retry.faulted(error)
+        retry.failed(route, error)
+        self.check(part, retry)
+
+    def malformed_effect(self, holder: Peer, part: Part, error: Exception, retry: RetryState) -> None:
+        """A helper broke the protocol.
+
+        Raises:
+            VerificationError: the providers that are left cannot make the product.
+        """
+        self.tally.add(answers_rejected=1)
+        self._quarantine(holder)
+        fault = self._error([holder], part, what="an effect")
+        fault.__cause__ = error
+        retry.faulted(fault)
+        self.check(part, retry)
+
+    def check(self, part: Part, retry: RetryState) -> None:
+        """Raises the last fault if the providers that are not quarantined cannot make the product."""
+        try:
+            self.routes.check(part.index)
+        except QuarantinedError as error:
+            raise retry.fault or error from None
+        if retry.fault is not None and retry.faults > len(self.routes.executors) + len(self.routes.helpers):
+            raise retry.fault  # each provider faults at most once: a quarantined one is being asked
+
+    def _quarantine(self, *suspects: Peer) -> None:
+        if suspects:
+            self.routes.quarantine(*suspects)
+            self.preparation.forget_keys()
+
+    def _error(self, peers: Sequence[Peer], part: Part, *, what: str, certain: bool = True) -> VerificationError:
+        return VerificationError(
+            provider=(" and " if certain else " or ").join(peer.name for peer in peers),
+            group_name=self.preparation.facts[part.index].entry.name,
+            direction=part.direction,
+            what=what,
+        )
+
+    def _own_damage(self, part: Part) -> CheckpointError:
+        return CheckpointError(
+            f"this machine's own packed weights of {self.preparation.facts[part.index].entry.name} in "
+            f"{self.own_weights} are damaged: an effect that was computed from them is not the product of the pinned "
+            f"weights. No provider is to blame for it. Delete that folder and load the model again."
+        )

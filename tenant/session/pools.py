@@ -1,0 +1,148 @@
+"""Pads drawn ahead, in the background and within a memory budget.
+
+A `PadPool` per (layer group, direction) draws pads for the next product while the answer to the present one is under
+way. An empty pool draws on the spot: the mask is there at once, and the effect is fetched while the executor works. A
+pad that a pool handed out twice by mistake would raise `BurntRowError` (`tenant.core.pads`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from symbiosis_priv.arithmetic.ring import Direction
+from symbiosis_priv.errors import CertificateError, ProviderError, QuarantinedError, SymbiosisError, TransportError
+from tenant.core.pads import EffectSource, Pad
+from tenant.worker import Worker
+
+log = logging.getLogger(__name__)
+
+_MIN_BLOCK_ROWS, _MIN_BLOCK_BYTES = 64, 1 << 20
+# An effect whose promise failed with one of these will never come.
+_GONE = (TransportError, ProviderError, CertificateError, QuarantinedError)
+
+
+@dataclass
+class PoolMemory:
+    """A budget in bytes that the pools of a session share."""
+
+    limit: int
+    used: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def take(self, size: int) -> bool:
+        """Reserve memory; False if it does not fit."""
+        with self.lock:
+            if self.used + size > self.limit:
+                return False
+            self.used += size
+            return True
+
+    def give_back(self, size: int) -> None:
+        """Release reserved memory."""
+        with self.lock:
+            self.used -= size
+
+
+class PadPool:
+    """Pads of one (layer group, direction), drawn ahead. Thread-safe: no lock is held while a pad is drawn.
+
+    Args:
+        source: draws the pads.
+        refill: runs a refill in the background.
+        memory: the shared budget.
+        row_bytes: memory of one pad row: its effects.
+        max_rows: returns how many rows one draw may have; the number changes with the providers.
+    """
+
+    def __init__(
+        self,
+        source: EffectSource,
+        *,
+        index: int,
+        direction: Direction,
+        refill: Worker,
+        memory: PoolMemory,
+        row_bytes: int,
+        max_rows: Callable[[], int],
+    ) -> None:
+        self._source = source
+        self._index, self._direction = index, direction
+        self._refill, self._memory, self._row_bytes = refill, memory, row_bytes
+        self._max_rows = max_rows
+        self._min_block = min(_MIN_BLOCK_ROWS, _MIN_BLOCK_BYTES // row_bytes)
+        self._ready: deque[Pad] = deque()
+        self._ahead = 0
+        self._lock = threading.Lock()
+        self.taken = self.dry = 0
+
+    def take(self, rows: int) -> list[Pad]:
+        """Pads for `rows` rows together. The pool keeps none of them."""
+        pads, missing = [], rows
+        with self._lock:
+            while missing and self._ready:
+                pad = self._ready.popleft()
+                if is_lost(pad):
+                    self._release(pad.rows)
+                    continue
+                if pad.rows > missing:
+                    pad, rest = pad.split(missing)
+                    self._ready.appendleft(rest)
+                pads.append(pad)
+                missing -= pad.rows
+            self._release(rows - missing)
+            self.taken += rows
+            self.dry += missing
+        if missing:
+            pads.append(self._source.draw(self._index, self._direction, missing, ahead=False))
+        return pads
+
+    def order(self, rows: int) -> None:
+        """Draw pads in the background until `rows` rows are there or under way, or memory runs out."""
+        block = min(max(rows, self._min_block), self._max_rows())
+        while self._is_short_of(rows, block):
+            self._refill.submit(self._draw_ahead, block)
+
+    def ready(self) -> int:
+        """Rows of pads whose effects are there."""
+        with self._lock:
+            return sum(pad.rows for pad in self._ready if all(share.effect.done() for share in pad.shares))
+
+    def _is_short_of(self, rows: int, block: int) -> bool:
+        """Returns True if another block is wanted, and counts that block as under way."""
+        with self._lock:
+            wanted = self._ahead < rows and self._memory.take(block * self._row_bytes)
+            self._ahead += block if wanted else 0
+            return wanted
+
+    def _draw_ahead(self, rows: int) -> None:
+        try:
+            pad = self._source.draw(self._index, self._direction, rows, ahead=True)
+        except SymbiosisError as error:
+            log.warning("drawing pads ahead failed, the next step draws its own: %s", error)
+            with self._lock:
+                self._release(rows)
+            return
+        with self._lock:
+            self._ready.append(pad)
+
+    def _release(self, rows: int) -> None:
+        self._ahead -= rows
+        self._memory.give_back(rows * self._row_bytes)
+
+
+def is_lost(pad: Pad) -> bool:
+    """Returns True if an effect of the pad will never come: its helper was away, refused, or is quarantined.
+
+    A malformed effect does not count as lost, so that the fault is noticed when the pad is used.
+    """
+    for share in pad.shares:
+        try:
+            if isinstance(share.effect.exception(timeout=0), _GONE):
+                return True
+        except TimeoutError:  # the effect is still being computed
+            continue
+    return False

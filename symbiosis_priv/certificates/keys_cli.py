@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shlex
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from symbiosis_priv import certificates
-from symbiosis_priv.certificates import Description, Identity, Kind, revocation
+from symbiosis_priv.certificates import Description, Identity, Kind, clock, revocation
 from symbiosis_priv.certificates.naming import NEXT, PREVIOUS
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import CertificateError, ConfigError
@@ -188,8 +187,8 @@ def rotate(
     prepared = certificates.pair(directory, f"{name}.next").certificate.exists()
     if signer is not None and not signer.key.exists() and not prepared:
         raise CertificateError(
-            f"{path} was issued by an authority whose key is not in {directory}: run `symbiosis-priv keys request "
-            f"--name {name}` and have its operator sign the request, or pass --authority"
+            f"{path} was issued by an authority whose key is not in {directory} as {authority}.key: "
+            f"{certificates.how_to_renew(_identity(directory, name))}; or pass --authority"
         )
     make = certificates.prepare_rotation if prepare else certificates.rotate
     identity = make(path, authority=signer, days=days)
@@ -267,8 +266,8 @@ def _report(identity: Identity) -> None:
 
 
 def _print_certificate(path: Path, description: Description) -> None:
-    days = (description.not_after - datetime.now(UTC)).days
-    left = f"{days} days left" if days >= 0 else "EXPIRED: run `symbiosis-priv keys rotate`"
+    days = (description.not_after - clock.now()).days
+    left = f"{days} days left" if days >= 0 else f"EXPIRED: {_renewal(path)}"
     terminal.say(f"{path}", style="bold green" if days >= 0 else "bold red")
     terminal.say(f"  kind         {description.kind}")
     terminal.say(f"  subject      {description.subject}")
@@ -276,6 +275,13 @@ def _print_certificate(path: Path, description: Description) -> None:
         terminal.say(f"  hosts        {', '.join(description.hosts)}")
     terminal.say(f"  not after    {description.not_after:%Y-%m-%d %H:%M} UTC ({left})")
     terminal.say(f"  fingerprint  {description.fingerprint}")
+
+
+def _renewal(path: Path) -> str:
+    identity = Identity(path, path.with_suffix(".key"))
+    if certificates.describe(path).kind == "authority":
+        return "make another one with `symbiosis-priv keys authority`, and list both until all certificates have moved"
+    return certificates.how_to_renew(identity) if identity.key.exists() else "ask its owner for the next one"
 
 
 def _next(what: str, paste: str = "") -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shlex
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
@@ -48,7 +49,7 @@ class Identity:
             return serialization.load_pem_private_key(read_file(self.key), password=None)
         except (ValueError, TypeError, UnsupportedAlgorithm) as error:
             raise CertificateError(
-                f"{self.key} is not an unencrypted PEM private key: restore it, or run `symbiosis-priv keys rotate`"
+                f"{self.key} is no unencrypted PEM private key: restore it, or make a pair with `symbiosis-priv keys`"
             ) from error
 
 
@@ -198,7 +199,29 @@ def require_identity(identity: Identity, *, kind: Kind) -> None:
             f"{identity.certificate} is {'no' if found is None else f'a {found} certificate, not a'} {kind} "
             f"certificate: create one with `symbiosis-priv keys {'request' if kind is Kind.TENANT else kind}`"
         )
-    require_usable(identity, certificate, fix="run `symbiosis-priv keys rotate`")
+    require_usable(identity, certificate, fix=how_to_renew(identity))
+
+
+def how_to_renew(identity: Identity, *, prepare: bool = False) -> str:
+    """What the owner of a pair does to get its next certificate, as a command that works with the files that are there.
+
+    Args:
+        prepare: beside the present pair, so that others can pin the next one first; where `keys rotate` can do that.
+    """
+    path = identity.certificate
+    certificate = load_certificates(path)[0]
+    options = f"--name {shlex.quote(path.stem)} --directory {shlex.quote(str(path.parent))}"
+    rotate = f"run `symbiosis-priv keys rotate{' --prepare' if prepare else ''} {options}"
+    if certificate.issuer == certificate.subject:
+        return f"{rotate}`"
+    signer = sole_attribute(certificate.issuer, NameOID.COMMON_NAME) or ""
+    if NAME.fullmatch(signer) and pair(path.parent, signer).key.exists():
+        return f"{rotate} --authority {signer}`"
+    provider = " --provider" if kind_of(certificate) is Kind.PROVIDER else ""
+    return (
+        f"run `symbiosis-priv keys request{provider} {options}`, have the request signed where the present certificate "
+        f"was, and put the {path.name} that comes back into {path.parent}"
+    )
 
 
 def require_usable(identity: Identity, certificate: x509.Certificate, *, fix: str) -> PrivateKeyTypes:

@@ -119,7 +119,7 @@ class ClientConnection:
         except TimeoutError as error:
             raise DeadlineExceededError(f"connection to {self._name} broke: {error}") from error
         except OSError as error:
-            raise tls.handshake_error(error, peer=self._name) from error
+            raise tls.handshake_error(error, peer=self._name, pins=self._pins) from error
 
     def send(self, message: wire.Message, payload: Tensor | bytes | None = None, *, deadline: float) -> None:
         """Send one frame.
@@ -282,7 +282,7 @@ class ClientConnection:
         if isinstance(error, TimeoutError):
             return DeadlineExceededError(f"connection to {self._name} broke: {error}")
         if not self._heard:
-            return tls.handshake_error(error, peer=self._name)
+            return tls.handshake_error(error, peer=self._name, pins=self._pins)
         return ConnectionLostError(f"connection to {self._name} broke: {error}")
 
 

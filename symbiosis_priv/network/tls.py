@@ -24,6 +24,7 @@ from __future__ import annotations
 import hmac
 import ssl
 from collections.abc import Sequence
+from enum import IntEnum
 from pathlib import Path
 from typing import Final
 
@@ -36,6 +37,7 @@ from symbiosis_priv.certificates import (
     Kind,
     Pin,
     fingerprint,
+    how_to_renew,
     is_authority,
     is_current,
     is_issued_by,
@@ -69,7 +71,17 @@ _CERTIFICATE_REASONS: Final = ("CERTIFICATE", "UNKNOWN_CA")
 _AUTHORITY: Final = (
     "an executor's operator creates it with `symbiosis-priv keys authority`, a helper's uses a copy of the executor's"
 )
+_UNKNOWN: Final = (2, 7, 18, 19, 20, 21)  # X509_V_ERR_*: no issuer, bad signature, self-signed, no chain
 _SHOWN: Final = len("sha256:") + 16  # characters of a fingerprint in a log
+
+
+class _Verify(IntEnum):
+    """OpenSSL's X509_V_ERR_* numbers."""
+
+    NOT_YET_VALID = 9
+    EXPIRED = 10
+    OTHER_HOST = 62
+    OTHER_ADDRESS = 64
 
 
 class TenantIdentity(msgspec.Struct, frozen=True):  # hashing a Struct takes a quarter of the time of a dataclass
@@ -103,7 +115,7 @@ def server_context(*, certificate: Path, key: Path, tenant_authority: Path) -> s
     """
     require_identity(Identity(certificate, key), kind=Kind.PROVIDER)
     warn_of_exposed_key(key)
-    warn_of_expiry(certificate, fix="renew it with `symbiosis-priv keys rotate --prepare`")
+    warn_of_expiry(certificate, fix=how_to_renew(Identity(certificate, key), prepare=True))
     if not tenant_authority.exists():
         raise CertificateError(f"{tenant_authority} does not exist, and says which tenants to serve: {_AUTHORITY}")
     trusted = [c for c in load_certificates(tenant_authority) if is_authority(c) or kind_of(c) is Kind.TENANT]
@@ -130,7 +142,7 @@ def client_context(*, certificate: Path, key: Path, pins: Sequence[Pin]) -> ssl.
     """
     require_identity(Identity(certificate, key), kind=Kind.TENANT)
     warn_of_exposed_key(key)
-    warn_of_expiry(certificate, fix="renew it (`symbiosis-priv keys request`)")
+    warn_of_expiry(certificate, fix=how_to_renew(Identity(certificate, key)))
     for path in (pin for pin in pins if isinstance(pin, Path)):
         warn_of_expiry(path, fix="ask its operator for the next one, and name that as next_certificate")
     pinned = [load_pin(pin) for pin in pins]
@@ -157,7 +169,7 @@ def registry_server_context(*, certificate: Path, key: Path) -> ssl.SSLContext:
     """
     require_identity(Identity(certificate, key), kind=Kind.PROVIDER)
     warn_of_exposed_key(key)
-    warn_of_expiry(certificate, fix="renew it (`symbiosis-priv keys request --provider`)")
+    warn_of_expiry(certificate, fix=how_to_renew(Identity(certificate, key)))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.num_tickets = 0  # sessions are not resumed
     return _showing(_hardened(context), certificate=certificate, key=key)
@@ -212,18 +224,18 @@ def tenant_identity(connection: TlsConnection) -> TenantIdentity:
     )
 
 
-def handshake_error(error: OSError, *, peer: str) -> CertificateError | ConnectionLostError:
+def handshake_error(
+    error: OSError, *, peer: str, pins: Sequence[Pin] | None = None
+) -> CertificateError | ConnectionLostError:
     """The error of this project for a failed handshake or first read. Raise it from `error`.
 
     Args:
         error: what the `ssl` module raised.
         peer: how to name the other side in the message.
+        pins: the certificates that were expected; None if authorities were.
     """
     if isinstance(error, ssl.SSLCertVerificationError):
-        return CertificateError(
-            f"the certificate of {peer} was refused: {error.verify_message}; compare `symbiosis-priv keys "
-            f"show` on both sides, and run `symbiosis-priv keys rotate` if it has expired"
-        )
+        return CertificateError(f"the certificate of {peer} was refused: {_refusal(error, pins)}")
     reason = (error.reason if isinstance(error, ssl.SSLError) else error.strerror) or str(error)
     if isinstance(error, ssl.SSLError) and any(word in reason for word in _CERTIFICATE_REASONS):
         return CertificateError(
@@ -233,6 +245,28 @@ def handshake_error(error: OSError, *, peer: str) -> CertificateError | Connecti
     return ConnectionLostError(
         f"no TLS 1.3 connection with {peer} ({reason}): check the address, and that both sides run symbiosis-priv"
     )
+
+
+def _refusal(error: ssl.SSLCertVerificationError, pins: Sequence[Pin] | None) -> str:
+    match error.verify_code:
+        case _Verify.EXPIRED:
+            return "it has expired. Its operator has to renew it (`symbiosis-priv keys rotate` or `keys request`)"
+        case _Verify.NOT_YET_VALID:
+            return "it is not valid yet. Compare the clocks of both sides"
+        case _Verify.OTHER_HOST | _Verify.OTHER_ADDRESS:
+            return (
+                "it does not name the host in the address. Use one of the hosts that `symbiosis-priv keys show FILE` "
+                "prints, or ask its operator for a certificate with this --host"
+            )
+        case code if code in _UNKNOWN and pins is not None:
+            return (
+                f"it is not the one pinned in {_listed(pins)}. Check the address; ask its operator for the certificate "
+                f"in use, compare its fingerprint by another channel (`symbiosis-priv keys show FILE`), and name its "
+                f"file as certificate or next_certificate in federation.toml"
+            )
+        case code if code in _UNKNOWN:
+            return "none of the authorities that are trusted here has issued it. Check the address and the authority"
+    return error.verify_message
 
 
 def _listed(pins: Sequence[Pin]) -> str:
@@ -258,6 +292,6 @@ def _showing(context: ssl.SSLContext, *, certificate: Path, key: Path) -> ssl.SS
     except OSError as error:  # ssl.SSLError included; the files changed since they were checked
         raise CertificateError(
             f"cannot use {certificate} with {key} ({error}): if they are being rotated, try again; if not, "
-            f"run `symbiosis-priv keys rotate`"
+            f"make a new pair with `symbiosis-priv keys`"
         ) from error
     return context

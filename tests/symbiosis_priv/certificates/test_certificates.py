@@ -182,8 +182,8 @@ def _swap(identity: Identity) -> None:
     ("damage", "message"),
     [
         (_remove, r"cannot read .*authority\.key"),
-        (_garble, r"authority\.key is not an unencrypted PEM private key"),
-        (_encrypt, r"authority\.key is not an unencrypted PEM private key"),
+        (_garble, r"authority\.key is no unencrypted PEM private key"),
+        (_encrypt, r"authority\.key is no unencrypted PEM private key"),
         (_swap, r"authority\.key is not the key of .*authority\.pem"),
     ],
 )
@@ -302,7 +302,7 @@ def test_an_expired_certificate_can_be_rotated(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(clock, "now", lambda: datetime.now(UTC) - timedelta(days=30))
     identity = certificates.create_self_signed(tmp_path, kind=Kind.TENANT, name="alice", days=1)
     monkeypatch.undo()
-    with pytest.raises(CertificateError, match=r"alice\.pem is valid only from .*keys rotate"):
+    with pytest.raises(CertificateError, match=r"alice\.pem is valid only from .*keys rotate --name alice"):
         certificates.require_identity(identity, kind=Kind.TENANT)
     certificates.rotate(identity.certificate, authority=None)
     certificates.require_identity(identity, kind=Kind.TENANT)
@@ -416,7 +416,7 @@ def test_certificates_that_expire_within_days_are_warned_of_once(
     fixes = {message.split(": ", 1)[1] for message in messages}
     assert len(messages) == len(fixes) == 4  # the provider's once at each side
     assert any("keys rotate --prepare" in fix for fix in fixes)
-    assert any("keys request" in fix for fix in fixes)
+    assert any("keys rotate --name alice" in fix for fix in fixes)
     assert any("next_certificate" in fix for fix in fixes)
     assert any("keys authority" in fix for fix in fixes)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import re
 import shlex
+import shutil
 import socket
 import ssl
 import stat
@@ -239,6 +240,32 @@ def test_rotating_a_tenants_pair_without_the_authority_names_the_request(tmp_pat
     (tenant / "alice.pem").write_bytes(signed.read_bytes())
     with pytest.raises(CertificateError, match="keys request --name alice"):
         run("rotate", "--name", "alice", "--directory", tenant)
+
+
+@pytest.mark.parametrize("signed_here", [True, False])
+@pytest.mark.parametrize("kind", [Kind.TENANT, Kind.PROVIDER])
+def test_the_command_that_an_expired_certificate_names_renews_it(
+    tmp_path: Path, authority: Identity, monkeypatch: pytest.MonkeyPatch, kind: Kind, signed_here: bool
+) -> None:
+    """Where the authority's key lies beside it, and where the authority is elsewhere."""
+    folder, signed = authority.certificate.parent if signed_here else tmp_path / "own", authority.certificate.parent
+    details: list[str] = ["--operator", "L", "--host", "l.example"] if kind is Kind.PROVIDER else []
+    request: list[str | Path] = ["sign", folder / "late.csr", "--directory", signed, *details]
+    certificates.create_request(folder, name="late", kind=kind)
+    run(*request, "--days", "1")
+    monkeypatch.setattr(clock, "now", lambda: datetime.now(UTC) + timedelta(days=2))
+    late = Identity(folder / "late.pem", folder / "late.key")
+    if not signed_here:
+        shutil.copy(signed / "late.pem", folder)
+    with pytest.raises(CertificateError, match="valid only") as caught:
+        certificates.require_identity(late, kind=kind)
+    assert "EXPIRED" in run("show", late.certificate)
+    (command,) = re.findall(r"`symbiosis-priv keys ([^`]+)`", str(caught.value))
+    run(*shlex.split(command))
+    if not signed_here:
+        run(*request)
+        shutil.copy(signed / "late.pem", folder)
+    certificates.require_identity(late, kind=kind)
 
 
 def test_all_that_a_tenant_was_ever_given_can_be_revoked(tmp_path: Path, authority: Identity) -> None:

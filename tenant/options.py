@@ -26,6 +26,7 @@ class Options:
         checkpoint: the full base checkpoint, when the model's own folder holds only the tenant's tensors. It is read
             once, to make the verification keys.
         deadline_s: how long one request may take in seconds, reconnecting to a restarted provider included.
+            A needed provider that refuses the first connection of a session is given up after 5 s.
         pool_memory_mib: memory for pads drawn ahead.
         row_bucket: row counts are rounded up to a multiple of this before anything is sent, so that providers learn
             batch and prompt sizes only that finely. Costs the added rows (rule 9 of the threat model).

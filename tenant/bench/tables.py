@@ -1,6 +1,5 @@
 """Reports as the tables of docs/benchmarks-detail.md: each kind between its own pair of markers. Other text stays.
 
-
 The goals of all kinds stand in one table, if the document has its markers. The lines of a kind stay until there is a
 new report of that kind.
 """

@@ -10,6 +10,7 @@ request that it should answer (rule 7) before it is used. Waiting is always boun
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -114,13 +115,17 @@ class Channel:
         """Whether this side has closed it: then nobody else is to blame for what fails."""
         return self._closed.is_set()
 
-    def welcome(self, *, wanted: Callable[[], bool] = _always) -> wire.Welcome:
+    def welcome(self, *, wanted: Callable[[], bool] = _always, refused_s: float = math.inf) -> wire.Welcome:
         """The provider's limits; connects if need be.
 
         Args:
             wanted: whether anybody waits for it. If not, nothing is said about it, and it is not tried again.
+            refused_s: seconds after which a connection that is still refused is not tried again.
+
+        Raises:
+            ConnectionLostError: nothing listens at the address.
         """
-        return self._used(self._persist, self._connect, wanted=wanted)
+        return self._used(self._persist, self._connect, wanted=wanted, refused_s=refused_s)
 
     def greet(
         self, *, deadline: float, since: float | None = None, wanted: Callable[[], bool] = _always
@@ -231,7 +236,9 @@ class Channel:
         self._notices.answered(self._name)
         return result
 
-    def _persist(self, attempt: Callable[[float], T], *, wanted: Callable[[], bool] = _always) -> T:
+    def _persist(
+        self, attempt: Callable[[float], T], *, wanted: Callable[[], bool] = _always, refused_s: float = math.inf
+    ) -> T:
         began = time.monotonic()
         deadline = began + self._deadline_s
         pause = _FIRST_PAUSE_S
@@ -241,6 +248,12 @@ class Channel:
             except TransportError as error:
                 if self._closed.is_set() or not wanted():
                     raise
+                refused = isinstance(error.__cause__, ConnectionRefusedError)
+                if refused and time.monotonic() + pause >= began + refused_s:
+                    raise ConnectionLostError(
+                        f"nothing listens at the address of {self._name}: start the provider, or correct its address "
+                        f"in the federation file"
+                    ) from error
                 if time.monotonic() + pause >= deadline:
                     raise DeadlineExceededError(
                         f"no answer from {self._name} within {self._deadline_s:g} s (last: {error}). Is it running? "

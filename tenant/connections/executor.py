@@ -51,11 +51,11 @@ class Executor:
             worker.stop()
         self.lanes.close()
 
-    def welcome(self, *, until: float, wanted: Callable[[], bool]) -> wire.Welcome:
+    def welcome(self, *, until: float, wanted: Callable[[], bool], refused_s: float) -> wire.Welcome:
         """What it serves, and its limits; connects if need be, and persists until its channel's deadline, or for as
-        long as it is wanted."""
+        long as it is wanted; for `refused_s` seconds if the connection is refused."""
         with self.lanes.take(until=until) as channel:
-            return channel.welcome(wanted=wanted)
+            return channel.welcome(wanted=wanted, refused_s=refused_s)
 
     def ask(
         self,

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import functools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -44,6 +45,7 @@ log = logging.getLogger(__name__)
 
 _UNUSED_BYTES = 256 << 20  # a few answers of the size that fills a request, and the effects beside them
 _GREETING_S = 10.0  # of one that is tried in the background
+_REFUSED_S = 5.0  # of the first greeting, if the connection is refused: a wrong port, or a provider that is not started
 _JOIN_S = 5.0  # for what a thread is in the middle of: a product, or a slice of a wait for a name
 
 
@@ -240,9 +242,11 @@ class Runtime:
         return [self._helpers[route] for route in routes]
 
     def _persist(self, route: Route, wanted: Callable[[], bool]) -> wire.Welcome:
+        refused_s = _REFUSED_S if route.welcome is None else math.inf  # a provider that was heard may be restarting
         if (helper := self._helpers.get(route)) is not None:
-            return helper.channels[False].welcome(wanted=wanted)
-        return self.executor(route).welcome(until=time.monotonic() + self._options.deadline_s, wanted=wanted)
+            return helper.channels[False].welcome(wanted=wanted, refused_s=refused_s)
+        until = time.monotonic() + self._options.deadline_s
+        return self.executor(route).welcome(until=until, wanted=wanted, refused_s=refused_s)
 
     def _try_once(self, route: Route) -> wire.Welcome:
         channel = self._channel(route.peer)  # of its own: the others may be in the middle of something

@@ -22,6 +22,7 @@ from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import (
     CertificateError,
+    ConnectionLostError,
     DeadlineExceededError,
     ProviderError,
     UncoveredError,
@@ -345,6 +346,24 @@ def test_an_executor_that_is_away_at_the_start_joins_later(
     while not later.executed:
         assert is_right(session, store, OUT, FORWARD, 1, 0)
     assert len(here.executed) > here_first
+
+
+def test_a_refused_first_connection_does_not_wait_out_the_deadline(
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A provider that was heard may be restarting: it is waited for until the deadline, also by a forked child."""
+    monkeypatch.setattr("tenant.session.runtime._REFUSED_S", 0.2)
+    nobody, there = new_provider(), new_provider()
+    nobody.close()
+    began = time.monotonic()
+    with pytest.raises(ConnectionLostError, match="nothing listens"):
+        is_right(new_session("none", [nobody]), store, QKV, FORWARD, 1, seed=1)
+    assert time.monotonic() - began < 5.0
+    session = new_session("none", [there], deadline_s=1.0)
+    assert is_right(session, store, QKV, FORWARD, 1, seed=1)
+    there.close()
+    with pytest.raises(DeadlineExceededError):
+        session.runtime._persist(session.routes.executors[0], lambda: True)
 
 
 # Layers

@@ -6,7 +6,7 @@ digest. After that pass the tenant needs no weight of an offloaded layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -74,6 +74,7 @@ class Preparation:
         keys: verify products.
         blame: attributes faults, after a product was refused.
         own_digest: of the checkpoint's other tensors and config.json (`own_tensors`).
+        tokenizer: SHA-256 of the checkpoint's tokenizer files and chat templates, by name; empty if it has none.
         checkpoint: the checkpoint that it was made from; for messages.
         forget_keys: deletes the cached verification keys, so that the next session draws new ones.
     """
@@ -83,5 +84,6 @@ class Preparation:
     keys: VerificationKeys
     blame: BlameKeys
     own_digest: str
+    tokenizer: Mapping[str, str]
     checkpoint: str
     forget_keys: Callable[[], None] = field(repr=False)

@@ -6,9 +6,9 @@ the secret from which the keys are expanded. Files that do not fit their seal ar
 no checkpoint to make them from. The seal tells damage from intact files. It does not tell whose keys they are: another
 user who could put a whole folder there would bring a seal, too, and could then forge products.
 
-The checkpoint that is loaded beside a preparation is checked, too: its own tensors and config.json must be those of the
-checkpoint that was prepared. They are hashed when a checkpoint is first loaded; after that the identity of its files
-(inodes, sizes, times) stands for them.
+The checkpoint that is loaded beside a preparation is checked, too: its own tensors, config.json and tokenizer must be
+those of the checkpoint that was prepared. Tensors are hashed when a checkpoint is first loaded; after that the identity
+of its files (inodes, sizes, times) stands for them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from symbiosis_priv.system.files import default_cache, storing, write_atomically
 from symbiosis_priv.system.private import PrivateFolder
 from tenant.core.facts import GroupFacts, Preparation
 from tenant.core.verifier import BlameKeys, VerificationKeys
-from tenant.preparation.own_tensors import own_digest
+from tenant.preparation.own_tensors import own_digest, tokenizer_digests
 
 log = logging.getLogger(__name__)
 
@@ -86,8 +86,10 @@ def prepare(
     whole = (folder / _SEAL).exists() and not reread
     with contextlib.nullcontext() if whole else _alone(folder.parents[1]):
         prepared = _load(folder, digest=digest, columns=columns, store=store)
-        if prepared is not None and reread and store is not None and not _is_known(folder, prepared, _identity(store)):
-            prepared = None
+        if prepared is not None and reread and store is not None:
+            same_tokenizer = tokenizer_digests(store.path) == prepared.tokenizer
+            if not (same_tokenizer and _is_known(folder, prepared, _identity(store))):
+                prepared = None
         if prepared is None:
             assert store is not None  # `_load` has raised otherwise
             prepared = _make(store, folder, digest=digest, columns=columns, must_keep=reread, progress=progress)
@@ -125,6 +127,7 @@ def _make(
         keys=keys,
         blame=blame,
         own_digest=own_digest(store, manifest),
+        tokenizer=tokenizer_digests(store.path),
         checkpoint=str(store.path),
         forget_keys=lambda: _forget(folder),
     )
@@ -233,6 +236,7 @@ def _read(folder: PrivateFolder, *, digest: str, columns: int) -> Preparation:
         keys=keys,
         blame=blame,
         own_digest=origin.own_digest,
+        tokenizer=origin.tokenizer,
         checkpoint=origin.checkpoint,
         forget_keys=lambda: _forget(folder.path),
     )
@@ -250,6 +254,7 @@ class _Origin(msgspec.Struct, frozen=True, kw_only=True):
 
     checkpoint: str
     own_digest: str
+    tokenizer: dict[str, str]
 
 
 def _save(folder: Path, prepared: Preparation, *, columns: int) -> Preparation:
@@ -270,7 +275,7 @@ def _save(folder: Path, prepared: Preparation, *, columns: int) -> Preparation:
         tensors[f"{i}.channel_scale"] = fact.channel_scale
         if fact.bias is not None:
             tensors[f"{i}.bias"] = fact.bias
-    origin = _Origin(checkpoint=prepared.checkpoint, own_digest=prepared.own_digest)
+    origin = _Origin(checkpoint=prepared.checkpoint, own_digest=prepared.own_digest, tokenizer=dict(prepared.tokenizer))
     files = {
         _FACTS: save(tensors),
         _KEYS: save(prepared.keys.to_tensors()),
@@ -308,7 +313,19 @@ def _forget(folder: Path) -> None:
 
 
 def _bind(folder: Path, prepared: Preparation, model: WeightStore) -> None:
-    """Refuse a checkpoint whose own tensors are not those that were prepared: it would make a hybrid of two models."""
+    """Refuse a checkpoint whose own tensors are not those that were prepared: it would make a hybrid of two models.
+
+    Its tokenizer's files have to be those that were prepared, too, unless one of the two folders has none.
+    """
+    tokenizer = tokenizer_digests(model.path)
+    if tokenizer and prepared.tokenizer and tokenizer != prepared.tokenizer:
+        other = sorted(name for name, _ in tokenizer.items() ^ prepared.tokenizer.items())
+        raise CheckpointError(
+            f"the tokenizer or chat template of {model.path} is not that of {prepared.checkpoint}, which was prepared: "
+            f"{', '.join(dict.fromkeys(other))}. A template decides how many rows a text becomes, and providers see "
+            f"that. If you trust the files, run `symbiosis-priv tenant prepare --model {model.path} --federation "
+            f"federation.toml`"
+        )
     identity = _identity(model)
     if _is_known(folder, prepared, identity):
         return

@@ -11,6 +11,7 @@ from symbiosis_priv.checkpoints.checkpoint import Checkpoint
 from symbiosis_priv.checkpoints.manifest import Manifest
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.system.files import check_unused, replace_atomically
+from tenant.preparation.own_tensors import tokenizer_files
 
 _PLAIN_FILES = ("*.json", "*.model", "*.txt", "*.jinja")  # configuration and tokenizer; never code, never pickles
 
@@ -48,6 +49,10 @@ def write_slim(store: WeightStore, manifest: Manifest, folder: Path) -> tuple[in
                 for path in store.path.glob(pattern):
                     if not path.name.endswith(".index.json"):
                         shutil.copy(path, partial)
+            for path in tokenizer_files(store.path):
+                copy = partial / path.relative_to(store.path)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copy(path, copy)
 
         replace_atomically(folder.resolve(), write)
     return sum(t.nbytes for t in kept.values()), left_out

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import msgspec
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers import TrainingArguments, set_seed
 from transformers.pytorch_utils import Conv1D
 
@@ -110,7 +110,7 @@ def finetune(
                 args=_arguments(output, options),
                 train_dataset=train,
                 eval_dataset=held_out or train,
-                data_collator=collate,
+                data_collator=partial(collate, multiple=options.pad_to_multiple_of),
                 callbacks=[meter],
             )
             before, after = trainer.run(resume_from=start)
@@ -129,24 +129,28 @@ def finetune(
             backend.close()
 
 
-def collate(examples: Sequence[Example]) -> dict[str, Tensor]:
+def collate(examples: Sequence[Example], *, multiple: int = 1) -> dict[str, Tensor]:
     """A batch, padded at the end to its longest example; no mask where there is nothing to mask.
 
+    Args:
+        examples: of any lengths.
+        multiple: the batch is padded to a multiple of this many tokens. Its length tells providers the length of its
+            longest example, only that finely.
+
     Returns:
-        int64 `[examples, tokens]` each: input_ids, labels and, if lengths differ, attention_mask.
+        int64 `[examples, tokens]` each: input_ids, labels and, if something is padded, attention_mask.
     """
+    lengths = [len(example.input_ids) for example in examples]
+    longest = -(-max(lengths) // multiple) * multiple
 
     def padded(rows: Sequence[Sequence[int]], value: int) -> Tensor:
-        return pad_sequence(
-            [torch.tensor(row, dtype=torch.long, device="cpu") for row in rows], batch_first=True, padding_value=value
-        )
+        return torch.tensor([[*row, *[value] * (longest - len(row))] for row in rows], dtype=torch.long, device="cpu")
 
     batch = {
         "input_ids": padded([example.input_ids for example in examples], 0),
         "labels": padded([example.labels for example in examples], NOT_LEARNED),
     }
-    lengths = [len(example.input_ids) for example in examples]
-    if min(lengths) < max(lengths):
+    if min(lengths) < longest:
         batch["attention_mask"] = padded([[1] * length for length in lengths], 0)
     return batch
 

@@ -39,6 +39,9 @@ class FineTuning:
     learning_rate: Annotated[float, Option(min=0.0, help="AdamW's; decays linearly to 0.")] = 2e-4
     batch_size: Annotated[int, Option(min=1, help="Blocks or examples per forward pass.")] = 4
     sequence_length: Length = 256
+    pad_to_multiple_of: Annotated[
+        int, Option(min=1, help="Pad examples to a multiple of this: providers see their lengths only that finely.")
+    ] = 1
     gradient_accumulation: Annotated[int, Option(min=1, help="Forward passes per step.")] = 1
     gradient_checkpointing: Annotated[
         bool,

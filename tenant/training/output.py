@@ -42,6 +42,7 @@ class RunRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gradient_accumulation: int
     sequence_length: int
     seed: int
+    pad_to_multiple_of: int = 1
 
     def check_continues(self, before: RunRecord) -> None:
         """Refuse to go on from another run's checkpoint.

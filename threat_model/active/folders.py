@@ -50,6 +50,7 @@ def attack_folders(lab: Lab) -> dict[str, bool]:
         "another config.json": lambda folder: _say(folder, rms_norm_eps=0.25),
         "embeddings times 3": lambda folder: _scale(folder, "embed_tokens.weight", 3.0),
         "a norm times 2": lambda folder: _scale(folder, "norm.weight", 2.0),
+        "a chat template that repeats what a text says": _repeat_text,
         "an index that points to the tensors of another folder": _redirect,
     }
     with tempfile.TemporaryDirectory() as scratch:
@@ -113,6 +114,12 @@ def _refuses_planted_keys(lab: Lab, shared: Path) -> bool:
 
 def _add_adapter(folder: Path) -> None:
     (folder / "adapter_config.json").write_text("{}")
+
+
+def _repeat_text(folder: Path) -> None:
+    """Executors would count the rows, and read the first letter of a private message off them."""
+    template = "{% for m in messages %}{{ m.content * (m.content | first | length) }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
 
 
 def _redirect(folder: Path) -> None:

@@ -449,6 +449,35 @@ def test_files_that_are_swapped_while_they_are_hashed_are_not_known_from_then_on
         bound(store, model, cache)
 
 
+TOKENIZER_CHANGES: dict[str, Callable[[Path], object]] = {
+    "a chat template": lambda path: (path / "chat_template.jinja").write_text("{{ messages }}"),
+    "one of several": lambda path: (path / "additional_chat_templates" / "tools.jinja").write_text("other"),
+    "a template in the configuration": lambda path: (path / "tokenizer_config.json").write_text('{"chat_template": 1}'),
+    "other tokens": lambda path: (path / "tokenizer.json").write_text("[]"),
+    "a file less": lambda path: (path / "tokenizer_config.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("change", TOKENIZER_CHANGES)
+def test_another_tokenizer_than_the_prepared_one_is_refused_until_the_user_prepares_it(
+    store: WeightStore, model: Path, change: str, tmp_path: Path
+) -> None:
+    """A template decides how many rows a text becomes: from a folder, it could write private text into the bill."""
+    cache, digest, slim = tmp_path / "cache", store.manifest().digest, tmp_path / "slim"
+    (model / "additional_chat_templates").mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "additional_chat_templates/tools.jinja"):
+        (model / name).write_text("{}")
+    manifest = prepared(WeightStore(model), digest, cache).manifest
+    bound(store, store.path, cache)  # no tokenizer there, so none is used
+    write_slim(WeightStore(model), manifest, slim)
+    bound(store, slim, cache)
+    TOKENIZER_CHANGES[change](model)
+    with pytest.raises(CheckpointError, match="tokenizer or chat template"):
+        bound(store, model, cache)
+    prepare(WeightStore(model), digest=digest, columns=16, reread=True, cache=cache)
+    bound(store, model, cache)
+
+
 def test_a_forged_mark_is_not_believed(store: WeightStore, model: Path, tmp_path: Path) -> None:
     """`known/` holds MACs, not names alone."""
     cache = tmp_path / "cache"

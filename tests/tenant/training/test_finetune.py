@@ -24,7 +24,8 @@ from symbiosis_priv.harness.base_model import Pretraining, make_base_model
 from symbiosis_priv.harness.text import private_text
 from tenant.model.hf import RemoteConfig
 from tenant.model.loading import load_adapter, load_model
-from tenant.training.finetune import FineTuned, finetune
+from tenant.training.corpus import Example
+from tenant.training.finetune import FineTuned, collate, finetune
 from tenant.training.options import FineTuning
 from tenant.training.output import last_checkpoint
 
@@ -261,3 +262,13 @@ def test_what_is_no_checkpoint_is_called_that(name: str, message: str, model: Pa
     """And not a checkpoint without a tokenizer."""
     with pytest.raises(CheckpointError, match=message):
         finetune(name.format(folder=model), text, tmp_path / "adapter", remote=SIMULATE)
+
+
+def test_a_batch_tells_lengths_only_as_finely_as_the_user_wants() -> None:
+    one, other = Example([1, 2, 3], [1, 2, 3]), Example([4] * 5, [4] * 5)
+    assert set(collate([other])) == {"input_ids", "labels"}
+    for examples in ([one], [other], [one, other]):
+        batch = collate(examples, multiple=8)
+        assert {tensor.shape for tensor in batch.values()} == {(len(examples), 8)}
+        assert batch["attention_mask"].sum(1).tolist() == [len(example.input_ids) for example in examples]
+    assert collate([one, other])["labels"].tolist() == [[1, 2, 3, -100, -100], [4] * 5]

@@ -56,6 +56,7 @@ def test_hostile_folders_are_refused_by_what_is_there_to_refuse_them(lab: Lab, m
     assert {
         "a quantization_config that turns masking off",
         "a norm times 2",
+        "a chat template that repeats what a text says",
         "an index that points to the tensors of another folder",
         "a channel scale in the cache",
         "verification keys of another user",

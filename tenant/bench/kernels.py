@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -61,7 +61,7 @@ def measure_kernels(
     repeat: int,
     weight_bits: int = DEFAULT_WEIGHT_BITS,
     device: str = "cpu",
-) -> list[KernelTiming]:
+) -> Iterator[KernelTiming]:
     """Time every exact kernel on one shape, in both directions, by turns."""
     where = torch.device(device)
     top = (1 << (weight_bits - 1)) - 1
@@ -74,7 +74,6 @@ def measure_kernels(
             packed[kernel.layout] = kernel.pack(weight, weight_bits=weight_bits).to(where)
     matrix = RingMatrix(weight, weight_bits=weight_bits, device=device)
     weight_float = weight.to(where, torch.float32)
-    results = []
     for direction in DIRECTIONS:
         width, columns = matrix.columns(direction)
         for count in row_counts:
@@ -90,19 +89,16 @@ def measure_kernels(
                 },
             }
             times = _median_us(runs, repeat=repeat, device=where)
-            results.append(
-                KernelTiming(
-                    inputs=inputs,
-                    outputs=outputs,
-                    rows=count,
-                    direction=direction,
-                    weight_bits=weight_bits,
-                    float32=times.pop("float32"),
-                    kernels=times,
-                    chosen=matrix.chosen(count, direction).name,
-                )
+            yield KernelTiming(
+                inputs=inputs,
+                outputs=outputs,
+                rows=count,
+                direction=direction,
+                weight_bits=weight_bits,
+                float32=times.pop("float32"),
+                kernels=times,
+                chosen=matrix.chosen(count, direction).name,
             )
-    return results
 
 
 def kernel_rows(timing: KernelTiming) -> list[Row]:

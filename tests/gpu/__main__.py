@@ -1,0 +1,175 @@
+"""`make gpu`, or `python -m tests.gpu`: everything that only a machine with a GPU can show, in eight minutes at most.
+
+Each section (`sections`) is a process with a time limit, so that one that fails, hangs or breaks its CUDA context ends
+alone: its error is shown and the next one runs. The report holds the rows of every section, also of those that ended
+early. This module needs the standard library only. Neither a .venv nor an installation is needed: the packages of this
+repository run from here, and `machine` says which of the others are missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import queue
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import tomllib
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any, Final
+
+ROOT: Final = Path(__file__).parents[2]
+BUDGETS_S: Final = {
+    "machine": 20,
+    "kernels": 60,
+    "tests": 60,
+    "products": 70,
+    "transfers": 20,
+    "provider": 50,
+    "nccl": 30,
+    "llama-1b": 90,
+    "llama-8b": 80,
+}
+"""Seconds of each section: eight minutes in all. A section may also use what those before it have left."""
+_ERROR_LINES = 12
+
+
+@dataclass
+class Outcome:
+    """What a section has found.
+
+    Args:
+        status: "ok", "failed" or "out of time".
+        error: the end of what it wrote to stderr, unless it is ok.
+        rows: named figures, as in `tenant.bench.report`.
+    """
+
+    section: str
+    status: str
+    seconds: float
+    error: str
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+
+def run(section: str, command: list[str], *, budget_s: float, environment: dict[str, str]) -> Outcome:
+    """Run the command of one section in a process group of its own, which is killed at the end."""
+    begun = time.monotonic()
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        try:
+            rows = _rows(process.stdout, until=begun + budget_s)
+            status = "ok" if process.wait(max(0.0, begun + budget_s - time.monotonic())) == 0 else "failed"
+        except TimeoutError as late:
+            status, rows = "out of time", late.args[0]
+        except subprocess.TimeoutExpired:
+            status = "out of time"
+        finally:
+            _kill_group(process)
+        log.seek(0)
+        lines = log.read().decode(errors="replace").splitlines()
+    error = "" if status == "ok" else "\n".join(lines[-_ERROR_LINES:])
+    return Outcome(section, status, round(time.monotonic() - begun, 1), error, rows)
+
+
+def _rows(pipe: IO[bytes], *, until: float) -> list[dict[str, Any]]:
+    """Rows until the process closes its end. Raises TimeoutError with those that have come by then."""
+    lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        with pipe:
+            for line in pipe:
+                lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    rows: list[dict[str, Any]] = []
+    while True:
+        try:
+            line = lines.get(timeout=max(0.0, until - time.monotonic()))
+        except queue.Empty:
+            raise TimeoutError(rows) from None
+        if line is None:
+            return rows
+        rows.append(json.loads(line))
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Also what the section has started and left."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """Of a section: this repository first, and its commands, as an installation declares them (entry points)."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    info = folder / "symbiosis_priv-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: symbiosis-priv\nVersion: 0\n", encoding="utf-8")
+    entries = "".join(
+        f"{name} = {target}\n" for name, target in project["entry-points"]["symbiosis_priv.commands"].items()
+    )
+    (info / "entry_points.txt").write_text(f"[symbiosis_priv.commands]\n{entries}", encoding="utf-8")
+    path = [str(ROOT), str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the sections; status 1 if one of them is not ok."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.gpu", description=__doc__.partition("\n")[0] if __doc__ else ""
+    )
+    parser.add_argument("--device", default="cuda", help="torch device; cpu to try this command")
+    parser.add_argument("--small", action="store_true", help="small shapes, to try this command")
+    parser.add_argument("--only", default=",".join(BUDGETS_S), help="sections, separated by commas")
+    parser.add_argument("--json", type=Path, default=Path("gpu.json"), help="the report")
+    chosen = parser.parse_args(arguments)
+    sections = chosen.only.split(",")
+    if unknown := set(sections) - set(BUDGETS_S):
+        parser.error(f"--only: there is no section {', '.join(sorted(unknown))}; choose from {', '.join(BUDGETS_S)}")
+    options = ["--device", chosen.device, *(["--small"] if chosen.small else [])]
+    outcomes: list[Outcome] = []
+    until = time.monotonic() + sum(BUDGETS_S.values())
+    with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
+        environment = _environment(Path(folder))
+        if not list((ROOT / "symbiosis_priv/native").glob("*.so")):
+            subprocess.run([sys.executable, str(ROOT / "hatch_build.py")], check=False, timeout=60)
+        for index, section in enumerate(sections):
+            budget_s = until - time.monotonic() - sum(BUDGETS_S[later] for later in sections[index + 1 :])
+            command = [sys.executable, "-m", "tests.gpu.sections", section, *options]
+            outcome = run(section, command, budget_s=budget_s, environment=environment)
+            outcomes.append(outcome)
+            print(f"== {section}: {outcome.status}, {outcome.seconds} s", *outcome.rows, sep="\n   ", flush=True)
+            if outcome.error:
+                print("   " + outcome.error.replace("\n", "\n   "), flush=True)
+            report = {
+                "schema": 1,
+                "benchmark": "gpu",
+                "date": datetime.now(UTC).isoformat(timespec="seconds"),
+                "command": shlex.join(
+                    ["python", "-m", "tests.gpu", *(sys.argv[1:] if arguments is None else arguments)]
+                ),
+                "sections": [asdict(outcome) for outcome in outcomes],
+            }
+            chosen.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")  # also if this is killed
+    return int(any(outcome.status != "ok" for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,375 @@
+"""The sections of `make gpu`: each prints rows of figures, as lines of JSON, as soon as it has them."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+Row = dict[str, Any]
+_NEEDED = (
+    *("accelerate", "cryptography", "huggingface_hub", "hypothesis", "jinja2", "msgspec", "numpy", "peft"),
+    *(
+        "prometheus_client",
+        "pytest",
+        "zmq",
+        "rich",
+        "safetensors",
+        "tokenizers",
+        "torch",
+        "transformers",
+        "triton",
+        "typer",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of every section.
+
+    Args:
+        device: where products are taken.
+        small: shapes that a CPU multiplies in no time.
+    """
+
+    device: str
+    small: bool
+
+
+def machine(options: Options) -> Iterator[Row]:
+    """Whether everything is here: packages, a C compiler and Python's headers for Triton, a GPU."""
+    yield {"python": platform.python_version(), "cpu": platform.processor(), "cores": os.cpu_count()}
+    for name in _NEEDED:
+        found = importlib.util.find_spec(name) is not None
+        try:
+            number = version({"zmq": "pyzmq"}.get(name, name))
+        except PackageNotFoundError:
+            number = ""
+        yield {"package": name, "version": number, "here": found}
+    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    yield {"compiler": compiler, "python_h": header.is_file()}
+    from symbiosis_priv import native
+
+    yield {"native_library": native.library() is not None}
+    import torch
+
+    if options.device.startswith("cuda"):
+        found_gpu = torch.cuda.get_device_properties(options.device)
+        yield {
+            "gpu": found_gpu.name,
+            "capability": f"{found_gpu.major}.{found_gpu.minor}",
+            "processors": found_gpu.multi_processor_count,
+            "memory_mib": found_gpu.total_memory >> 20,
+            "l2_mib": found_gpu.L2_cache_size >> 20,
+            "cuda": torch.version.cuda,
+        }
+
+
+def kernels(options: Options) -> Iterator[Row]:
+    """The self-test of every kernel that supports the device, with what it fails with."""
+    import torch
+
+    from symbiosis_priv.kernels import KERNELS, self_test
+
+    device = torch.device(options.device)
+    for name, kernel in KERNELS.items():
+        if not kernel.supports(device):
+            continue
+        begun = time.perf_counter()
+        try:
+            result = "exact" if self_test(kernel, device) else "NOT EXACT"
+        except Exception as error:  # the section is there to show it
+            result = f"{type(error).__qualname__}: {error}"[:2000]
+        yield {"kernel": name, "result": result, "seconds": time.perf_counter() - begun}
+
+
+def tests(options: Options) -> Iterator[Row]:
+    """The tests that are marked `gpu`."""
+    files = [
+        str(path) for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text(encoding="utf-8")
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "-W", "default", *files],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    print(done.stdout[-8000:], file=sys.stderr)
+    yield {"files": len(files), "summary": done.stdout.strip().splitlines()[-1] if done.stdout else done.stderr[-500:]}
+    if done.returncode:
+        sys.exit(1)
+
+
+def products(options: Options) -> Iterator[Row]:
+    """Every kernel at the shapes of an 8 B model's MLP, beside float32 and bfloat16."""
+    import torch
+
+    from symbiosis_priv.arithmetic.ring import FORWARD
+    from tenant.bench.kernels import kernel_rows, measure_kernels
+
+    counts = [1, 4] if options.small else [1, 16, 64, 256, 1024]
+    for inputs, outputs in [(64, 96)] if options.small else [(4096, 28672), (14336, 4096)]:
+        for timing in measure_kernels(
+            inputs=inputs, outputs=outputs, row_counts=counts, repeat=5, device=options.device
+        ):
+            width, columns = (inputs, outputs) if timing.direction == FORWARD else (outputs, inputs)
+            left = torch.randn(timing.rows, width, dtype=torch.bfloat16, device=options.device)
+            right = torch.randn(width, columns, dtype=torch.bfloat16, device=options.device)
+            micros = 1e6 * _median_s(partial(torch.mm, left, right), options.device, repeat=5)
+            for row in kernel_rows(timing):
+                over = timing.kernels[str(row["kernel"])] / micros
+                yield {**row, "bfloat16_us": micros, "over_bfloat16": over}
+
+
+def transfers(options: Options) -> Iterator[Row]:
+    """Products of rows on the host: with the copies, and the product alone."""
+    import torch
+
+    from provider.products.transfers import Transfers
+    from symbiosis_priv.arithmetic.ring import FORWARD
+    from symbiosis_priv.kernels import RingMatrix, probe_rows
+
+    device, size = torch.device(options.device), 64 if options.small else 4096
+    weight = torch.randint(-511, 512, (size, size), dtype=torch.int16, generator=torch.Generator().manual_seed(0))
+    there, here = RingMatrix(weight, weight_bits=10, device=device), RingMatrix(weight, weight_bits=10)
+    moved = Transfers(device)
+    for count in [1, 8] if options.small else [1, 16, 64, 256, 1024]:
+        rows = probe_rows(count, size)
+        near = rows.to(device)
+        whole = _median_s(partial(moved.product, there, rows, FORWARD), options.device, repeat=20)
+        alone = _median_s(partial(there.product, near), options.device, repeat=20)
+        yield {
+            "size": size,
+            "rows": count,
+            "host_to_host_us": 1e6 * whole,
+            "product_us": 1e6 * alone,
+            "copies_us": 1e6 * (whole - alone),
+            "equal": torch.equal(moved.product(there, rows, FORWARD), here.product(rows)),
+        }
+
+
+def provider(options: Options) -> Iterator[Row]:
+    """A model over an executor and a helper on the device, against the tenant's own products on the CPU: same bits."""
+    import torch
+
+    from symbiosis_priv.harness.local import LocalFederation
+    from tenant.model.hf import RemoteConfig, backend_of
+    from tenant.model.loading import load_model
+
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder)
+        model = _save_llama(run / "model", width=128 if options.small else 1024, inner=256, layers=2, device="cpu")
+        ids = torch.arange(24, dtype=torch.long).reshape(1, 24)
+        settings = {"executor": {"device": options.device}}
+        with LocalFederation(model, run / "federation", provider_options=settings) as local:
+            logits = {}
+            for name, remote in {
+                "cpu": RemoteConfig(masking="simulate", cache=run / "simulated"),
+                "pad": RemoteConfig(federation=local.federation, masking="pad", cache=run / "tenant"),
+            }.items():
+                loaded = load_model(model, remote=remote, dtype=torch.float32)
+                embeddings = loaded.get_input_embeddings()(ids).detach().requires_grad_()
+                found = loaded(inputs_embeds=embeddings).logits
+                found.square().sum().backward()
+                logits[name] = (found.detach(), embeddings.grad)
+                backend_of(loaded).close()
+            for what, index in (("forward", 0), ("backward", 1)):
+                yield {"what": what, "equal": torch.equal(logits["cpu"][index], logits["pad"][index])}
+
+
+def nccl(options: Options) -> Iterator[Row]:
+    """A group of one rank, over NCCL: both ways to share a product out, against products without a group."""
+    import torch
+    import torch.distributed as dist
+
+    from provider.products.operands import LocalOperands
+    from provider.shards import rendezvous
+    from provider.shards.sharded import ShardedOperands
+    from symbiosis_priv.arithmetic.ring import DIRECTIONS
+    from symbiosis_priv.checkpoints.weights import WeightStore
+    from symbiosis_priv.kernels import probe_rows
+
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        model = _save_llama(Path(folder, "model"), width=128, inner=256, layers=1, device="cpu")
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        os.environ |= {rendezvous.FOLDER_VARIABLE: folder, "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        backend = "nccl" if options.device.startswith("cuda") else "gloo"
+        if backend == "nccl":
+            torch.cuda.set_device(0)
+        rendezvous.join(backend, timeout=timedelta(seconds=20))
+        store = WeightStore(model, cache=Path(folder, "cache"), device=options.device, shardable=True)
+        local = LocalOperands(store)
+        for sharding in ("columns", "gathered"):
+            operands = ShardedOperands(store, sharding=sharding)
+            for direction in DIRECTIONS:
+                width, _ = store.manifest().groups[0].columns(direction)
+                rows = probe_rows(65, width)
+                got = operands.product(rows, group=0, direction=direction)
+                equal = torch.equal(got, local.product(rows, group=0, direction=direction))
+                yield {"backend": backend, "sharding": sharding, "direction": direction, "equal": equal}
+            operands.close()
+        dist.destroy_process_group()
+
+
+def llama_1b(options: Options) -> Iterator[Row]:
+    """A masked LoRA step and a token of a Llama of 1 B weights, beside bfloat16 without a provider."""
+    yield from _llama(options, width=2048, inner=8192, layers=16)
+
+
+def llama_8b(options: Options) -> Iterator[Row]:
+    """The same at the widths of a Llama of 8 B weights, with 4 of its 32 layers: quantising all takes too long here."""
+    yield from _llama(options, width=4096, inner=14336, layers=4)
+
+
+def _llama(options: Options, *, width: int, inner: int, layers: int) -> Iterator[Row]:
+    import torch
+
+    from symbiosis_priv.harness.local import LocalFederation
+    from tenant.model.hf import RemoteConfig, backend_of
+    from tenant.model.loading import load_model
+
+    if options.small:
+        width, inner, layers = 64, 128, 1
+    shape = {"width": width, "inner": inner, "layers": layers}
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder)
+        begun = time.perf_counter()
+        model = _save_llama(run / "model", **shape, device=options.device)
+        yield {**shape, "made_s": time.perf_counter() - begun}
+        plain = load_model(model, dtype=torch.bfloat16).to(options.device)
+        figures = _step_and_token(plain, options)
+        yield {**shape, "variant": "bfloat16", **figures}
+        del plain
+        gc.collect()
+        begun = time.perf_counter()
+        settings = {"executor": {"device": options.device}}
+        with LocalFederation(model, run / "federation", provider_options=settings, deadline_s=80) as local:
+            remote = RemoteConfig(federation=local.federation, masking="pad", cache=run / "federation" / "cache")
+            split = load_model(model, remote=remote, dtype=torch.bfloat16).to(options.device)
+            yield {**shape, "ready_s": time.perf_counter() - begun}
+            masked = _step_and_token(split, options)
+            over = {f"{name}_over_bfloat16": masked[name] / figures[name] for name in figures}
+            yield {**shape, "variant": "pad", **masked, **over}
+            backend_of(split).close()
+
+
+def _step_and_token(base: Any, options: Options) -> dict[str, float]:
+    """Seconds of a LoRA step over 256 tokens, and of a token after them; medians."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    model: Any = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], r=8))
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-4)
+    ids = torch.arange(16 if options.small else 256, dtype=torch.long, device=options.device)[None]
+
+    def step() -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step_s = _median_s(step, options.device, repeat=3)
+    with torch.no_grad():
+        model.eval()
+        output = model(input_ids=ids, use_cache=True)
+
+        def token() -> None:
+            nonlocal output
+            latest = output.logits[:, -1:].argmax(-1)
+            output = model(input_ids=latest, past_key_values=output.past_key_values, use_cache=True)
+
+        token_s = _median_s(token, options.device, repeat=8)
+    return {"step_s": step_s, "token_s": token_s}
+
+
+def _save_llama(folder: Path, *, width: int, inner: int, layers: int, device: str) -> Path:
+    """Random weights in bfloat16, made on the device, where that takes a moment."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    heads = max(1, width // 128)
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 4),
+        vocab_size=4096,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            LlamaForCausalLM(config).save_pretrained(folder)
+    finally:
+        torch.set_default_dtype(before)
+    return folder
+
+
+def _median_s(work: Callable[[], object], device: str, *, repeat: int) -> float:
+    """After one run that warms up; the device has finished each."""
+    import torch
+
+    seconds = []
+    for _ in range(1 + repeat):
+        begun = time.perf_counter()
+        work()
+        if device.startswith("cuda"):
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - begun)
+    return statistics.median(seconds[1:])
+
+
+SECTIONS: dict[str, Callable[[Options], Iterator[Row]]] = {
+    "machine": machine,
+    "kernels": kernels,
+    "tests": tests,
+    "products": products,
+    "transfers": transfers,
+    "provider": provider,
+    "nccl": nccl,
+    "llama-1b": llama_1b,
+    "llama-8b": llama_8b,
+}
+
+
+def main() -> None:
+    """Run the section that the command line names."""
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu.sections")
+    parser.add_argument("section", choices=SECTIONS)
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--small", action="store_true")
+    chosen = parser.parse_args()
+    wrong = False
+    for row in SECTIONS[chosen.section](Options(chosen.device, chosen.small)):
+        wrong |= row.get("equal") is False or row.get("result", "exact") != "exact"
+        sys.stdout.write(json.dumps(row) + "\n")
+        sys.stdout.flush()
+    if wrong:
+        sys.exit("a result is wrong, or a kernel cannot run: see the rows")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""`make gpu`, as far as it can be tried without one: every section on the CPU, and sections that fail or hang."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import pytest
+
+from tests.gpu.__main__ import BUDGETS_S, run
+from tests.gpu.sections import SECTIONS, Options, Row
+
+SECONDS = 480
+
+
+def test_the_whole_takes_eight_minutes_at_most() -> None:
+    assert sum(BUDGETS_S.values()) <= SECONDS
+    assert BUDGETS_S.keys() == SECTIONS.keys()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("section", ["machine", "kernels", "products", "transfers", "nccl", "llama-1b"])
+def test_a_section_on_the_cpu(section: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`provider` and `llama-8b` start what `llama-1b` starts; `tests` would run this test."""
+    monkeypatch.setattr(os, "environ", {**os.environ, "TRITON_INTERPRET": "0"})
+    rows = list(SECTIONS[section](Options(device="cpu", small=True)))
+    assert rows
+    assert not any(row.get("equal") is False or row.get("result", "exact") != "exact" for row in rows)
+
+
+def outcome(script: str, *, budget_s: float = 20.0) -> tuple[str, list[Row], str]:
+    found = run("kernels", [sys.executable, "-c", script], budget_s=budget_s, environment={**os.environ})
+    return found.status, found.rows, found.error
+
+
+def test_a_section_that_fails_shows_its_error_and_the_rows_before_it() -> None:
+    assert outcome("print('{}')") == ("ok", [{}], "")
+    status, rows, error = outcome("print('{\"rows\": 1}', flush=True); raise ValueError('no kernel image')")
+    assert (status, rows) == ("failed", [{"rows": 1}])
+    assert "no kernel image" in error
+
+
+def test_a_section_that_hangs_is_ended_with_what_it_has_started() -> None:
+    script = (
+        "import subprocess, sys, time; print('{}', flush=True);"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); time.sleep(60)"
+    )
+    begun = time.monotonic()
+    assert outcome(script, budget_s=1.0)[:2] == ("out of time", [{}])
+    assert time.monotonic() - begun < 20

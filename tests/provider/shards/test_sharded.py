@@ -1,6 +1,6 @@
 """A group of ranks gives the products of one process, however it shards; who is lost is named, and the group returns.
 
-Every group here is real: processes that torchrun starts, gloo between them, FSDP2 underneath.
+Every group here is real: processes with gloo between them and FSDP2 underneath. torchrun starts those that serve.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +31,7 @@ from provider.shards import rendezvous
 from provider.shards.sharded import ShardedOperands
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.network import wire
-from symbiosis_priv.system import processes as start
+from tests import warm
 from tests.provider.processes import has_ended, listening_addresses
 
 SCRIPT = Path(__file__).with_name("sharded_products.py")
@@ -41,20 +42,21 @@ Connect = Callable[..., Any]
 Requests = tuple[Callable[..., wire.Execute], Callable[..., wire.Effect]]
 
 
-def run_group(ranks: int, *arguments: object) -> list[str]:
-    """The lines that rank 0 of a group prints; every rank runs `SCRIPT`."""
-    torchrun = start.command("provider.processes.launch", f"--nproc-per-node={ranks}")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [*torchrun, str(SCRIPT), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env=environment,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout.splitlines()
+def run_group(ranks: int, folder: Path, *arguments: object) -> list[str]:
+    """Return the lines that rank 0 of a group prints. Every rank runs `SCRIPT`; the ranks meet in an empty folder."""
+
+    def run_rank(rank: int) -> list[str]:
+        environment = {"GLOO_SOCKET_IFNAME": "lo", rendezvous.FOLDER_VARIABLE: str(folder)}
+        environment |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+        environment |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
+        words = [sys.executable, str(SCRIPT), *map(str, arguments)]
+        done = warm.run(words, capture_output=True, text=True, timeout=200, env={**os.environ, **environment})
+        assert done.returncode == 0, done.stderr[-4000:]
+        return done.stdout.splitlines()
+
+    folder.mkdir()
+    with ThreadPoolExecutor(ranks) as group:
+        return next(iter(group.map(run_rank, range(ranks))))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +82,7 @@ def test_sharded_products_are_those_of_one_process(
         whole = sum(store.matrix(group).nbytes for group in range(len(store.manifest().groups)))
         large = checkpoint, tmp_path / "large", whole
         wanted.append("loaded")
-    assert run_group(ranks, path, tmp_path / "small", weight_bits, kernel, layers, *large) == wanted
+    assert run_group(ranks, tmp_path / "ranks", path, tmp_path / "small", weight_bits, kernel, layers, *large) == wanted
     assert len(list(tmp_path.glob("small/weights/*-*.safetensors"))) == 4
 
 

@@ -7,17 +7,19 @@ AES runs without the interpreter's lock.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from torch import Tensor
 
+from provider.round_robin import RoundRobin
+
 J = TypeVar("J")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Slice(Generic[J]):
     job: J
     make: Callable[[], Tensor]
@@ -32,7 +34,7 @@ class KeystreamMaker(Generic[J]):
 
     def __init__(self, wake: Callable[[], object]) -> None:
         self._wake = wake
-        self._wanted: OrderedDict[Hashable, deque[_Slice[J]]] = OrderedDict()  # the next tenant is first
+        self._wanted: RoundRobin[Hashable, _Slice[J]] = RoundRobin()  # by tenant
         self._made: deque[tuple[J, Tensor | Exception]] = deque()
         self._changed = threading.Condition()
         self._closed = False
@@ -42,15 +44,15 @@ class KeystreamMaker(Generic[J]):
     def want(self, job: J, tenant: Hashable, make: Callable[[], Tensor]) -> None:
         """Have `make` called in this tenant's turn; what it returns or raises comes out of `made` with the job."""
         with self._changed:
-            self._wanted.setdefault(tenant, deque()).append(_Slice(job, make))
+            self._wanted.put(tenant, _Slice(job, make))
             self._changed.notify()
 
     def forget(self, job: J, tenant: Hashable) -> None:
         """Make nothing more for a job. One slice may be in the making."""
         with self._changed:
-            kept = deque(wanted for wanted in self._wanted.pop(tenant, ()) if wanted.job is not job)
-            if kept:
-                self._wanted[tenant] = kept
+            for wanted in self._wanted.of(tenant):
+                if wanted.job is job:
+                    self._wanted.remove(tenant, wanted)
 
     def made(self) -> list[tuple[J, Tensor | Exception]]:
         """What has been made since the last call, int32 `[rows, inputs]` each."""
@@ -77,10 +79,4 @@ class KeystreamMaker(Generic[J]):
         with self._changed:
             while not self._wanted and not self._closed:
                 self._changed.wait()
-            if self._closed:
-                return None
-            tenant, slices = self._wanted.popitem(last=False)
-            wanted = slices.popleft()
-            if slices:
-                self._wanted[tenant] = slices
-            return wanted
+            return None if self._closed else self._wanted.get()

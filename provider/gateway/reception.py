@@ -1,7 +1,7 @@
 """Where connections come in: accepted, their handshakes made, and handed over once it is known whose they are.
 
 Theory of operation. One thread accepts connections and makes their handshakes, a step at a time and never waiting for
-a client: what a client sends is looked at when it has come, in the order and at the pace that `turns` allows. So
+a client: what a client sends is looked at when it has come, networks by turns, within a share of one core. So
 handshakes never take more than their share of one core, however many clients there are, and no client is given a
 thread, or anything but its place among `strangers`, before it has authenticated. Whoever takes longer than
 `handshake_timeout_s`, its waits for our turns not counted, is dropped, and so is the oldest of the busiest network when
@@ -33,7 +33,8 @@ from provider.config.schema import Limits
 from provider.gateway.credentials import Credentials, Peer
 from provider.gateway.link import bound_address, listen
 from provider.gateway.strangers import Stranger, Strangers
-from provider.gateway.turns import Turns
+from provider.round_robin import RoundRobin
+from provider.token_bucket import TokenBucket
 from symbiosis_priv.errors import CertificateError
 
 log = logs.EventLog(__name__)
@@ -42,7 +43,7 @@ _BACKLOG = 1024
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _PAUSE_S = 0.1  # when the machine is out of descriptors or threads
 _REMEMBERED = 1024  # certificates
-_SERVING_S = 1.0  # since the last product; each bucket of `turns` holds as much
+_SERVING_S = 1.0  # since the last product; the bucket of processor time holds as much
 
 
 class Handshakes(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,7 +96,9 @@ class Reception:
         self._last_request = last_request
         self._share = limits.share_of_handshakes
         self._strangers = Strangers(limits.max_handshakes)
-        self._turns = Turns(self._share(serving=False), time.monotonic())
+        share = self._share(serving=False)
+        self._processor_time = TokenBucket(per_s=share, burst=share, now=time.monotonic())
+        self._queue: RoundRobin[str, Stranger] = RoundRobin()  # by network
         self._known: OrderedDict[tuple[ssl.SSLContext, bytes], Peer] = OrderedDict()
         self._outcomes: Counter[str] = Counter()
         self._since: dict[Stranger, float] = {}  # when its turn could have begun
@@ -164,7 +167,7 @@ class Reception:
         """Until somebody's turn, or until somebody is late."""
         now, deadline = time.monotonic(), self._strangers.next_deadline
         times = [] if deadline is None else [max(0.0, deadline - now)]
-        if self._turns:
+        if self._queue:
             times.append(self._delay(now))
         return min(times, default=None)
 
@@ -194,7 +197,7 @@ class Reception:
             self._drop(crowded_out, "crowded_out")
 
     def _drop(self, stranger: Stranger, outcome: str) -> None:
-        if self._turns.leave(stranger):
+        if self._queue.remove(stranger.network, stranger):
             del self._since[stranger]
         else:
             self._selector.unregister(stranger.socket)
@@ -210,12 +213,16 @@ class Reception:
 
     def _delay(self, now: float) -> float:
         """Seconds until somebody's turn, by the share of this moment."""
-        self._turns.share = self._share(serving=now - self._last_request() < _SERVING_S)
-        return self._turns.delay(now)
+        share = self._share_now(now)
+        self._processor_time.change(per_s=share, burst=share)
+        return self._processor_time.delay(now)
+
+    def _share_now(self, now: float) -> float:
+        return self._share(serving=now - self._last_request() < _SERVING_S)
 
     def _line_up(self, stranger: Stranger) -> None:
         self._selector.unregister(stranger.socket)
-        self._turns.wait(stranger)
+        self._queue.put(stranger.network, stranger)
         self._since[stranger] = now = time.monotonic()
         self._strangers.pause(stranger, now)
 
@@ -227,21 +234,21 @@ class Reception:
     def _go_on(self) -> None:
         """One step of whose turn it is, if it is time."""
         now = time.monotonic()
-        if not self._turns:
+        if not self._queue:
             self._paced = False
         elif self._delay(now):
             if not self._paced:
                 self._paced = True
-                address, waiting = self._turns.longest
-                log.often("handshakes_wait", address=address, waiting=waiting, share=self._turns.share)
+                address, waiting = self._queue.longest
+                log.often("handshakes_wait", address=address, waiting=waiting, share=self._share_now(now))
         else:
-            stranger, begun = self._turns.take(), time.thread_time()
+            stranger, begun = self._queue.get(), time.thread_time()
             self._waited_s += now - self._since.pop(stranger)
             try:
                 self._step(stranger)
             finally:
                 seconds = time.thread_time() - begun
-                self._turns.charge(seconds)
+                self._processor_time.take(seconds)
                 self._seconds += seconds
 
     def _step(self, stranger: Stranger) -> None:

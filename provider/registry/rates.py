@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 
+from provider.token_bucket import TokenBucket
+
 
 class Rates:
     """Thread-safe. The caller passes the time.
@@ -19,7 +21,7 @@ class Rates:
         self._per_s = per_s
         self._burst = burst
         self._most = most
-        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # tokens, and when they were counted
+        self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
         self._lock = threading.Lock()
 
     def take(self, client: str, *, now: float) -> bool:
@@ -29,10 +31,11 @@ class Rates:
             now: seconds of a monotonic clock.
         """
         with self._lock:
-            tokens, counted = self._buckets.pop(client, (self._burst, now))
-            tokens = min(self._burst, tokens + self._per_s * (now - counted))
-            granted = tokens >= 1
-            self._buckets[client] = (tokens - granted, now)
+            bucket = self._buckets.pop(client, None) or TokenBucket(per_s=self._per_s, burst=self._burst, now=now)
+            self._buckets[client] = bucket
             if len(self._buckets) > self._most:
                 self._buckets.popitem(last=False)
-            return granted
+            if bucket.tokens(now) < 1:
+                return False
+            bucket.take(1)
+            return True

@@ -82,7 +82,7 @@ def test_operators_share_the_places(vouching: Vouching) -> None:
     for name, expected in (("gamma", 3), ("delta", 2)):
         store.take(vouching.said(name), now=now)
         taken = Counter(_operators(store, vouching, now))
-        assert taken["mass ag"] == expected
+        assert taken["massag"] == expected
     with pytest.raises(DescriptorError, match="4 executors already"):
         store.take(vouching.said("mass5", after_ms=9), now=now)
     store.take(vouching.said("epsilon"), now=now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import threading
 import time
@@ -737,6 +738,41 @@ def test_two_wrong_pieces_at_once_accuse_nobody_else(
     assert (session.routes.helpers[0].peer in session.routes.quarantined) == (liar == "helper")
     assert (session.routes.executors[0].peer in session.routes.quarantined) == (liar == "executor")
     assert session.routes.executors[1].peer not in session.routes.quarantined
+
+
+def test_several_products_of_one_layer_group_are_in_flight_at_once(
+    executor: ScriptedProvider,
+    helper: ScriptedProvider,
+    new_session: NewSession,
+    store: WeightStore,
+    frames: Callable[..., bytes],
+) -> None:
+    """The executor answers no product before it has heard all of them. No mask row is used twice."""
+    together = threading.Barrier(4)
+
+    def answer_when_all_are_here(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
+        if isinstance(heard.request, wire.Execute):
+            together.wait(20)
+        return frames(reply, answer)
+
+    executor.behaviour = answer_when_all_are_here
+    session = new_session("pad", [executor], [helper])
+    rows = [ring_rows(session.preparation, QKV, FORWARD, count, seed=count) for count in (1, 2, 3, 5)]
+    with ThreadPoolExecutor(len(rows)) as threads:
+        for _ in range(3):
+            products = list(threads.map(functools.partial(session.product, QKV, FORWARD), rows))
+            for one, product in zip(rows, products, strict=True):
+                assert torch.equal(product, product_of(store, QKV, FORWARD, one))
+    sent = {tuple(heard.payload for heard in executor.executed if heard.request.rows == len(one)) for one in rows}
+    assert all(len(set(payloads)) == 3 for payloads in sent)
+    masks = [
+        row.numpy().tobytes()
+        for one in rows
+        for heard in executor.executed
+        if heard.request.rows == len(one)
+        for row in heard.rows - one
+    ]
+    assert len(set(masks)) == len(masks) == 3 * 11
 
 
 def test_two_pieces_go_to_two_executors(

@@ -1,0 +1,128 @@
+"""A scheme may open an answer in its own way before the check (`Pad.open`), and no other code knows of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import Tensor
+
+from symbiosis_priv.arithmetic.keystream import Keystream
+from symbiosis_priv.arithmetic.ring import FORWARD, Direction
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.errors import VerificationError
+from symbiosis_priv.federation import Peer
+from symbiosis_priv.network import wire
+from tenant.core.pads import EffectSource, Pad
+from tenant.masking.local import LocalSource
+from tenant.masking.registry import register, unregister
+from tenant.masking.scheme import Materials, SessionScheme
+
+if TYPE_CHECKING:
+    from tests.tenant.conftest import Heard, NewSession, ScriptedProvider
+
+STEP = 64
+"""Of the rounding scheme's rows, and so of their products."""
+
+
+class RelaySource(LocalSource):
+    """Effects that carry a second keystream, which the tenant takes off again."""
+
+    def draw(self, index: int, direction: Direction, rows: int, *, ahead: bool, executor: Peer | None = None) -> Pad:
+        second = self._second(index, direction)
+
+        class Relayed(Pad):
+            def open(self, answer: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+                (share,) = self.shares
+                return answer + second.expand(share.first_row + self.start, self.rows), self.effects()
+
+        pad = super().draw(index, direction, rows, ahead=ahead, executor=executor)
+        return Relayed(pad.rows, pad.shares)
+
+    def _effect(self, index: int, direction: Direction, keystream: Keystream, first: int, rows: int) -> Tensor:
+        effect = super()._effect(index, direction, keystream, first, rows)
+        return effect + self._second(index, direction).expand(first, rows)
+
+    def _second(self, index: int, direction: Direction) -> Keystream:
+        return Keystream(bytes(32), width=self._facts[index].outputs(direction))
+
+
+class Rounded(Pad):
+    def open(self, answer: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        for effect in self.effects():
+            answer = answer - effect
+        return (answer + STEP // 2) & -STEP, ()
+
+
+class RoundedSource(LocalSource):
+    """Answers with a small error, which is rounded off."""
+
+    def draw(self, index: int, direction: Direction, rows: int, *, ahead: bool, executor: Peer | None = None) -> Pad:
+        pad = super().draw(index, direction, rows, ahead=ahead, executor=executor)
+        return Rounded(pad.rows, pad.shares)
+
+
+class Relay(SessionScheme):
+    name = "relay"
+    summary = "nobody"
+    roles = frozenset({"executor"})
+    own_weights = True
+    hides_from = frozenset({"executor"})
+    assumption = "none"
+    source: type[LocalSource] = RelaySource
+
+    def effects(self, materials: Materials) -> EffectSource:
+        assert materials.store is not None
+        return self.source(materials.facts, materials.secret, materials.store)
+
+
+class Rounding(Relay):
+    name = "rounding"
+    source = RoundedSource
+
+
+@pytest.fixture
+def schemes() -> Iterator[None]:
+    for scheme in (Relay(), Rounding()):
+        register(scheme)
+    yield
+    for scheme in (Relay(), Rounding()):
+        unregister(scheme.name)
+
+
+def product_of(store: WeightStore, rows: Tensor) -> Tensor:
+    return (rows.to(torch.int64) @ store.group(1).weight.to(torch.int64).t()).to(torch.int32)
+
+
+@pytest.mark.usefixtures("schemes")
+@pytest.mark.parametrize("masking", ["relay", "rounding"])
+def test_a_scheme_opens_answers_in_its_own_way(
+    executor: ScriptedProvider,
+    new_session: NewSession,
+    store: WeightStore,
+    frames: Callable[..., bytes],
+    masking: str,
+) -> None:
+    """Also where pads are split, and where a bucket adds rows of zeros."""
+
+    def err_a_little(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
+        error = torch.arange(answer.numel()).view(answer.shape) % (STEP - 1) - STEP // 2 + 1
+        return frames(reply, answer + error.to(torch.int32) if masking == "rounding" else answer)
+
+    executor.behaviour = err_a_little
+    session = new_session(masking, [executor], row_bucket=4)
+    for count in (1, 3, 8, 2):
+        rows = (torch.arange(count * 64, dtype=torch.int32).view(count, 64) % 97 - 48) * STEP
+        assert torch.equal(session.product(1, FORWARD, rows), product_of(store, rows))
+    assert session.ledger().answers_rejected == 0
+
+
+@pytest.mark.usefixtures("schemes")
+def test_what_cannot_be_rounded_off_is_refused(
+    executor: ScriptedProvider, new_session: NewSession, frames: Callable[..., bytes]
+) -> None:
+    executor.behaviour = lambda heard, reply, answer: frames(reply, answer + STEP)
+    with pytest.raises(VerificationError):
+        new_session("rounding", [executor]).product(1, FORWARD, torch.full((2, 64), STEP, dtype=torch.int32))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -32,8 +33,7 @@ class Options:
             batch and prompt sizes only that finely. Costs the added rows (rule 9 of the threat model).
         verify_columns: m, of the keys that say who lied; whether something is wrong does not depend on them.
         cache: folder for quantised weights and verification keys; the user's cache folder if None.
-        paper_pool_size: noises per layer of "paper-pool".
-        paper_noise_scale: their standard deviation as a multiple of the activations'.
+        masking_options: options of the scheme itself, by name; its module in `tenant/masking/` declares them.
         status: a file that is kept up to date with how each provider is doing, for `symbiosis-priv federation top
             --status`; it holds names, states and counts, and is readable by you alone.
         wiretap: an observer of every frame on the wire, for tests and reviewers.
@@ -49,8 +49,7 @@ class Options:
     row_bucket: int = 1
     verify_columns: int = DEFAULT_COLUMNS
     cache: str | Path | None = None
-    paper_pool_size: int = 4
-    paper_noise_scale: float = 16.0
+    masking_options: Mapping[str, object] = field(default_factory=dict)
     status: str | Path | None = None
     wiretap: Wiretap | None = None
     surface: Literal["python", "command line"] = "python"

@@ -42,7 +42,7 @@ class Backend(ABC):
         """
 
     def linear(self, index: int, direction: Direction, rows: Tensor) -> Tensor:
-        """The same for one matrix: float `[r, d]` in, float64 `[r, o]` out."""
+        """The product of one matrix: float `[r, d]` in, float64 `[r, o]` out."""
         shape = (rows.shape[0], self.facts[index].outputs(direction))
         y = torch.empty(shape, dtype=torch.float64, device=rows.device)
         self.multiply(index, direction, [rows], [y])
@@ -105,7 +105,7 @@ def _host_like(tensor: Tensor) -> Tensor:
 
 
 class Simulation:
-    """`RingProduct` on the tenant's own copy of the weights: no network, no masks. What everything is compared with."""
+    """`RingProduct` on the tenant's own copy of the weights: no network, no masks. The reference for all schemes."""
 
     def __init__(self, store: WeightStore) -> None:
         self._store = store

@@ -34,7 +34,7 @@ class Local(SessionScheme):
 
 
 class LocalSource(EffectSource):
-    """Effects from the tenant's own copy of the weights, made ahead of time."""
+    """Computes effects from the tenant's own copy of the weights, ahead of time."""
 
     def __init__(self, facts: Sequence[GroupFacts], secret: SessionSecret, store: WeightStore) -> None:
         super().__init__(facts, secret)

@@ -34,7 +34,7 @@ class PadSource(EffectSource):
     """Effects from helpers: one-time pads in shares.
 
     Args:
-        holders: who shares the next pad of a group, for an executor.
+        holders: chooses the helpers of a group's next pad.
     """
 
     def __init__(self, facts: Sequence[GroupFacts], secret: SessionSecret, holders: Holders) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -35,6 +36,28 @@ WARNING = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class PaperPoolOptions:
+    """Options of the scheme.
+
+    Args:
+        pool_size: noises per (layer group, direction).
+        noise_scale: standard deviation of the noise, as a multiple of the activations'.
+
+    Raises:
+        ConfigError: no noises, or no noise.
+    """
+
+    pool_size: int = 4
+    noise_scale: float = 16.0
+
+    def __post_init__(self) -> None:
+        if not self.pool_size >= 1:
+            raise ConfigError(f"pool_size = {self.pool_size} is below 1")
+        if not 0 < self.noise_scale < math.inf:  # without noise, rows would go out in clear
+            raise ConfigError(f"noise_scale = {self.noise_scale}: write a number above 0")
+
+
 class PaperPool(BackendScheme):
     """Hides rows from no executor that looks (broken). Results are within a floating-point bound, and not verified."""
 
@@ -45,14 +68,16 @@ class PaperPool(BackendScheme):
     assumption = "the executor does not look"
     error = "to float32 rounding"
     verified = False
+    options_type = PaperPoolOptions
 
     def open(self, opening: Opening) -> Backend:
         options = opening.options
+        own: PaperPoolOptions = self.read_options(options.masking_options)
         return PaperPoolBackend(
             opening.federation,
             opening.preparation,
-            pool_size=options.paper_pool_size,
-            noise_scale=options.paper_noise_scale,
+            pool_size=own.pool_size,
+            noise_scale=own.noise_scale,
             deadline_s=options.deadline_s,
             row_bucket=options.row_bucket,
             notices=Notices(option=options.option("deadline_s")),

@@ -19,7 +19,7 @@ def register(scheme: AnyScheme) -> None:
     """Make a scheme known to `RemoteConfig`, to the threat model and to the README's table.
 
     Raises:
-        ConfigError: the name is taken.
+        ConfigError: another scheme has this name.
     """
     if scheme.name in _schemes:
         raise ConfigError(f"masking = {scheme.name!r} is registered already; give the new scheme a name of its own")
@@ -32,15 +32,15 @@ def unregister(name: str) -> None:
 
 
 def registered() -> tuple[AnyScheme, ...]:
-    """All of them, in the order in which they were registered."""
+    """All schemes, in the order in which they were registered."""
     return tuple(_schemes.values())
 
 
 def scheme_named(name: str) -> AnyScheme:
-    """Look one up.
+    """Look up a scheme.
 
     Raises:
-        ConfigError: there is none of that name; says which there are.
+        ConfigError: no scheme has this name; the message lists those that there are.
     """
     if name not in _schemes:
         raise ConfigError(f"masking = {name!r} is unknown; choose one of {', '.join(_schemes)}")
@@ -48,10 +48,10 @@ def scheme_named(name: str) -> AnyScheme:
 
 
 def session_scheme(name: str) -> SessionScheme:
-    """Look one up that masks a session with executors.
+    """Look up a scheme that masks a session with executors.
 
     Raises:
-        ConfigError: there is none of that name, or it does not use the ring's path to a provider.
+        ConfigError: no scheme has this name, or the scheme does not use a session.
     """
     scheme = scheme_named(name)
     if not isinstance(scheme, SessionScheme):

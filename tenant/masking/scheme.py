@@ -1,12 +1,20 @@
-"""What a masking scheme says about itself, and what it does. `RemoteConfig`, the session, the threat model and the
-README's table ask here, so that no scheme's name is known anywhere but in its own module."""
+"""What a masking scheme says about itself, and what it does.
+
+`RemoteConfig`, the session, the threat model and the README's table read these declarations. No code outside a scheme's
+own module decides anything by the scheme's name; documents, messages and defaults may name it
+(`tests/tenant/masking/test_registry.py`). A scheme may have
+
+* options of its own: `options_type`, a frozen dataclass that checks its values;
+* an own way to open an answer before the check: its pads override `tenant.core.pads.Pad.open`;
+* no pads at all: `effects` then returns `UNMASKED_BY_CHOICE`.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal
 
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError, RoleConflictError
@@ -21,22 +29,28 @@ from tenant.masking.backend import Backend
 from tenant.preparation.opening import Opening
 
 Observer = Literal["executor", "helper", "all but a helper", "executor+helper"]
-"""Who could read rows: one party, or several that pool what they have seen. Outsiders never can: TLS."""
+"""Parties that could read rows: one party, or several that pool what they have seen. TLS keeps outsiders out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoOptions:
+    """The options of a scheme that has none."""
 
 
 class Scheme(ABC):
     """One way to mask rows. A subclass's docstring says whom it hides rows from, and under which assumption.
 
     Attributes:
-        name: what `RemoteConfig(masking=...)` calls it.
-        summary: who can read rows, in a few words.
-        roles: the providers it talks to; none if it runs on the tenant alone, and then it needs no federation.
-        own_weights: whether the tenant needs the full checkpoint at hand, and not once for its verification keys.
-        hides_from: who learns nothing about rows.
-        assumption: what that rests on.
+        name: the value of `RemoteConfig(masking=...)`.
+        summary: the parties that can read rows, in a few words.
+        roles: the roles of the providers that it uses; none if it runs on the tenant alone, without a federation.
+        own_weights: whether the tenant needs the full checkpoint all the time, not only to make verification keys.
+        hides_from: the parties that learn nothing about rows.
+        assumption: what `hides_from` rests on.
         error: how far results are from the reference ("simulate"); None if they are the same bits.
         verified: whether a wrong answer raises an error instead of being used.
-        headroom_bits: how much of the range ±2^31 it takes for itself; rows are scaled to the rest.
+        headroom_bits: bits of the range ±2^31 that the scheme needs for itself; rows are scaled to the rest.
+        options_type: a frozen dataclass of its own options, `RemoteConfig(masking_options={...})`.
     """
 
     name: ClassVar[str]
@@ -48,14 +62,32 @@ class Scheme(ABC):
     error: ClassVar[str | None] = None
     verified: ClassVar[bool] = True
     headroom_bits: ClassVar[int] = 0
+    options_type: ClassVar[type[Any]] = NoOptions
 
     @property
     def exact(self) -> bool:
-        """Whether results are the reference's, bit for bit."""
+        """Returns True if results are the reference's, bit for bit."""
         return self.error is None
 
+    def read_options(self, values: Mapping[str, object]) -> Any:
+        """The scheme's options, an `options_type`.
+
+        Args:
+            values: by name; options that are not named have their defaults.
+
+        Raises:
+            ConfigError: the scheme has no option of a name, or a value is out of range.
+        """
+        known = [field.name for field in fields(self.options_type)]
+        if unknown := sorted(values.keys() - set(known)):
+            raise ConfigError(
+                f"masking = {self.name!r} has no option {', '.join(map(repr, unknown))} (masking_options); "
+                f"it has {', '.join(known) or 'none'}"
+            )
+        return self.options_type(**values)
+
     def check(self, federation: Federation) -> None:
-        """Whether it keeps what it promises with these providers.
+        """Check that the scheme keeps its promises with these providers.
 
         Raises:
             RoleConflictError: it needs a helper, and there is none.
@@ -74,11 +106,11 @@ class Scheme(ABC):
 
 
 class BackendScheme(Scheme):
-    """A scheme that goes a way of its own."""
+    """A scheme that does not use a session, and opens a backend of its own."""
 
     @abstractmethod
     def open(self, opening: Opening) -> Backend:
-        """Make it work for one model.
+        """Open the scheme's backend for one model.
 
         Args:
             opening: the user's options, and on request the federation, the model's facts and the tenant's weights.
@@ -90,13 +122,13 @@ Holders = Callable[[int, Peer | None], Sequence[Helper]]
 
 @dataclass(frozen=True, kw_only=True)
 class Materials:
-    """What a session offers a scheme for its effects. All of it belongs to one process.
+    """What a session gives to a scheme. All of it belongs to one process.
 
     Args:
         facts: of every layer group.
         secret: the source of seeds and row numbers.
-        holders: which helpers share the next pad of a layer group, for an executor or for any. Never fewer than a pad
-            has; none unless the scheme's `roles` name them.
+        holders: returns the helpers of the next pad of a layer group, for one executor or for any. Raises if they are
+            fewer than a pad needs; returns none unless the scheme's `roles` name helpers.
         store: the tenant's own copy of the weights, if it has one.
     """
 

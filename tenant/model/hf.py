@@ -64,13 +64,13 @@ class RemoteConfig(Options, QuantizationConfigMixin):
             raise ConfigError(f"weight_bits is for masking = {alone}; the federation file says it otherwise")
         if self.status is not None and not isinstance(scheme_named(self.masking), SessionScheme):
             raise ConfigError(f"status is for sessions with verified providers; masking = {self.masking!r} has none")
-        lowest = {"deadline_s": 0.1, "pool_memory_mib": 0, "row_bucket": 1, "verify_columns": 8, "paper_pool_size": 1}
+        lowest = {"deadline_s": 0.1, "pool_memory_mib": 0, "row_bucket": 1, "verify_columns": 8}
         for name, low in lowest.items():
             if not getattr(self, name) >= low:
                 raise ConfigError(f"{name} = {getattr(self, name)} is below {low}")
-        for name in ("deadline_s", "paper_noise_scale"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} = {getattr(self, name)}: write a number above 0")
+        if not self.deadline_s < math.inf:
+            raise ConfigError(f"deadline_s = {self.deadline_s}: write a number above 0")
+        scheme_named(self.masking).read_options(self.masking_options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteConfig:
         """transformers copies its configurations; what is used must be the very object that the user passed."""

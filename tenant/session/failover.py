@@ -55,11 +55,11 @@ class Failover:
     tally: Tally
     faults: Faults
 
-    def choose(self, part: Part, seat: Route | None, retry: RetryState) -> Route:
+    def choose(self, part: Part, preferred: Route | None, retry: RetryState) -> Route:
         """The executor to ask now. Waits until there is one, and replaces pads if only that makes one admissible.
 
         Args:
-            seat: the executor that is preferred.
+            preferred: the executor to ask if it is open.
 
         Raises:
             DeadlineExceededError: no executor came back in time.
@@ -67,7 +67,7 @@ class Failover:
         """
         while True:
             self._replace_spoilt_pads(part, retry)
-            route = self._next(part, seat, retry)
+            route = self._next(part, preferred, retry)
             if self.routes.may_be_asked(route, part.index):
                 retry.asked_at = time.monotonic()
                 return route
@@ -130,11 +130,11 @@ class Failover:
             return False
         return True
 
-    def _next(self, part: Part, seat: Route | None, retry: RetryState) -> Route:
+    def _next(self, part: Part, preferred: Route | None, retry: RetryState) -> Route:
         while True:
             self.runtime.greeter.revive()
             self.faults.check(part, retry)
-            route = self.routes.choose(part.index, part.size, holders=part.sent.holders, prefer=seat)
+            route = self.routes.choose(part.index, part.size, holders=part.sent.holders, prefer=preferred)
             other = None if route else self.routes.choose(part.index, part.size, holders=None)
             if route is None and other is None:
                 self.runtime.greeter.revive(urgent=self.routes.executors)

@@ -15,12 +15,12 @@ class SessionOptions:
     Args:
         masking: the name of a `SessionScheme`.
         deadline_s: how long one request may take, reconnecting included.
-        deadline_option: what the user calls that, for messages.
-        pool_memory: bytes that pads drawn ahead may take.
+        deadline_option: the user's name for it, for messages.
+        pool_memory: bytes for pads that are drawn ahead.
         row_bucket: row counts are rounded up to a multiple of this before anything is sent.
         piece_bytes: products of more than twice this, rows and answers together, go out in pieces of about so many
             bytes, over several connections.
-        tolerance: when a provider is late, and how long one that fails is left alone.
+        tolerance: when a provider counts as late, and for how long a failed one is not asked.
         wiretap: an observer of every frame (tests, reviewers), or None.
     """
 

@@ -1,8 +1,8 @@
-"""A large product in pieces that travel side by side, over several connections to every executor that has room.
+"""A large product in pieces, sent at the same time over several connections to several executors.
 
-Each connection has a thread, the first one the caller's own, and takes the next piece when it is done with one: who is
-faster does more. Towards the end a slow executor takes none that the others would have finished before it; the caller,
-whose own seat is at the executor that costs least, takes whatever is left.
+Each connection is a slot with a thread; the first slot has the caller's own thread. A slot takes the next piece when
+its last one is done, so a faster executor gets more pieces. Towards the end a slow executor takes no piece that the
+others would finish earlier. The caller's slot is at the executor that costs least, and takes every piece that is left.
 """
 
 from __future__ import annotations
@@ -24,19 +24,23 @@ _MOST_PIECES = 4  # of a product, per executor: many small ones cost more than t
 
 
 class Pieces:
-    """What is left of a product. Thread-safe."""
+    """The pieces of a product that no slot has taken yet. Thread-safe."""
 
-    def __init__(self, parts: Sequence[Part], seats: Sequence[Route]) -> None:
-        self._waiting, self._seats = deque(parts), list(seats)
+    def __init__(self, parts: Sequence[Part], slots: Sequence[Route]) -> None:
+        self._waiting, self._slots = deque(parts), list(slots)
         self._lock = threading.Lock()
 
     def take(self, route: Route, *, picky: bool) -> Part | None:
-        """The next piece for an executor; None if there is none, or, to the picky, none that is worth its while."""
+        """The next piece for a slot at an executor; None if none is left.
+
+        Args:
+            picky: also return None if the other slots would finish all pieces earlier; the slot is then given up.
+        """
         with self._lock:
             if not self._waiting:
                 return None
             if picky and self._others_are_faster(route):
-                self._seats.remove(route)
+                self._slots.remove(route)
                 return None
             return self._waiting.popleft()
 
@@ -46,11 +50,11 @@ class Pieces:
             self._waiting.clear()
 
     def _others_are_faster(self, route: Route) -> bool:
-        """Whether the other seats would be done with what they have in hand, and with all that is left, before this one
-        is with a single piece."""
+        """Returns True if the other slots would finish their pieces and all that are left before this slot finishes
+        one."""
         size = self._waiting[0].size
         mine = route.health.seconds_for(size)
-        costs = [seat.health.seconds_for(size) for seat in self._seats if seat is not route]
+        costs = [slot.health.seconds_for(size) for slot in self._slots if slot is not route]
         known = [cost for cost in costs if cost]
         if mine is None or not known or len(known) < len(costs):
             return False
@@ -58,18 +62,22 @@ class Pieces:
 
 
 def share(parts: Sequence[Part], executors: Sequence[Executor], work: Callable[[Part, Route | None], None]) -> None:
-    """Do the parts of a product, several at a time, each told whom to ask first.
+    """Run `work` for every part, several at a time.
 
-    Raises what the first of them raises to fail; then no other one begins, and none is still at work.
+    Args:
+        work: gets a part and the executor to ask first; None if any may be asked.
+
+    Raises:
+        Exception: the error of the first part that fails. Then no other part begins, and none is still being sent.
     """
     if len(parts) == 1 or not executors:
         for part in parts:
             work(part, None)
         return
     # one slot at every executor before any executor has a second one
-    seats = [(executor, lane) for lane in range(LANES) for executor in executors][: len(parts)]
-    own, *others = seats
-    pieces = Pieces(parts, [executor.route for executor, _ in seats])
+    slots = [(executor, lane) for lane in range(LANES) for executor in executors][: len(parts)]
+    own, *others = slots
+    pieces = Pieces(parts, [executor.route for executor, _ in slots])
 
     def work_off(route: Route, *, picky: bool) -> None:
         try:
@@ -79,7 +87,7 @@ def share(parts: Sequence[Part], executors: Sequence[Executor], work: Callable[[
             pieces.clear()
             raise
 
-    inference = torch.is_inference_mode_enabled()  # belongs to a thread, and to the results that parts write
+    inference = torch.is_inference_mode_enabled()  # a property of the thread, and of the results that parts write
 
     def work_beside(route: Route) -> None:
         with torch.inference_mode(inference):

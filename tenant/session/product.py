@@ -72,14 +72,14 @@ class Products:
         share(parts, executors, self._multiply)
         self.tally.add(products=1, rows=rows.count)
 
-    def _multiply(self, part: Part, seat: Route | None) -> None:
-        """The product of one part; `seat` is the executor to ask first."""
+    def _multiply(self, part: Part, preferred: Route | None) -> None:
+        """The product of one part; `preferred` is the executor to ask first."""
         began = clock()
         part.mask()
         took("mask", since=began)
         retry = RetryState(self.options, self.runtime)
         while True:
-            route = self.failover.choose(part, seat, retry)
+            route = self.failover.choose(part, preferred, retry)
             began = clock()
             try:
                 answer = self._send(route, part, retry)

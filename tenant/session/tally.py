@@ -1,4 +1,4 @@
-"""What a session counts."""
+"""The counters of a session."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tenant.routing.route import ProviderFigures
 
 @dataclass
 class Ledger:
-    """What a session has done so far; nothing in it is secret.
+    """Counters of a session. None of them is secret.
 
     Args:
-        pads_redrawn: rows whose helper was lost, late or lied, put on other pads.
-        providers: what each of them has done.
-        takeovers: requests that one provider failed and another one answered; it cost `takeover_s` seconds in all.
+        pads_redrawn: rows that got other pads, because a helper was lost, late or at fault.
+        providers: the figures of each provider.
+        takeovers: requests that one executor failed and another one answered, with a delay of `takeover_s` in total.
     """
 
     rows: int = 0
@@ -52,10 +52,10 @@ class Tally:
                 setattr(self._counts, name, getattr(self._counts, name) + amount)
 
     def ledger(self) -> Ledger:
-        """As it is now: a copy."""
+        """A copy of the counters."""
         with self._lock:
             return replace(self._counts)
 
     def begin_again(self) -> None:
-        """In a forked child: a thread of the parent may have held the lock."""
+        """In a forked child: replace the lock, which a thread of the parent may have held."""
         self._lock = threading.Lock()

@@ -35,6 +35,9 @@ def test_every_scheme_but_simulate_needs_a_federation(masking: str) -> None:
             RemoteConfig(masking=masking)
 
 
+PAPER: dict[str, Any] = {"masking": "paper-pool"}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -43,11 +46,13 @@ def test_every_scheme_but_simulate_needs_a_federation(masking: str) -> None:
         ({"deadline_s": 0}, "deadline_s = 0 is below"),
         ({"deadline_s": float("nan")}, "deadline_s = nan is below"),
         ({"deadline_s": float("inf")}, "deadline_s = inf: write a number above 0"),
-        ({"paper_noise_scale": 0.0}, "paper_noise_scale = 0.0: write a number above 0"),  # rows would go out in clear
-        ({"paper_noise_scale": float("nan")}, "paper_noise_scale = nan: write a number above 0"),
+        ({**PAPER, "masking_options": {"noise_scale": 0.0}}, "noise_scale = 0.0"),  # rows would go out in clear
+        ({**PAPER, "masking_options": {"noise_scale": float("nan")}}, "noise_scale = nan"),
+        ({**PAPER, "masking_options": {"pool_size": 0}}, "pool_size = 0 is below 1"),
+        ({**PAPER, "masking_options": {"size": 1}}, "no option 'size'.*pool_size, noise_scale"),
+        ({"masking_options": {"pool_size": 1}}, "masking = 'pad' has no option 'pool_size'"),
         ({"pool_memory_mib": -1}, "pool_memory_mib = -1 is below 0"),
         ({"verify_columns": 7}, "verify_columns = 7 is below 8"),
-        ({"paper_pool_size": 0}, "paper_pool_size = 0 is below 1"),
     ],
 )
 def test_mistakes_are_named(options: dict[str, Any], message: str) -> None:

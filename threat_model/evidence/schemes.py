@@ -64,7 +64,7 @@ _REMOTE = {scheme.name: scheme for scheme in registered() if scheme.roles}  # th
 def paper_pool(size: int, noise: float) -> Scheme:
     """The paper's scheme with `size` noises per layer at `noise` times the activations."""
     name = f"pool {size} × {noise:g}"
-    return variant(_REMOTE["paper-pool"], name=name, paper_pool_size=size, paper_noise_scale=noise)
+    return variant(_REMOTE["paper-pool"], name=name, masking_options={"pool_size": size, "noise_scale": noise})
 
 
 NONE, LOCAL = variant(_REMOTE["none"]), variant(_REMOTE["local"])

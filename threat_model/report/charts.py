@@ -23,8 +23,10 @@ def pool_charts(suite: Suite) -> list[str]:
         series: dict[str, list[tuple[float, float]]] = {}
         for cell in pool_cells(suite, attack.name):
             assert cell.outcome is not None  # pool_cells
-            name = f"noise × {cell.scheme.options['paper_noise_scale']:g}"
-            series.setdefault(name, []).append((float(cell.scheme.options["paper_pool_size"]), cell.outcome.success))
+            name = f"noise × {cell.scheme.options['masking_options']['noise_scale']:g}"
+            series.setdefault(name, []).append(
+                (float(cell.scheme.options["masking_options"]["pool_size"]), cell.outcome.success)
+            )
         charts.append(figures.lines(attack.name, series, Axis("noises per layer", 1, 100, log=True), _RATE))
     return charts
 

@@ -119,7 +119,7 @@ def _html_leakage(suite: Suite) -> str:
         cells = [
             c
             for c in pool_cells(suite, "candidate subtraction, forward")
-            if c.scheme.options["paper_noise_scale"] == scale
+            if c.scheme.options["masking_options"]["noise_scale"] == scale
         ]
         measured = max(c.outcome.figures["median relative error"] for c in cells if c.outcome)
         rows.append(

@@ -59,10 +59,10 @@ def pool_cells(suite: Suite, attack: str) -> list[Cell]:
     return [
         c
         for c in suite.cells
-        if c.attack.name == attack and "paper_pool_size" in c.scheme.options and c.outcome is not None
+        if c.attack.name == attack and "masking_options" in c.scheme.options and c.outcome is not None
     ]
 
 
 def noise_scales(suite: Suite) -> list[float]:
     options = [s.options for s in suite.schemes]
-    return sorted({float(o["paper_noise_scale"]) for o in options if "paper_noise_scale" in o})
+    return sorted({float(o["masking_options"]["noise_scale"]) for o in options if "masking_options" in o})

@@ -52,8 +52,8 @@ def serve(
     logs.setup(settings.log_level)
     log = logs.EventLog("provider")
 
-    def tell(text: str) -> None:
-        log.info(text, provider=settings.name)
+    def tell(_: str) -> None:
+        log.info("starting", provider=settings.name)
 
     with _quantising() as progress, ExitStack() as starting:
         starting.enter_context(terminal.working("starting", tell=tell))

@@ -1,1 +1,1 @@
-"""Which providers are asked for what, and how that is found out: never how a byte reaches them."""
+"""Decides which provider receives which request. No module here sends rows."""

@@ -1,11 +1,11 @@
-"""Executors that no file lists: found in registries, and believed for their own signatures.
+"""Finds executors in registries. Each executor is trusted for its own signed descriptor only.
 
-Theory of operation. A registry is asked who serves the model, and nothing that it says is believed for that. A
-descriptor counts if the federation's authority vouches for its executor and for who runs it (`descriptor.verify`). Then
-it makes one more executor, and nothing else: masking, helpers, and the pins, addresses and roles of the providers in
-the file are the tenant's own (rules 10 and 11). Whatever executor is found this way answers under the same check of
-every product as any other one, and sees what the masking lets an executor see: nothing, or it is not asked at all
-(`Scheme.check`). So a registry that lies, withholds or repeats can deny service, and nothing else.
+Theory of operation. The tenant asks registries which executors serve the model, and does not trust their answers. A
+descriptor counts if the federation's authority has signed for the executor and its operator (`descriptor.verify`). A
+descriptor adds one executor and changes nothing else: masking, helpers, and the pins, addresses and roles of the
+providers in the file belong to the tenant (rules 10 and 11). A discovered executor is verified like any other executor,
+and is asked only under a masking scheme that hides rows from it (`Scheme.check`). So a registry that lies, withholds or
+repeats can deny service, and nothing else.
 
 Refused is what has anything in common with a provider of the file (rule 11: its own entry stands), and whoever is one
 company with a helper (rule 8), with any of them: an executor that could be asked under some pads only would be another
@@ -51,8 +51,8 @@ class Found:
     """Executors whose descriptors were verified.
 
     Args:
-        executors: those that the tenant uses: distinct from each other, and from every provider of its file.
-        refused: why the others are not used, by name.
+        executors: executors that the tenant uses: distinct from each other, and from every provider of its file.
+        refused: the reason why another executor is not used, by name.
     """
 
     executors: tuple[Peer, ...] = ()
@@ -120,15 +120,15 @@ def _operators_in_turn(peers: Iterable[Peer]) -> list[Peer]:
 
 
 class Discovery:
-    """Asks the registries of a federation, at first when it is told to and then in a thread of its own.
+    """Asks the registries of a federation: first in `refresh`, later in a background thread.
 
     It belongs to one process: a forked child makes another one, and calls `abandon` on its parent's.
 
     Args:
-        federation: whose `registries` are asked.
-        changed: told, in any thread, who there is, whenever that has changed.
-        interval_s: between two rounds of questions.
-        deadline_s: for one registry's answer.
+        federation: its `registries` are asked.
+        changed: called in any thread with the executors after they have changed.
+        interval_s: time between two rounds.
+        deadline_s: time for one registry's answer.
         clock: seconds since 1970.
 
     Raises:
@@ -158,14 +158,14 @@ class Discovery:
         self._silent: set[str] = set()  # registries that have been complained about
         self._useless: dict[str, Counter[str]] = {}  # what has been said about each registry's
         self._refreshing = threading.Lock()
-        self._lock = threading.Lock()  # over what is known, and who is being asked
+        self._lock = threading.Lock()  # guards the descriptors and the open connections
         self._asking: dict[str, RegistryClient] = {}
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="discovery", daemon=True)
 
     @property
     def executors(self) -> tuple[Peer, ...]:
-        """Those found so far, beside those of the file."""
+        """The executors found so far, without those of the file."""
         return self._found.executors
 
     @property
@@ -178,7 +178,7 @@ class Discovery:
         self._thread.start()
 
     def refresh(self) -> tuple[Peer, ...]:
-        """Ask every registry, all at once, and wait for their answers or the deadline; who there is then."""
+        """Ask all registries in parallel. Returns the executors known after the answers or the deadline."""
         with self._refreshing:
             askers = [
                 threading.Thread(target=self._ask, args=(address,), name="registry", daemon=True)
@@ -202,7 +202,7 @@ class Discovery:
         return useless
 
     def update(self) -> tuple[Peer, ...]:
-        """Who there is now, of those that have been heard of and have not been revoked since."""
+        """Read the revocation list again. Returns the known executors that are not revoked."""
         self._read_revoked()
         now = self._clock()
         with self._lock:
@@ -222,7 +222,7 @@ class Discovery:
         return found.executors
 
     def close(self, timeout: float) -> bool:
-        """Ask no more. Whether the thread is gone within so many seconds."""
+        """Stop asking. Returns True if the thread has ended within `timeout` seconds."""
         self._closed.set()
         with self._lock:
             for registry in self._asking.values():
@@ -232,7 +232,7 @@ class Discovery:
         return not self._thread.is_alive()
 
     def abandon(self) -> None:
-        """In a forked child, where no thread of the parent's runs: let go of its connections without a byte on them."""
+        """Drop the parent's connections in a forked child, without sending a byte. Its threads do not run there."""
         self._closed.set()
         for registry in self._asking.values():
             registry.close()
@@ -251,7 +251,9 @@ class Discovery:
         while not self._closed.wait(self._interval_s * random.uniform(1 - _JITTER, 1 + _JITTER)):
             try:
                 self.refresh()
-            except Exception as error:  # out of threads, for now: who is known stays known, and is asked about again
+            except (
+                Exception
+            ) as error:  # for instance no more threads: the known executors stay, and the next round asks again
                 log.warning("the registries were not asked: %s", type(error).__name__)
 
     def _ask(self, address: str) -> None:

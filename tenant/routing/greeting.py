@@ -1,8 +1,8 @@
-"""Hearing from providers what they serve: from all of them when a session opens, and again from who was away.
+"""Connects to providers and records what they serve: to all when a session opens, and again to those that were away.
 
-A session opens once every layer group is covered by executors that were heard, and enough helpers for a pad. Whoever is
-not needed for that may be away; greetings go on in the background and never hold up a product. If somebody is needed
-who does not come, or a range of layers is served by nobody, the session says so before anything is sent.
+A session opens when executors that have answered cover every layer group, and enough helpers for a pad have answered.
+The other providers may be away; connecting to them goes on in the background and never delays a product. If a needed
+provider does not answer, or no executor serves some layers, the session raises an error before anything is sent.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from tenant.routing.routes import Routes
 from tenant.worker import Worker
 
 Greeting = Callable[[Route], wire.Welcome]
-_GRACE_S = 0.25  # for those who are not needed, so that the first products have a choice
+_GRACE_S = 0.25  # wait for providers that are not needed, so that the first products have a choice
 
 
 class Greeter:
-    """See the module's text. Thread-safe.
+    """Connects to the providers of a session. Thread-safe.
 
     Args:
-        routes: who there is; is told what they say.
+        routes: the providers; receives their answers.
         manifest: the layer groups that must be covered.
-        persist: greets a provider until the session's deadline, or for as long as what it is told says that it is
-            wanted: nobody is waited for who can be done without.
-        try_once: greets it once.
-        closing: set once the session is being closed: then it is nobody's failure that a greeting fails.
-        before: finds out who there is.
+        persist: connects to a provider until the session's deadline, or until its argument returns False because the
+            provider is no longer needed.
+        try_once: connects to a provider once.
+        closing: set when the session closes; then a failed connection is not counted as a failure of the provider.
+        before: discovers executors.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class Greeter:
             return tuple(self._workers.values())
 
     def meet(self) -> None:
-        """Hear from as many as are needed, once; several threads may wait for it.
+        """Connect to the needed providers, once per session. Several threads may wait in this method.
 
         Raises:
-            UncoveredError: nobody serves some layers.
-            SymbiosisError: somebody who is needed is away, or is not what it should be.
+            UncoveredError: no executor serves some layers.
+            SymbiosisError: a needed provider is away, or is not the expected one.
         """
         if self._has_met:  # every product asks
             return None
@@ -86,7 +86,7 @@ class Greeter:
         return None
 
     def revive(self, urgent: Collection[Route] = ()) -> None:
-        """Greet those in the background that have been left alone for long enough; see `Routes.to_greet`."""
+        """Reconnect in the background to providers whose pause is over; see `Routes.to_greet`."""
         for route in self._routes.to_greet(urgent):
             self._greet(route, self._try_once)
 
@@ -117,7 +117,7 @@ class Greeter:
         return heard >= self._routes.helpers_per_pad and not self._routes.uncovered(len(self._manifest.groups))
 
     def _missing(self) -> SymbiosisError:
-        """What to say, of all that went wrong."""
+        """The error to raise for the providers that failed."""
         routes = self._routes
         needed: tuple[Route, ...] = routes.executors if len(routes.executors) == 1 else ()
         if not (uncovered := routes.uncovered(len(self._manifest.groups))):
@@ -177,5 +177,5 @@ def check_expected(federation: Federation, manifest: Manifest) -> None:
 
 
 def _text(layers: Sequence[int]) -> str:
-    """`0-3, 7`."""
+    """Layers as text, such as `0-3, 7`."""
     return ", ".join(map(str, spans(layers))) or "none"

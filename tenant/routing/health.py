@@ -1,15 +1,16 @@
-"""How a provider has been doing: a circuit breaker, and what its answers cost. No sockets, no clock: times are told.
+"""The health of a provider: a circuit breaker, and the cost of its answers. Times are arguments; no socket, no clock.
 
-The breaker opens with a failure. The provider is then left alone for a while that doubles with every failure in a row,
-give or take half of it, so that tenants who lost it together do not come back together. Whoever keeps the clock greets
-it when that time is over; if it answers, one request is its trial, and with an answer to that it is up again.
+A failure opens the breaker. The provider then has a pause that doubles with every failure in a row, plus or minus half
+of it, so that tenants that lost the provider together do not return together. After the pause the caller connects
+again. If the provider answers, it gets one request as a trial, and after an answer to the trial the breaker is closed.
 
 Cost is measured by real requests: seconds per exchange where little travels, seconds per byte where much does.
 
-A provider may be slow on purpose, whenever it likes, so others are the measure of what it may take. While others are up
-it is waited for by their cost if that is less than its own; who was waited for in vain is left alone for many times as
-long, whatever it answered in between; and one that others are preferred to is measured again once its dearest answer of
-late is a hundredth of the time since.
+A provider may be slow on purpose at any time, so the cost of other providers limits the wait for it. While others are
+up, the session waits for a provider only as long as their cost suggests, if that is less than its own cost. A
+wait in vain brings a penalty: a pause of many times the wasted time, whatever the provider answers in between. A
+provider that is slower than others is measured again when the time since its most expensive recent answer is a hundred
+times the time of that answer.
 """
 
 from __future__ import annotations
@@ -21,28 +22,28 @@ from enum import StrEnum
 from typing import Final
 
 FEW_BYTES: Final = 1 << 16
-"""Up to here it is the round trip that an exchange costs, and the bytes hardly count."""
+"""Up to this size an exchange costs one round trip, and the number of bytes hardly matters."""
 _WEIGHT = 0.2  # of a new measurement
-_ENOUGH = 3  # measurements to know a provider by
-_PATIENCE = 8.0  # times what an answer should take
+_ENOUGH = 3  # measurements before the cost counts as known
+_PATIENCE = 8.0  # wait for this many times the expected time
 _UNKNOWN_S_PER_BYTE = 1e-6
-_LONGEST_GRUDGE_S = 600.0
+_LONGEST_PENALTY_S = 600.0
 _random = secrets.SystemRandom().random
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """What a session puts up with, all but one in seconds.
+    """How long a session waits for providers.
 
     Args:
-        first_pause_s: how long a provider that fails is left alone at first.
-        last_pause_s: and at most.
-        least_patience_s: how long an answer may take, however quick they used to be, while there is somebody else.
-        unknown_s: what an exchange is taken to cost where none was measured.
-        stale_s: how long a measurement is believed: measuring again may cost one request in so long.
-        stale_times: or for so many times what measuring took.
-        grudge_times: who was waited for in vain while others were up is left alone for so many times as long, ten
-            minutes at most.
+        first_pause_s: pause after the first failure of a provider.
+        last_pause_s: longest pause.
+        least_patience_s: shortest time to wait for an answer while another provider is available.
+        unknown_s: assumed cost of an exchange if none was measured.
+        stale_s: a measurement is used for this time, so measuring again costs at most one request per `stale_s`.
+        stale_times: a measurement is also used for this many times the time that it took.
+        penalty_times: a provider that wasted the tenant's time while others were up is paused for this many
+            times the wasted time, at most ten minutes.
     """
 
     first_pause_s: float = 0.25
@@ -51,14 +52,14 @@ class Tolerance:
     unknown_s: float = 1.0
     stale_s: float = 10.0
     stale_times: float = 100.0
-    grudge_times: float = 20.0
+    penalty_times: float = 20.0
 
 
 USUAL: Final = Tolerance()
 
 
 class State(StrEnum):
-    """Of a breaker."""
+    """The state of a breaker."""
 
     UP = "up"
     DOWN = "down"
@@ -91,15 +92,15 @@ class Health:
             wasted_s: for how long it was waited for that others could have been asked.
         """
         self.failures += 1
-        grudge_until = now + min(self._tolerance.grudge_times * wasted_s, _LONGEST_GRUDGE_S)
+        penalty_until = now + min(self._tolerance.penalty_times * wasted_s, _LONGEST_PENALTY_S)
         if self.state is State.DOWN and now < self.retry_at:
-            self.retry_at = max(self.retry_at, grudge_until)
+            self.retry_at = max(self.retry_at, penalty_until)
             return False  # asked before, or together with the one that opened it
         opened = self.state is State.UP
         if opened:
             self.down_since = now
         pause = min(self._tolerance.first_pause_s * 2**self._failures_in_a_row, self._tolerance.last_pause_s)
-        self.state, self.retry_at = State.DOWN, max(now + pause * (0.5 + self._jitter()), grudge_until)
+        self.state, self.retry_at = State.DOWN, max(now + pause * (0.5 + self._jitter()), penalty_until)
         self._failures_in_a_row = min(self._failures_in_a_row + 1, 32)
         return opened
 
@@ -133,29 +134,29 @@ class Health:
 
     @property
     def measurements(self) -> int:
-        """How many its cost is known from."""
+        """Number of measurements of the cost."""
         return self._latency.count + self._per_byte.count
 
     def seconds_for(self, size: int) -> float | None:
-        """What an exchange of so many bytes is likely to take; None if nothing is known."""
+        """Expected seconds of an exchange of `size` bytes; None without a measurement."""
         if self.latency_s is None and self.s_per_byte is None:
             return None
         return (self.latency_s or 0.0) + size * (self.s_per_byte or 0.0)
 
     def expected_s(self, size: int) -> float:
-        """The same, or what it is taken to be where nothing is known."""
+        """Expected seconds of an exchange of `size` bytes; `Tolerance.unknown_s` without a measurement."""
         expected = self.seconds_for(size)
         if expected is None or self.s_per_byte is None:
             expected = (expected or self._tolerance.unknown_s) + size * _UNKNOWN_S_PER_BYTE
         return expected
 
     def patience_s(self, size: int, *, others_s: float | None) -> float:
-        """How long to wait for an answer while there is somebody else to ask.
+        """Seconds to wait for an answer while another provider can be asked.
 
         Args:
-            size: of the exchange, in bytes.
-            others_s: what others that are up take for it, who then are the measure; None if nobody else is. Then it is
-                longer after every failure in a row: if all are slow, one of them gets the time that it needs.
+            size: bytes of the exchange.
+            others_s: expected seconds of other providers that are up; the limit follows from them. None if no other
+                provider is up; then the limit grows with every failure in a row, so that a slow provider can finish.
         """
         expected, times = self.expected_s(size), 2**self._failures_in_a_row
         if others_s is not None:
@@ -163,7 +164,7 @@ class Health:
         return float(max(self._tolerance.least_patience_s, _PATIENCE * expected) * times)
 
     def is_stale(self, now: float) -> bool:
-        """Whether its cost should be measured again."""
+        """Returns True if the cost should be measured again."""
         if self._measured_at is None or self.measurements < _ENOUGH:
             return True
         return self._is_long_ago(now)
@@ -175,7 +176,7 @@ class Health:
 
 
 class _Average:
-    """Of late. The first value, which may be what a cold start takes, is forgotten with the second."""
+    """A moving average. The second value replaces the first one, which may include a cold start."""
 
     def __init__(self) -> None:
         self.value: float | None = None

@@ -1,9 +1,9 @@
-"""Which helpers share a pad, if the federation says how many do. Pure.
+"""Chooses the helpers that share a pad, if the federation sets their number. Pure functions.
 
-They are as many helpers of as many companies, all of them admissible with an executor that may then see rows under the
-pad. Preferred are those whose breakers are closed and who have been heard, then those with which more of the other
-executors are admissible, so that rows can move on without a new pad, then those that cost least. Who has not been
-measured yet costs nothing, so whoever is slow, whether for little or for much, is left for a spare.
+The helpers belong to different companies, and all of them are admissible with an executor that may see rows under the
+pad. The choice prefers helpers that have answered and whose breaker is closed; then helpers that are admissible with
+more of the other executors, so that rows can move to another executor without a new pad; then helpers with a low cost.
+The cost of a helper without a measurement counts as 0, so slow helpers are kept as spares.
 """
 
 from __future__ import annotations
@@ -28,16 +28,19 @@ def choose_holders(
     federation: Federation,
     admits: Admits,
 ) -> list[Route]:
-    """Holders for the first target that has enough healthy ones; else for the first that has enough; else too few.
+    """Choose holders for the first target that has enough healthy helpers, else for the first that has enough.
 
     Args:
-        helpers: that may be taken.
-        targets: executors that may see the rows, the best first; none if there is nobody yet, and whoever comes will
-            be compared with the holders then.
-        executors: that could take the rows over.
+        helpers: the helpers to choose from.
+        targets: executors that may see the rows, the best first. Empty if no executor has answered yet; a later
+            executor is then compared with the holders.
+        executors: executors that could take over the rows.
         count: helpers of a pad.
-        federation: knows who is one company.
-        admits: whether an executor may see rows under pads of these holders.
+        federation: knows which parties are one company.
+        admits: returns True if an executor may see rows under pads of these holders.
+
+    Returns:
+        The holders; fewer than `count` if there are not enough.
     """
 
     def order(route: Route) -> tuple[bool, bool, int, float]:

@@ -1,4 +1,4 @@
-"""One provider in one role, and what a session knows about it."""
+"""A provider in one role, with the session's knowledge of it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tenant.routing.health import USUAL, Health, State, Tolerance
 
 
 class ProviderFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """One provider in a session, for whoever looks.
+    """Figures of one provider in a session, for progress displays.
 
     Args:
-        state: what the session thinks of it, in a word or two.
-        requests: that it was asked.
-        latency_s: of a small request, smoothed; None if none was answered yet.
-        verified, rejected: answers of its that were used, and those that were wrong.
+        state: the provider's state, in a word or two.
+        requests: number of requests.
+        latency_s: smoothed latency of a small request; None before the first answer.
+        verified, rejected: rows of its answers that passed the check, and that failed.
     """
 
     name: str
@@ -49,25 +49,25 @@ class Route:
 
     @property
     def is_open(self) -> bool:
-        """Whether its breaker lets a request pass."""
+        """Returns True if the breaker admits a request."""
         return self.health.state is State.UP or (self.health.state is State.TRIAL and not self.in_flight)
 
     @property
     def is_up(self) -> bool:
-        """Whether it was heard, and has not failed since."""
+        """Returns True if the provider has answered, and has not failed since."""
         return self.welcome is not None and self.health.state is State.UP
 
     def serves(self, group: int) -> bool:
-        """Whether it has said so."""
+        """Returns True if the provider has announced this layer group."""
         welcome = self.welcome
         return welcome is not None and welcome.first_group <= group < welcome.end_group
 
     def cost(self, size: int) -> float:
-        """Seconds that so many bytes take by measurement, beside what it is being asked already; 0 if unknown."""
+        """Expected seconds of an exchange of `size` bytes behind the requests in flight; 0 without a measurement."""
         return (self.health.seconds_for(size) or 0.0) * (1 + self.in_flight)
 
     def figures(self, *, quarantined: bool) -> ProviderFigures:
-        """As they are now."""
+        """The present figures."""
         state = "not heard yet" if self.welcome is None else str(self.health.state)
         return ProviderFigures(
             name=self.peer.name,

@@ -1,14 +1,14 @@
-"""Who may be asked for what: which executors serve a layer group and see its rows, which helpers hold its pads' seeds,
-how they have been doing, and which of them nothing is sent to any more.
+"""Decides which executors receive the rows of a layer group and which helpers hold the seeds of its pads. Keeps the
+health of every provider, and the quarantine.
 
-`Routes` decides and remembers. It opens no socket and starts no thread, and its clock is an argument, so that every
-decision can be tested by itself. It outlives forks: whoever has lied to the parent is asked for nothing by the child.
+`Routes` opens no socket and starts no thread, and its clock is an argument, so every decision can be tested on its own.
+It survives forks: a provider that lied to the parent receives no request from the child.
 
-An executor is *able* to take rows if it serves the layer group, has not lied, and is admissible: no company that knows
-the seed of the rows' pads is its own (`Federation.admissible` decides that, and nothing else does). Of the able ones
-those are *open* whose breaker is closed, or whose trial is due (`health`). Rows go to the open one that costs least by
-measurement; from the present one they move only to one that is clearly better, and one that has not been measured for a
-while gets a request to measure it by. If only one is able, it is asked whatever its breaker says.
+An executor is *able* to take rows if it serves the layer group, is not quarantined, and is admissible: no helper of its
+own company knows a seed of the rows' pads (`Federation.admissible` alone decides that). An able executor is *open* if
+its breaker is closed or its trial is due (`health`). Rows go to the open executor with the lowest measured cost. They
+move away from the present executor only if another one is clearly better. An executor without a recent measurement
+gets a request to measure it. If only one executor is able, it is asked whatever the state of its breaker.
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ _REMEMBERED = 4096  # answers of rule 8, and parties that a registry has brought
 
 
 class Routes:
-    """See the module's text. Thread-safe.
+    """The providers of a session, and the decision which of them is asked. Thread-safe.
 
     Args:
-        federation: who there is, and who counts as one company.
-        with_helpers: whether pads come from helpers.
-        tolerance: how long who fails is left alone, and more of that kind.
-        clock: seconds, as `time.monotonic` counts them.
+        federation: the providers and their companies.
+        with_helpers: True if pads come from helpers.
+        tolerance: pauses and patience.
+        clock: seconds, as `time.monotonic`.
 
     Attributes:
-        executors: those of the federation in its order, then those who have joined; helpers: of the federation.
-        version: another one whenever executors have come or gone.
-        quarantined: to whom nothing is sent any more.
+        executors: the executors of the federation in its order, then discovered ones.
+        helpers: the helpers of the federation.
+        version: changes whenever executors join or leave.
+        quarantined: the providers that receive no more requests.
     """
 
     def __init__(
@@ -71,22 +72,22 @@ class Routes:
 
     @property
     def helpers_per_pad(self) -> int:
-        """How many share each pad."""
+        """Number of helpers that share a pad."""
         listed = len(self.helpers)
         return listed if self._federation.pad_helpers is None else min(self._federation.pad_helpers, listed)
 
     @property
     def has_spares(self) -> bool:
-        """Whether there are more helpers than share a pad."""
+        """Returns True if there are more helpers than a pad needs."""
         return self._federation.pad_helpers is not None and len(self.helpers) > self.helpers_per_pad
 
     # Executors
 
     def update(self, joined: Sequence[Peer]) -> None:
-        """Who there is beside the federation's own executors from now on; who is not named is asked nothing more.
+        """Replace the discovered executors. An executor that is not in `joined` receives no more requests.
 
-        Nobody is taken who has something in common with a party of the federation (rule 11). Whoever is one company
-        with a pad's holder sees no row under that pad, as ever (rule 8).
+        An executor that shares a name, key or address with a party of the federation is refused (rule 11). Rule 8
+        applies to discovered executors as to all others.
         """
         with self._lock:
             known = {route.peer: route for route in self.executors}
@@ -126,16 +127,16 @@ class Routes:
     def choose(
         self, group: int, size: int, *, holders: Collection[Peer] | None, prefer: Route | None = None
     ) -> Route | None:
-        """Whom to ask now; tell `answered`, `failed` or `given_up` what became of it.
+        """Choose the executor of a request. Report the outcome to `answered`, `failed` or `given_up`.
 
         Args:
             group: the layer group.
             size: bytes both ways.
-            holders: who knows the seeds of the rows' pads; None if they will be put on pads made for the executor.
-            prefer: taken if it is open.
+            holders: the helpers that know the seeds of the rows' pads; None if new pads will be drawn for the executor.
+            prefer: chosen if it is open.
 
         Returns:
-            None if nobody able is open.
+            The executor; None if no able executor is open.
         """
         with self._lock:
             able = serving = self.able(group)
@@ -163,7 +164,7 @@ class Routes:
             )
 
     def patience_s(self, route: Route, group: int, size: int, *, left_s: float) -> float:
-        """How long to wait for an executor's answer: all the time that is left if nobody else may serve the group."""
+        """Seconds to wait for an executor's answer. All the time left if no other executor may serve the group."""
         others = [
             other
             for other in self.executors
@@ -178,7 +179,7 @@ class Routes:
         return min(left_s / 2, route.health.patience_s(size, others_s=others_s))  # the next one needs time, too
 
     def uncovered(self, groups: int) -> list[int]:
-        """Those of the first so many layer groups that no executor serves which has not lied."""
+        """The layer groups below `groups` that no executor serves. Quarantined executors do not count."""
         return [group for group in range(groups) if not self.able(group)]
 
     def _serves(self, route: Route, group: int) -> bool:
@@ -207,14 +208,14 @@ class Routes:
     # Helpers
 
     def holders(self, group: int, executor: Route | None = None, *, without: Collection[Peer] = ()) -> list[Route]:
-        """Who shares the next pad of a group: as many helpers of as many companies as a pad has.
+        """Choose the helpers that share the next pad of a group, each of another company.
 
         Args:
-            executor: who is to see rows under it; by default whoever serves the group, and as many of those as can be.
-            without: helpers that are not to be taken.
+            executor: the executor that will see rows under the pad; None for any executor that serves the group.
+            without: helpers to leave out.
 
         Returns:
-            The healthy ones and the quick ones first; fewer than a pad has if there are no more.
+            Healthy and quick helpers first; fewer than a pad needs if there are no more.
         """
         with self._lock:
             return self._holders(group, executor, without)
@@ -241,15 +242,15 @@ class Routes:
         )
 
     def can_replace(self, group: int, holders: Collection[Peer]) -> bool:
-        """Whether a pad can be made without these helpers, of healthy ones."""
+        """Returns True if healthy helpers can make a pad without these helpers."""
         if self._federation.pad_helpers is None:
             return False
         others = self.holders(group, without=holders)
         return len(others) == self.helpers_per_pad and all(route.is_open for route in others)
 
     def wanted(self, group: int, holders: Collection[Peer], size: int, *, waited_s: float) -> list[Route]:
-        """Helpers that should take the place of these if they are there, because these are away, or have been waited
-        for too long: not before, or whoever was slow on purpose would be back with every product."""
+        """Helpers that should replace `holders`, because those are away or the tenant has waited too long for them.
+        Not earlier: otherwise a helper that is slow on purpose would be chosen again for every product."""
         if self._federation.pad_helpers is None:
             return []
         away = any(not route.is_up for route in self.helpers if route.peer in holders)
@@ -260,7 +261,7 @@ class Routes:
     # What became of a request
 
     def answered(self, route: Route, *, seconds: float, size: int) -> None:
-        """It answered, whatever the answer is worth."""
+        """Record that an executor answered. The answer is not checked yet."""
         with self._lock:
             route.requests += 1
             route.in_flight = max(0, route.in_flight - 1)
@@ -278,7 +279,7 @@ class Routes:
                 log.warning("%s has failed, others are asked meanwhile: %s", route, why)
 
     def late(self, holders: Collection[Peer], *, waited_s: float = 0.0) -> None:
-        """Helpers whose effects have not come in so long."""
+        """Record that effects of these helpers are late."""
         with self._lock:
             for route in self.helpers:
                 if route.peer in holders and route.health.state is not State.DOWN:
@@ -288,7 +289,7 @@ class Routes:
     def patience_with_helpers_s(
         self, group: int, holders: Collection[Peer], size: int, *, left_s: float = math.inf
     ) -> float:
-        """How long to wait for effects of these helpers while there are others."""
+        """Seconds to wait for effects of these helpers while other helpers are available."""
         others = self.holders(group, without=holders)
         up = len(others) == self.helpers_per_pad and all(other.is_up for other in others)
         others_s = max(other.health.expected_s(size) for other in others) if up else None
@@ -296,12 +297,12 @@ class Routes:
         return min(left_s / 2, max(health.patience_s(size, others_s=others_s) for health in asked))
 
     def _wasted(self, route: Route, waited_s: float) -> float:
-        """How much of a wait for a provider others could have had."""
+        """The part of a wait for a provider in which another provider could have answered."""
         same_role = self.helpers if route.peer.role == "helper" else self.executors
         return waited_s if any(other.is_up for other in same_role if other is not route) else 0.0
 
     def _others(self, route: Route) -> bool:
-        """Whether somebody else has its role, and is not needed for every pad anyway."""
+        """Returns True if another provider could replace this one."""
         return self.has_spares if route.peer.role == "helper" else len(self.executors) > 1
 
     def credit(self, executor: Route, holders: Collection[Peer]) -> None:
@@ -312,7 +313,7 @@ class Routes:
                 route.verified += route.peer in holders
 
     def given_up(self, route: Route) -> None:
-        """Nothing was asked after all, or the answer is worth nothing."""
+        """Record that the executor was not asked after all, or that its answer is not used."""
         with self._lock:
             route.in_flight = max(0, route.in_flight - 1)
 
@@ -323,10 +324,10 @@ class Routes:
             route.health.greeted()
 
     def to_greet(self, urgent: Collection[Route] = ()) -> list[Route]:
-        """Those that have been left alone for long enough, or have never been heard.
+        """Providers to connect to: those whose pause is over, or that have never answered.
 
         Args:
-            urgent: of these also such as were to be left alone for longer: nobody else can be asked.
+            urgent: providers to include before their pause is over, because no other one can be asked.
         """
         now = self._clock()
         return [
@@ -340,14 +341,14 @@ class Routes:
     # Quarantine
 
     def figures(self) -> tuple[ProviderFigures, ...]:
-        """Of every provider, for whoever looks."""
+        """The figures of every provider."""
         with self._lock:
             return tuple(
                 route.figures(quarantined=route.peer in self.quarantined) for route in (*self.executors, *self.helpers)
             )
 
     def check(self, group: int) -> None:
-        """Raises `QuarantinedError` if those who have not lied cannot make a product of this group."""
+        """Raises `QuarantinedError` if the providers that are not quarantined cannot make a product of this group."""
         if not self.quarantined:
             return
         liar = next((route.peer for route in self.helpers if route.peer in self.quarantined), None)
@@ -377,7 +378,7 @@ class Routes:
             self.quarantined.add(peer)
 
     def begin_again(self) -> None:
-        """In a forked child: a thread of the parent may have held the lock, and what is in flight is the parent's."""
+        """Reset locks and requests in flight in a forked child: a thread of the parent may have held the lock."""
         self._lock = threading.Lock()
         for route in (*self.executors, *self.helpers):
             route.in_flight = 0

@@ -561,7 +561,7 @@ def test_a_helper_that_answers_greetings_alone_is_not_tried_again_and_again(
     """Not because the other one is waited for, either, which every product does for a moment."""
     hanging, other = new_provider(), new_provider()
     hanging.behaviour = fails("late", hanging, frames)
-    tolerance = dataclasses.replace(IMPATIENT, grudge_times=1e6)
+    tolerance = dataclasses.replace(IMPATIENT, penalty_times=1e6)
     session = new_session("pad", [new_provider()], [hanging, other], pad_helpers=1, pool_memory=0, tolerance=tolerance)
 
     def take_a_moment(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:

@@ -134,7 +134,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama that has learned something of the demo's language, and its tokenizer."""
     return make_base_model(
         tmp_path_factory.mktemp("trained") / "base",
-        seconds=600,  # so that the steps alone decide, however busy the machine is
         recipe=Pretraining(steps=100, window=64, sentences=4_000, vocab=512, width=128, blocks=2),
     )
 

@@ -23,7 +23,7 @@ from typing import Any, Self
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from provider.config.schema import ExecutorConfig, Limits, ModelConfig, ProviderConfig, TlsConfig
 from provider.serve import Provider
@@ -32,11 +32,11 @@ from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, Direction
 from symbiosis_priv.certificates import Kind, create_authority, create_self_signed, issue
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.federation import load_federation
+from symbiosis_priv.harness.base_model import Pretraining, make_base_model
 from symbiosis_priv.harness.text import private_text, public_text
 from symbiosis_priv.network import wire
 from tenant import RemoteConfig, backend_of
 from threat_model.attacks.collusion import matching, pad_rows
-from threat_model.base_model import make_base_model
 from threat_model.evidence.neighbour import Neighbour
 from threat_model.evidence.public import Public, alone
 from threat_model.evidence.schemes import Scheme
@@ -99,22 +99,22 @@ class Lab:
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        with torch.random.fork_rng(devices=[]):
-            model, tokenizer = make_base_model(tied=self._tied)
-        checkpoint = self.folder / "model"
-        model.save_pretrained(checkpoint)
-        tokenizer.save(str(checkpoint / "tokenizer.json"))
+        recipe = Pretraining(steps=60, window=48, sentences=1500, vocab=320, width=64, blocks=3, tied=self._tied)
+        checkpoint = make_base_model(self.folder / "model", recipe=recipe)
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=False)
+        model.requires_grad_(False)
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
         self.store = WeightStore(checkpoint, cache=self.folder / "cache")
         self.public = Public(
             model,
             self.store,
-            torch.tensor(tokenizer.encode(public_text(seed=1, sentences=400)).ids),
+            torch.tensor(tokenizer.encode(public_text(seed=1, sentences=400))),
             int(model.config.pad_token_id or 0),
             alone(len(self.store.manifest().groups)),
         )
         # clinic notes and letters: an adapter can only be read off directions that some prompt begins with
         text = "\n".join(private_text(seed=2, records=400)) + public_text(seed=3, sentences=800)
-        self._private = torch.tensor(tokenizer.encode(text).ids)
+        self._private = torch.tensor(tokenizer.encode(text))
         try:
             self._start_providers(checkpoint)
         except BaseException:

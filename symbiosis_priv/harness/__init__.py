@@ -5,4 +5,5 @@ service      a process that is started, watched and stopped
 strategies   Hypothesis strategies for rows and weights
 text         a small synthetic corpus
 base_model   pretrains a small base model on that corpus
+wiretaps     record when executors answer, and kill one of them
 """

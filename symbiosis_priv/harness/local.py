@@ -4,8 +4,8 @@
         config = RemoteConfig(federation=local.federation)
         model = AutoModelForCausalLM.from_pretrained("model", quantization_config=config)
 
-For demonstrations, benchmarks and tests; with `kill` and `restart` also for what happens when a provider goes away.
-Providers are started through the command line, as an operator starts them (`service`); nothing of theirs is imported.
+It is for the demo, benchmarks and tests; `kill` and `restart` show what happens when a provider goes away. Providers
+are started through the command line, as an operator starts them (`service`), and none of their code is imported.
 """
 
 from __future__ import annotations
@@ -72,15 +72,15 @@ class LocalFederation:
         executors: number of executors.
         weight_bits: b.
         layers: what providers serve of the model, by name; the others serve all of it.
-        companies: names of providers that count as one party, by the company's name.
+        companies: names of providers that count as one party, by the name of their company.
         pad_helpers: how many helpers share each pad; all of them if None.
         registry: also run a registry. All executors announce themselves to it, and tenants find those there that
             `federation.toml` does not list.
-        host: an IP address of this machine, where they listen; by default loopback.
+        host: the IP address at which providers listen; by default loopback.
         cache: of quantised weights; in `directory` if None.
         provider_options: further entries of each provider.toml.
-        deadline_s: time for all of them to become ready.
-        progress: told about the first quantisation of the checkpoint.
+        deadline_s: time for all providers to become ready.
+        progress: called during the first quantisation of the checkpoint.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class LocalFederation:
         return self._provider(name).service.pid
 
     def logs(self, name: str) -> str:
-        """What a provider, or the registry, has printed, over all its lives."""
+        """What a provider, or the registry, has printed over all starts."""
         if name == _REGISTRY and self._registry_service is not None:
             return self._registry_service.logs()
         return self._provider(name).service.logs()
@@ -184,7 +184,7 @@ class LocalFederation:
         Raises:
             ConfigError: a provider ended at once; the message quotes its log. Or `layers` names none of them.
             DeadlineExceededError: a provider was not ready in time.
-            CertificateError, CheckpointError, UnsupportedModelError: as they say.
+            CertificateError, CheckpointError, UnsupportedModelError: keys or the checkpoint cannot be used.
         """
         store = WeightStore(self.model, weight_bits=self._weight_bits, cache=self.cache)
         self._digest = store.manifest(progress=self._progress).digest  # here, once: providers find it in the cache

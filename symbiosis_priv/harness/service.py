@@ -1,7 +1,6 @@
-"""A command of this project that serves, as a process of its own: its log, when it is ready, and its end.
+"""A process of `symbiosis-priv`, started through the command line as an operator starts it.
 
-It is started through the command line, as an operator starts it. It ends with the process that started it: its standard
-input is held open and never written to.
+The process ends when its parent ends, because the parent holds the process's standard input open.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ _TAIL = 2000  # characters of a log that an error quotes
 
 
 class Service:
-    """See the module's text.
+    """A provider or a registry as a child process.
 
     Args:
-        what: it is, for messages.
-        folder: where `NAME.log` is, of all its lives, and `NAME.ready` while it is ready.
+        what: the service, for messages.
+        folder: for `NAME.log`, of all starts, and `NAME.ready`, while the service is ready.
         name: of these files.
     """
 
@@ -37,11 +36,11 @@ class Service:
 
     @property
     def pid(self) -> int | None:
-        """Of its process; None while there is none."""
+        """The process id; None while the service does not run."""
         return self._process.pid if self._process else None
 
     def logs(self) -> str:
-        """What it has printed."""
+        """What the service has printed over all starts."""
         return self._log.read_text(encoding="utf-8", errors="replace") if self._log.exists() else ""
 
     def launch(self, words: Sequence[str]) -> None:
@@ -54,18 +53,18 @@ class Service:
                 stdout=log,
                 stderr=STDOUT,
                 env={**os.environ, "HF_HUB_OFFLINE": "1"},
-                start_new_session=True,  # Ctrl-C is for whoever started it: the tenant finishes before its providers go
+                start_new_session=True,  # Ctrl-C is for the parent: the tenant finishes before its providers end
             )
 
     def wait_ready(self, until: float) -> str:
-        """Its address, once it is ready.
+        """Wait until the service is ready, and return its address.
 
         Args:
             until: on the clock of `time.monotonic`.
 
         Raises:
-            ConfigError: it has ended; the message quotes its log.
-            DeadlineExceededError: it is not ready in time; likewise.
+            ConfigError: the service has ended; the message quotes its log.
+            DeadlineExceededError: it is not ready in time; the message quotes its log.
         """
         assert self._process is not None
         while not self._ready.exists():
@@ -81,19 +80,19 @@ class Service:
         return self._ready.read_text(encoding="utf-8").strip()
 
     def terminate(self) -> None:
-        """Ask it to stop."""
+        """Ask the service to stop (SIGTERM)."""
         if self._process is not None:
             self._process.terminate()
 
     def stop(self) -> None:
-        """Wait some seconds for its end, and kill it then."""
+        """Wait some seconds for the end of the service, then kill it."""
         if self._process is not None:
             with contextlib.suppress(TimeoutExpired):
                 self._process.wait(_STOP_S)
             self.kill()
 
     def kill(self) -> None:
-        """End it at once (SIGKILL), as a crash would."""
+        """End the service at once (SIGKILL), as a crash would."""
         if (process := self._process) is not None:
             process.kill()
             process.wait(_STOP_S)

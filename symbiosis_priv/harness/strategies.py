@@ -1,12 +1,12 @@
-"""Hypothesis strategies for anything that claims to be exact: ours, or somebody else's provider or kernel.
+"""Hypothesis strategies for tests of exact arithmetic, in this project or in another provider or kernel.
 
 They favour what breaks arithmetic: odd and single widths, outliers of 1e30 beside 1e-30, subnormal numbers, rows of
 zeros, one-hot rows, rows that meet a Hölder bound with equality, and the corners of the ring. All of them shrink.
 
     from hypothesis import given
-    from symbiosis_priv import testing
+    from symbiosis_priv.harness import strategies
 
-    @given(testing.float_rows(width=64))
+    @given(strategies.float_rows(width=64))
     def test_my_provider(rows): ...
 """
 
@@ -97,7 +97,7 @@ def float_rows(
 
 
 def tight_rows(weight: Tensor) -> Tensor:
-    """Rows that come as near to the range as rows can, for an integer matrix `[o, d]`: float64 `[2 o + 2, d]`.
+    """Rows whose products come as near to the limits of the range as possible, for an integer matrix `[o, d]`: float64 `[2 o + 2, d]`.
 
     A row parallel to a channel meets the 2-norm bound with equality, a row of a channel's signs the 1-norm bound; the
     rows of ones make every coordinate round the same way.

@@ -1,5 +1,10 @@
-"""What `symbiosis-priv demo` needs beyond the tenant itself: its texts and its small base model.
+"""`symbiosis-priv demo`: fine-tunes and generates on untrusted providers on this machine, and checks its own claims.
 
-Nothing here is downloaded: the texts are generated from a seed and the base model is pretrained on
-the spot, so the demo runs on a machine without network access.
+cli      the command
+run      what it does, stage by stage
+tamper   dishonest providers
+claims   the figures, and the claims that are computed from them
+screen   the last screen
+
+Nothing is downloaded: `symbiosis_priv.harness` generates the texts and pretrains the base model.
 """

@@ -1,4 +1,4 @@
-"""What the demo claims, and the figures it claims it from. Every claim is computed from the run that just happened."""
+"""The demo's figures and claims. Every claim is computed from the run that has just happened."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Figures:
         losses: of every step of the masked run, nats per token.
         simulated_losses: of the reference run.
         perplexity_before, perplexity_after: on private text, masked.
-        held_out: whether that text was kept out of training; a few lines are too little to spare any.
+        held_out: True if that text was kept out of training; a text of a few lines is too short for that.
         adapter_tensors, adapter_tensors_equal: of the two final adapters.
         tokens_before, tokens_after: greedy continuation by the masked model, without and with the adapter.
         tokens_simulated: the same as `tokens_after` by the reference.
@@ -30,11 +30,11 @@ class Figures:
         trained_tokens: tokens that masked training covered.
         generation: ledger of generating `tokens_after`.
         killed: the executor that was killed in the middle of training.
-        successor: who answered in its place.
-        recovery_s: from one to the other.
+        successor: the executor that answered in its place.
+        recovery_s: from the kill to the first answer of the successor.
         tampered, tampered_rejected: answers altered on purpose, and how many of them were refused.
         tenant_bytes: base model tensors on the tenant.
-        offloaded_bytes: of which for offloaded layers.
+        offloaded_bytes: part of them, of offloaded layers.
         full_bytes: the whole base model's, in the same precision.
         seconds: per stage.
     """
@@ -69,7 +69,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Claim:
-    """One sentence, its figure, and whether it holds."""
+    """A claim: a sentence, a figure, and True if it holds."""
 
     sentence: str
     figure: str
@@ -77,7 +77,7 @@ class Claim:
 
 
 def claims(f: Figures) -> list[Claim]:
-    """Judge the figures."""
+    """The claims about these figures."""
     steps = len(f.losses)
     return [
         Claim(

@@ -1,4 +1,4 @@
-"""The main job, start to finish, on one machine with real processes: what `make demo` runs."""
+"""What `make demo` runs: the whole job, start to finish, on one machine with real processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from symbiosis_priv.federation import load_federation
 from symbiosis_priv.harness.base_model import cached_base_model
 from symbiosis_priv.harness.local import LocalFederation
 from symbiosis_priv.harness.text import PRIVATE_PROMPT, private_text
-from tenant.connections.wiretaps import Assassin
+from symbiosis_priv.harness.wiretaps import ExecutorKiller
 from tenant.demo.claims import Figures
 from tenant.demo.tamper import rejected
 from tenant.model.hf import RemoteConfig, backend_of
@@ -41,7 +41,7 @@ Report = Callable[[str, int, int, str], None]
 """Called with (stage, done, in all, a short remark)."""
 
 _TAMPERED = 48
-_REQUESTS = 7  # of a step, before its executor is killed: it is in the middle of a pass then
+_REQUESTS = 7  # of a step, before its executor is killed in the middle of a pass
 _PRIVATE_RECORDS = 750
 _SEQUENCE_LENGTH = 96
 _NEW_TOKENS = 48
@@ -52,7 +52,7 @@ _OWN_RATE, _USUAL_RATE = 1e-2, 2e-4
 
 @dataclass
 class _Stages:
-    """Tells where we are and keeps the time."""
+    """Reports the stages and measures their time."""
 
     report: Report
     seconds: dict[str, float] = field(default_factory=dict)
@@ -86,14 +86,14 @@ def run(
         report: told about progress.
 
     Raises:
-        ConfigError: there is nothing to learn in the text.
-        SymbiosisError: whatever loading, the providers and the session raise.
+        ConfigError: the text is empty or too short.
+        SymbiosisError: loading, a provider or the session has failed.
     """
     stages = _Stages(report)
     if text is None:
         text = work / "private.txt"
         text.write_text("\n\n".join(private_text(seed=0, records=_PRIVATE_RECORDS)), encoding="utf-8")
-    documents = read_documents(text)  # what is wrong with the user's files is said before anything takes long
+    documents = read_documents(text)  # errors of the user's files come before anything that takes long
     with stages.stage("base model") as progress:
         path = resolve(model) if model else cached_base_model(cache, work, on_progress=progress)
         to_blocks(documents, load_tokenizer(path), length=_sequence_length(path))
@@ -112,8 +112,8 @@ def run(
     try:
         with stages.stage("providers"):
             local.start()
-        assassin = Assassin(local.kill)
-        remote = RemoteConfig(federation=local.federation, cache=work / "cache", wiretap=assassin)
+        killer = ExecutorKiller(local.kill)
+        remote = RemoteConfig(federation=local.federation, cache=work / "cache", wiretap=killer)
         with stages.stage("masked run") as progress:
             masked = finetune(
                 path,
@@ -121,34 +121,34 @@ def run(
                 work / "masked",
                 remote=remote,
                 options=options,
-                on_progress=_arming(assassin, progress, after=steps // 2),
+                on_progress=_arming(killer, progress, after=steps // 2),
             )
-        if assassin.victim is not None:
-            with stages.stage("the killed one returns"):
-                local.restart(assassin.victim)
+        if killer.victim is not None:
+            with stages.stage("restart of the executor"):
+                local.restart(killer.victim)
         with stages.stage("tampering"):
-            refused = _tamper(local, work, without=assassin.victim)
+            refused = _tamper(local, work, without=killer.victim)
         with stages.stage("generation and quality"):
-            return _figures(path, text, reference, masked, remote, simulate, refused, assassin, stages)
+            return _figures(path, text, reference, masked, remote, simulate, refused, killer, stages)
     finally:
         local.stop()
 
 
-def _arming(assassin: Assassin, report: Progress, *, after: int) -> Progress:
-    """Tell of the steps, and have an executor killed in the middle of the one after so many."""
+def _arming(killer: ExecutorKiller, report: Progress, *, after: int) -> Progress:
+    """Report the steps, and have an executor killed in the middle of the step that follows `after` steps."""
     if not after:
-        assassin.arm(requests=_REQUESTS)
+        killer.arm(requests=_REQUESTS)
 
     def progress(done: int, total: int, loss: float) -> None:
         report(done, total, loss)
         if done == after:
-            assassin.arm(requests=_REQUESTS)
+            killer.arm(requests=_REQUESTS)
 
     return progress
 
 
 def _tamper(local: LocalFederation, work: Path, *, without: str | None) -> int:
-    """Of one executor: a lie is refused once there is nobody else to ask."""
+    """Count the refused answers of one executor; a second one would be asked after a refusal."""
     federation = load_federation(local.federation)
     federation = replace(federation, peers=tuple(peer for peer in federation.peers if peer.name != without))
     config = RemoteConfig(federation=local.federation, cache=work / "cache")
@@ -164,7 +164,7 @@ def _figures(
     remote: RemoteConfig,
     simulate: RemoteConfig,
     refused: int,
-    assassin: Assassin,
+    killer: ExecutorKiller,
     stages: _Stages,
 ) -> Figures:
     with _opened(path, remote, None) as (model, tokenizer):
@@ -202,9 +202,9 @@ def _figures(
         ledger=masked.ledger,
         trained_tokens=masked.tokens,
         generation=generation,
-        killed=assassin.victim,
-        successor=assassin.successor,
-        recovery_s=assassin.recovery_s,
+        killed=killer.victim,
+        successor=killer.successor,
+        recovery_s=killer.recovery_s,
         tampered=_TAMPERED,
         tampered_rejected=refused,
         tenant_bytes=tenant_bytes,
@@ -231,7 +231,7 @@ def _prompt(text: Path, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _continue(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[tuple[int, ...], Ledger]:
-    """Greedy tokens, always as many: a text that ends at once would compare next to nothing."""
+    """Greedy tokens, the same number for any text, so that there is always something to compare."""
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     started = ledger_of(model) or Ledger()
     count = min(_NEW_TOKENS, _positions(model.config) - inputs["input_ids"].shape[1])
@@ -241,7 +241,7 @@ def _continue(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: str) -> tu
 
 
 def _decoded(tokens: tuple[int, ...], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Up to the end of the text."""
+    """The text up to its end token."""
     end = tokens.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in tokens else len(tokens)
     return str(tokenizer.decode(list(tokens[:end]), skip_special_tokens=True))
 
@@ -251,7 +251,7 @@ def _sequence_length(path: Path) -> int:
 
 
 def _positions(config: Any) -> int:
-    """The longest text a model takes; models without absolute positions do not say."""
+    """The longest text of a model in tokens; a guess for models without absolute positions."""
     limit = getattr(config, "max_position_embeddings", None)
     return _SEQUENCE_LENGTH + _NEW_TOKENS if limit is None else int(limit)
 

@@ -28,10 +28,10 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from symbiosis_priv.harness.local import LocalFederation
+from symbiosis_priv.harness.wiretaps import AnswerTimes
 from tenant.bench.contest import START_S
 from tenant.bench.llama import Llama
 from tenant.bench.result_file import Row
-from tenant.connections.wiretaps import Witness
 from tenant.model.hf import RemoteConfig, backend_of
 from tenant.model.ledger import ledger_of
 from tenant.model.loading import load_model
@@ -178,9 +178,9 @@ def run_chaos(
         deadline_s=START_S,
     )
     with local:
-        witness = Witness()
+        answers = AnswerTimes()
         remote = RemoteConfig(
-            federation=local.federation, masking="pad", cache=directory / "cache", deadline_s=START_S, wiretap=witness
+            federation=local.federation, masking="pad", cache=directory / "cache", deadline_s=START_S, wiretap=answers
         )
         least = {"executor": 0, "helper": 0} if merciless else {"executor": 1, "helper": pad_helpers}
         with _killing(local, random.Random(seed), every_s=every_s, least=least, on_event=on_event) as kills:
@@ -190,13 +190,13 @@ def run_chaos(
     simulated = RemoteConfig(masking="simulate", cache=directory / "cache")
     undisturbed = _do(model, simulated, work, goes_on=lambda step: step < steps)
     ends = [*(kill.at for kill in kills[1:]), math.inf][: len(kills)]
-    pauses = [witness.stood_still(since=kill.at, until=end) for kill, end in zip(kills, ends, strict=True)]
+    pauses = [answers.longest_pause(since=kill.at, until=end) for kill, end in zip(kills, ends, strict=True)]
     return Chaos(
         disturbed=disturbed,
         undisturbed=undisturbed,
         kills=kills,
         pauses_s=pauses,
-        usual_s=witness.stood_still(since=0.0, until=kills[0].at if kills else math.inf),
+        usual_s=answers.longest_pause(since=0.0, until=kills[0].at if kills else math.inf),
     )
 
 

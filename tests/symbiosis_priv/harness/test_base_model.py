@@ -1,9 +1,8 @@
-"""The demo's texts and base model: repeatable, apart from each other, and an ordinary checkpoint."""
+"""The synthetic texts and the base model: repeatable, apart from each other, and an ordinary checkpoint."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from symbiosis_priv.errors import ConfigError
-from symbiosis_priv.harness import base_model
 from symbiosis_priv.harness.base_model import Pretraining, cached_base_model, make_base_model
 from symbiosis_priv.harness.text import PRIVATE_PROMPT, PUBLIC_PROMPT, private_text, public_text
 
@@ -125,25 +123,6 @@ def test_whoever_is_second_leaves_the_first_ones_model_alone(tmp_path: Path) -> 
     assert cached_base_model(cache, tmp_path / "own", recipe=TINY, on_progress=other).is_dir()
     (only,) = cache.iterdir()
     assert (only / "first").exists()
-
-
-def test_a_model_that_time_cut_short_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base_model, "make_base_model", partial(make_base_model, seconds=0.2))
-    endless = replace(TINY, steps=10**9)
-    assert (cached_base_model(tmp_path / "cache", tmp_path / "scratch", recipe=endless) / "config.json").is_file()
-    assert not (tmp_path / "cache").exists()
-
-
-def test_training_ends_when_its_time_is_up(tmp_path: Path) -> None:
-    steps: list[int] = []
-    endless = Pretraining(steps=10**9, batch=2, window=16, sentences=300, vocab=320)
-    make_base_model(
-        tmp_path / "base",
-        seconds=0.2,
-        recipe=endless,
-        on_progress=lambda step, total, loss: steps.append(step),
-    )
-    assert 0 < len(steps) < 1_000
 
 
 def test_a_directory_with_other_content_is_left_alone(tmp_path: Path) -> None:

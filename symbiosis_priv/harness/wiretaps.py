@@ -1,4 +1,4 @@
-"""A wiretap that remembers who answered when: how long a session stands still, and who takes over."""
+"""Wiretaps of a session that record when executors answer, and kill one of them in the middle of a pass."""
 
 from __future__ import annotations
 
@@ -13,39 +13,36 @@ from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire
 
 
-class Witness:
-    """Hears the answers of executors. Thread-safe.
-
-    Times are those of `time.monotonic`.
-    """
+class AnswerTimes:
+    """Records when each executor answers, by `time.monotonic`. Thread-safe."""
 
     def __init__(self) -> None:
         self._answers: list[tuple[float, str]] = []
         self._lock = threading.Lock()
 
     def sent(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
-        """Requests are not remembered."""
+        """Ignore requests."""
 
     def received(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
-        """An answer."""
+        """Record an answer."""
         if isinstance(message, wire.Result) and peer.role == "executor":
             with self._lock:
                 self._answers.append((time.monotonic(), peer.name))
 
     def answered(self, *, since: float) -> list[tuple[float, str]]:
-        """(when, name of the executor) of each answer from then on."""
+        """The time and the executor's name of each answer since then."""
         with self._lock:
             return [answer for answer in self._answers if answer[0] >= since]
 
-    def stood_still(self, *, since: float, until: float) -> float:
-        """The longest pause between answers that has begun or ended in that time, in seconds; 0 without answers."""
+    def longest_pause(self, *, since: float, until: float) -> float:
+        """The longest time between two answers that overlaps this period, in seconds; 0 without answers."""
         with self._lock:
             times = [when for when, _ in self._answers]
         return max((end - start for start, end in pairwise(times) if start <= until and end >= since), default=0.0)
 
 
-class Assassin(Witness):
-    """Kills an executor, once, while it is being asked: the request that is about to leave is lost.
+class ExecutorKiller(AnswerTimes):
+    """Kills one executor, once, just before a request to it is sent, so that the request is lost.
 
     Args:
         kill: ends the provider of that name.
@@ -60,12 +57,12 @@ class Assassin(Witness):
         self.at = 0.0
 
     def arm(self, *, requests: int) -> None:
-        """Strike when so many more requests have left for executors."""
+        """Kill the executor after `requests` more requests to executors."""
         with self._arming:
             self._left = requests
 
     def sent(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
-        """A request is about to leave: perhaps the one."""
+        """Count a request that is about to be sent, and kill its executor if it is the one."""
         if not isinstance(message, wire.Execute):
             return
         with self._arming:
@@ -80,12 +77,12 @@ class Assassin(Witness):
 
     @property
     def successor(self) -> str | None:
-        """Which other executor has answered first since; None if none has, or nothing happened."""
+        """The other executor that has answered first since then; None if none has."""
         return self._next_answer()[1]
 
     @property
     def recovery_s(self) -> float:
-        """From the deed to that answer; 0 if there is none."""
+        """Seconds from the kill to that answer; 0 if there is none."""
         return self._next_answer()[0] - self.at
 
     def _next_answer(self) -> tuple[float, str | None]:

@@ -97,7 +97,7 @@ def float_rows(
 
 
 def tight_rows(weight: Tensor) -> Tensor:
-    """Rows whose products come as near to the limits of the range as possible, for an integer matrix `[o, d]`: float64 `[2 o + 2, d]`.
+    """Rows whose products are as large as the range allows, for an integer matrix `[o, d]`: float64 `[2 o + 2, d]`.
 
     A row parallel to a channel meets the 2-norm bound with equality, a row of a channel's signs the 1-norm bound; the
     rows of ones make every coordinate round the same way.

@@ -1,7 +1,7 @@
 """What the figures of a benchmark should be on two cores that all processes share, and whether they are.
 
-Every goal is a ratio of figures that one run has measured side by side, so that it means the same on any machine. Rows
-that a run did not measure have no goals.
+Every goal is a ratio of figures that one run has measured side by side, so that it means the same on any machine. A
+benchmark that has not measured certain rows has no goals for them.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Final
 from tenant.bench.result_file import Row, Value
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Goal:
-    """One of them.
+    """A limit for one figure.
 
     Args:
         what: is measured.
-        measured: what it was.
-        at_most, at_least: what it should be; the other one is None.
+        measured: the figure.
+        at_most, at_least: the limit; the other one is None.
     """
 
     what: str
@@ -30,24 +30,24 @@ class Goal:
 
     @property
     def wanted(self) -> str:
-        """In words."""
+        """The limit in words."""
         return f"at most {self.at_most:g}" if self.at_most is not None else f"at least {self.at_least:g}"
 
     @property
     def reached(self) -> bool:
-        """A figure that is no number reaches nothing."""
+        """True if the figure keeps to its limit; NaN does not."""
         if self.at_most is not None:
             return self.measured <= self.at_most
         return self.at_least is not None and self.measured >= self.at_least
 
     @property
     def verdict(self) -> str:
-        """In a word."""
+        """`reached` in a word."""
         return "reached" if self.reached else "missed"
 
 
 def goals(benchmark: str, rows: Sequence[Row]) -> list[Goal]:
-    """Those that a benchmark's rows can be held to; none where nothing is wanted of it."""
+    """The goals for a benchmark's rows; none for a benchmark without goals."""
     wanted = _WANTED.get(benchmark)
     return [] if wanted is None else list(wanted(rows))
 
@@ -59,18 +59,12 @@ def _step(rows: Sequence[Row]) -> Iterator[Goal]:
         if (pad := variants.get("split, pad")) is None:
             continue
         if width >= 2048:
-            yield Goal(
-                what=f"tenant's CPU with pads over the whole model's, width {width:.0f}",
-                measured=_number(pad["tenant_cpu_over_whole"]),
-                at_most=0.30 if width < 4096 else 0.20,
-            )
+            what = f"tenant's CPU with pads over the whole model's, width {width:.0f}"
+            yield Goal(what, _number(pad["tenant_cpu_over_whole"]), at_most=0.30 if width < 4096 else 0.20)
         if (none := variants.get("split, none")) is not None:
             for figure, name in (("tenant_cpu_s", "tenant's CPU"), ("wall_s", "wall time")):
-                yield Goal(
-                    what=f"{name} with pads over that without masks, width {width:.0f}",
-                    measured=_ratio(pad, none, figure),
-                    at_most=1.2,
-                )
+                what = f"{name} with pads over that without masks, width {width:.0f}"
+                yield Goal(what, _ratio(pad, none, figure), at_most=1.2)
 
 
 def _token(rows: Sequence[Row]) -> Iterator[Goal]:
@@ -78,21 +72,16 @@ def _token(rows: Sequence[Row]) -> Iterator[Goal]:
         variants = _by(_where(rows, **shape), "variant")
         none, pad = variants.get("split, none"), variants.get("split, pad")
         if none is not None:
-            measured = _number(none["token_over_whole"])
-            yield Goal(what="a token without masks over the whole model's", measured=measured, at_most=1.0)
+            yield Goal("a token without masks over the whole model's", _number(none["token_over_whole"]), at_most=1.0)
         if none is not None and pad is not None:
-            measured = _ratio(pad, none, "token_ms")
-            yield Goal(what="a token with pads over one without masks", measured=measured, at_most=1.15)
+            yield Goal("a token with pads over one without masks", _ratio(pad, none, "token_ms"), at_most=1.15)
 
 
 def _linear(rows: Sequence[Row]) -> Iterator[Goal]:
     for row in rows:
         if _number(row["width"]) >= 2048:
-            yield Goal(
-                what=f"a masked linear over product and echo, width {row['width']}, rows {row['rows']}",
-                measured=_number(row["masked_over_floor"]),
-                at_most=1.3,
-            )
+            what = f"a masked linear over product and echo, width {row['width']}, rows {row['rows']}"
+            yield Goal(what, _number(row["masked_over_floor"]), at_most=1.3)
 
 
 def _kernels(rows: Sequence[Row]) -> Iterator[Goal]:
@@ -101,19 +90,17 @@ def _kernels(rows: Sequence[Row]) -> Iterator[Goal]:
         for few, at_most in ((True, 0.7), (False, 1.25)):
             of_size = [row for row in _where(chosen, kernel=name) if (_number(row["rows"]) <= 8) == few]
             if of_size:
-                yield Goal(
-                    what=f"{name}'s slowest product over float32's, {'up to 8 rows' if few else 'more rows'}",
-                    measured=max(_number(row["over_float32"]) for row in of_size),
-                    at_most=at_most if name == _WITH_VNNI else 2.2,
-                )
+                what = f"{name}'s slowest product over float32's, {'up to 8 rows' if few else 'more rows'}"
+                slowest = max(_number(row["over_float32"]) for row in of_size)
+                yield Goal(what, slowest, at_most=at_most if name == _WITH_VNNI else 2.2)
 
 
 def _start(rows: Sequence[Row]) -> Iterator[Goal]:
     found = _by(rows, "what")
     if (warm := found.get("provider, warm cache")) is not None:
-        yield Goal(what="seconds to a provider with a warm cache", measured=_number(warm["wall_s"]), at_most=2)
+        yield Goal("seconds to a provider with a warm cache", _number(warm["wall_s"]), at_most=2)
     if (keys := found.get("tenant, verification keys")) is not None:
-        yield Goal(what="verification keys over reading", measured=_number(keys["over_reading"]), at_most=3)
+        yield Goal("verification keys over reading", _number(keys["over_reading"]), at_most=3)
 
 
 def _provider(rows: Sequence[Row]) -> Iterator[Goal]:
@@ -125,36 +112,34 @@ def _provider(rows: Sequence[Row]) -> Iterator[Goal]:
         sizes = f"{scene['generating']} with rows {scene['generating_rows']}, {scene['training']} train"
         for other in ("none", "lockstep"):
             if (theirs := policies.get(other)) is not None:
-                tokens = _ratio(ours, theirs, "tokens_per_s")
-                yield Goal(what=f"tokens a second over {other}'s, {sizes}", measured=tokens, at_least=1)
-                latency = _ratio(ours, theirs, "token_mean_ms")
-                yield Goal(what=f"mean latency over {other}'s, {sizes}", measured=latency, at_most=1)
+                yield Goal(f"tokens a second over {other}'s, {sizes}", _ratio(ours, theirs, "tokens_per_s"), at_least=1)
+                yield Goal(f"mean latency over {other}'s, {sizes}", _ratio(ours, theirs, "token_mean_ms"), at_most=1)
     alone = [row for row in rows if row["policy"] == "opportunistic" and not row["training"]]
     counts = _by(alone, "generating")
     mixed = _where(rows, policy="opportunistic", generating=6, training=2)
     if 6 in counts and mixed:
-        measured = _ratio(mixed[0], counts[6], "token_p50_ms")
-        yield Goal(what="median latency of six beside two who train over six alone", measured=measured, at_most=1.5)
+        what = "median latency of six beside two who train over six alone"
+        yield Goal(what, _ratio(mixed[0], counts[6], "token_p50_ms"), at_most=1.5)
     if 1 in counts and 16 in counts:
-        measured = _ratio(counts[16], counts[1], "tokens_per_s")
-        yield Goal(what="tokens of sixteen tenants over those of one", measured=measured, at_least=4)
+        tokens = _ratio(counts[16], counts[1], "tokens_per_s")
+        yield Goal("tokens of sixteen tenants over those of one", tokens, at_least=4)
     if 16 in counts:
-        measured = _number(counts[16]["product_share"])
-        yield Goal(what="products' share of the executor's busy time, sixteen tenants", measured=measured, at_least=0.9)
+        what = "products' share of the executor's busy time, sixteen tenants"
+        yield Goal(what, _number(counts[16]["product_share"]), at_least=0.9)
 
 
 def _abuse(rows: Sequence[Row]) -> Iterator[Goal]:
     for row in rows:
         if not str(row["abuse"]).startswith("control"):
-            measured = _number(row["beside_over_alone"])
-            yield Goal(what=f"an honest tenant's median over alone: {row['abuse']}", measured=measured, at_most=1.5)
+            what = f"an honest tenant's median over alone: {row['abuse']}"
+            yield Goal(what, _number(row["beside_over_alone"]), at_most=1.5)
 
 
 def _ranks(rows: Sequence[Row]) -> Iterator[Goal]:
     for row in rows:
-        if _number(row["groups"]) > 1:  # alone there is nobody else to go to
-            measured = _number(row["meanwhile_over_before"])
-            yield Goal(what=f"others' median over before: {row['lost']}", measured=measured, at_most=1.5)
+        if _number(row["groups"]) > 1:  # with one group, every tenant waits for its return
+            what = f"others' median over before: {row['lost']}"
+            yield Goal(what, _number(row["meanwhile_over_before"]), at_most=1.5)
 
 
 _WITH_VNNI: Final = "native-avx512"
@@ -171,7 +156,7 @@ _WANTED: Final[dict[str, Callable[[Sequence[Row]], Iterator[Goal]]]] = {
 
 
 def _distinct(rows: Sequence[Row], *names: str) -> list[Row]:
-    """The values of these columns that occur together, in order."""
+    """The combinations of values in these columns, in order."""
     return [
         dict(zip(names, values, strict=True)) for values in dict.fromkeys(tuple(map(row.get, names)) for row in rows)
     ]

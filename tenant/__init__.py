@@ -14,12 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # both import torch: see `__getattr__`
     from tenant.model.hf import RemoteConfig, backend_of
+    from tenant.model.rounded import rounded_model
 
-__all__ = ["RemoteConfig", "backend_of"]
+_MODULES = {
+    "RemoteConfig": "tenant.model.hf",
+    "backend_of": "tenant.model.hf",
+    "rounded_model": "tenant.model.rounded",
+}
+__all__ = ["RemoteConfig", "backend_of", "rounded_model"]
 
 
 def __getattr__(name: str) -> Any:
     """The public names, imported when they are asked for: a command's `--help` must not wait for torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("tenant.model.hf"), name)
+    return getattr(import_module(_MODULES[name]), name)

@@ -26,7 +26,12 @@ MAY_IMPORT = {
     "tenant": {"symbiosis_priv"},
     "threat_model": {"symbiosis_priv", "provider", "tenant"},
 }
-EXPORTS = {"symbiosis_priv": set(), "provider": set(), "tenant": {"RemoteConfig", "backend_of"}, "threat_model": set()}
+EXPORTS = {
+    "symbiosis_priv": set(),
+    "provider": set(),
+    "tenant": {"RemoteConfig", "backend_of", "rounded_model"},
+    "threat_model": set(),
+}
 
 
 CROWDED = {"tenant/bench", "threat_model/attacks"}

@@ -1,0 +1,54 @@
+"""The plain model with the weights that providers multiply by: what a split model is to be compared with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from symbiosis_priv.checkpoints.checkpoint import resolve
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
+from tenant.model.loading import load_model
+
+
+@torch.no_grad()
+def rounded_model(
+    model: str | Path,
+    *,
+    weight_bits: int = DEFAULT_WEIGHT_BITS,
+    dtype: torch.dtype = torch.float32,
+    kind: Any = AutoModelForCausalLM,
+    cache: Path | None = None,
+) -> Any:
+    """An ordinary model whose offloaded linears hold rounded weights `Wq * s`, in evaluation mode.
+
+    A split model differs from it only by the rounding of activations; both differ from the checkpoint's own model by
+    the rounding of weights (docs/same-model.md). It needs the full checkpoint and memory for all of it.
+
+    Args:
+        model: the full checkpoint's folder, or a name on the hub.
+        weight_bits: of the federation that serves the model.
+        dtype: of all parameters.
+        kind: a class with `from_pretrained`.
+        cache: folder for quantised weights; the user's cache folder if None.
+
+    Raises:
+        SymbiosisError: whatever `load_model` and quantising raise.
+    """
+    folder = resolve(model)
+    plain = load_model(folder, dtype=dtype, kind=kind)
+    modules = dict(plain.named_modules())
+    prefix = plain.base_model_prefix + "."
+    store = WeightStore(folder, weight_bits=weight_bits, cache=cache)
+    for index, entry in enumerate(store.manifest().groups):
+        group = store.group(index)
+        rounded = group.weight.to(torch.float64) * group.channel_scale[:, None]
+        for name, weight in zip(entry.members, rounded.split(entry.outputs), strict=True):
+            linear = next((modules[n] for n in (name, name.removeprefix(prefix), prefix + name) if n in modules), None)
+            if linear is not None:  # a head that this task does not have
+                linear.weight.copy_(weight.t() if isinstance(linear, Conv1D) else weight)
+    return plain

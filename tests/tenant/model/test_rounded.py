@@ -1,0 +1,40 @@
+"""The plain model with rounded weights: the same integers as the providers', and the nearest model to a split one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from symbiosis_priv.checkpoints.weights import WeightStore
+from tenant import RemoteConfig, backend_of, rounded_model
+
+IDS = torch.arange(1, 21).view(2, 10)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_its_weights_are_the_integers_that_providers_multiply_by(
+    name: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """The largest weight of a channel is a whole number of scales, so quantising again gives the same integers."""
+    path: Path = request.getfixturevalue(name)
+    rounded_model(path).save_pretrained(tmp_path / "rounded")
+    store, again = WeightStore(path), WeightStore(tmp_path / "rounded", cache=tmp_path / "cache")
+    for index in range(len(store.manifest().groups)):
+        assert torch.equal(again.group(index).weight, store.group(index).weight)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_split_model_is_nearer_to_it_than_to_the_checkpoints_own_model(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    path: Path = request.getfixturevalue(name)
+    split = AutoModelForCausalLM.from_pretrained(path, quantization_config=RemoteConfig(masking="simulate"))
+    with torch.no_grad():
+        logits = split(input_ids=IDS).logits
+        own = AutoModelForCausalLM.from_pretrained(path)(input_ids=IDS).logits
+        rounded = rounded_model(path)(input_ids=IDS).logits
+    backend_of(split).close()
+    assert (logits - rounded).norm() < (logits - own).norm() / 10

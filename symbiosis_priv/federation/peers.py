@@ -1,4 +1,4 @@
-"""Whom a tenant has pinned, and in which roles; who vouches for others."""
+"""What a tenant knows of each provider, company and registry."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ class Peer:
     """One provider in one role, as the tenant pinned it.
 
     Args:
-        certificate: the pinned one: a file with it and nothing else, or itself, of an executor that was discovered.
-        next_certificate: the same for its successor while the provider rotates.
-        layers: what it must serve at least; None if what it says itself is all that is known.
+        certificate: the pinned certificate: a file that holds nothing else, or the certificate itself for an executor
+            that a registry listed.
+        next_certificate: file of the pinned successor while the provider rotates.
+        layers: layers that it must serve at least; None if the file does not say.
         remote_only: its host may not resolve to an address of this machine, of its link or of a metadata service. True
             for executors that a registry listed, unless the federation is local.
     """
@@ -33,7 +34,7 @@ class Peer:
     remote_only: bool = False
 
     def __hash__(self) -> int:
-        """Of what few have in common: every request asks several times whether a peer is among some."""
+        """Hash of role and name only: every request looks peers up several times, and hashing all fields is slow."""
         return hash((self.role, self.name))
 
     @property
@@ -43,17 +44,18 @@ class Peer:
 
     @property
     def key_fingerprint(self) -> str:
-        """Of the public key in `certificate`. With the name it tells this party from every other one (rule 11)."""
+        """Fingerprint of the public key in `certificate`. Name and key together identify a party (rule 11)."""
         return key_fingerprint(load_pin(self.certificate))
 
 
 @dataclass(frozen=True)
 class Company:
-    """What counts as one party beyond a common operator.
+    """Providers that count as one party although their operators have different names.
 
     Args:
         members: names of providers.
-        operators: of providers wherever they come from. The company's own name is one of them.
+        operators: names of operators, whose providers may be in the file or come from registries. The company's own
+            name is one of them.
     """
 
     name: str
@@ -63,12 +65,12 @@ class Company:
 
 @dataclass(frozen=True)
 class Registries:
-    """Where executors are found that are not in the file, and who vouches for them.
+    """Where executors are found that are not in the file, and the authority that vouches for them.
 
     Args:
         addresses: `host:port` of registries; all of them are asked.
         authority: file with the authority's certificate, or several while one replaces another.
-        revoked: list of certificates that it does not vouch for any more.
+        revoked: list of revoked certificates.
     """
 
     addresses: tuple[str, ...]

@@ -1,12 +1,12 @@
 """Which layers a federation lacks, and which of them a provider that joins should serve.
 
-PETALS' rule (Borzunov et al., 2023): of all contiguous ranges of the provider's length, the one whose least served
-layer is served least; between equals, the one whose second least served layer is, and so on. Left are the ranges that
-are equally needed; the first of them is taken, so that everybody who knows the same descriptors decides alike.
+PETALS' rule (Borzunov et al., 2023): of all contiguous ranges of the provider's length, take the one whose least served
+layer is served least; between equals compare the second least served layer, and so on. Of ranges that are equal in all
+layers the first one is taken, so that providers which know the same descriptors decide alike.
 
-What an executor can do is its own word, and the rule would have everybody keep away from the layers of one that says a
-billion. So layers that a single operator serves come first, whatever that one says, and nobody counts for more than
-four times what is usual.
+Capacity is an executor's own claim, and an executor that claims a billion would keep every provider away from its
+layers. So layers that a single operator serves come first, whatever its executors claim, and no claim counts for more
+than four times the median.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Served(NamedTuple):
     """How much a layer is served.
 
     Args:
-        operators: how many serve it, two at most: a third one is no more independent of the others.
-        capacity: what their executors can do together.
+        operators: number of operators that serve it, at most 2: a third one makes no difference to the rule.
+        capacity: sum of their executors' capacities.
     """
 
     operators: int = 0
@@ -36,11 +36,11 @@ class Served(NamedTuple):
 
 
 def coverage(layers: int, announced: Iterable[VerifiedDescriptor]) -> list[Served]:
-    """How much each layer of a model is served. Executors that are about to leave count for nothing.
+    """How much each layer of a model is served. Executors that are about to stop do not count.
 
     Args:
-        layers: of the model.
-        announced: executors of it.
+        layers: number of layers of the model.
+        announced: executors of the model.
     """
     staying = [one for one in announced if not one.descriptor.draining]
     most = _MOST_TIMES_USUAL * statistics.median_low([one.descriptor.capacity for one in staying] or [0.0])
@@ -59,8 +59,8 @@ def most_needed(served: Sequence[Served], length: int) -> LayerRange:
     """The contiguous range of a length that a federation lacks most.
 
     Args:
-        served: every layer, as `coverage` says.
-        length: layers of the range; the whole model if it has no more.
+        served: for every layer, the result of `coverage`.
+        length: number of layers of the range; a model with fewer layers is taken as a whole.
     """
     length = min(length, len(served))
     starts = range(len(served) - length + 1)

@@ -7,12 +7,12 @@ providers in the file belong to the tenant (rules 10 and 11). A discovered execu
 and is asked only under a masking scheme that hides rows from it (`Scheme.check`). So a registry that lies, withholds or
 repeats can deny service, and nothing else.
 
-Refused is what has anything in common with a provider of the file (rule 11: its own entry stands), and whoever is one
-company with a helper (rule 8), with any of them: an executor that could be asked under some pads only would be another
-way for a registry to steer who holds them.
+An executor is refused if it has something in common with a provider of the file (rule 11: the file's entry stands), if
+it is one company with any helper (rule 8), or if its address is on this machine or its link. Refused is an executor of
+one company with a *spare* helper too: else a registry could steer which helpers hold the seeds.
 
-The newest descriptor of a key counts. It is remembered for as long as an older one could live, so that nobody brings an
-older one back, and an executor stays until its last descriptor expires, also while no registry answers.
+The newest descriptor of a key counts. The tenant remembers it for as long as an older one could be valid, so that an
+older one never replaces it. An executor stays until its last descriptor expires, also while no registry answers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from symbiosis_priv.registry.trust import Trust
 log = logging.getLogger(__name__)
 
 MAX_FOUND: Final = 64
-"""Executors that are taken on beside those of the file."""
+"""How many executors from registries a tenant uses beside those of its file."""
 INTERVAL_S: Final = 30.0
 DEADLINE_S: Final = 10.0
 
@@ -144,7 +144,7 @@ class Discovery:
         deadline_s: float = DEADLINE_S,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        assert federation.registries is not None, "there is nobody to ask"
+        assert federation.registries is not None, "the caller checks that the file has a [registry]"
         self._federation = federation
         self._registries = federation.registries
         self._trust = Trust.load(self._registries.authority, self._registries.revoked)
@@ -155,8 +155,8 @@ class Discovery:
         self._clock = clock
         self._newest: dict[str, VerifiedDescriptor] = {}
         self._found = Found()
-        self._silent: set[str] = set()  # registries that have been complained about
-        self._useless: dict[str, Counter[str]] = {}  # what has been said about each registry's
+        self._silent: set[str] = set()  # registries whose failure has been logged
+        self._useless: dict[str, Counter[str]] = {}  # per registry, the refusals that were logged
         self._refreshing = threading.Lock()
         self._lock = threading.Lock()  # guards the descriptors and the open connections
         self._asking: dict[str, RegistryClient] = {}
@@ -170,11 +170,11 @@ class Discovery:
 
     @property
     def refused(self) -> Mapping[str, str]:
-        """Why others are not taken on, by name."""
+        """Why other executors are not used, by name."""
         return self._found.refused
 
     def start(self) -> None:
-        """Go on asking in the background, after the first `refresh`."""
+        """Start to ask again and again in the background."""
         self._thread.start()
 
     def refresh(self) -> tuple[Peer, ...]:
@@ -192,7 +192,7 @@ class Discovery:
             return self.update()
 
     def hear(self, listed: Iterable[bytes]) -> Counter[str]:
-        """Take in what some registry lists; why descriptors are of no use, and how many."""
+        """Store the descriptors that a registry lists. Returns how many were refused, by reason."""
         useless: Counter[str] = Counter()
         for data in listed:
             try:
@@ -283,10 +283,10 @@ class Discovery:
                 log.info("registry %s lists %d of %d in vain: %s", address, count, len(listed), why)
 
     def _learn(self, data: bytes) -> None:
-        """Remember a descriptor. DescriptorError if it is not good, or older than another one of its key."""
+        """Store a descriptor. Raises `DescriptorError` if it is not valid, or older than a known one of its key."""
         one = verify(data, self._trust, now=self._clock())
         with self._lock:
             known = self._newest.get(one.key)
             if known is not None and one.age < known.age:
-                raise DescriptorError("a newer one of the same executor is known")
+                raise DescriptorError("a newer descriptor of the same executor is known")
             self._newest[one.key] = one

@@ -1,17 +1,17 @@
-"""Where connections come in: accepted, their handshakes made, and handed over once it is known whose they are.
+"""Accepts connections, makes their TLS handshakes, and hands each connection over once its tenant is known.
 
-Theory of operation. One thread accepts connections and makes their handshakes, a step at a time and never waiting for
-a client: what a client sends is looked at when it has come, networks by turns, within a share of one core. So
-handshakes never take more than their share of one core, however many clients there are, and no client is given a
-thread, or anything but its place among `strangers`, before it has authenticated. Whoever takes longer than
-`handshake_timeout_s`, its waits for our turns not counted, is dropped, and so is the oldest of the busiest network when
-there are too many.
+Theory of operation. One thread accepts connections and makes their handshakes, one step at a time, and never waits for
+a client. The thread reads what a client has sent when it is that network's turn (`RoundRobin`) and when handshakes have
+used less than their share of one core (`TokenBucket`). So handshakes take no more than that share, however many clients
+connect. Before a client has authenticated, it has no thread, only a place among `strangers`. A client that takes longer
+than `handshake_timeout_s` is dropped; its waits for a turn do not count. If there are too many clients, the oldest one
+of the busiest network is dropped.
 
-The share is smaller while products are answered: every handshake brings a connection with a thread, frames and an end,
-and tenants who wait for their rows want the same cores. While none are, a crowd that starts together comes in quickly.
+The share is smaller while products are computed: each handshake leads to a connection with a thread and frames, which
+use the cores that connected tenants wait for. While no products are computed, many clients can connect at once.
 
-Which tenant a certificate stands for takes a quarter of a handshake to find out, and is remembered for as long as the
-authorities stay the same. Sessions are not resumed: OpenSSL takes as long for it, to within a twentieth.
+To find out which tenant a certificate names takes a quarter of a handshake's time, so the result is cached until the
+authorities change. Sessions are not resumed: in OpenSSL that takes as long as a handshake, to within a twentieth.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ _SERVING_S = 1.0  # since the last product; the bucket of processor time holds a
 
 
 class Handshakes(msgspec.Struct, frozen=True, kw_only=True):
-    """What has become of those who connected, since the start.
+    """Counts of handshakes since the start, by outcome.
 
     Args:
-        present: have not authenticated yet.
-        waiting: of them, those who have said something and wait for their turn.
-        accepted: have authenticated.
-        refused: showed no good certificate, broke the protocol, or left.
-        late: did not finish in time.
-        crowded_out: dropped because there were too many of their network.
-        seconds: processor time.
-        waited_s: how long they have waited for their turns, all together.
+        present: clients that have not authenticated yet.
+        waiting: those of them that have sent something and wait for their turn.
+        accepted: clients that have authenticated.
+        refused: clients that showed no good certificate, broke the protocol, or left.
+        late: clients that did not finish in time.
+        crowded_out: clients that were dropped because their network had too many.
+        seconds: processor time of all handshakes.
+        waited_s: time that all clients together have waited for their turns.
     """
 
     present: int

@@ -1,11 +1,12 @@
-"""Connections that have not authenticated: a limited number of places, and who has to go when there is none left.
+"""Unauthenticated connections: a limited number of places, and which connection is dropped when all are taken.
 
-Whoever has the most of them goes first: an IPv4 address, or an IPv6 network of 64 bits, within which anybody has
-addresses without number. Of one network, and of networks with equally many, the silent go before those that shake
-hands, the oldest first. So a crowd from anywhere costs those who come from elsewhere nothing.
+The network with the most connections loses one: an IPv4 address, or an IPv6 /64, because one client can have all
+addresses of a /64. Of that network, or of networks with equally many connections, silent connections are dropped before
+connections that have sent something, and the oldest first. So many connections from one network cost the clients of
+another network nothing.
 
-Whoever takes too long has to go, too. Its time does not run while it waits for its turn with us: else a crowd whose
-handshakes take seconds would make those late who have done their part.
+A connection that takes too long is dropped too. Its time does not run while it waits for its turn: else many slow
+handshakes would make clients late that have done their part.
 """
 
 from __future__ import annotations

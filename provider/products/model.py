@@ -34,13 +34,15 @@ def open_store(config: ProviderConfig, *, shardable: bool = False) -> WeightStor
     )
 
 
-def _require_usable(device: torch.device) -> None:
-    """ConfigError unless a value has been there and back."""
+def _require_usable(device: str | torch.device) -> torch.device:
+    """The device, after a value was copied to it and back. ConfigError if that fails."""
     try:
-        torch.zeros(1, dtype=torch.float32, device=device).cpu()
+        usable = torch.device(device)
+        torch.zeros(1, dtype=torch.float32, device=usable).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"device = '{device}' cannot be used here ({reason}); use cpu, or cuda with a GPU") from error
+    return usable
 
 
 class ServedModel:
@@ -59,8 +61,7 @@ class ServedModel:
         self, store: WeightStore, *, operands: Operands | None = None, float_memory: int | None = None
     ) -> None:
         self._store = store
-        self._device = torch.device(store.device)
-        _require_usable(self._device)
+        self._device = _require_usable(store.device)
         self._operands = operands or LocalOperands(store)
         self._floats = None if float_memory is None else FloatGroups(store, device=self._device, memory=float_memory)
 

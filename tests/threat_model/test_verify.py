@@ -28,6 +28,7 @@ from provider.gateway import connection
 from provider.products import model
 from provider.products.floats import FloatGroup, FloatGroups
 from provider.products.model import ServedModel
+from provider.refusal import Refusal
 from provider.serve import Provider
 from symbiosis_priv import certificates
 from symbiosis_priv.arithmetic.ring import FORWARD
@@ -563,13 +564,11 @@ def test_wrong_only_where_there_are_many_rows(judge: Judge, tamper: Callable[...
     assert len(violation.case.rows) == 501  # the least
 
 
-def test_a_provider_that_refuses_empty_requests(judge: Judge, tamper: Callable[..., None]) -> None:
-    def refuses(honest: Product, rows: Tensor, **which: Any) -> Tensor:
-        if not len(rows):
-            raise RuntimeError("no rows")
-        return honest(rows)
+def test_a_provider_that_refuses_empty_requests(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: connection.Connection, request: Any) -> None:
+        raise Refusal(wire.ErrorCode.INTERNAL, "no rows")
 
-    tamper(refuses)
+    monkeypatch.setattr(connection.Connection, "_answer_empty_product", refuse)
     outcome = judge("row-counts")["row-counts"]
     assert outcome.violation is not None
     assert "refuses a valid request: internal" in outcome.violation.what

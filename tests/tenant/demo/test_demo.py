@@ -27,6 +27,7 @@ from tenant.demo.claims import Figures, claims
 from tenant.demo.screen import show
 from tenant.session.tally import Ledger
 from tenant.training.quality import Quality
+from tests.warm import Popen
 
 
 @pytest.fixture(scope="module")
@@ -132,13 +133,13 @@ from symbiosis_priv.cli import main
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background of a shell
 main({[*arguments, "--steps", "2"]})
 """
-    with subprocess.Popen(
+    with Popen(
         [sys.executable, "-c", program], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     ) as process:
         try:
             deadline = time.monotonic() + 120
             while len(ready := list(tmp_path.glob("symbiosis-priv-demo-*/federation/*.ready"))) < 3:
-                assert process.poll() is None
+                assert process.poll() is None, process.communicate()[1]
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
             ports = [parse_address(path.read_text().strip()) for path in ready]

@@ -27,7 +27,7 @@ MOST_LANES: Final = 8
 _REMEMBERED: Final = 1024  # widths times providers
 
 
-class Executor:
+class ExecutorClient:
     """One executor.
 
     Args:

@@ -25,7 +25,7 @@ from tenant.routing.routes import Routes
 from tenant.worker import Promise
 
 
-class Helper:
+class HelperClient:
     """One helper: a seed of its own, and a connection each for waiting requests and for those made ahead.
 
     Args:

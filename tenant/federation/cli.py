@@ -59,18 +59,18 @@ def init(
     ] = DEFAULT_WEIGHT_BITS,
 ) -> None:
     """Write federation.toml from what the providers' operators have handed out; shows each pinned fingerprint."""
-    from tenant.federation.init import Descriptor, parse_company, write_federation
+    from tenant.federation.init import ProviderArgument, parse_company, write_federation
 
     if (digest is None) == (model is None):
         raise ConfigError("name the model: --digest sha256:... from an operator, or --model for your own checkpoint")
     certificate, key = directory / f"{tenant}.pem", directory / f"{tenant}.key"
     if not key.exists():
         raise ConfigError(f"{key} does not exist: make it with `symbiosis-priv keys request --name {tenant}`")
-    descriptors = [Descriptor.parse(text, role="executor") for text in executor]
-    descriptors += [Descriptor.parse(text, role="helper") for text in helper or ()]
+    providers = [ProviderArgument.parse(text, role="executor") for text in executor]
+    providers += [ProviderArgument.parse(text, role="helper") for text in helper or ()]
     federation = write_federation(
         path,
-        descriptors,
+        providers,
         digest=digest or _digest(str(model), weight_bits),
         weight_bits=weight_bits,
         tenant_certificate=certificate,

@@ -16,7 +16,7 @@ _EXAMPLE = "alpha.example:7401,keys/alpha.pem,Alpha GmbH"
 
 
 @dataclass(frozen=True)
-class Descriptor:
+class ProviderArgument:
     """One provider.
 
     Args:
@@ -31,7 +31,7 @@ class Descriptor:
     operator: str
 
     @classmethod
-    def parse(cls, text: str, *, role: Role) -> Descriptor:
+    def parse(cls, text: str, *, role: Role) -> ProviderArgument:
         """`ADDRESS,CERTIFICATE,OPERATOR`; an operator's name may hold commas. ConfigError for less."""
         parts = [part.strip() for part in text.split(",", 2)]
         if len(parts) < 3 or not all(parts):
@@ -50,7 +50,7 @@ def parse_company(text: str) -> Company:
 
 def write_federation(
     path: Path,
-    descriptors: Sequence[Descriptor],
+    providers: Sequence[ProviderArgument],
     *,
     digest: str,
     weight_bits: int,
@@ -86,7 +86,7 @@ def write_federation(
     if pad_helpers is not None:
         tables.append(table("[pads]", helpers=pad_helpers))
     tables += [table("[[company]]", name=company.name, members=company.members) for company in companies]
-    for provider in descriptors:
+    for provider in providers:
         tables.append(
             table(
                 "[[provider]]",

@@ -93,7 +93,7 @@ def probe_all(
         timeout: seconds for each provider, and for its throughput.
         peers: of the federation; all of them if None.
     """
-    probes = [Probe(federation, peer, preparation) for peer in (federation.peers if peers is None else peers)]
+    probes = [ProviderProbe(federation, peer, preparation) for peer in (federation.peers if peers is None else peers)]
     threads = [threading.Thread(target=probe.look, args=(timeout,), daemon=True) for probe in probes]
     deadline = time.monotonic() + timeout + _SLACK_S
     for thread in threads:
@@ -109,7 +109,7 @@ def probe_all(
     return [probe.finding for probe in probes]
 
 
-class Probe:
+class ProviderProbe:
     """One provider being probed: whatever goes wrong ends up in its finding. For one thread, `give_up` for another."""
 
     def __init__(self, federation: Federation, peer: Peer, preparation: Preparation | None) -> None:

@@ -25,7 +25,7 @@ from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.federation import Federation, Peer
 from tenant.core.facts import Preparation
 from tenant.federation.coverage import lacking
-from tenant.federation.probe import GLANCE_ROUND_TRIPS, Finding, Probe
+from tenant.federation.probe import GLANCE_ROUND_TRIPS, Finding, ProviderProbe
 from tenant.routing.discovery import DEADLINE_S, Discovery
 from tenant.routing.route import ProviderFigures
 from tenant.session.published import SessionStatus, read_status
@@ -64,7 +64,7 @@ class Watcher:
     def __init__(self, federation: Federation, peer: Peer, *, interval: float, timeout: float) -> None:
         self.peer = peer
         self.seen: Seen | None = None
-        self._probe = Probe(federation, peer, None)
+        self._probe = ProviderProbe(federation, peer, None)
         self._interval, self._timeout = interval, timeout
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name=f"watch-{peer.name}", daemon=True)

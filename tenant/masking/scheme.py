@@ -20,7 +20,7 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError, RoleConflictError
 from symbiosis_priv.federation import Federation, Peer
 from symbiosis_priv.network.wire import Role
-from tenant.connections.helper import Helper
+from tenant.connections.helper import HelperClient
 from tenant.core.facts import GroupFacts
 from tenant.core.masked import UnmaskedByChoice
 from tenant.core.pads import EffectSource
@@ -117,7 +117,7 @@ class BackendScheme(Scheme):
         """
 
 
-Holders = Callable[[int, Peer | None], Sequence[Helper]]
+Holders = Callable[[int, Peer | None], Sequence[HelperClient]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,7 +66,7 @@ class State(StrEnum):
     TRIAL = "trial"
 
 
-class Health:
+class ProviderHealth:
     """See the module's text. Not thread-safe.
 
     Args:

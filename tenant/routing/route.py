@@ -7,7 +7,7 @@ import msgspec
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.limits import Role
 from symbiosis_priv.network import wire
-from tenant.routing.health import USUAL, Health, State, Tolerance
+from tenant.routing.health import USUAL, ProviderHealth, State, Tolerance
 
 
 class ProviderFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +42,7 @@ class Route:
 
     def __init__(self, peer: Peer, tolerance: Tolerance = USUAL) -> None:
         self.peer = peer
-        self.health = Health(tolerance)
+        self.health = ProviderHealth(tolerance)
         self.welcome: wire.Welcome | None = None
         self.in_flight = 0
         self.requests = self.verified = self.rejected = 0

@@ -25,7 +25,7 @@ from symbiosis_priv.errors import QuarantinedError
 from symbiosis_priv.federation import Federation, Peer, Traits, in_common, traits
 from symbiosis_priv.network import wire
 from tenant.core.gate import Quarantine
-from tenant.routing.health import FEW_BYTES, USUAL, Health, State, Tolerance
+from tenant.routing.health import FEW_BYTES, USUAL, ProviderHealth, State, Tolerance
 from tenant.routing.holders import choose_holders
 from tenant.routing.route import ProviderFigures, Route
 
@@ -67,7 +67,7 @@ class Routes:
         self._federation, self._clock = federation, clock
         self._admits = functools.lru_cache(_REMEMBERED)(federation.admissible)
         self._present: dict[tuple[int, bool], Route] = {}
-        self._reputations: deque[tuple[Traits, Health]] = deque(maxlen=_REMEMBERED)
+        self._reputations: deque[tuple[Traits, ProviderHealth]] = deque(maxlen=_REMEMBERED)
         self._lock = threading.Lock()
 
     @property

@@ -16,7 +16,7 @@ import torch
 
 from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.network import wire
-from tenant.connections.executor import LANES, Executor
+from tenant.connections.executor import LANES, ExecutorClient
 from tenant.core.parts import Part
 from tenant.routing.route import Route
 
@@ -61,7 +61,9 @@ class Pieces:
         return mine > (len(self._waiting) + len(known)) / sum(1.0 / cost for cost in known)
 
 
-def share(parts: Sequence[Part], executors: Sequence[Executor], work: Callable[[Part, Route | None], None]) -> None:
+def share(
+    parts: Sequence[Part], executors: Sequence[ExecutorClient], work: Callable[[Part, Route | None], None]
+) -> None:
     """Run `work` for every part, several at a time.
 
     Args:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.modular import Column
 from symbiosis_priv.arithmetic.ring import Direction
-from tenant.connections.executor import Executor
+from tenant.connections.executor import ExecutorClient
 from tenant.core.facts import Preparation
 from tenant.core.masked import cut
 from tenant.core.pads import some_rows
@@ -121,7 +121,7 @@ class Products:
         """How many rows are sent for these."""
         return rows.count + -rows.count % self.options.row_bucket
 
-    def _sharers(self, index: int, encoded: Tensor, limit: int) -> list[Executor]:
+    def _sharers(self, index: int, encoded: Tensor, limit: int) -> list[ExecutorClient]:
         """The executors that may share a product; none if it goes out as one request."""
         count, entry = encoded.shape[0], self.preparation.facts[index].entry
         if count <= limit and piece_rows(count, entry, piece_bytes=self.options.piece_bytes) == count:
@@ -159,7 +159,7 @@ class Products:
         return parts
 
     def _send(self, route: Route, part: Part, retry: RetryState) -> Tensor:
-        """An executor's answer, unverified. Raises what `Executor.ask` raises."""
+        """An executor's answer, unverified. Raises what `ExecutorClient.ask` raises."""
         retry.patience_s = self.routes.patience_s(route, part.index, part.size, left_s=retry.deadline - retry.asked_at)
         answer, seconds = self.runtime.executor(route).ask(
             part,

@@ -24,8 +24,8 @@ from symbiosis_priv.errors import QuarantinedError
 from symbiosis_priv.federation import Federation, Peer
 from symbiosis_priv.network import wire
 from tenant.connections.channel import Channel
-from tenant.connections.executor import Executor, row_limit
-from tenant.connections.helper import Helper
+from tenant.connections.executor import ExecutorClient, row_limit
+from tenant.connections.helper import HelperClient
 from tenant.connections.notices import Notices
 from tenant.core.facts import Preparation
 from tenant.core.gate import Gate
@@ -78,13 +78,13 @@ class Runtime:
         self._facts = preparation.facts
         self._memory = PoolMemory(options.pool_memory)
         self._pools: dict[tuple[int, Direction], PadPool] = {}
-        self._executors: dict[Route, Executor] = {}
+        self._executors: dict[Route, ExecutorClient] = {}
         self._greeting: set[Channel] = set()
         self._making = threading.Lock()
         self._refill = Worker("refill")
         secret = SessionSecret()
         self._helpers = {
-            route: Helper(route, routes, functools.partial(self._channel, route.peer), secret)
+            route: HelperClient(route, routes, functools.partial(self._channel, route.peer), secret)
             for route in routes.helpers
         }
         materials = Materials(facts=self._facts, secret=secret, holders=self._holders, store=store)
@@ -104,12 +104,12 @@ class Runtime:
         _open.add(self)
 
     @property
-    def executors(self) -> tuple[Executor, ...]:
+    def executors(self) -> tuple[ExecutorClient, ...]:
         """Those in use so far."""
         return tuple(self._executors.values())
 
     @property
-    def helpers(self) -> tuple[Helper, ...]:
+    def helpers(self) -> tuple[HelperClient, ...]:
         """All of them."""
         return tuple(self._helpers.values())
 
@@ -118,13 +118,13 @@ class Runtime:
         """Those in use so far."""
         return tuple(self._pools.values())
 
-    def executor(self, route: Route) -> Executor:
+    def executor(self, route: Route) -> ExecutorClient:
         """The connections to an executor."""
         if (executor := self._executors.get(route)) is not None:
             return executor
         with self._making:
             if route not in self._executors:
-                executor = Executor(route, functools.partial(self._channel, route.peer))
+                executor = ExecutorClient(route, functools.partial(self._channel, route.peer))
                 self._executors[route] = executor
                 if self.closing.is_set():
                     executor.close()
@@ -230,7 +230,7 @@ class Runtime:
                 self._discovering = True
                 self._discovery.start()
 
-    def _holders(self, index: int, executor: Peer | None) -> list[Helper]:
+    def _holders(self, index: int, executor: Peer | None) -> list[HelperClient]:
         """See `scheme.Materials`."""
         route = next((route for route in self._routes.executors if route.peer == executor), None)
         routes = self._routes.holders(index, route)

@@ -37,20 +37,20 @@ class Example:
     labels: list[int]
 
 
-class Message(msgspec.Struct):
+class ChatMessage(msgspec.Struct):
     """One turn of a chat."""
 
     role: str
     content: str
 
 
-class Line(msgspec.Struct):
+class JsonLine(msgspec.Struct):
     """One line of a JSONL file: exactly one of the three forms; other fields are somebody else's."""
 
     text: str | None = None
     prompt: str | None = None
     completion: str | None = None
-    messages: list[Message] | None = None
+    messages: list[ChatMessage] | None = None
 
     @property
     def form(self) -> str | None:
@@ -97,7 +97,7 @@ def load_examples(path: Path, tokenizer: PreTrainedTokenizerBase, *, length: int
     return examples, shortened
 
 
-def read(path: Path) -> tuple[list[str], list[tuple[int, Line]]]:
+def read(path: Path) -> tuple[list[str], list[tuple[int, JsonLine]]]:
     """What a file holds, before it is encoded: either documents, or numbered lines that are all pairs or all chats.
 
     Raises:
@@ -169,7 +169,7 @@ def _packed(documents: list[str], tokenizer: PreTrainedTokenizerBase, *, length:
     return [Example(block, block) for block in to_blocks(documents, tokenizer, length=length)]
 
 
-def _encode_pair(line: Line, tokenizer: PreTrainedTokenizerBase) -> Example:
+def _encode_pair(line: JsonLine, tokenizer: PreTrainedTokenizerBase) -> Example:
     prompt, completion = str(line.prompt), str(line.completion)
     given = tokenizer(prompt)["input_ids"]
     if given[-1:] == [tokenizer.eos_token_id]:
@@ -181,7 +181,7 @@ def _encode_pair(line: Line, tokenizer: PreTrainedTokenizerBase) -> Example:
     return Example(whole, [NOT_LEARNED] * len(given) + whole[len(given) :])
 
 
-def _encode_chat(line: Line, tokenizer: PreTrainedTokenizerBase) -> Example:
+def _encode_chat(line: JsonLine, tokenizer: PreTrainedTokenizerBase) -> Example:
     messages = [{"role": message.role, "content": message.content} for message in line.messages or ()]
     text = _render(messages, tokenizer)
     replies = list(_replies(messages, text, tokenizer))
@@ -231,12 +231,12 @@ def _ended(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return [*ids, int(tokenizer.eos_token_id)]
 
 
-def _read_lines(path: Path) -> Iterator[tuple[int, Line]]:
+def _read_lines(path: Path) -> Iterator[tuple[int, JsonLine]]:
     found = False
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if line.strip():
             try:
-                found, parsed = True, msgspec.json.decode(line, type=Line)
+                found, parsed = True, msgspec.json.decode(line, type=JsonLine)
             except msgspec.ValidationError as error:
                 raise ConfigError(f"{path}, line {number}: {error}; write one of {_FORMS}") from error
             except UNDECODABLE as error:

@@ -30,7 +30,7 @@ from tenant.training.corpus import NOT_LEARNED, Example, hold_out, load_examples
 from tenant.training.options import ALL_LINEAR, FineTuning
 from tenant.training.output import RunRecord, check_output, last_checkpoint, read_record
 from tenant.training.tracking import check_trackers
-from tenant.training.trainer import Meter, Progress, ResumableTrainer
+from tenant.training.trainer import Progress, ResumableTrainer, TrainingMeter
 
 _DEFAULTS = FineTuning()
 
@@ -101,7 +101,7 @@ def finetune(
             _check_length(model, options.sequence_length)
             set_seed(options.seed)
             peft_model = _with_lora(model, options)
-            meter = Meter(peft_model, on_progress)
+            meter = TrainingMeter(peft_model, on_progress)
             trainer = ResumableTrainer(
                 output=output,
                 record=record,

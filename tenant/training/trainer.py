@@ -164,7 +164,7 @@ class _RandomState(TrainerCallback):
         torch.set_rng_state(self._state)
 
 
-class Meter(TrainerCallback):
+class TrainingMeter(TrainerCallback):
     """Measures training alone, without the evaluations around it."""
 
     def __init__(self, model: nn.Module, report: Progress | None) -> None:

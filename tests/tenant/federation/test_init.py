@@ -17,7 +17,7 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CertificateError, ConfigError, RoleConflictError, SymbiosisError
 from symbiosis_priv.federation import load_federation
 from tenant.federation.cli import app
-from tenant.federation.init import Descriptor, parse_company
+from tenant.federation.init import ProviderArgument, parse_company
 
 DIGEST = "sha256:" + "0" * 64
 
@@ -129,7 +129,7 @@ def test_a_file_is_not_overwritten_and_a_key_has_to_be_there(folder: Path) -> No
 def test_a_descriptor_needs_all_three() -> None:
     for text in ("", "a:1", "a:1,pem", "a:1,,Operator", ",,"):
         with pytest.raises(ConfigError, match="--helper"):
-            Descriptor.parse(text, role="helper")
+            ProviderArgument.parse(text, role="helper")
 
 
 def test_check_warns_of_exposed_keys_and_of_certificates_that_end_soon(folder: Path) -> None:

@@ -15,7 +15,7 @@ from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from symbiosis_priv.federation import Federation
 from tenant.core.facts import Preparation
 from tenant.federation import cli as federation_cli
-from tenant.federation.probe import Probe
+from tenant.federation.probe import ProviderProbe
 from tenant.federation.top import Seen, Watcher, render
 from tenant.routing.route import ProviderFigures
 from tenant.session.published import SessionStatus, write_status
@@ -37,7 +37,7 @@ def seen_now(federation: Federation) -> list[Seen | None]:
     """One glance at each."""
     found: list[Seen | None] = []
     for peer in federation.peers:
-        probe = Probe(federation, peer, None)
+        probe = ProviderProbe(federation, peer, None)
         found.append(Seen(probe.glance(2.0), 0.0))
         probe.close()
     return found
@@ -65,7 +65,7 @@ def test_one_connection_serves_many_glances_and_a_new_one_follows_when_it_breaks
 ) -> None:
     federation = new_federation([executor], [helper])
     for provider, peer in zip((executor, helper), federation.peers, strict=True):
-        probe = Probe(federation, peer, None)
+        probe = ProviderProbe(federation, peer, None)
         for _ in range(3):
             finding = probe.glance(TIMEOUT_S)
             assert finding.failure is None
@@ -90,7 +90,7 @@ def test_a_watcher_looks_again_and_knows_the_rate(new_federation: NewFederation,
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert watcher.seen.requests_per_s == 0  # its own round trips are not counted
-    other = Probe(federation, federation.peers[0], None)
+    other = ProviderProbe(federation, federation.peers[0], None)
     while not watcher.seen.requests_per_s:
         assert time.monotonic() < deadline
         assert other.glance(TIMEOUT_S).failure is None

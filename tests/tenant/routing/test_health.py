@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenant.routing.health import Health, State
+from tenant.routing.health import ProviderHealth, State
 
 
-def steady(jitter: float = 0.5) -> Health:
-    return Health(jitter=lambda: jitter)
+def steady(jitter: float = 0.5) -> ProviderHealth:
+    return ProviderHealth(jitter=lambda: jitter)
 
 
 def test_every_failure_in_a_row_is_followed_by_a_longer_pause() -> None:

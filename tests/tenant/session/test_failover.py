@@ -488,7 +488,7 @@ def test_pieces_of_one_product_travel_over_all_replicas(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No answer comes before four pieces are here, two at each replica."""
-    monkeypatch.setattr("tenant.routing.health.Health.seconds_for", lambda self, size: 1e-3)  # equally fast
+    monkeypatch.setattr("tenant.routing.health.ProviderHealth.seconds_for", lambda self, size: 1e-3)  # equally fast
     providers = [new_provider(), new_provider()]
     all_here = threading.Barrier(4)
     session = new_session("pad", providers, [new_provider()], piece_bytes=1024)

@@ -57,10 +57,10 @@ def test_the_whole_group_ends_and_nothing_else(tmp_path: Path) -> None:
     bystander.wait(30)
 
 
-@pytest.mark.parametrize("parent", [None, -1, 0, 1, os.getpid()])
-def test_nothing_but_the_parent_is_killed(parent: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever number is remembered: it is killed only if the kernel says that it is the parent."""
-    monkeypatch.setattr(torchrun, "_parent", parent)
+@pytest.mark.parametrize("parent", [None, -1, 0, 1, "this process"])
+def test_nothing_but_the_parent_is_killed(parent: int | str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A remembered process id is killed only if the kernel says that it is the parent's."""
+    monkeypatch.setattr(torchrun, "_parent", os.getpid() if parent == "this process" else parent)
     killed: list[int] = []
     monkeypatch.setattr(signal, "pidfd_send_signal", lambda process, number: killed.append(process))
     torchrun.kill()

@@ -1,1 +1,8 @@
-"""Connections to providers: one request at a time on each, several of them to each provider."""
+"""Connections to providers. Read in this order:
+
+channel     one TLS connection: one request at a time; rows leave as `MaskedRows` only
+lanes       several channels to one provider
+executor    sends masked rows to an executor
+helper      asks a helper for effects
+notices     tells the user what is being waited for
+"""

@@ -69,7 +69,7 @@ class Channel:
         model_digest: what the provider must serve.
         deadline_s: how long one request may take, reconnecting included.
         buffers: where answers lie; memory of their own if None.
-        notices: who says what is being waited for; with it, what the option for `deadline_s` is called.
+        notices: tells the user what is being waited for, and names the option for `deadline_s`.
         wiretap: an observer of every frame, or None.
         permit: called before every request leaves, with the provider and the rows; raises if it must not leave.
     """
@@ -127,16 +127,16 @@ class Channel:
         """
         return self._used(self._persist, self._connect, wanted=wanted, refused_s=refused_s)
 
-    def greet(
+    def connect(
         self, *, deadline: float, since: float | None = None, wanted: Callable[[], bool] = _always
     ) -> wire.Welcome:
-        """The same, tried once; see `attempt`."""
+        """Connects if need be, without a second try. Returns the provider's limits; see `attempt`."""
         return self._used(self._once, self._connect, deadline, began=since, wanted=wanted)
 
-    def heard(self) -> wire.Welcome | None:
-        """The same without waiting: None if there is no connection, or the provider has left it."""
+    def probe(self) -> wire.Welcome | None:
+        """The provider's limits, without waiting: None if there is no connection, or the provider has closed it."""
         with self._lock:
-            return self._heard()
+            return self._probe()
 
     def request(self, message: wire.Execute | wire.Effect, payload: MaskedRows | None, *, outputs: int) -> Tensor:
         """Send a request and wait for its answer.
@@ -299,7 +299,7 @@ class Channel:
         return answer
 
     def _connect(self, deadline: float) -> wire.Welcome:
-        if (welcome := self._heard()) is not None:
+        if (welcome := self._probe()) is not None:
             return welcome
         self._drop()
         if self._closed.is_set():
@@ -326,7 +326,7 @@ class Channel:
         self._welcome = reply
         return reply
 
-    def _heard(self) -> wire.Welcome | None:
+    def _probe(self) -> wire.Welcome | None:
         return None if self._line is None or self._line.peer_left() else self._welcome
 
     def _receive(self, line: ClientConnection, space: memoryview, deadline: float) -> wire.Reply:

@@ -91,7 +91,7 @@ class ExecutorClient:
             if self.route.health.state is State.DOWN and before is not State.DOWN:
                 raise ConnectionLostError(f"{self.route} was lost while its connections were in use")
             until = min(deadline, time.monotonic() + patience_s)
-            welcome = self.route.welcome = channel.heard() or channel.greet(deadline=until, since=since)
+            welcome = self.route.welcome = channel.probe() or channel.connect(deadline=until, since=since)
             if not self.route.serves(part.index):
                 raise ConnectionLostError(f"{self.route} does not serve {facts.entry.name} any more")
             started = time.monotonic()

@@ -1,8 +1,7 @@
-"""A helper as a process sees it: it holds a seed, and is asked for the effects of what the seed expands to.
+"""The connections to a helper, which holds a seed and computes the effects of the masks that the seed expands to.
 
-While there are helpers to spare, a request is tried once and only as long as patience lasts, and none leaves for a
-helper that has just failed: whoever wants the pad has it made elsewhere. Without spares a request persists until its
-deadline.
+While there are spare helpers, a request is tried once and for a limited time, and a helper that has just failed gets no
+request: the pad is drawn with other helpers. Without spares a request is repeated until its deadline.
 """
 
 from __future__ import annotations
@@ -59,8 +58,8 @@ class HelperClient:
         began = time.monotonic()
         until = began + self._routes.patience_with_helpers_s(index, [self.peer], size)
         try:
-            welcome = channel.welcome() if persists else channel.greet(deadline=until)
-            self._routes.greeted(self.route, welcome)
+            welcome = channel.welcome() if persists else channel.connect(deadline=until)
+            self._routes.connected(self.route, welcome)
             started, effects = time.monotonic(), []
             step = row_limit(facts.widest, welcome)
             for first in range(first_row, first_row + rows, step):

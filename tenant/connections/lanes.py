@@ -1,8 +1,8 @@
 """Connections to one provider, of which each serves one request at a time.
 
-Whoever has a request takes a lane that is free, the one used last first; if none is, another is opened, up to a limit,
-and beyond it one waits for the first to come free. So several threads of a tenant reach a provider at once, and one
-thread alone never costs more than the connections that it uses.
+A request takes a free lane, the one that was used last. If no lane is free, another one is opened, up to a limit; then
+the request waits for a lane. So several threads of a tenant reach a provider at once, and one thread opens no more
+connections than it uses.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Lanes:
             self.release(channel)
 
     def acquire(self, *, until: float) -> Channel:
-        """The same for who will `release` it."""
+        """A channel that the caller gives back with `release`; see `take`."""
         with self._lock:
             while not self._free and len(self._channels) >= self._most:
                 self._waiting += 1

@@ -104,8 +104,8 @@ class ProviderHealth:
         self._failures_in_a_row = min(self._failures_in_a_row + 1, 32)
         return opened
 
-    def greeted(self) -> None:
-        """It has answered a greeting: the next request is its trial."""
+    def connected(self) -> None:
+        """The provider has answered a probe: the next request is its trial."""
         if self.state is State.DOWN:
             self.state = State.TRIAL
 

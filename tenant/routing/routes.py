@@ -105,8 +105,7 @@ class Routes:
             self.version += 1
 
     def _joining(self, peer: Peer) -> Route:
-        """A route to an executor that has come. How it has been doing is remembered, or it would begin anew whenever it
-        announces other layers."""
+        """A route to an executor that has joined. Announcing other layers does not reset its health."""
         own, route = traits(peer), self._route(peer)
         for party, health in self._reputations:
             if in_common(own, party):
@@ -270,7 +269,7 @@ class Routes:
                 log.warning("%s answers again, after %.1f s", route, now - route.health.down_since)
 
     def failed(self, route: Route, why: object, *, waited_s: float = 0.0) -> None:
-        """It was lost, late or busy, or has refused, after it was waited for so long."""
+        """The provider was lost, late or busy, or refused, after a wait of `waited_s`."""
         with self._lock:
             route.requests += 1
             route.in_flight = max(0, route.in_flight - 1)
@@ -306,7 +305,7 @@ class Routes:
         return self.has_spares if route.peer.role == "helper" else len(self.executors) > 1
 
     def credit(self, executor: Route, holders: Collection[Peer]) -> None:
-        """An answer of these was right."""
+        """An answer passed the check."""
         with self._lock:
             executor.verified += 1
             for route in self.helpers if holders else ():
@@ -317,13 +316,13 @@ class Routes:
         with self._lock:
             route.in_flight = max(0, route.in_flight - 1)
 
-    def greeted(self, route: Route, welcome: wire.Welcome) -> None:
-        """It has said what it serves."""
+    def connected(self, route: Route, welcome: wire.Welcome) -> None:
+        """The provider has said what it serves."""
         with self._lock:
             route.welcome = welcome
-            route.health.greeted()
+            route.health.connected()
 
-    def to_greet(self, urgent: Collection[Route] = ()) -> list[Route]:
+    def to_probe(self, urgent: Collection[Route] = ()) -> list[Route]:
         """Providers to connect to: those whose pause is over, or that have never answered.
 
         Args:
@@ -371,7 +370,7 @@ class Routes:
             )
 
     def quarantine(self, *suspects: Peer) -> None:
-        """Send nothing to them any more."""
+        """Send nothing to these providers from now on."""
         for route in (*self.executors, *self.helpers):
             route.rejected += route.peer in suspects
         for peer in suspects:

@@ -132,12 +132,12 @@ class Failover:
 
     def _next(self, part: Part, preferred: Route | None, retry: RetryState) -> Route:
         while True:
-            self.runtime.greeter.revive()
+            self.runtime.prober.revive()
             self.faults.check(part, retry)
             route = self.routes.choose(part.index, part.size, holders=part.sent.holders, prefer=preferred)
             other = None if route else self.routes.choose(part.index, part.size, holders=None)
             if route is None and other is None:
-                self.runtime.greeter.revive(urgent=self.routes.executors)
+                self.runtime.prober.revive(urgent=self.routes.executors)
             try:
                 if other is not None:
                     self._replace_pads(part, retry, other, spoilt=lambda pad: True)
@@ -177,7 +177,7 @@ class Failover:
                 patience = min(left, _LOOK_AGAIN_S)
                 waited = time.monotonic() - began
                 wanted = self.routes.wanted(part.index, holders, part.size, waited_s=waited)
-                self.runtime.greeter.revive(urgent=wanted)
+                self.runtime.prober.revive(urgent=wanted)
             wait([share.effect for share in missing], max(0.0, patience))
             missing = {share for share in missing if not share.effect.done()}
             if missing and spare:

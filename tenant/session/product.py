@@ -35,7 +35,7 @@ from tenant.session.options import SessionOptions
 from tenant.session.pieces import piece_rows, product_bytes, share
 from tenant.session.retry import RetryState
 from tenant.session.runtime import Runtime
-from tenant.session.spans import clock, took
+from tenant.session.spans import clock, record
 from tenant.session.tally import Tally
 
 
@@ -64,8 +64,8 @@ class Products:
         self.routes.check(index)
         column, products = self.preparation.keys.columns(index, direction)
         encoded, expected = self._encode(index, direction, rows, products)
-        self.runtime.greeter.meet()
-        self.runtime.sweep()
+        self.runtime.prober.connect()
+        self.runtime.refresh()
         limit = self.runtime.row_limit(index)
         executors = self._sharers(index, encoded, limit)
         parts = self._parts(index, direction, rows, encoded, column, expected, limit=limit, executors=len(executors))
@@ -76,7 +76,7 @@ class Products:
         """The product of one part; `preferred` is the executor to ask first."""
         began = clock()
         part.mask()
-        took("mask", since=began)
+        record("mask", since=began)
         retry = RetryState(self.options, self.runtime)
         while True:
             route = self.failover.choose(part, preferred, retry)
@@ -87,15 +87,15 @@ class Products:
                 self.failover.after(error, route, part, retry)
                 continue
             finally:
-                took("network + product", since=began)
+                record("network + product", since=began)
             began = clock()
             complete = self.failover.effects_are_there(part, retry)
-            took("wait for effects", since=began)
+            record("wait for effects", since=began)
             if not complete:
                 continue
             began = clock()
             passed = part.open(answer)
-            took("unmask + verify + dequantise", since=began)
+            record("unmask + verify + dequantise", since=began)
             if not passed:
                 self.failover.faults.product_refused(route, part, answer, retry)
                 continue
@@ -111,7 +111,7 @@ class Products:
         expected = torch.empty(count, dtype=torch.int64, device="cpu")
         began = clock()
         rows.encode(some_rows(encoded, 0, rows.count), column=products, expected=some_rows(expected, 0, rows.count))
-        took("quantise", since=began)
+        record("quantise", since=began)
         if rows.count < count:
             encoded[rows.count :] = 0
             expected[rows.count :] = 0
@@ -150,7 +150,7 @@ class Products:
             end = min(first + limit, count)
             began = clock()
             pads = self.runtime.take(index, direction, end - first)
-            took("take pads", since=began)
+            record("take pads", since=began)
             for start in range(first, end, piece):
                 size = min(piece, end - start)
                 mine, pads = cut(pads, size)

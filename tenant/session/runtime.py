@@ -34,7 +34,7 @@ from tenant.core.pads import EffectSource, Pad
 from tenant.core.secret import SessionSecret
 from tenant.masking.scheme import Materials, SessionScheme
 from tenant.routing.discovery import Discovery
-from tenant.routing.greeting import Greeter
+from tenant.routing.probing import Prober
 from tenant.routing.route import Route
 from tenant.routing.routes import Routes
 from tenant.session.options import SessionOptions
@@ -44,8 +44,8 @@ from tenant.worker import Worker
 log = logging.getLogger(__name__)
 
 _UNUSED_BYTES = 256 << 20  # a few answers of the size that fills a request, and the effects beside them
-_GREETING_S = 10.0  # of one that is tried in the background
-_REFUSED_S = 5.0  # of the first greeting, if the connection is refused: a wrong port, or a provider that is not started
+_PROBE_S = 10.0  # of one that is tried in the background
+_REFUSED_S = 5.0  # of the first probe, if the connection is refused: a wrong port, or a provider that is not started
 _JOIN_S = 5.0  # for what a thread is in the middle of: a product, or a slice of a wait for a name
 
 
@@ -55,7 +55,7 @@ class Runtime:
     Attributes:
         gate: every request passes it on its way out.
         closing: set when the runtime is being closed.
-        greeter: asks providers what they serve.
+        prober: asks providers what they serve.
         source: draws pads; None if the scheme said `UNMASKED_BY_CHOICE`.
         buffers: memory for rows and answers.
         notices: tells the user what is being waited for.
@@ -79,7 +79,7 @@ class Runtime:
         self._memory = PoolMemory(options.pool_memory)
         self._pools: dict[tuple[int, Direction], PadPool] = {}
         self._executors: dict[Route, ExecutorClient] = {}
-        self._greeting: set[Channel] = set()
+        self._probing: set[Channel] = set()
         self._making = threading.Lock()
         self._refill = Worker("refill")
         secret = SessionSecret()
@@ -93,7 +93,7 @@ class Runtime:
         self._discovery = None if federation.registries is None else Discovery(federation, changed=routes.update)
         self._discovering = False
         self._version = routes.version
-        self.greeter = Greeter(
+        self.prober = Prober(
             routes,
             preparation.manifest,
             persist=self._persist,
@@ -130,8 +130,8 @@ class Runtime:
                     executor.close()
             return self._executors[route]
 
-    def sweep(self) -> None:
-        """Let go of executors that have left, and of whom nothing is wanted any more."""
+    def refresh(self) -> None:
+        """Close the connections to executors that have left the federation and have no request in flight."""
         if self._version == self._routes.version:
             return
         with self._making:
@@ -179,7 +179,7 @@ class Runtime:
             executor.close()
         for helper in self.helpers:
             helper.close()
-        for channel in tuple(self._greeting):
+        for channel in tuple(self._probing):
             channel.close()
         if self._discovery is not None:
             self._discovery.close(_JOIN_S)
@@ -250,14 +250,14 @@ class Runtime:
 
     def _try_once(self, route: Route) -> wire.Welcome:
         channel = self._channel(route.peer)  # of its own: the others may be in the middle of something
-        self._greeting.add(channel)
+        self._probing.add(channel)
         try:
             if self.closing.is_set():  # since: `close` has not seen this channel
                 channel.close()
-            until = time.monotonic() + min(_GREETING_S, self._options.deadline_s)
-            return channel.greet(deadline=until, wanted=lambda: False)
+            until = time.monotonic() + min(_PROBE_S, self._options.deadline_s)
+            return channel.connect(deadline=until, wanted=lambda: False)
         finally:
-            self._greeting.discard(channel)
+            self._probing.discard(channel)
             channel.close()
 
     def _channel(self, peer: Peer) -> Channel:
@@ -277,7 +277,7 @@ class Runtime:
         source = () if self.source is None else self.source.workers
         of_executors = (worker for executor in self.executors for worker in executor.workers)
         of_helpers = (channel.worker for helper in self.helpers for channel in helper.channels)
-        return [self._refill, *source, *self.greeter.workers, *of_executors, *of_helpers]
+        return [self._refill, *source, *self.prober.workers, *of_executors, *of_helpers]
 
 
 _open: set[Runtime] = set()

@@ -25,7 +25,7 @@ from symbiosis_priv.federation import Federation
 from tenant.core.facts import Preparation
 from tenant.core.rows import RingRows, Rows
 from tenant.masking.registry import session_scheme
-from tenant.routing.greeting import check_expected
+from tenant.routing.probing import check_expected
 from tenant.routing.routes import Routes
 from tenant.session.failover import Failover
 from tenant.session.faults import Faults

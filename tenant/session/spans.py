@@ -1,12 +1,11 @@
-"""How long the parts of a product take, as a session itself tells it. Off unless somebody records: next to free.
+"""Measures how long the steps of a product take. Costs next to nothing unless `recorded` is in use.
 
     with recorded() as seconds:
         session.multiply(...)
     seconds["network + product"]
 
-For benchmarks: durations say nothing that the network would not, but they are kept from logs all the same. A part is
-told by two calls, and by no context manager: those of the standard library took longer than many a part does, and were
-part of what was measured.
+For benchmarks. Durations tell nothing that the network does not show, and are kept out of logs all the same. A step is
+recorded with two calls instead of a context manager: a context manager takes longer than many steps.
 """
 
 from __future__ import annotations
@@ -25,22 +24,21 @@ _adding = threading.Lock()
 _record: dict[Part, float] | None = None
 
 
-def took(part: Part, *, since: float) -> None:
-    """A part of the work is done.
+def record(part: Part, *, since: float) -> None:
+    """Record that a step is done.
 
     Args:
-        since: when it began, by `clock`.
+        since: when the step began, by `clock`.
     """
-    if (record := _record) is not None:
+    if (seconds := _record) is not None:
         spent = clock() - since
         with _adding:
-            record[part] = record.get(part, 0.0) + spent
+            seconds[part] = seconds.get(part, 0.0) + spent
 
 
 @contextmanager
 def recorded() -> Iterator[dict[Part, float]]:
-    """Seconds per part, of everything that sessions of this process do inside the block; parts that repeat, or overlap
-    because a product goes out in pieces, add up."""
+    """Seconds per step, for all sessions of this process inside the block. Steps that repeat or overlap add up."""
     global _record
     before, _record = _record, {}
     try:

@@ -110,18 +110,18 @@ def test_a_picture_has_a_line_per_variant() -> None:
 
 
 def test_parts_are_recorded_only_while_somebody_records() -> None:
-    spans.took("mask", since=spans.clock())
+    spans.record("mask", since=spans.clock())
     with spans.recorded() as outer:
         began = spans.clock()
         for _ in range(2):
-            spans.took("mask", since=began - 0.001)
+            spans.record("mask", since=began - 0.001)
         with spans.recorded() as inner:
-            spans.took("quantise", since=began)
+            spans.record("quantise", since=began)
     assert outer.keys() == {"mask"}
     seconds = outer["mask"]
     assert 0.002 <= seconds <= 0.002 + 2 * (spans.clock() - began)
     assert inner.keys() == {"quantise"}
-    spans.took("mask", since=began)
+    spans.record("mask", since=began)
     assert outer["mask"] == seconds
 
 

@@ -469,7 +469,7 @@ def test_a_name_that_is_looked_up_for_ever_is_waited_for_until_the_deadline(
     began = time.monotonic()
     try:
         with pytest.raises(ConnectionLostError, match="its name is being looked up"):
-            connect(executor).greet(deadline=began + 0.2)
+            connect(executor).connect(deadline=began + 0.2)
         assert time.monotonic() - began < 20
     finally:
         over.set()
@@ -486,4 +486,4 @@ def test_a_machine_without_room_for_a_thread_cannot_reach_anybody(
     channel = connect(executor)
     monkeypatch.setattr(threading.Thread, "start", full)
     with pytest.raises(ConnectionLostError, match="can't start new thread"):
-        channel.greet(deadline=time.monotonic() + 5)
+        channel.connect(deadline=time.monotonic() + 5)

@@ -43,20 +43,20 @@ def test_a_breaker_closes_with_the_answer_to_its_trial() -> None:
     health = steady()
     health.failed(0.0)
     assert health.state is State.DOWN
-    health.greeted()
+    health.connected()
     assert str(health.state) == "trial"
     assert not health.failed(5.0)  # it never was up
     assert health.retry_at == 5.5
-    health.greeted()
+    health.connected()
     assert health.answered(6.0, seconds=0.1, size=10)
     assert str(health.state) == "up"
     assert health.failed(7.0)
     assert health.retry_at == 7.25  # from the beginning
 
 
-def test_a_greeting_changes_nothing_for_who_is_up() -> None:
+def test_a_probe_changes_nothing_for_who_is_up() -> None:
     health = steady()
-    health.greeted()
+    health.connected()
     assert health.state is State.UP
 
 
@@ -107,7 +107,7 @@ def test_who_was_waited_for_in_vain_is_left_alone_for_many_times_as_long() -> No
     for now in (0.0, 1000.0):
         health.failed(now, wasted_s=2.0)
         assert health.retry_at == now + 40.0
-        health.greeted()
+        health.connected()
         health.answered(now + 50.0, seconds=0.001, size=10)  # makes no difference to the next time
     health.failed(2000.0)
     assert health.retry_at == 2000.25

@@ -139,17 +139,17 @@ def test_who_becomes_slow_is_left_and_who_becomes_quick_is_found(new_routes: New
     assert ask(routes, clock, cost, times=600)["p0"] > 300
 
 
-def test_one_who_failed_is_left_alone_until_greeted(new_routes: NewRoutes, clock: Clock) -> None:
+def test_one_who_failed_is_left_alone_until_probed(new_routes: NewRoutes, clock: Clock) -> None:
     routes = new_routes("AB")
     ask(routes, clock, {"p0": 0.01, "p1": 0.01}, times=10)
     first = routes.executors[0]
     routes.failed(first, "lost")
     assert ask(routes, clock, {"p1": 0.01}, times=5)["p1"] == 5
-    assert routes.to_greet() == []
+    assert routes.to_probe() == []
     clock.now += 1.0
-    assert routes.to_greet() == [first]
+    assert routes.to_probe() == [first]
     assert first.welcome is not None
-    routes.greeted(first, first.welcome)
+    routes.connected(first, first.welcome)
     trial = routes.choose(0, SMALL, holders=())
     assert trial is first  # one request, and no other until that is answered
     assert routes.choose(0, SMALL, holders=()) is not first
@@ -211,7 +211,7 @@ def test_an_executor_that_is_slow_on_purpose_costs_a_tenth(tricks: list[str]) ->
     for _ in range(PRODUCTS):
         done = False
         while not done:
-            greet(routes)
+            probe(routes)
             route = routes.choose(0, SMALL, holders=())
             assert route is not None
             patience = routes.patience_s(route, 0, SMALL, left_s=120.0)
@@ -233,7 +233,7 @@ def test_a_helper_that_is_slow_on_purpose_costs_a_tenth(tricks: list[str]) -> No
     for _ in range(PRODUCTS):
         done = False
         while not done:
-            greet(routes)
+            probe(routes)
             [route] = routes.holders(0)
             patience = routes.patience_with_helpers_s(0, [route.peer], SMALL, left_s=120.0)
             evil = route is routes.helpers[0]
@@ -247,11 +247,11 @@ def test_a_helper_that_is_slow_on_purpose_costs_a_tenth(tricks: list[str]) -> No
     assert adversary.costs_a_tenth(clock.now - began, PRODUCTS)
 
 
-def greet(routes: Routes) -> None:
-    """Everybody answers greetings."""
-    for route in routes.to_greet():
+def probe(routes: Routes) -> None:
+    """Everybody answers probes."""
+    for route in routes.to_probe():
         hear(route)
-        route.health.greeted()
+        route.health.connected()
 
 
 def test_a_helper_that_has_not_been_heard_is_a_spare(new_routes: NewRoutes) -> None:
@@ -262,13 +262,13 @@ def test_a_helper_that_has_not_been_heard_is_a_spare(new_routes: NewRoutes) -> N
 
 
 def test_a_helper_that_hangs_again_and_again_leaves_time_for_the_others(new_routes: NewRoutes, clock: Clock) -> None:
-    """It answers greetings, and so has its trials; patience that grew with them would outlast a product's deadline."""
+    """It answers probes, and so has its trials; patience that grew with them would outlast a product's deadline."""
     routes = new_routes("ab", "cde", pad_helpers=2)
     hanging, other, third = routes.helpers
     for _ in range(20):
         clock.now += 1000.0
         routes.late([hanging.peer])
-        hanging.health.greeted()
+        hanging.health.connected()
     assert routes.patience_with_helpers_s(0, [hanging.peer], SMALL, left_s=120.0) <= 8 * USUAL.unknown_s + 0.1
     routes.late([other.peer, third.peer])  # all are slow: one of them gets the time that it needs
     assert routes.patience_with_helpers_s(0, [hanging.peer], SMALL, left_s=120.0) == 60.0

@@ -193,7 +193,7 @@ def test_all_executors_are_away_and_one_comes_back(
         waiting = thread.submit(is_right, session, store, OUT, FORWARD, 3, 0)
         before = [len(provider.hellos) for provider in providers]
         while any(len(p.hellos) < count + 2 for p, count in zip(providers, before, strict=True)):
-            time.sleep(0.01)  # both have been tried, and greeted again
+            time.sleep(0.01)  # both have been tried, and probed again
         providers[1].behaviour = lambda heard, reply, answer: frames(reply, answer)
         assert waiting.result(20)
 
@@ -217,7 +217,7 @@ def test_who_is_back_is_asked_at_once_if_there_is_nobody_else(
 def test_a_spare_helper_that_is_back_is_asked_when_the_other_one_goes(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
 ) -> None:
-    """The one that has failed before is greeted while the other one, away for good, is waited for."""
+    """The one that has failed before is probed while the other one, away for good, is waited for."""
     helpers = [new_provider(), new_provider()]
     session = new_session(
         "pad",
@@ -378,7 +378,7 @@ def layer_store(store: WeightStore) -> Callable[[str], WeightStore]:
 def test_nobody_waits_for_an_executor_that_can_be_done_without(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its greeting ends with the attempt that is under way when the others are heard: long before the deadline."""
+    """Its probe ends with the attempt that is under way when the others are heard: long before the deadline."""
     there, away = new_provider(), new_provider()
     away.refuse_connections = True
     session = new_session("none", [there, away])
@@ -555,7 +555,7 @@ def test_pads_of_a_helper_that_fails_are_drawn_anew_elsewhere(
     assert len(set(masked)) == len(masked)  # identical only where identical bytes were sent again: to nobody here
 
 
-def test_a_helper_that_answers_greetings_alone_is_not_tried_again_and_again(
+def test_a_helper_that_answers_probes_alone_is_not_tried_again_and_again(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
 ) -> None:
     """Not because the other one is waited for, either, which every product does for a moment."""

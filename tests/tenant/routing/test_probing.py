@@ -14,8 +14,8 @@ from symbiosis_priv.checkpoints.manifest import Manifest
 from symbiosis_priv.errors import ConnectionLostError
 from symbiosis_priv.federation import Federation, Peer
 from symbiosis_priv.network import wire
-from tenant.routing.greeting import Greeter
 from tenant.routing.health import State, Tolerance
+from tenant.routing.probing import Prober
 from tenant.routing.route import Route
 from tenant.routing.routes import Routes
 from tests.vouching import Vouching
@@ -35,7 +35,7 @@ def test_nothing_is_kept_of_those_who_come_and_go(
         heard.release()
         raise ConnectionLostError("nobody there")
 
-    greeter = Greeter(
+    prober = Prober(
         routes,
         Manifest(version=1, weight_bits=10, groups=()),
         persist=lambda route, wanted: away(route),
@@ -44,13 +44,13 @@ def test_nothing_is_kept_of_those_who_come_and_go(
     )
     for last in range(20):
         routes.update([replace(peer, layers=LayerRange(0, last))])
-        greeter.revive()
+        prober.revive()
         assert heard.acquire(timeout=20)
-        for worker in greeter.workers:
+        for worker in prober.workers:
             assert worker.join(20)
-    assert len(greeter.workers) <= 1
-    assert len(greeter._errors) <= 1
-    assert not [thread for thread in threading.enumerate() if thread.name == "greet-gamma"]
+    assert len(prober.workers) <= 1
+    assert len(prober._errors) <= 1
+    assert not [thread for thread in threading.enumerate() if thread.name == "probe-gamma"]
 
 
 def test_who_announces_other_layers_does_not_begin_anew(

@@ -21,11 +21,11 @@ from tenant.routing.route import Route
 from tenant.routing.routes import Routes
 from tenant.worker import Worker
 
-Greeting = Callable[[Route], wire.Welcome]
+Probe = Callable[[Route], wire.Welcome]
 _GRACE_S = 0.25  # wait for providers that are not needed, so that the first products have a choice
 
 
-class Greeter:
+class Prober:
     """Connects to the providers of a session. Thread-safe.
 
     Args:
@@ -44,58 +44,58 @@ class Greeter:
         manifest: Manifest,
         *,
         persist: Callable[[Route, Callable[[], bool]], wire.Welcome],
-        try_once: Greeting,
+        try_once: Probe,
         closing: threading.Event,
         before: Callable[[], None] = lambda: None,
     ) -> None:
         self._routes, self._manifest, self._closing = routes, manifest, closing
         self._persist, self._try_once, self._before = persist, try_once, before
         self._lock = threading.Lock()
-        self._met: Future[None] | None = None
-        self._has_met = False
+        self._connecting: Future[None] | None = None
+        self._connected = False
         self._errors: dict[Route, SymbiosisError] = {}
-        self._workers: dict[Route, Worker] = {}  # no longer than a greeting: executors of registries come and go
+        self._workers: dict[Route, Worker] = {}  # no longer than a probe: executors of registries come and go
 
     @property
     def workers(self) -> Sequence[Worker]:
-        """Threads of greetings that are under way."""
+        """The threads of running probes."""
         with self._lock:
             return tuple(self._workers.values())
 
-    def meet(self) -> None:
+    def connect(self) -> None:
         """Connect to the needed providers, once per session. Several threads may wait in this method.
 
         Raises:
             UncoveredError: no executor serves some layers.
             SymbiosisError: a needed provider is away, or is not the expected one.
         """
-        if self._has_met:  # every product asks
+        if self._connected:  # every product asks
             return None
         with self._lock:
-            mine = self._met is None or self._met.done()
-            met = self._met = Future() if self._met is None or mine else self._met
+            mine = self._connecting is None or self._connecting.done()
+            connecting = self._connecting = Future() if self._connecting is None or mine else self._connecting
         if not mine:
-            return met.result()
+            return connecting.result()
         try:
-            self._meet()
+            self._connect()
         except BaseException as error:
-            met.set_exception(error)
+            connecting.set_exception(error)
             raise
-        self._has_met = True
-        met.set_result(None)
+        self._connected = True
+        connecting.set_result(None)
         return None
 
     def revive(self, urgent: Collection[Route] = ()) -> None:
-        """Reconnect in the background to providers whose pause is over; see `Routes.to_greet`."""
-        for route in self._routes.to_greet(urgent):
-            self._greet(route, self._try_once)
+        """Reconnect in the background to providers whose pause is over; see `Routes.to_probe`."""
+        for route in self._routes.to_probe(urgent):
+            self._probe(route, self._try_once)
 
-    def _meet(self) -> None:
+    def _connect(self) -> None:
         self._before()
         waiting = {
-            greeting
+            probe
             for route in (*self._routes.executors, *self._routes.helpers)
-            if route.peer not in self._routes.quarantined and (greeting := self._greet(route, self._until_enough))
+            if route.peer not in self._routes.quarantined and (probe := self._probe(route, self._until_enough))
         }
         grace_over: float | None = None
         while waiting:
@@ -139,16 +139,16 @@ class Greeter:
             return f"{route} serves {_text(served)}"
         return f"{route} was not heard ({self._errors.get(route, 'it is quarantined')})"
 
-    def _greet(self, route: Route, greeting: Greeting) -> Future[None] | None:
+    def _probe(self, route: Route, probe: Probe) -> Future[None] | None:
         with self._lock:
             if route in self._workers:
                 return None
-            worker = self._workers[route] = Worker(f"greet-{route.peer.name}")
-        return worker.submit(self._hear, route, greeting)
+            worker = self._workers[route] = Worker(f"probe-{route.peer.name}")
+        return worker.submit(self._run, route, probe)
 
-    def _hear(self, route: Route, greeting: Greeting) -> None:
+    def _run(self, route: Route, probe: Probe) -> None:
         try:
-            welcome = greeting(route)
+            welcome = probe(route)
         except SymbiosisError as error:
             here = {*self._routes.executors, *self._routes.helpers}
             with self._lock:
@@ -156,15 +156,17 @@ class Greeter:
             if not self._closing.is_set():
                 self._routes.failed(route, error)
         else:
-            self._routes.greeted(route, welcome)
+            self._routes.connected(route, welcome)
         finally:
             with self._lock:
                 self._workers.pop(route).stop()
 
 
 def check_expected(federation: Federation, manifest: Manifest) -> None:
-    """Raises `UncoveredError` if the federation file itself leaves layers out: every executor in it says what it is to
-    serve, and no registry may bring another one."""
+    """Raises `UncoveredError` if the federation file leaves layers out.
+
+    That is known only if every executor in the file has `layers`, and no registry may add another executor.
+    """
     ranges = [peer.layers for peer in federation.executors if peer.layers is not None]
     if federation.registries is not None or len(ranges) < len(federation.executors):
         return

@@ -1,8 +1,7 @@
-"""How a thread of the gateway asks the executor: one question at a time, with a deadline, and sure to end.
+"""The gateway's client of the executor: one request at a time, with a deadline.
 
-An executor that has ended answers nothing, and it is started again (`supervisor`). Whoever waited for it tells its
-tenant to ask again (`BUSY`) instead of waiting for nothing, as it tells everybody while the next one starts: a tenant
-may know another provider.
+The supervisor restarts an executor that has ended. The ended executor's requests are refused with BUSY, and so are new
+requests until the restart is complete: the tenant may ask another provider meanwhile.
 """
 
 from __future__ import annotations
@@ -15,63 +14,63 @@ from typing import NoReturn
 import msgspec
 
 from provider.executor import envelope
-from provider.executor.envelope import Ask, Envelope, ExecutorReport
+from provider.executor.envelope import Envelope, ExecutorReport, ReportRequest
 from provider.executor.handle import WATCH_S, ExecutorHandle
-from provider.executor.queues import Answer
+from provider.executor.queues import ExecutorAnswer
 from provider.refusal import Refusal
 from symbiosis_priv.network import wire
 
-_FRESH_S = 0.25  # of what the executor says about itself
-_GRACE_S = 1.0  # for the executor's own word that it is late, which comes after the slice that it is at
+_FRESH_S = 0.25  # a cached report is returned for this long
+_GRACE_S = 1.0  # after the deadline, for the executor's own answer that it is late: it finishes its slice first
 _NOTHING = memoryview(b"")
 
 
 class ExecutorClient:
-    """One gateway thread's line to the executor: one request at a time, always with a deadline.
+    """Asks the executor for one gateway thread: one request at a time, always with a deadline.
 
-    Every request gets one answer, also one that was cancelled or is late, unless its executor is lost. Until then the
-    executor may hold the request's memory.
+    Every request gets one answer, also a request that was cancelled or is late, unless the executor is lost. Until the
+    answer comes, the executor may hold the request's memory.
     """
 
     def __init__(self, handle: ExecutorHandle) -> None:
         self._handle = handle
-        self._line = handle.line()
+        self._channel = handle.open_channel()
         self._generation = handle.generation
-        self._owed = False  # an answer
+        self._owed = False  # True while an answer is outstanding
 
     @property
     def generation(self) -> int:
-        """Of the executor that was asked last."""
+        """Generation of the executor that received the last request."""
         return self._generation
 
     def __enter__(self) -> ExecutorClient:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._line.close()
+        self._channel.close()
 
     def require_present(self) -> None:
-        """Raises `Refusal` BUSY while the executor is being started again."""
+        """Raises `Refusal` BUSY while the executor restarts."""
         if not self._handle.present:
             self._give_up("the executor is being started again; ask again later")
 
     def send(self, message: Envelope, payload: memoryview = _NOTHING) -> None:
-        """Send a request; `receive` its answer."""
+        """Send a request. Call `receive` for its answer."""
         if self._owed:
             self._reconnect()
         self._generation = self._handle.generation
         self._owed = True
-        self._line.send(message, payload)
+        self._channel.send(message, payload)
 
-    def receive(self, *, deadline: float, gone: Callable[[], bool] = lambda: False) -> Answer:
-        """The answer.
+    def receive(self, *, deadline: float, gone: Callable[[], bool] = lambda: False) -> ExecutorAnswer:
+        """Wait for the answer to the last request.
 
         Args:
-            deadline: by `time.monotonic()`; the executor keeps it too, and answers that it is late.
-            gone: whether nobody waits for the answer any more: then it is cancelled, and comes soon.
+            deadline: by `time.monotonic()`. The executor also checks it, and answers a late request without a product.
+            gone: returns True if the tenant has left. The request is then cancelled, and its answer comes soon.
 
         Raises:
-            Refusal: BUSY if the executor died or does not even say that it is late, STOPPING if the provider is.
+            Refusal: BUSY if the executor ended or did not answer in time; STOPPING if the provider stops.
         """
         cancelled = False
         while (answer := self._receive()) is None:
@@ -86,13 +85,13 @@ class ExecutorClient:
         return answer
 
     def report(self, *, deadline: float) -> ExecutorReport:
-        """What the executor says about itself. Raises what `receive` does."""
-        self.send(Ask())
-        answer = self.receive(deadline=deadline - _GRACE_S)  # nobody says that a report is late
+        """Ask the executor for a report. Raises what `receive` raises."""
+        self.send(ReportRequest())
+        answer = self.receive(deadline=deadline - _GRACE_S)  # the executor sends no answer for a late report
         return msgspec.json.decode(answer.payload, type=ExecutorReport)
 
     def settle(self) -> None:
-        """Return when the executor holds nothing of the last request: it has answered, or it is no more."""
+        """Wait until the executor holds no memory of the last request: it has answered or ended."""
         while self._owed:
             if self._receive() is None and (self._lost or self._handle.stopping.is_set()):
                 self._reconnect()
@@ -101,30 +100,31 @@ class ExecutorClient:
     def _lost(self) -> bool:
         return self._handle.generation != self._generation
 
-    def _receive(self) -> Answer | None:
-        answer = self._line.receive(WATCH_S)
+    def _receive(self) -> ExecutorAnswer | None:
+        answer = self._channel.receive(WATCH_S)
         if answer is not None:
             self._owed = False
         return answer
 
     def cancel(self) -> None:
-        """Say that nobody waits for the answer any more; it still comes, soon."""
-        self._line.send(envelope.Cancel())
+        """Cancel the last request. Its answer still comes, soon."""
+        self._channel.send(envelope.Cancel())
 
     def _give_up(self, detail: str) -> NoReturn:
         stopping = self._handle.stopping.is_set()
         raise Refusal(wire.ErrorCode.STOPPING if stopping else wire.ErrorCode.BUSY, detail)
 
     def _reconnect(self) -> None:
-        # A late answer must not be taken for the next one's: it goes to a line that is no more.
+        # A late answer must not be mistaken for the answer to the next request: it is lost with its channel.
         self._owed = False
-        self._line.close()
-        self._line = self._handle.line()
+        self._channel.close()
+        self._channel = self._handle.open_channel()
 
 
-class Condition:
-    """What the executor said last about itself, for whoever asks for health: no number of askers has it say so more
-    often than once in a while, as nobody's share is charged for that. Thread-safe.
+class CachedReport:
+    """The executor's last report, shared by all connections that ask for health. Thread-safe.
+
+    The executor makes one report per 0.25 s at most, however many tenants ask: reports are not charged to tenants.
     """
 
     def __init__(self) -> None:
@@ -132,7 +132,12 @@ class Condition:
         self._said: tuple[float, ExecutorReport] | None = None
 
     def report(self, executor: ExecutorClient, *, timeout: float) -> ExecutorReport:
-        """The report, a moment old at most; `executor` is the asker's own. Raises what its `receive` does."""
+        """A report that is at most 0.25 s old. Raises what `ExecutorClient.receive` raises.
+
+        Args:
+            executor: the client of the calling thread.
+            timeout: seconds.
+        """
         executor.require_present()
         deadline = time.monotonic() + timeout
         if not self._asking.acquire(timeout=timeout):

@@ -1,8 +1,8 @@
-"""What the gateway says to its executor: a tenant's request, and what the scheduler must know about it.
+"""Messages from the gateway to its executor: tenants' requests, with the facts that the scheduler needs.
 
-A message is `[envelope, payload]` on one of `lines`. Every `Work` gets exactly one reply, `[head, payload]`,
-ready for the wire: the product, or a `Failure` when it is cancelled, too late or broken. So whoever asked knows when
-the executor holds none of its memory any more.
+A message is `[envelope, payload]`, sent over `queues`. Every `ProductRequest` gets exactly one answer, which is ready
+for the wire: the product, or a `Failure` if the request was cancelled, late or failed. When the answer arrives, the
+executor holds no memory of the request any more.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
 
 _KEYSTREAM_COST = 50  # multiply-adds that take as long as one keystream word
-_STEP_S = 60.0  # a tenant that has sent no backward request for so long has stopped training
+_STEP_S = 60.0  # a tenant without a backward request in this time has stopped training
 
 
-class Work(msgspec.Struct, frozen=True, kw_only=True, tag="work"):
-    """A product to compute.
+class ProductRequest(msgspec.Struct, frozen=True, kw_only=True, tag="work"):
+    """A tenant's request for a product.
 
     Args:
-        tenant: who asked.
-        stage: of its work.
-        weight: its share beside others.
-        arrival: when its last byte was here, by `time.monotonic()`, which the processes of one machine share.
-        deadline: when nobody waits for it any more, by the same clock.
-        request: checked against model, shapes and limits.
+        tenant: the tenant that sent the request.
+        stage: inference or fine-tuning.
+        weight: the tenant's weight in fair sharing.
+        arrival: time at which the last byte arrived, by `time.monotonic()`, which all processes of a machine share.
+        deadline: the time after which the gateway ignores the answer, by the same clock.
+        request: the request, checked against model, shapes and limits.
     """
 
     tenant: TenantIdentity
@@ -44,23 +44,23 @@ class Work(msgspec.Struct, frozen=True, kw_only=True, tag="work"):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """The sender's tenant has left: its work is worth nothing, and should be answered now."""
+    """The tenant has left: the executor should answer the sender's request now, without a product."""
 
 
-class Ask(msgspec.Struct, frozen=True, tag="ask"):
-    """How the executor is; the answer's payload is an `ExecutorReport`."""
+class ReportRequest(msgspec.Struct, frozen=True, tag="ask"):
+    """Ask for an `ExecutorReport`, which is the answer's payload."""
 
 
 class Wake(msgspec.Struct, frozen=True, tag="wake"):
-    """Keystream has been made."""
+    """Wakes the executor's thread: keystream rows are ready, or the thread would sleep for too long."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """Answer what has arrived, and end."""
+    """Ask the executor to answer all requests that have arrived, and to end."""
 
 
 class Histogram(msgspec.Struct, kw_only=True):
-    """How often a value was at most each of `bounds`; the last count is of those above."""
+    """Counts of observed values: one count per upper bound in `bounds`, and a last one for values above all bounds."""
 
     bounds: tuple[float, ...]
     counts: list[int] = []
@@ -70,7 +70,7 @@ class Histogram(msgspec.Struct, kw_only=True):
         self.counts = self.counts or [0] * (len(self.bounds) + 1)
 
     def observe(self, value: float) -> None:
-        """One more."""
+        """Count a value."""
         self.counts[bisect.bisect_left(self.bounds, value)] += 1
         self.total += value
 
@@ -81,18 +81,18 @@ _SECOND_BOUNDS = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
 class ExecutorReport(msgspec.Struct, kw_only=True):
-    """What an executor has done since it started.
+    """Statistics of an executor since its start.
 
     Args:
-        first_group: the first layer group that is served.
-        groups, groups_loaded: how many are served, and how many of those are in memory.
-        resident: bytes of its process.
-        waiting: requests by stage.
-        late, cancelled, failed: requests that were answered without a product.
-        uptime, idle, seconds: how long it has been there, has waited for something to do, and has multiplied; the rest
-            of its time went into taking in, batching and answering.
-        heat: rows by layer group, from the first one that is served.
-        batch_rows, batch_requests: of each product.
+        first_group: index of the first layer group that is served.
+        groups, groups_loaded: number of layer groups that are served, and number of those in memory.
+        resident: resident memory of the executor's process, in bytes.
+        waiting: number of waiting requests by stage.
+        late, cancelled, failed: number of requests that were answered without a product.
+        uptime, idle, seconds: seconds since the start, seconds without work, and seconds in products. The rest of the
+            uptime was spent on receiving, batching and answering.
+        heat: rows by layer group, from `first_group` on.
+        batch_rows, batch_requests: rows and requests per product.
         waits: seconds from a request's arrival to its first product, by stage.
     """
 
@@ -115,18 +115,20 @@ class ExecutorReport(msgspec.Struct, kw_only=True):
     )
 
 
-Envelope = Work | Cancel | Ask | Wake | Stop
+Envelope = ProductRequest | Cancel | ReportRequest | Wake | Stop
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Envelope).decode
 
 
 class Stages:
-    """Tells inference from fine-tuning, for each tenant and not for each connection: a tenant that sends its forward
-    requests on one connection and its backward requests on another one is fine-tuning. Thread-safe.
+    """Tells inference from fine-tuning. Thread-safe.
+
+    The stage is found per tenant and not per connection: a tenant that sends forward requests on one connection and
+    backward requests on another is fine-tuning.
 
     Args:
-        few_rows: a forward request of more rows is never inference.
+        few_rows: a forward request with more rows is never inference.
     """
 
     def __init__(self, few_rows: int) -> None:
@@ -134,8 +136,11 @@ class Stages:
         self._last_backward: dict[TenantIdentity, float] = {}
 
     def of(self, tenant: TenantIdentity, request: wire.Execute | wire.Effect, now: float) -> Stage:
-        """The stage of a request that arrives `now`, in seconds of a monotonic clock. A forward request of few rows is
-        inference, unless its tenant has sent a backward request within the last minute.
+        """The stage of a request. A forward request of few rows is inference, unless its tenant has sent a backward
+        request within the last minute.
+
+        Args:
+            now: arrival of the request, in seconds of a monotonic clock.
         """
         if request.direction != FORWARD:
             self._last_backward[tenant] = now
@@ -144,12 +149,12 @@ class Stages:
 
 
 def row_work(request: wire.Execute | wire.Effect, entry: GroupEntry) -> int:
-    """Multiply-adds of one row's product."""
+    """Number of multiply-adds of one row's product."""
     inputs, outputs = entry.columns(request.direction)
     return inputs * outputs
 
 
 def row_cost(request: wire.Execute | wire.Effect, entry: GroupEntry) -> int:
-    """What one row takes, in multiply-adds: an effect's keystream included."""
+    """Cost of one row, in multiply-adds. Includes the keystream of an effect."""
     inputs, _ = entry.columns(request.direction)
     return row_work(request, entry) + (_KEYSTREAM_COST * inputs if isinstance(request, wire.Effect) else 0)

@@ -1,26 +1,24 @@
-"""The executor: takes requests from the gateway's threads, batches them per layer group, computes, replies.
+"""The executor: takes requests from the gateway's threads, batches them per layer group, computes and answers.
 
-Theory of operation. One thread owns the model and an `Inbox`. It drains what has arrived into a `Scheduler`, which
-says whose rows are multiplied next: their rows are flattened to one matrix without padding, multiplied once, and the
-product's row slices are sent back as they lie in memory. A request that is larger than a slice is multiplied piece by
-piece into a matrix of its own, and others have their turns in between. A helper's effect is the product of keystream
-rows, which a thread of their own makes a slice ahead; it joins the ring batch of its group. Ring results do not depend
-on what else is in the batch; float results may, within rounding. With nothing to do it loads what nobody has asked for
-yet, one small step at a time, so that no tenant waits for the whole of it.
+Theory of operation. One thread owns the model and an `Inbox`. The thread passes arrived requests to a `Scheduler`,
+which picks the rows of the next product. These rows are joined to one matrix without padding and multiplied once; the
+answers are row slices of the product, without a copy. A request that is larger than a slice is multiplied piece by
+piece into its own matrix, and other requests are multiplied between the pieces. A helper's effect is the product of
+keystream rows, which another thread makes one slice ahead; effects and masked rows of a layer group share products.
+Ring results do not depend on the other rows of a product; float results may, within rounding. An idle executor loads
+layer groups that are not in memory yet, in small steps, so that no tenant waits for the whole model.
 
-Rows are bytes all the way (`row_bytes`), and a matrix for the product only: every operation of torch's lets go of the
-interpreter's lock, and getting it back from the gateway's threads took a third of this thread's time when sixteen
-tenants asked.
+Rows are handled as bytes (`row_bytes`), and become a matrix for the product only. Every torch operation releases the
+GIL, and waiting for the GIL took a third of this thread's time when sixteen tenants asked.
 
-A thread that is woken begins 20 to 50 µs later, and a small product takes no longer than two of those. So a thread of
-the gateway in this process that brings a few rows while the executor rests computes them itself, as the executor, whose
-turn it takes (`_serve_at_once`). It takes in nothing else, and whatever it cannot finish is left to the executor's own
-thread.
+Waking a thread takes 20 to 50 µs, and a small product takes no longer than two wake-ups. So a gateway thread in this
+process that sends a few rows to an idle executor computes the product itself, while it holds the executor's lock
+(`_serve_inline`). The gateway thread takes in no other message, and leaves the rest to the executor's own thread.
 
-Requests come from the gateway's threads, in this process or another one (`lines`), and have been checked by then;
-`envelope` says what they look like. A request that its tenant has left, or that is late, is answered at once and not
-multiplied. No request leaves anything behind, and an answer that shares a large product with others is cut loose from
-it, so that whoever reads slowly keeps no more in memory than its own rows.
+Requests come from the gateway's threads, in this process or another one (`queues`), as `envelope` defines them. The
+gateway has checked them. A request that is late, or whose tenant has left, is answered at once without a product. The
+executor keeps nothing of an answered request. An answer that is a small part of a large product is copied, so that a
+tenant that reads slowly keeps its own rows in memory only.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ from provider.config.schema import ProviderConfig, SchedulerConfig
 from provider.executor import envelope
 from provider.executor.envelope import ExecutorReport
 from provider.executor.keystream_maker import KeystreamMaker
-from provider.executor.queues import Answer, Inbox, Message
+from provider.executor.queues import ExecutorAnswer, Inbox, InboxMessage
 from provider.executor.row_bytes import copy_of, empty, fill, joined
 from provider.products.model import ServedModel, open_store
 from provider.products.operands import Operands
@@ -56,22 +54,22 @@ from symbiosis_priv.network import wire
 log = logs.EventLog(__name__)
 
 _KEYSTREAM_SLICE = 4 << 20  # bytes
-_SHARED_BYTES = 1 << 20  # of a product whose parts may all be kept by whoever is last to read one
-_SHARED_PARTS = 4  # or of one with so few equal parts
+_SHARED_BYTES = 1 << 20  # answers are not copied from products of up to this size, which the last answer keeps alive
+_SHARED_PARTS = 4  # nor from products of at most this many times the answer's size
 _NOTHING = memoryview(b"")
 
 
 @dataclass(kw_only=True, eq=False)
 class _Job(Job):
-    """One request and whom to answer.
+    """One request in the executor.
 
     Args:
-        sender: whom the inbox answers.
-        request: what it asks.
-        payload: its rows, or empty.
-        made: an effect's keystream rows that are not multiplied yet, `ready - taken` of them.
-        asked: how many of its keystream rows have been ordered.
-        result: all rows of the product, of a request that is taken piece by piece.
+        sender: the sender that the inbox sends the answer to.
+        request: the request.
+        payload: the request's rows; empty for an effect, None after the answer.
+        made: keystream rows of an effect that are not multiplied yet; `ready - taken` rows.
+        asked: number of keystream rows that were ordered.
+        result: all rows of the product, for a request that is multiplied piece by piece.
     """
 
     sender: Hashable
@@ -86,10 +84,10 @@ class Executor:
     """Serves products until stopped.
 
     Args:
-        model: what to multiply by.
-        inbox: where requests come from; closed at the end.
-        scheduling: whose rows are multiplied when.
-        warm_up: load every layer group while there is nothing else to do, not only on first use.
+        model: the frozen linears.
+        inbox: the source of requests; closed at the end.
+        scheduling: options of the scheduler.
+        warm_up: load every layer group while the executor is idle, and not on first use.
     """
 
     def __init__(
@@ -106,17 +104,17 @@ class Executor:
         self._scheduler: Scheduler[_Job] = Scheduler(scheduling.as_policy())
         served = model.served
         self._report = ExecutorReport(first_group=served.start, groups=len(served), heat=[0] * len(served))
-        self._jobs: dict[Hashable, _Job] = {}  # by sender, each of whom waits for one answer at a time
+        self._jobs: dict[Hashable, _Job] = {}  # by sender: each sender has one request at a time
         self._stopped = False
         self._started = time.monotonic()
-        self._turn = threading.Lock()  # whose it is uses everything here
-        self._resting_since: float | None = None  # nothing to do but to wait for messages
-        self._resting_until = math.inf  # or until somebody has waited for long enough
-        self._broken: BaseException | None = None  # by whoever else had the turn
-        inbox.lend(self._serve_at_once)
+        self._turn = threading.Lock()  # guards the whole state of the executor
+        self._resting_since: float | None = None  # set while the executor waits for messages
+        self._resting_until = math.inf  # the next deadline of the scheduler
+        self._broken: BaseException | None = None  # an exception of `_serve_inline` in another thread
+        inbox.set_inline_handler(self._serve_inline)
 
     def run(self) -> None:
-        """Serve until `stop`; every request that arrived before is answered."""
+        """Serve until `stop`. Every request that arrived before `stop` is answered."""
         with contextlib.closing(self._inbox), torch.no_grad():
             self._maker: KeystreamMaker[_Job] = KeystreamMaker(lambda: self._inbox.post(envelope.Wake()))
             try:
@@ -128,11 +126,11 @@ class Executor:
                 self._maker.close()
 
     def stop(self) -> None:
-        """Ask `run` to end. From any thread."""
+        """Ask `run` to end. Can be called from any thread."""
         self._inbox.post(envelope.Stop())
 
     def _take_turn(self) -> float | None:
-        """A step of the executor's own thread; returns how many seconds it may wait for messages, None at the end."""
+        """Run one step in the executor's own thread. Returns the seconds to wait for messages, or None at the end."""
         with self._turn:
             if self._broken is not None:
                 raise self._broken
@@ -142,7 +140,7 @@ class Executor:
             return self._step()
 
     def _step(self) -> float:
-        """Take in what has arrived, and run one batch of what is there; returns for how long to wait for messages."""
+        """Take in all arrived messages and run one batch. Returns the seconds to wait for messages."""
         self._receive()
         now = time.monotonic()
         for job in self._scheduler.expire(now):
@@ -159,7 +157,7 @@ class Executor:
         return self._rest(now)
 
     def _rest(self, now: float) -> float:
-        """Nothing can be multiplied; returns for how long."""
+        """Begin to rest, because nothing can be multiplied. Returns the seconds until the scheduler's next deadline."""
         until = self._scheduler.next_deadline(now)
         self._resting_until = math.inf if until is None else until
         self._resting_since = time.monotonic()
@@ -170,10 +168,10 @@ class Executor:
             self._report.idle += time.monotonic() - self._resting_since
             self._resting_since = None
 
-    def _serve_at_once(self, message: Message) -> bool:
-        """Take the executor's turn for a request of few rows, in the thread that brings it; whether it was taken in.
+    def _serve_inline(self, message: InboxMessage) -> bool:
+        """Serve a request of few rows in the thread that sends it. Returns False if the request must be queued.
 
-        Only while the executor's thread waits, as do jobs that could go if it did not: nobody is overtaken.
+        Works only while the executor's own thread rests and every other request waits: no request is overtaken.
         """
         rests = self._resting_since is not None
         if not rests or not _is_brief(message.envelope) or not self._model.serves_from_any_thread:
@@ -189,9 +187,9 @@ class Executor:
                 self._run_batch(pieces)
             wakes = self._resting_until
             self._rest(time.monotonic())
-            if self._resting_until < wakes:  # the executor's own thread would sleep for too long
+            if self._resting_until < wakes:  # the executor's own thread would otherwise sleep past the new deadline
                 self._inbox.post(envelope.Wake())
-        except BaseException as error:  # the executor's thread ends with it, as if it had been its own
+        except BaseException as error:  # the executor's thread raises it and ends
             self._broken = error
             self._inbox.post(envelope.Wake())
         finally:
@@ -201,24 +199,24 @@ class Executor:
     # Messages
 
     def _receive(self) -> None:
-        """Take in everything that has arrived."""
+        """Take in all arrived messages."""
         for message in self._inbox.arrived():
             self._take_in(message)
 
-    def _take_in(self, message: Message) -> None:
+    def _take_in(self, message: InboxMessage) -> None:
         match message.envelope:
-            case envelope.Work() as work:
+            case envelope.ProductRequest() as work:
                 self._accept(message.sender, work, message.payload)
             case envelope.Cancel():
                 self._cancel(message.sender)
-            case envelope.Ask():
+            case envelope.ReportRequest():
                 self._answer_report(message.sender)
             case envelope.Wake():
                 self._take_keystream()
             case envelope.Stop():
                 self._stopped = True
 
-    def _accept(self, sender: Hashable, work: envelope.Work, payload: memoryview) -> None:
+    def _accept(self, sender: Hashable, work: envelope.ProductRequest, payload: memoryview) -> None:
         request = work.request
         entry = self._model.manifest.groups[request.group]
         job = _Job(
@@ -242,7 +240,7 @@ class Executor:
 
     def _cancel(self, sender: Hashable) -> None:
         job = self._jobs.get(sender)
-        if job is not None:  # else its answer is on the way
+        if job is not None:  # otherwise it has been answered
             self._report.cancelled += 1
             self._fail(job, wire.ErrorCode.BUSY, "the tenant has left")
 
@@ -252,12 +250,12 @@ class Executor:
         report.waiting = self._scheduler.waiting()
         report.resident = _resident_bytes()
         report.uptime = time.monotonic() - self._started
-        self._inbox.answer(sender, Answer(b"", memoryview(msgspec.json.encode(report)), 0))
+        self._inbox.answer(sender, ExecutorAnswer(b"", memoryview(msgspec.json.encode(report)), 0))
 
     # Keystream
 
     def _order_keystream(self, job: _Job) -> None:
-        """Have an effect's next rows made: one slice while another one is multiplied."""
+        """Order the next keystream slice of an effect, which is made while the slice before is multiplied."""
         if not isinstance(job.request, wire.Effect) or job.left or job.asked == job.rows:
             return
         inputs, _ = self._model.manifest.groups[job.request.group].columns(job.request.direction)
@@ -283,7 +281,7 @@ class Executor:
     # Products
 
     def _warm_up(self, cold: Iterator[None]) -> None:
-        """One step of it."""
+        """Run one step of the warm-up."""
         try:
             next(cold)
         except (DeviceLostError, RankLostError):
@@ -291,7 +289,7 @@ class Executor:
         except StopIteration:
             self._cold = None
             log.info("warmed_up", groups=self._model.groups_loaded)
-        except Exception as error:  # a tenant that needs that group will be told; the others are loaded when asked for
+        except Exception as error:  # groups are loaded on first use from now on, and errors reach the tenant
             self._cold = None
             log.failure("warm_up_failed", error)
             self._model.require_device()
@@ -303,27 +301,27 @@ class Executor:
             rows = wire.encoding_of(arithmetic).unpack(flat, rows=sum(piece.rows for piece in pieces))
             begun = time.monotonic()
             product = self._model.product(rows, group=group, direction=direction, arithmetic=arithmetic)
-        except RankLostError:  # what computes has ended, and so must this process
+        except RankLostError:  # the group of ranks has ended, and this process must end too
             raise
-        except Exception as error:  # lack of memory, say: the next batch may go well
+        except Exception as error:  # for example lack of memory: the next batch may succeed
             self._break([piece.job for piece in pieces], error)
             self._model.require_device()
             return
-        del rows, flat  # whoever is answered may count on it
+        del rows, flat  # the executor must not hold a request's memory when it answers
         now = time.monotonic()
         self._scheduler.done(pieces, now=now, seconds=now - begun)
         self._note(pieces, begun, now)
         self._hand_out(pieces, product, wire.encoding_of(arithmetic))
 
     def _hand_out(self, pieces: list[Piece[_Job]], product: Tensor, encoding: wire.Encoding) -> None:
-        """Every piece its rows of the product."""
+        """Give every piece its rows of the product."""
         row_bytes = encoding.size(1, product.shape[1])
         body, start = encoding.pack(product), 0
         for piece in pieces:
             part = body[start : start + piece.rows * row_bytes]
             start += len(part)
             shared = len(body) > max(_SHARED_BYTES, _SHARED_PARTS * len(part))
-            whole = piece.rows == piece.job.rows  # else it is copied anyway
+            whole = piece.rows == piece.job.rows  # otherwise `_finish` copies the part
             self._finish(piece, copy_of(part) if shared and whole else part)
 
     def _note(self, pieces: list[Piece[_Job]], begun: float, now: float) -> None:
@@ -337,10 +335,10 @@ class Executor:
                 report.waits[piece.job.stage].observe(begun - piece.job.arrival)
 
     def _rows(self, piece: Piece[_Job]) -> memoryview:
-        """A piece's rows, in the memory they arrived in."""
+        """The rows of a piece, without a copy."""
         job = piece.job
         if isinstance(job.request, wire.Execute):
-            assert job.payload is not None  # it is not answered yet
+            assert job.payload is not None  # None only after the answer
             row_bytes = len(job.payload) // job.rows
             return job.payload[piece.start * row_bytes : piece.stop * row_bytes]
         size = piece.rows * (len(job.made) // (job.ready - piece.start))
@@ -348,7 +346,7 @@ class Executor:
         return rows
 
     def _finish(self, piece: Piece[_Job], product: memoryview) -> None:
-        """Answer a job whose last rows these are; keep them if more will come."""
+        """Answer a job after its last piece; store the rows of the pieces before."""
         job = piece.job
         if piece.rows < job.rows:
             row_bytes = len(product) // piece.rows
@@ -362,7 +360,7 @@ class Executor:
         self._send_result(job, product)
 
     def _break(self, jobs: list[_Job], error: Exception) -> None:
-        """Something here broke: the log has the reason, the tenants have none."""
+        """Answer jobs whose product failed. The log holds the reason; the tenants' answers do not."""
         log.failure("batch_failed", error, group=jobs[0].request.group, requests=len(jobs))
         self._report.failed += len(jobs)
         for job in jobs:
@@ -378,23 +376,23 @@ class Executor:
         self._answer(job, wire.Result.answering(job.request), product)
 
     def _answer(self, job: _Job, reply: wire.Message, body: memoryview = _NOTHING) -> None:
-        """The one answer that a job gets. What it held is free before its asker hears of it."""
+        """Send the one answer of a job. The memory of the job is free before the answer is sent."""
         del self._jobs[job.sender]
         job.payload = job.result = None
         job.made = _NOTHING
-        self._inbox.answer(job.sender, Answer(wire.encode(reply, payload_bytes=len(body)), body, job.taken))
+        self._inbox.answer(job.sender, ExecutorAnswer(wire.encode(reply, payload_bytes=len(body)), body, job.taken))
 
 
 def _is_brief(message: envelope.Envelope) -> bool:
     return (
-        isinstance(message, envelope.Work)
+        isinstance(message, envelope.ProductRequest)
         and message.stage == "inference"
-        and isinstance(message.request, wire.Execute)  # an effect's keystream is made by another thread
+        and isinstance(message.request, wire.Execute)  # the keystream of an effect is made by another thread
     )
 
 
 def _resident_bytes() -> int:
-    """Memory of this process, where the system says so; else 0."""
+    """Resident memory of this process in bytes; 0 on systems without /proc."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
@@ -402,11 +400,11 @@ def _resident_bytes() -> int:
 
 
 def build(config: ProviderConfig, *, model_digest: str, inbox: Inbox) -> Executor:
-    """The executor that a configuration describes.
+    """Make the executor for a configuration.
 
     Raises:
         ConfigError: the device or the kernel cannot be used.
-        CheckpointError: the checkpoint is not any more the one that the gateway has announced.
+        CheckpointError: the checkpoint has changed since the gateway read its digest.
     """
     settings = config.executor
     store = open_store(config, shardable=dist.is_initialized())
@@ -414,7 +412,7 @@ def build(config: ProviderConfig, *, model_digest: str, inbox: Inbox) -> Executo
         raise CheckpointError(f"{store.path} changed while it was in use; start the provider again")
     operands: Operands | None = None
     if dist.is_initialized():  # this is rank 0 of a group
-        from provider.shards.sharded import ShardedOperands  # FSDP: only for those who shard
+        from provider.shards.sharded import ShardedOperands  # imports FSDP, which only sharded executors need
 
         operands = ShardedOperands(store, sharding=settings.sharding)
     model = ServedModel(store, operands=operands, float_memory=settings.float_memory)

@@ -1,8 +1,8 @@
-"""A running executor as the gateway knows it, and the guard that asks it how it is.
+"""The gateway's view of a running executor, and the guard that notices an executor that hangs.
 
-`generation` counts its executor's ends: a thread that waits for an answer notices that the executor it asked is gone. A
-guard asks every second; an executor that gives no answer for too long hangs, and what is done about that differs by
-kind (`supervisor`).
+`generation` counts the ends of the executor, so that a thread that waits for an answer notices that the executor has
+ended. The guard asks the executor for a report every second. An executor that does not answer within
+`[executor] hang_timeout_s` hangs; each kind of executor reacts in its own way (`supervisor`).
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from abc import ABC, abstractmethod
 
 from provider import logs
 from provider.config.schema import ProviderConfig
-from provider.executor.envelope import Ask
-from provider.executor.queues import Line
+from provider.executor.envelope import ReportRequest
+from provider.executor.queues import RequestChannel
 
 log = logs.EventLog(__name__)
 
 WATCH_S = 0.1
-"""How often a waiting thread looks whether its executor still lives."""
+"""Seconds after which a waiting thread checks again that its executor has not ended."""
 STARTUP_S = 300.0
-"""How long an executor may take until its first answer."""
-_GUARD_S = 1.0  # how often it is asked how it is
+"""Seconds that an executor may take to its first answer."""
+_GUARD_S = 1.0  # pause between two reports
 
 
 class ExecutorHandle(ABC):
-    """A running executor, seen from the gateway.
+    """A running executor, as the gateway sees it.
 
     Args:
-        config: the provider's.
-        model_digest: what it must serve, also when it is started again.
+        config: the provider's configuration.
+        model_digest: digest of the model that the executor must serve, also after a restart.
     """
 
     def __init__(self, config: ProviderConfig, *, model_digest: str) -> None:
@@ -39,43 +39,43 @@ class ExecutorHandle(ABC):
         self.model_digest = model_digest
         self.generation = 0
         self.hangs = 0
-        self._answered = -1  # the last generation that has
+        self._answered = -1  # the last generation that has answered
         self.stopping = threading.Event()
         self._guard = threading.Thread(target=self._run_guard, name="executor-guard", daemon=True)
 
     @property
     def present(self) -> bool:
-        """Whether the executor has answered since it was started last, and has not ended."""
+        """True if the executor has answered since its last start and has not ended."""
         return self._answered == self.generation
 
     @abstractmethod
     def start(self) -> None:
-        """Start; returns when the executor answers. Raises what it failed with."""
+        """Start the executor and wait for its first answer. Raises the error that prevents the start."""
 
     @abstractmethod
     def stop(self, timeout: float) -> None:
-        """Stop, after the gateway has. Does nothing to an executor that was not started."""
+        """Stop the executor, after the gateway has stopped. Does nothing if the executor was not started."""
 
     @abstractmethod
-    def line(self) -> Line:
-        """For one of the gateway's threads."""
+    def open_channel(self) -> RequestChannel:
+        """Make a channel for one thread of the gateway."""
 
-    def close(self) -> None:  # noqa: B027 - not every kind has something left
-        """After `stop`, when every line is closed."""
+    def close(self) -> None:  # noqa: B027 - only some kinds have something to close
+        """Free the resources. Call this after `stop`, when every channel is closed."""
 
     @abstractmethod
     def _hung(self) -> None:
-        """It does not answer any more."""
+        """React to an executor that does not answer any more."""
 
     def _run_guard(self) -> None:
         while not self.stopping.wait(_GUARD_S):
             generation, settings = self.generation, self.config.executor
             patience = settings.hang_timeout_s + (settings.group_timeout_s if settings.ranks > 1 else 0.0)
-            if not self.present:  # one that starts may take its time
+            if not self.present:  # a start takes longer than an answer
                 patience = max(patience, STARTUP_S)
             try:
                 answers = self._answers(within=patience)
-            except Exception as error:  # it was not even asked: the machine may be out of descriptors, for now
+            except Exception as error:  # the request was not sent: for example no descriptor was free
                 log.failure("executor_not_asked", error)
                 continue
             if answers:
@@ -86,11 +86,11 @@ class ExecutorHandle(ABC):
                 self._hung()
 
     def _answers(self, *, within: float) -> bool:
-        """Whether it says how it is in time. It may be started again meanwhile, or stopped: then it does not."""
+        """Ask for a report. Returns False if none comes in time, or if the executor restarts or stops meanwhile."""
         generation, deadline = self.generation, time.monotonic() + within
-        with contextlib.closing(self.line()) as line:
-            line.send(Ask())
-            while line.receive(WATCH_S) is None:
+        with contextlib.closing(self.open_channel()) as channel:
+            channel.send(ReportRequest())
+            while channel.receive(WATCH_S) is None:
                 if time.monotonic() > deadline or generation != self.generation or self.stopping.is_set():
                     return False
         return True

@@ -1,7 +1,7 @@
-"""Keystream for helpers' effects, made slice by slice in a thread of its own: the one that multiplies never waits.
+"""Expands the keystream for helpers' effects in a separate thread, so that products do not wait for it.
 
-A tenant's slices are made one after the other, tenants by turns, so that a large effect holds up nobody's small one.
-AES runs without the interpreter's lock.
+The thread serves tenants in round-robin order, one slice at a time: a small effect does not wait for another tenant's
+large effect. AES runs without the GIL.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class _Slice(Generic[J]):
 
 
 class KeystreamMaker(Generic[J]):
-    """Makes slices in the background.
+    """Makes keystream slices in a thread of its own.
 
     Args:
-        wake: called from the maker's thread whenever a slice has been made.
+        wake: called in the maker's thread after each slice.
     """
 
     def __init__(self, wake: Callable[[], object]) -> None:
@@ -42,24 +42,24 @@ class KeystreamMaker(Generic[J]):
         self._thread.start()
 
     def want(self, job: J, tenant: Hashable, make: Callable[[], Tensor]) -> None:
-        """Have `make` called in this tenant's turn; what it returns or raises comes out of `made` with the job."""
+        """Queue a slice of a tenant. `made` returns the job with the result of `make`, or with its exception."""
         with self._changed:
             self._wanted.put(tenant, _Slice(job, make))
             self._changed.notify()
 
     def forget(self, job: J, tenant: Hashable) -> None:
-        """Make nothing more for a job. One slice may be in the making."""
+        """Drop the queued slices of a job. A slice that the thread is making still arrives in `made`."""
         with self._changed:
             for wanted in self._wanted.of(tenant):
                 if wanted.job is job:
                     self._wanted.remove(tenant, wanted)
 
     def made(self) -> list[tuple[J, Tensor | Exception]]:
-        """What has been made since the last call, int32 `[rows, inputs]` each."""
+        """The slices made since the last call: the job, with int32 `[rows, inputs]` or an exception."""
         return [self._made.popleft() for _ in range(len(self._made))]
 
     def close(self) -> None:
-        """Finish the slice in the making, and end."""
+        """Finish the current slice, and end the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -69,10 +69,10 @@ class KeystreamMaker(Generic[J]):
         while (wanted := self._next()) is not None:
             try:
                 outcome: Tensor | Exception = wanted.make()
-            except Exception as error:  # the executor answers for it
+            except Exception as error:  # the executor answers the request with a failure
                 outcome = error
             self._made.append((wanted.job, outcome))
-            del wanted, outcome  # not to be kept until the next one comes
+            del wanted, outcome  # frees the memory before the thread waits
             self._wake()
 
     def _next(self) -> _Slice[J] | None:

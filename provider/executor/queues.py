@@ -1,11 +1,11 @@
-"""How the gateway's threads reach the executor: by hand where it is a thread beside them, else by ZeroMQ.
+"""Queues between the gateway's threads and the executor: in one process or over ZeroMQ.
 
-Theory of operation. The executor has an `Inbox`, and each of the gateway's threads a `Line` to it with one question at
-a time: `[envelope, payload]` there, an `Answer` back. In one process nothing is encoded or copied, and a message
-is handed over in a queue that does not let go of the interpreter's lock. (Every call of ZeroMQ does, so an executor
-that answered sixteen askers that way queued for the lock behind those whom it had just woken, for a fifth of its time.)
-An executor that has nothing to do may have the asker's thread compute the answer, and nobody is woken at all (`lend`).
-Between processes a message goes through a private `ipc://` socket.
+Theory of operation. The executor has an `Inbox`. Each thread of the gateway has a `RequestChannel` to the inbox, sends
+one `[envelope, payload]` at a time and receives one `ExecutorAnswer`. Within a process, messages are neither encoded
+nor copied, and pass through a queue that does not release the GIL. (Every call of ZeroMQ releases the GIL: with sixteen
+senders, the executor spent a fifth of its time waiting for the GIL.) An idle executor may let the sender's thread
+compute the answer, so that no thread has to be woken (`set_inline_handler`). Between processes, messages pass through a
+private `ipc://` socket.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from symbiosis_priv.errors import ConfigError
 Context = zmq.Context[zmq.Socket[bytes]]
 
 _NOTHING = memoryview(b"")
-_POSTS = "inproc://executor"  # by which the process of a `SocketInbox` reaches its own
+_POSTS = "inproc://executor"  # carries the messages of `SocketInbox.post`
 _LINGER_MS = 1000
 _ROWS_BYTES = 4
 
 
-class Message(NamedTuple):
-    """What somebody has sent, and to whom the answer goes."""
+class InboxMessage(NamedTuple):
+    """A message in an inbox, with its sender, which the answer is sent to."""
 
     sender: Hashable
     envelope: Envelope
     payload: memoryview
 
 
-class Answer(NamedTuple):
-    """What the executor says.
+class ExecutorAnswer(NamedTuple):
+    """The executor's answer to one request.
 
     Args:
-        head: prefix and header, ready for the wire.
-        payload: what follows it.
-        rows: of the request, that have been multiplied: all of them, or those before it was given up.
+        head: frame prefix and header, ready for the wire.
+        payload: the payload of the frame.
+        rows: number of rows that were multiplied: all rows of the request, or those before it was dropped.
     """
 
     head: bytes
@@ -54,74 +54,78 @@ class Answer(NamedTuple):
     rows: int
 
 
-Serve = Callable[[Message], bool]
-"""Serve a message in the thread that brings it; False if it should be queued."""
+InlineHandler = Callable[[InboxMessage], bool]
+"""Serves a message in the thread of its sender. Returns False if the message must be queued."""
 
 
 class Inbox(ABC):
-    """The executor's end. All but `post` belong to its thread, or to an asker's while that has its turn (`lend`)."""
+    """The executor's end of the queues.
 
-    def lend(self, serve: Serve) -> None:  # noqa: B027 - not every kind has askers in this process
-        """Have askers try this before they queue."""
+    Only `post` can be called from any thread. The other methods belong to the executor's thread, or to the thread that
+    runs the inline handler.
+    """
+
+    def set_inline_handler(self, handler: InlineHandler) -> None:  # noqa: B027 - only senders in this process can use it
+        """Let senders in this process call `handler` before they queue a message."""
 
     @abstractmethod
-    def arrived(self) -> Iterator[Message]:
-        """What has come, without waiting."""
+    def arrived(self) -> Iterator[InboxMessage]:
+        """Yield the messages that have arrived, without waiting."""
 
     @abstractmethod
     def wait(self, seconds: float | None) -> None:
-        """Until something has come, at most so long."""
+        """Wait for a message for at most `seconds`; None waits without a limit."""
 
     @abstractmethod
-    def answer(self, sender: Hashable, answer: Answer) -> None:
-        """Send an answer; one whose asker has gone is forgotten."""
+    def answer(self, sender: Hashable, answer: ExecutorAnswer) -> None:
+        """Send an answer. The answer is dropped if its sender has closed its channel."""
 
     @abstractmethod
     def post(self, message: Envelope) -> None:
-        """Say something from another thread of this process; nobody is answered."""
+        """Send a message that has no answer, from any thread of this process."""
 
     @abstractmethod
     def close(self) -> None:
-        """Nothing comes any more."""
+        """Close the inbox, and drop the messages in it."""
 
 
-class Line(ABC):
-    """One asker's end."""
+class RequestChannel(ABC):
+    """A sender's end of the queues."""
 
     @abstractmethod
     def send(self, message: Envelope, payload: memoryview = _NOTHING) -> None:
-        """Ask, or say that the answer is not wanted any more. The answer may be there when this returns."""
+        """Send a request, or cancel the last one. The answer may have arrived when this method returns."""
 
     @abstractmethod
-    def receive(self, seconds: float) -> Answer | None:
-        """The answer; None if it has not come within so many seconds."""
+    def receive(self, seconds: float) -> ExecutorAnswer | None:
+        """Return the answer, or None if no answer arrives within `seconds`."""
 
     @abstractmethod
     def close(self) -> None:
-        """An answer that is still to come is forgotten."""
+        """Close the channel. An answer that arrives later is dropped."""
 
 
 class LocalInbox(Inbox):
-    """Of an executor in this process."""
+    """The inbox of an executor in this process."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._next: Message | None = None
-        self._serve: Serve = lambda _: False
+        self._queue: queue.SimpleQueue[InboxMessage] = queue.SimpleQueue()
+        self._next: InboxMessage | None = None
+        self._handler: InlineHandler = lambda _: False
 
-    def lend(self, serve: Serve) -> None:
-        self._serve = serve
+    def set_inline_handler(self, handler: InlineHandler) -> None:
+        self._handler = handler
 
-    def line(self) -> Line:
-        """A line to it."""
-        return _LocalLine(self)
+    def open_channel(self) -> RequestChannel:
+        """Make a channel to this inbox."""
+        return _LocalChannel(self)
 
-    def bring(self, message: Message) -> None:
-        """From an asker's thread."""
-        if not self._queue.empty() or not self._serve(message):
+    def deliver(self, message: InboxMessage) -> None:
+        """Serve or queue a message, in the thread of its sender."""
+        if not self._queue.empty() or not self._handler(message):
             self._queue.put(message)
 
-    def arrived(self) -> Iterator[Message]:
+    def arrived(self) -> Iterator[InboxMessage]:
         if (message := self._next) is not None:
             self._next = None
             yield message
@@ -138,45 +142,48 @@ class LocalInbox(Inbox):
             except queue.Empty:
                 return
 
-    def answer(self, sender: Hashable, answer: Answer) -> None:
+    def answer(self, sender: Hashable, answer: ExecutorAnswer) -> None:
         assert isinstance(sender, _Mailbox)
         sender.put(answer)
 
     def post(self, message: Envelope) -> None:
-        self._queue.put(Message(None, message, _NOTHING))
+        self._queue.put(InboxMessage(None, message, _NOTHING))
 
     def close(self) -> None:
         for _ in self.arrived():
             pass
 
 
-class _Mailbox(queue.SimpleQueue[Answer]):
+class _Mailbox(queue.SimpleQueue[ExecutorAnswer]):
     pass
 
 
-class _LocalLine(Line):
+class _LocalChannel(RequestChannel):
     def __init__(self, inbox: LocalInbox) -> None:
         self._inbox = inbox
         self._mailbox = _Mailbox()
 
     def send(self, message: Envelope, payload: memoryview = _NOTHING) -> None:
-        self._inbox.bring(Message(self._mailbox, message, payload))
+        self._inbox.deliver(InboxMessage(self._mailbox, message, payload))
 
-    def receive(self, seconds: float) -> Answer | None:
+    def receive(self, seconds: float) -> ExecutorAnswer | None:
         try:
             return self._mailbox.get(timeout=seconds)
         except queue.Empty:
             return None
 
     def close(self) -> None:
-        """The mailbox goes with whoever still knows it."""
+        """Does nothing: the mailbox is freed with its last reference."""
 
 
 class SocketInbox(Inbox):
-    """Of an executor whose askers are in another process.
+    """The inbox of an executor whose senders are in another process.
 
     Args:
-        endpoint: `ipc://` path to listen at; ConfigError if that cannot be done.
+        endpoint: `ipc://` path to listen at.
+
+    Raises:
+        ConfigError: the path cannot be used.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -190,17 +197,17 @@ class SocketInbox(Inbox):
             self.close()
             raise ConfigError(f"endpoint = {endpoint!r}: {error.strerror}; choose another path") from error
 
-    def arrived(self) -> Iterator[Message]:
-        receive = self._router.recv  # part by part: `recv_multipart` takes 5 µs longer, and so does sending so
+    def arrived(self) -> Iterator[InboxMessage]:
+        receive = self._router.recv  # part by part: `recv_multipart` and `send_multipart` take 5 µs longer
         while int(self._router.get(zmq.EVENTS)) & zmq.POLLIN:
             sender, head, payload = receive(), receive(), receive(copy=False)
-            yield Message(sender, envelope.decode(head), payload.buffer)
+            yield InboxMessage(sender, envelope.decode(head), payload.buffer)
 
     def wait(self, seconds: float | None) -> None:
         if not int(self._router.get(zmq.EVENTS)) & zmq.POLLIN:  # its own timeouts are whole milliseconds: too long
             select.select([self._router.fileno()], [], [], seconds)
 
-    def answer(self, sender: Hashable, answer: Answer) -> None:
+    def answer(self, sender: Hashable, answer: ExecutorAnswer) -> None:
         assert isinstance(sender, bytes)
         self._router.send(sender, zmq.SNDMORE)
         self._router.send(answer.head, zmq.SNDMORE)
@@ -208,7 +215,7 @@ class SocketInbox(Inbox):
         self._router.send(answer.payload, copy=False)
 
     def post(self, message: Envelope) -> None:
-        with contextlib.suppress(zmq.ZMQError), self._context.socket(zmq.DEALER) as dealer:  # it may be closed by now
+        with contextlib.suppress(zmq.ZMQError), self._context.socket(zmq.DEALER) as dealer:  # the inbox may be closed
             dealer.linger = _LINGER_MS
             dealer.connect(_POSTS)
             dealer.send(envelope.encode(message), zmq.SNDMORE)
@@ -219,22 +226,22 @@ class SocketInbox(Inbox):
         self._context.term()
 
 
-class SocketLine(Line):
-    """To an executor in another process."""
+class SocketChannel(RequestChannel):
+    """A channel to an executor in another process."""
 
     def __init__(self, context: Context, endpoint: str) -> None:
         self._dealer = context.socket(zmq.DEALER)
         self._dealer.linger = 0
         self._dealer.reconnect_ivl = 20
         self._dealer.connect(endpoint)
-        self._arrival = select.poll()  # `select.select` takes no descriptor from 1024 on, and strangers hold as many
+        self._arrival = select.poll()  # `select.select` takes no descriptor above 1023, and connections use more
         self._arrival.register(self._dealer.fileno(), select.POLLIN)
 
     def send(self, message: Envelope, payload: memoryview = _NOTHING) -> None:
         self._dealer.send(envelope.encode(message), zmq.SNDMORE)
         self._dealer.send(payload, copy=False)
 
-    def receive(self, seconds: float) -> Answer | None:
+    def receive(self, seconds: float) -> ExecutorAnswer | None:
         until = time.monotonic() + seconds
         while not int(self._dealer.get(zmq.EVENTS)) & zmq.POLLIN:
             left = until - time.monotonic()
@@ -242,7 +249,7 @@ class SocketLine(Line):
                 return None
             self._arrival.poll(1000 * left)
         head, rows = self._dealer.recv(), self._dealer.recv()
-        return Answer(head, self._dealer.recv(copy=False).buffer, int.from_bytes(rows, "big"))
+        return ExecutorAnswer(head, self._dealer.recv(copy=False).buffer, int.from_bytes(rows, "big"))
 
     def close(self) -> None:
         self._dealer.close()

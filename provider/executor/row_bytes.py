@@ -1,7 +1,6 @@
-"""Rows as bytes: joined, copied and made room for, without an operation of torch's.
+"""Joins and copies rows as bytes, without torch.
 
-Each of those lets go of the interpreter's lock, and getting it back from the gateway's threads takes longer than to
-copy what is brief.
+Every torch operation releases the GIL, and waiting for the GIL takes longer than copying a few rows.
 """
 
 from __future__ import annotations
@@ -10,11 +9,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_BRIEF_BYTES = 1 << 18  # to copy them takes less time than to get the interpreter's lock back
+_BRIEF_BYTES = 1 << 18  # copying so many bytes takes less time than waiting for the GIL
 
 
 def joined(parts: Sequence[memoryview]) -> memoryview:
-    """All of them in one piece of memory: a part's own if only that has anything in it."""
+    """The concatenation of all parts. Not a copy if only one part is not empty."""
     parts = [part for part in parts if part]
     if len(parts) == 1:
         return parts[0]
@@ -26,20 +25,20 @@ def joined(parts: Sequence[memoryview]) -> memoryview:
 
 
 def copy_of(part: memoryview) -> memoryview:
-    """The same bytes in memory of their own."""
+    """A copy of the bytes."""
     own = empty(len(part))
     fill(own, part)
     return own
 
 
 def fill(target: memoryview, source: memoryview) -> None:
-    """Copy bytes into as many others."""
+    """Copy `source` to `target`, which has the same size."""
     if len(source) <= _BRIEF_BYTES:
         target[:] = source
-    else:  # numpy lets others go on meanwhile
+    else:  # numpy releases the GIL meanwhile
         np.frombuffer(target, dtype=np.uint8)[:] = np.frombuffer(source, dtype=np.uint8)
 
 
 def empty(size: int) -> memoryview:
-    """Bytes to be filled: they are not cleared, as a bytearray's would be."""
+    """Uninitialised bytes (a bytearray would be cleared)."""
     return np.empty(size, dtype=np.uint8).data

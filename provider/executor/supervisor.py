@@ -1,6 +1,6 @@
 """Keeps an executor running: as a thread, as a child process, or as a group of ranks.
 
-A process that ends is started again; one that hangs is killed, and then started again like one that died.
+The supervisor restarts a process that has ended, and kills and restarts a process that hangs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from provider.config.schema import INPROC, RANKS_VARIABLE, ProviderConfig, to_js
 from provider.executor.client import ExecutorClient
 from provider.executor.executor import build
 from provider.executor.handle import STARTUP_S, ExecutorHandle
-from provider.executor.queues import Context, Line, LocalInbox, SocketLine
+from provider.executor.queues import Context, LocalInbox, RequestChannel, SocketChannel
 from provider.refusal import Refusal
 from provider.shards.rendezvous import FOLDER_VARIABLE
 from symbiosis_priv.errors import ConfigError, DeviceLostError, RankLostError
@@ -33,15 +33,15 @@ from symbiosis_priv.system import processes as start
 
 log = logs.EventLog(__name__)
 
-_FIRST_BACKOFF_S = 0.5  # so that a start that fails is not tried again before it is reported
+_FIRST_BACKOFF_S = 0.5  # a failed start is reported before the next attempt
 _MAX_BACKOFF_S = 5.0
 _LONG_LIFE_S = 10 * _MAX_BACKOFF_S
 _LOOPBACK = "lo"
-_SPARE_SOCKETS = 64  # the executor's own, and of connections that are being told that there are too many
+_SPARE_SOCKETS = 64  # for the executor itself, and for connections above the limit while they are refused
 
 
 class ThreadExecutor(ExecutorHandle):
-    """An executor in a thread of this process. One that hangs is reported, and `/readyz` fails: nobody can kill it."""
+    """An executor in a thread of this process. A thread cannot be killed: if it hangs, `/readyz` fails."""
 
     _thread: threading.Thread | None = None
 
@@ -64,9 +64,9 @@ class ThreadExecutor(ExecutorHandle):
         self._thread.join(timeout)
         self._guard.join()
 
-    def line(self) -> Line:
-        """See `ExecutorHandle.line`."""
-        return self._inbox.line()
+    def open_channel(self) -> RequestChannel:
+        """See `ExecutorHandle.open_channel`."""
+        return self._inbox.open_channel()
 
     def _hung(self) -> None:
         pass
@@ -78,7 +78,7 @@ class ThreadExecutor(ExecutorHandle):
             self._executor.run()
         except RankLostError as error:
             log.warning("rank_lost", reason=str(error))
-            os._exit(1)  # this is a rank itself: torchrun starts the group again
+            os._exit(1)  # this process is a rank: torchrun restarts the group
         except DeviceLostError as error:
             log.warning("device_lost", reason=str(error))
             os._exit(1)  # no thread of this process can use the device again
@@ -89,7 +89,7 @@ class ThreadExecutor(ExecutorHandle):
 
 
 class ProcessExecutor(ExecutorHandle):
-    """An executor in a child process, started again whenever it ends."""
+    """An executor in a child process, which is restarted whenever it ends."""
 
     _watcher: threading.Thread | None = None
 
@@ -100,9 +100,9 @@ class ProcessExecutor(ExecutorHandle):
         wanted = config.limits.max_connections + _SPARE_SOCKETS
         self._context.set(zmq.MAX_SOCKETS, min(wanted, self._context.get(zmq.SOCKET_LIMIT)))
 
-    def line(self) -> Line:
-        """See `ExecutorHandle.line`."""
-        return SocketLine(self._context, self.endpoint)
+    def open_channel(self) -> RequestChannel:
+        """See `ExecutorHandle.open_channel`."""
+        return SocketChannel(self._context, self.endpoint)
 
     def close(self) -> None:
         """See `ExecutorHandle.close`."""
@@ -120,7 +120,7 @@ class ProcessExecutor(ExecutorHandle):
             try:
                 client.report(deadline=time.monotonic() + STARTUP_S)
             except Refusal as error:
-                raise ConfigError("the executor's process ended at once; its reason is in the log above") from error
+                raise ConfigError("the executor's process did not start: read the reason in the log") from error
             self._answered = client.generation
         self._guard.start()
 
@@ -140,13 +140,13 @@ class ProcessExecutor(ExecutorHandle):
 
     @property
     def pid(self) -> int:
-        """Of the present child."""
+        """Process id of the current child process."""
         return self._process.pid
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(start.command("provider.processes.executor_process"), stdin=subprocess.PIPE)
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died at birth: the watcher sees that
+        with contextlib.suppress(BrokenPipeError):  # the process has ended; `_watch` notices that
             process.stdin.write(to_json(self.config) + b"\n" + self.model_digest.encode() + b"\n")
             process.stdin.flush()
         return process
@@ -166,7 +166,7 @@ class ProcessExecutor(ExecutorHandle):
             self.generation += 1
             _close_pipe(self._process)
             if was_present and time.monotonic() - born > _LONG_LIFE_S:
-                backoff = 0.0  # it can be started, and everybody waits
+                backoff = 0.0  # it has started well before, and tenants wait
             log.info("executor_ended", status=status)
             if self.stopping.wait(backoff):
                 return
@@ -175,17 +175,17 @@ class ProcessExecutor(ExecutorHandle):
                 try:
                     self._process = self._spawn()
                     break
-                except OSError as error:  # out of processes, descriptors or memory, for now
+                except OSError as error:  # for example no process, descriptor or memory was free
                     log.failure("executor_not_started", error)
                 if self.stopping.wait(backoff):
                     return
-            if self.stopping.is_set():  # `stop` may have closed the pipe of the one before
+            if self.stopping.is_set():  # `stop` may have closed the pipe of the previous process
                 _close_pipe(self._process)
             log.info("executor_restarted", pid=self._process.pid)
 
 
 class GroupExecutor(ProcessExecutor):
-    """A group of ranks that hold the model together, started by torchrun and started again whenever one ends."""
+    """A group of ranks that share the model. torchrun starts the group; the group restarts whenever a rank ends."""
 
     def __init__(self, config: ProviderConfig, *, model_digest: str) -> None:
         self._folder = tempfile.mkdtemp(prefix="ranks-")  # for this user only
@@ -203,7 +203,7 @@ class GroupExecutor(ProcessExecutor):
         settings = self.config.executor
         threads = settings.threads or os.cpu_count() or 1
         meeting = Path(self._folder, "meeting")
-        shutil.rmtree(meeting, ignore_errors=True)  # of the group before
+        shutil.rmtree(meeting, ignore_errors=True)  # the folder of the previous group
         meeting.mkdir(mode=0o700)
         environment = {
             **os.environ,
@@ -215,28 +215,28 @@ class GroupExecutor(ProcessExecutor):
         }
         torchrun = start.command("provider.processes.launch", f"--nproc-per-node={settings.ranks}")
         command = [*torchrun, *start.command("provider.processes.rank")[1:]]
-        # stdin reaches rank 0, which ends with it; signals of a terminal are the gateway's to handle
+        # Rank 0 inherits stdin and ends when it closes. The new session keeps a terminal's signals from the ranks.
         return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
 
 
 def make(config: ProviderConfig, *, model_digest: str) -> ExecutorHandle:
-    """The kind of executor that the configuration asks for."""
+    """Make the kind of executor that the configuration asks for."""
     kind: type[ExecutorHandle] = ThreadExecutor if config.executor.endpoint == INPROC else ProcessExecutor
-    if config.executor.ranks > 1 and not dist.is_initialized():  # else this is rank 0 of a group already
+    if config.executor.ranks > 1 and not dist.is_initialized():  # otherwise this process is rank 0 of a group
         kind = GroupExecutor
     return kind(config, model_digest=model_digest)
 
 
 def _private_folder(path: Path) -> None:
-    """Make the folder of the socket, for this user only; what another user could enter is refused."""
+    """Make the folder of the socket for this user only. Raises `ConfigError` if other users can enter it."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.stat()
-    if found.st_mode & 0o077 or found.st_uid != os.geteuid():  # another user's would let root in as well
-        raise ConfigError(f"endpoint: others may enter {path}; choose a new folder for the socket, or chmod 700 it")
+    if found.st_mode & 0o077 or found.st_uid != os.geteuid():  # the owner of a folder can always enter it
+        raise ConfigError(f"endpoint: other users may enter {path}; choose a new folder, or chmod 700 it")
 
 
 def _require_unused(path: Path) -> None:
-    """ZeroMQ would take the socket away from whoever listens there."""
+    """Raise `ConfigError` if another provider listens at the path: ZeroMQ would replace its socket."""
     with socket.socket(socket.AF_UNIX) as probe:
         if not probe.connect_ex(str(path)):
             raise ConfigError(f"endpoint: another provider listens at {path}; choose another path")

@@ -20,8 +20,8 @@ import numpy as np
 
 from provider import logs
 from provider.config.schema import MIB, ProviderConfig
-from provider.executor.client import Condition, ExecutorClient
-from provider.executor.envelope import Stages, Work, row_cost
+from provider.executor.client import CachedReport, ExecutorClient
+from provider.executor.envelope import ProductRequest, Stages, row_cost
 from provider.gateway.admission import ByteBudget, Register
 from provider.gateway.link import Link
 from provider.gateway.quota import QuotaGate
@@ -62,7 +62,7 @@ class Service:
     stages: Stages
     started: float
     """`time.monotonic()`"""
-    condition: Condition = field(default_factory=Condition)
+    executor_report: CachedReport = field(default_factory=CachedReport)
     stopping: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -296,9 +296,9 @@ class Connection:
         self._service.usage.count(self._tenant, self._role or "none", counts)
         self._service.usage.settle()
 
-    def _work(self, request: wire.Execute | wire.Effect) -> Work:
+    def _work(self, request: wire.Execute | wire.Effect) -> ProductRequest:
         now = time.monotonic()
-        return Work(
+        return ProductRequest(
             tenant=self._tenant,
             stage=self._service.stages.of(self._tenant, request, now),
             weight=self._service.quotas.of(self._tenant).weight or 1.0,
@@ -362,7 +362,7 @@ class Connection:
         self._send(wire.encode(welcome))
 
     def _answer_health(self) -> None:
-        executor = self._service.condition.report(self._executor, timeout=self._limits.request_timeout_s)
+        executor = self._service.executor_report.report(self._executor, timeout=self._limits.request_timeout_s)
         report = wire.HealthReport(
             name=self._service.config.name,
             model_digest=self._service.digest,

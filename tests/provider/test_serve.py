@@ -190,7 +190,7 @@ def test_a_socket_in_another_users_folder_is_refused(configure: Configure, socke
     socket_folder.mkdir(mode=0o700)
     os.chown(socket_folder, 12345, -1)
     executor = ExecutorConfig(endpoint=f"ipc://{socket_folder}/executor.sock")
-    with pytest.raises(ConfigError, match="others may enter"):
+    with pytest.raises(ConfigError, match="other users may enter"):
         Provider(configure(executor=executor)).start()
 
 
@@ -228,9 +228,9 @@ def test_room_for_every_connection(configure: Configure, socket_folder: Path) ->
     """ZeroMQ's own limit is 1,023 sockets."""
     apart = ExecutorConfig(endpoint=f"ipc://{socket_folder}/executor.sock")
     executor = make(configure(max_connections=1100, executor=apart), model_digest="")
-    with contextlib.ExitStack() as lines:
+    with contextlib.ExitStack() as channels:
         for _ in range(1100):
-            lines.callback(executor.line().close)
+            channels.callback(executor.open_channel().close)
     executor.close()
 
 

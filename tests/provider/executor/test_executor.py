@@ -18,7 +18,7 @@ from provider.config.schema import SchedulerConfig
 from provider.executor import envelope
 from provider.executor.envelope import ExecutorReport
 from provider.executor.executor import Executor
-from provider.executor.queues import Line, LocalInbox
+from provider.executor.queues import LocalInbox, RequestChannel
 from provider.products.model import ServedModel
 from provider.scheduler.jobs import Stage
 from provider.scheduler.policy import PolicyName
@@ -58,7 +58,7 @@ class Asker:
     """One tenant's line."""
 
     def __init__(self, inbox: LocalInbox, requests: Requests, store: WeightStore, name: str = "alice") -> None:
-        self.line: Line = inbox.line()
+        self.channel: RequestChannel = inbox.open_channel()
         self._execute, _ = requests
         self._width = store.manifest().groups[0].inputs
         self._tenant = TenantIdentity(name, authority="sha256:1")
@@ -66,18 +66,18 @@ class Asker:
     def send(self, rows: int, stage: Stage = "inference") -> None:
         now = time.monotonic()
         request = self._execute(0, rows)
-        message = envelope.Work(
+        message = envelope.ProductRequest(
             tenant=self._tenant, stage=stage, weight=1.0, arrival=now, deadline=now + TIMEOUT_S, request=request
         )
-        self.line.send(message, wire.RING32.pack(torch.ones(rows, self._width, dtype=torch.int32)))
+        self.channel.send(message, wire.RING32.pack(torch.ones(rows, self._width, dtype=torch.int32)))
 
     def ask(self, rows: int, stage: Stage = "inference") -> None:
         self.send(rows, stage)
-        assert self.line.receive(TIMEOUT_S) is not None
+        assert self.channel.receive(TIMEOUT_S) is not None
 
     def report(self) -> ExecutorReport:
-        self.line.send(envelope.Ask())
-        answer = self.line.receive(TIMEOUT_S)
+        self.channel.send(envelope.ReportRequest())
+        answer = self.channel.receive(TIMEOUT_S)
         assert answer is not None
         return msgspec.json.decode(answer.payload, type=ExecutorReport)
 
@@ -112,7 +112,7 @@ def test_a_few_rows_are_multiplied_in_the_thread_that_brings_them(
         asker = Asker(inbox, requests, store)
         find_it_at_rest(asker, model)
         asker.send(3)
-        answer = asker.line.receive(0.0)  # there already
+        answer = asker.channel.receive(0.0)  # there already
         assert answer is not None
         assert model.taken[-1] == (threading.current_thread(), 3)
         got = wire.RING32.unpack(bytearray(answer.payload), rows=3)
@@ -136,12 +136,12 @@ def test_who_comes_meanwhile_queues_and_shares_the_next_product(store: WeightSto
         assert model.entered.wait(TIMEOUT_S)
         for other in others:
             other.send(1)
-            assert other.line.receive(0.0) is None
+            assert other.channel.receive(0.0) is None
         before = len(model.taken)
         model.open.set()
         at_it.result()
         for other in others:
-            assert other.line.receive(TIMEOUT_S) is not None
+            assert other.channel.receive(TIMEOUT_S) is not None
         assert [rows for _, rows in model.taken[before:]] == [3]
         assert model.taken[before][0] not in (threading.current_thread(), model.taken[before - 1][0])
 
@@ -168,7 +168,7 @@ def test_who_is_waited_for_multiplies_for_all_who_waited(store: WeightStore, req
             assert time.monotonic() < deadline
             alice.send(1)
             bob.ask(1)
-            assert alice.line.receive(TIMEOUT_S) is not None
+            assert alice.channel.receive(TIMEOUT_S) is not None
 
 
 def test_what_breaks_in_an_askers_thread_ends_the_executor(store: WeightStore, requests: Requests) -> None:
@@ -182,7 +182,7 @@ def test_what_breaks_in_an_askers_thread_ends_the_executor(store: WeightStore, r
             ended.result(TIMEOUT_S)
         taken = len(model.taken)
         asker.send(1)  # nobody is there any more
-        assert asker.line.receive(0.0) is None
+        assert asker.channel.receive(0.0) is None
         assert len(model.taken) == taken
 
 

@@ -11,7 +11,7 @@ import zmq
 
 from provider.executor.envelope import ExecutorReport
 from provider.executor.handle import ExecutorHandle
-from provider.executor.queues import Answer, Line, LocalInbox, Message
+from provider.executor.queues import ExecutorAnswer, InboxMessage, LocalInbox, RequestChannel
 
 if TYPE_CHECKING:
     from tests.provider.conftest import Configure
@@ -24,25 +24,25 @@ class _OutOfReach(ExecutorHandle):
 
     def start(self) -> None:
         self._inbox = LocalInbox()
-        self._inbox.lend(self._answer)
+        self._inbox.set_inline_handler(self._answer)
         self._guard.start()
 
     def stop(self, timeout: float) -> None:
         self.stopping.set()
         self._guard.join(timeout)
 
-    def line(self) -> Line:
+    def open_channel(self) -> RequestChannel:
         self.asked += 1
         if self.asked == 1:
             raise zmq.ZMQError(errno.EMFILE)
-        return self._inbox.line()
+        return self._inbox.open_channel()
 
     def _hung(self) -> None:
         raise AssertionError("it does not hang")
 
-    def _answer(self, message: Message) -> bool:
+    def _answer(self, message: InboxMessage) -> bool:
         report = ExecutorReport(first_group=0, groups=1, heat=[0])
-        self._inbox.answer(message.sender, Answer(b"", memoryview(msgspec.json.encode(report)), 0))
+        self._inbox.answer(message.sender, ExecutorAnswer(b"", memoryview(msgspec.json.encode(report)), 0))
         return True
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from provider.executor.envelope import Ask
-from provider.executor.queues import Answer, Context, SocketInbox, SocketLine
+from provider.executor.envelope import ReportRequest
+from provider.executor.queues import Context, ExecutorAnswer, SocketChannel, SocketInbox
 
 _MANY = 1100  # more than fit select's set of descriptors
 
@@ -35,13 +35,13 @@ def test_an_answer_comes_however_many_connections_there_are(tmp_path: Path) -> N
     endpoint = f"ipc://{tmp_path}/executor.sock"
     context: Context = zmq.Context()
     with contextlib.closing(SocketInbox(endpoint)) as inbox, crowd():
-        with contextlib.closing(SocketLine(context, endpoint)) as line:
-            line.send(Ask())
+        with contextlib.closing(SocketChannel(context, endpoint)) as channel:
+            channel.send(ReportRequest())
             while not (arrived := list(inbox.arrived())):  # ZeroMQ's own greetings wake it, too
                 inbox.wait(30.0)
-            assert line.receive(0.01) is None  # it waits, and says so
-            inbox.answer(arrived[0].sender, Answer(b"head", memoryview(b"rows"), 1))
-            answer = line.receive(30.0)
+            assert channel.receive(0.01) is None  # it waits, and says so
+            inbox.answer(arrived[0].sender, ExecutorAnswer(b"head", memoryview(b"rows"), 1))
+            answer = channel.receive(30.0)
             assert answer is not None
             assert (answer.head, bytes(answer.payload), answer.rows) == (b"head", b"rows", 1)
         context.term()

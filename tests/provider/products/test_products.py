@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from provider.config.schema import ExecutorConfig, SchedulerConfig
 from provider.executor import envelope
 from provider.executor.executor import Executor
-from provider.executor.queues import Line, LocalInbox
+from provider.executor.queues import LocalInbox, RequestChannel
 from provider.products.model import ServedModel
 from provider.scheduler.policy import PolicyName
 from provider.serve import Provider
@@ -163,10 +163,10 @@ def test_tenants_at_once_get_what_they_get_alone(
         assert report.batch_requests.total == sum(report.batch_requests.counts)
 
 
-def work(request: wire.Execute | wire.Effect, *, tenant: str = "alice") -> envelope.Work:
+def work(request: wire.Execute | wire.Effect, *, tenant: str = "alice") -> envelope.ProductRequest:
     now = time.monotonic()
     identity = TenantIdentity(tenant, authority="sha256:1")
-    return envelope.Work(
+    return envelope.ProductRequest(
         tenant=identity, stage="fine_tuning", weight=1.0, arrival=now, deadline=now + 60, request=request
     )
 
@@ -205,11 +205,11 @@ def test_waiting_requests_share_a_product(
         (effect(0, 5, seed=seed), expand(key, first_row=0, rows=5, width=width)),
         (execute(0, 4), ring_rows(4, width, seed=2)),
     ]
-    lines: list[Line] = []
+    channels: list[RequestChannel] = []
     for request, rows in asked:
         payload = wire.RING32.pack(rows) if isinstance(request, wire.Execute) else memoryview(b"")
-        lines.append(inbox.line())
-        lines[-1].send(work(request, tenant=str(len(lines))), payload)
+        channels.append(inbox.open_channel())
+        channels[-1].send(work(request, tenant=str(len(channels))), payload)
     executor.stop()
     executor.run()
     products = [rows for group, rows in model.calls if group == 0]
@@ -218,8 +218,8 @@ def test_waiting_requests_share_a_product(
     assert sum(rows for group, rows in model.calls if group == 1) == 2
     if max_batch_rows == 100:
         assert len(products) == 4 if policy == "none" else len(products) <= 2  # the keystream may come a little later
-    for line, (request, rows) in zip(lines, asked, strict=True):
-        answer = line.receive(0.0)
+    for channel, (request, rows) in zip(channels, asked, strict=True):
+        answer = channel.receive(0.0)
         assert answer is not None
         reply = wire.decode_reply(answer.head[wire.PREFIX.size :])
         assert isinstance(reply, wire.Result)
@@ -325,17 +325,17 @@ def test_rows_are_batched_and_answered_without_operations_of_torch(store: Weight
 
     inbox = LocalInbox()
     executor = Executor(Unwatched(store), inbox=inbox, scheduling=SchedulerConfig(slice_ms=10_000))
-    lines = [inbox.line() for _ in range(5)]
+    channels = [inbox.open_channel() for _ in range(5)]
     rows = [ring_rows(count, width, seed=count) for count in (1, 2, 3, 1, 4)]
-    for tenant, (line, part) in enumerate(zip(lines, rows, strict=True)):
-        line.send(work(execute(0, len(part)), tenant=str(tenant)), wire.RING32.pack(part))
+    for tenant, (channel, part) in enumerate(zip(channels, rows, strict=True)):
+        channel.send(work(execute(0, len(part)), tenant=str(tenant)), wire.RING32.pack(part))
     executor.stop()
     with operations:
         executor.run()
     assert counts == [11]
     assert operations.names <= {"__get__", "__len__", "numpy", "_set_grad_enabled"}  # which keep the lock
-    for line, part in zip(lines, rows, strict=True):
-        answer = line.receive(0.0)
+    for channel, part in zip(channels, rows, strict=True):
+        answer = channel.receive(0.0)
         assert answer is not None
         got = wire.RING32.unpack(bytearray(answer.payload), rows=len(part))
         assert torch.equal(got, oracle(store, 0, "forward", part))
@@ -355,12 +355,12 @@ def test_a_small_answer_does_not_keep_a_large_product(store: WeightStore, reques
 
     inbox = LocalInbox()
     executor = Executor(Watched(store), inbox=inbox, scheduling=SchedulerConfig(slice_ms=10_000))
-    lines = [inbox.line() for _ in range(2)]
-    for tenant, (line, rows) in enumerate(zip(lines, (1, 8192), strict=True)):
-        line.send(work(execute(0, rows), tenant=str(tenant)), wire.RING32.pack(ring_rows(rows, width)))
+    channels = [inbox.open_channel() for _ in range(2)]
+    for tenant, (channel, rows) in enumerate(zip(channels, (1, 8192), strict=True)):
+        channel.send(work(execute(0, rows), tenant=str(tenant)), wire.RING32.pack(ring_rows(rows, width)))
     executor.stop()
     executor.run()
-    small, large = (line.receive(0.0) for line in lines)
+    small, large = (channel.receive(0.0) for channel in channels)
     assert small is not None
     assert large is not None
     assert len(products) == 1

@@ -1,12 +1,12 @@
 """A tenant's federation: which providers it uses, in which roles, and which model they must serve.
 
-    file         `federation.toml`
-    federation   the file, read and checked: who may be asked under whose pads (rule 8)
-    parties      who counts as one, and that nobody is listed twice or in two roles (rules 8 and 11)
-    peers        what is known of each provider
-    spelling     names and hosts, compared as they are meant
+Modules:
 
-The names that others use are handed on here.
+    federation_toml   reads `federation.toml`
+    federation        the checked file; decides which executor may receive rows under which pads (rule 8)
+    parties           decides which entries are one party; refuses duplicates and conflicting roles (rules 8 and 11)
+    peers             dataclasses for a provider, a company and the registries
+    spelling          normal forms of names and hosts, for comparison
 """
 
 from symbiosis_priv.federation.federation import Federation

@@ -1,9 +1,9 @@
-"""A tenant's federation, and rule 8 in it: who may be asked for rows under whose pads.
+"""A tenant's federation, and rule 8: which executor may receive rows under which pads.
 
-Rule 8: whoever knows a pad's seed never sees a row masked with it, and what one of a company's providers knows, all of
-them know. Without `[pads]` every helper shares every pad, so a company that has both roles is refused. With
-`helpers = k` the tenant takes for each executor k helpers of k companies other than its own; refused is what leaves no
-such choice.
+Rule 8: a company that knows a pad's seed never sees a row masked with that pad. All providers of one company may know
+what each of them knows. Without `[pads]`, all helpers share every pad, so a company with both roles is refused. With
+`helpers = k`, the tenant chooses for each executor k helpers of k different companies, none of them the executor's. A
+file that leaves no such choice is refused.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Federation:
     """A parsed and checked `federation.toml`.
 
     Args:
-        companies: who counts as one party although the operators' names differ.
-        pad_helpers: how many helpers share each pad, the others being spares. None: all share every pad.
-        registries: where more executors are found; None: there are those of the file and no others.
+        companies: providers and operators that count as one party although their operators' names differ.
+        pad_helpers: number of helpers that share each pad; the other helpers are spares. None: all share every pad.
+        registries: registries that list more executors; None: the tenant uses the executors of the file only.
     """
 
     model_digest: str
@@ -42,12 +42,12 @@ class Federation:
 
     @property
     def executors(self) -> tuple[Peer, ...]:
-        """Providers that see masked rows, as far as the file lists them."""
+        """The executors of the file. Executors that a registry lists are not included."""
         return tuple(p for p in self.peers if p.role == "executor")
 
     @property
     def helpers(self) -> tuple[Peer, ...]:
-        """Providers that see a seed and never a row."""
+        """The helpers of the file: a helper sees seeds and never a row."""
         return tuple(p for p in self.peers if p.role == "helper")
 
     @property
@@ -59,18 +59,19 @@ class Federation:
         return all(is_this_machine(host) for host in hosts)
 
     def one_company(self, one: Peer, other: Peer) -> bool:
-        """Whether what one of them knows, the other may know. Also for peers that are not in the file.
+        """Returns True if what one peer knows, the other may know. Works for peers that are not in the file, too.
 
-        They have an operator or a name in common, or a chain of companies and operators leads from one to the other.
+        Two peers are one company if they have the same operator or name, or if a chain of companies and operators
+        connects them.
         """
         return self._parties.same(one, other)
 
     def admissible(self, executor: Peer, holders: Collection[Peer]) -> bool:
-        """Rule 8: whether rows may go to an executor under pads whose seeds are known to these helpers, by company."""
+        """Rule 8: returns True if no company of `holders`, which know a pad's seed, is the company of `executor`."""
         return not any(self.one_company(executor, holder) for holder in holders)
 
     def companies_of(self, peers: Collection[Peer]) -> int:
-        """How many companies these peers are: so many that none of them knows what another one does."""
+        """Number of different companies among these peers."""
         parties = Parties([*self.peers, *peers], self.companies)
         return len({parties.roots(peer) for peer in peers})
 
@@ -80,7 +81,12 @@ class Federation:
 
 
 def check_choice(federation: Federation) -> None:
-    """With `[pads]`: for every executor, and every layer as far as the file says, enough helpers of other companies."""
+    """Checks that every executor has enough helpers of other companies at each of its layers, if the file has `[pads]`.
+
+    Raises:
+        ConfigError: there are fewer helpers than `[pads] helpers`.
+        RoleConflictError: there are too few companies among the helpers.
+    """
     k = federation.pad_helpers
     if k is None:
         return
@@ -89,28 +95,28 @@ def check_choice(federation: Federation) -> None:
         raise ConfigError(
             f"[pads] helpers = {k}, and {len(helpers)} [[provider]] have role = 'helper': add helpers, or lower it"
         )
-    if not federation.executors and (companies := federation.companies_of(helpers)) < k:  # a registry finds them
+    if not federation.executors and (companies := federation.companies_of(helpers)) < k:  # a registry lists executors
         raise RoleConflictError(
-            f"[pads] helpers = {k} takes {k} of different companies for each pad, and those of this file are of "
-            f"{companies}: add helpers that others run, or lower it"
+            f"[pads] helpers = {k} needs helpers of {k} different companies for each pad, but the helpers of this file "
+            f"belong to {companies}: add helpers of other companies, or lower it"
         )
     for executor in federation.executors:
         others = [helper for helper in helpers if federation.admissible(executor, [helper])]
         layers = _turning_points(executor.layers, helpers)
         found = {layer: federation.companies_of([h for h in others if _may_serve(h, layer)]) for layer in layers}
         short = {layer: there for layer, there in found.items() if there < k}
-        # Of an executor that does not say what it serves, some layer with a choice is all that can be asked for.
+        # The layers of an executor may be unknown. Then the check requires enough helpers at one layer at least.
         if short and (executor.layers is not None or len(short) == len(found)):
             layer, there = next(iter(short.items()))
             where = f" at layer {layer}" if any(helper.layers for helper in helpers) else ""
             raise RoleConflictError(
-                f"executor {executor.name!r} has helpers of {there} companies other than its own{where}, and [pads] "
-                f"helpers = {k} takes {k} of different companies for each pad: add helpers that others run, or lower it"
+                f"executor {executor.name!r} has helpers of {there} companies other than its own{where}, but [pads] "
+                f"helpers = {k} needs {k} different companies for each pad: add helpers of other companies, or lower it"
             )
 
 
 def _turning_points(layers: LayerRange | None, helpers: Sequence[Peer]) -> list[int]:
-    """The layers of a range where the set of helpers that serve may change, its first one included."""
+    """The first layer of a range, and each further layer of it where the set of helpers that serve may change."""
     bounds = {bound for h in helpers if h.layers for bound in (h.layers.first, h.layers.last + 1)}
     if layers is None:
         return sorted({0} | bounds)

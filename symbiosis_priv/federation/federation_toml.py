@@ -10,27 +10,27 @@ key = "keys/alice.key"
 
 [[provider]]
 name = "alpha"
-operator = "Alpha GmbH"          # who runs it: executor and helper must never be the same operator (rule 8)
+operator = "Alpha GmbH"          # the company that runs it: never both an executor's and a helper's (rule 8)
 role = "executor"
 address = "alpha.example:7401"
 certificate = "keys/alpha.pem"   # pinned: nothing else is accepted. One certificate per file
 # next_certificate = "keys/alpha-next.pem"   # while alpha renews its certificate: accepted too
-# layers = "0-15"                # it must serve these; whatever it says it serves, if left out
+# layers = "0-15"                # layers that it must serve. Without it the provider decides
 
 [pads]
-helpers = 2                      # so many helpers share each pad, others are spares. Without it all share every pad
+helpers = 2                      # two helpers share each pad, others are spares. Without it all share every pad
 
-[[company]]                      # these count as one party, and so do providers with one operator
+[[company]]                      # its members and operators count as one party; so do providers of one operator
 name = "Holding SE"
 members = ["alpha", "gamma"]     # names of providers
 operators = ["Delta AG"]         # operators that are not listed as providers here
 
 [registry]                       # further executors are found here; helpers never are
 addresses = ["registry.example:7500"]
-authority = "keys/federation.pem"   # vouches for them and for who runs them
-# revoked = "keys/revoked.txt"   # whom it does not vouch for any more
+authority = "keys/federation.pem"   # signs certificates that name the executor and its operator
+# revoked = "keys/revoked.txt"   # revoked certificates
 
-What is refused beyond that, and why, stands in `parties` (rule 11) and `federation` (rule 8).
+`parties` (rule 11) and `federation` (rule 8) check the entries against each other.
 """
 
 from __future__ import annotations
@@ -108,9 +108,9 @@ def load_federation(path: str | Path) -> Federation:
     """Read and check a federation file.
 
     Raises:
-        ConfigError: unreadable, an unknown or missing key, no executor, two entries that are one party.
-        RoleConflictError: one party, or one company, is both executor and helper; with `[pads]`, some executor is left
-            without enough helpers of other companies.
+        ConfigError: the file is unreadable, has an unknown or missing key or no executor, or two entries are one party.
+        RoleConflictError: one party or one company is both executor and helper; or, with `[pads]`, an executor has too
+            few helpers of other companies.
         CertificateError: a pinned file cannot be read, or does not hold one provider's certificate.
     """
     path = Path(path)
@@ -153,7 +153,7 @@ def _registries(section: _Registry, path: Path) -> Registries:
         except ConfigError as error:
             raise ConfigError(f"{path}, [registry]: {error}") from error
         if not port:
-            raise ConfigError(f"{path}, [registry]: nobody listens at port 0; ask {address!r}'s operator for it")
+            raise ConfigError(f"{path}, [registry]: port 0 is not valid; ask {address!r}'s operator for the port")
     return Registries(tuple(section.addresses), section.authority, section.revoked)
 
 
@@ -164,7 +164,7 @@ def _peer(entry: _Provider, path: Path) -> Peer:
     except ConfigError as error:
         raise ConfigError(f"{path}, provider {entry.name!r}: {error}") from error
     if not port:
-        raise ConfigError(f"{path}, provider {entry.name!r}: nobody listens at port 0; ask its operator for the port")
+        raise ConfigError(f"{path}, provider {entry.name!r}: port 0 is not valid; ask its operator for the port")
     return Peer(
         name=entry.name,
         operator=entry.operator,
@@ -188,7 +188,7 @@ def _check_companies(federation: Federation) -> None:
             known = ", ".join(repr(peer.name) for peer in federation.peers)
             raise ConfigError(
                 f"company {company.name!r}: no [[provider]] is called {unknown[0]!r}; there are {known}. "
-                f"Who is not listed as a provider goes into operators = [...]"
+                f"List an operator without a [[provider]] under operators = [...]"
             )
         for key, entries in (("members", company.members), ("operators", company.operators)):
             meant = [plain(entry) for entry in entries]
@@ -196,5 +196,5 @@ def _check_companies(federation: Federation) -> None:
                 raise ConfigError(f"company {company.name!r} lists {twice[0]!r} twice in {key}: remove one of them")
         if len(company.members) + len(company.operators) < _FEWEST_MEMBERS:
             raise ConfigError(
-                f"company {company.name!r} joins nobody: list two or more members, or remove this [[company]]"
+                f"company {company.name!r} has fewer than two members: list two or more, or remove this [[company]]"
             )

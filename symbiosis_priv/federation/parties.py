@@ -1,7 +1,7 @@
-"""Who counts as one party, and that nobody is listed twice or in two roles (rules 8 and 11).
+"""Decides which entries of a federation are one party, and refuses duplicates and conflicting roles (rules 8 and 11).
 
-Rule 11: the parties of a federation are pairwise distinct in certificate, public key and address. Two helpers with one
-key would otherwise be one party, and an executor listed twice would be asked again after its quarantine.
+Rule 11: the parties of a federation are pairwise distinct in certificate, public key and address. Without rule 11, one
+party could appear as two helpers, and an executor that is listed twice could be asked again after its quarantine.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from symbiosis_priv.federation.spelling import plain, plain_host
 
 
 def check_parties(peers: Sequence[Peer], *, companies: Sequence[Company] = (), pad_helpers: int | None = None) -> None:
-    """Rules 8 and 11: no two entries are one party, and no company is both executor and helper.
+    """Checks rules 8 and 11: no two entries are one party, and no company is both executor and helper.
 
-    Names, operators and addresses are compared as they are meant, not as they are spelled; certificates and public keys
-    by fingerprint, the next ones included.
+    Names, operators and addresses are compared in normal form (`spelling`). Certificates and public keys are compared
+    by fingerprint, including the next certificates.
 
     Args:
-        companies: who else counts as one party.
+        companies: providers and operators that count as one party.
         pad_helpers: as `Federation.pad_helpers`. If helpers are chosen for each pad, a company may have both roles.
 
     Raises:
-        RoleConflictError: an executor and a helper have something in common.
-        ConfigError: two of one role have.
+        RoleConflictError: an executor and a helper have a trait, an operator or a company in common.
+        ConfigError: two executors or two helpers have a trait in common, or two entries have one name.
         CertificateError: a pinned file cannot be read, or does not hold one provider's certificate.
     """
     known = Parties(peers, companies)
@@ -45,29 +45,33 @@ def check_parties(peers: Sequence[Peer], *, companies: Sequence[Company] = (), p
             continue
         pair = f"{one.role} {one.name!r} and {other.role} {other.name!r} have the same {', '.join(shared)}"
         if shared == ["name"]:
-            raise ConfigError(f"{pair}, and case does not count: give each of them its own")
+            raise ConfigError(f"{pair}, and case does not count: give each entry a different name")
         if one.role != other.role:
             raise RoleConflictError(
-                f"{pair}: together they would see everything. Choose a helper that somebody else runs, "
+                f"{pair}: together they could remove the mask. Choose a helper of another company, "
                 f"or masking = 'local'."
             )
         raise ConfigError(
-            f"{pair}: every party is listed once, under a name, a certificate, a key and an address of its own. "
-            f"Remove one of the entries, or pin what its own operator gave you."
+            f"{pair}: list every party once, each with a different name, certificate, key and address. "
+            f"Remove one of the entries, or pin the certificate that its operator gave you."
         )
 
 
 Traits = Mapping[str, frozenset[object]]
-"""What must tell a party from others, each in one spelling."""
+"""The values that must differ between parties, by kind of value, in normal form."""
 
 
 def in_common(one: Traits, other: Traits) -> list[str]:
-    """What two parties have in common that must tell them apart (rule 11); nothing if they are distinct."""
-    return [what for what in one if not one[what].isdisjoint(other[what])]
+    """The kinds of traits that two parties share although rule 11 forbids it; empty if the parties are distinct."""
+    return [kind for kind in one if not one[kind].isdisjoint(other[kind])]
 
 
 def traits(peer: Peer) -> Traits:
-    """A peer's. CertificateError if its pinned file cannot be read, or does not hold one provider's certificate."""
+    """The traits of a peer.
+
+    Raises:
+        CertificateError: a pinned file cannot be read, or does not hold one provider's certificate.
+    """
     pinned = [load_pin(path) for path in peer.pins]
     return {
         "name": frozenset({plain(peer.name)}),
@@ -78,7 +82,7 @@ def traits(peer: Peer) -> Traits:
 
 
 class Parties:
-    """Who counts as one: a union-find over names and operators, so that a chain of companies is one company."""
+    """Decides which peers are one party: a union-find over names and operators, so a chain of companies is one."""
 
     def __init__(self, peers: Sequence[Peer], companies: Sequence[Company]) -> None:
         self._above: dict[Hashable, Hashable] = {}
@@ -93,7 +97,10 @@ class Parties:
         return not self.roots(one).isdisjoint(self.roots(other))
 
     def roots(self, peer: Peer) -> frozenset[Hashable]:
-        """One for a peer that was given at the start; a stranger's name and operator may belong to two companies."""
+        """The roots of a peer's name and operator: one root for a peer of the constructor's `peers`.
+
+        For another peer the two roots may differ, because its name and its operator may belong to two companies.
+        """
         return frozenset({self._root(_name(peer.name)), self._root(_operator(peer.operator))})
 
     def _join(self, one: Hashable, other: Hashable) -> None:

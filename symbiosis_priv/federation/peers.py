@@ -1,4 +1,4 @@
-"""What a tenant knows of each provider, company and registry."""
+"""Dataclasses for the providers, companies and registries of a federation file."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Company:
 
 @dataclass(frozen=True)
 class Registries:
-    """Where executors are found that are not in the file, and the authority that vouches for them.
+    """The registries that list more executors, and the authority that signs these executors' certificates.
 
     Args:
         addresses: `host:port` of registries; all of them are asked.

@@ -1,4 +1,4 @@
-"""One spelling of names and hosts that can be written in many ways."""
+"""Normal forms of names and hosts, so that different spellings of one name compare equal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from functools import lru_cache
 from symbiosis_priv.errors import ConfigError
 
 _THIS_MACHINE = "127.0.0.1"
-# Characters without a picture whose category does not say so, after NFKC: fillers, joiners, selectors, blank symbols.
+# Characters that remain after NFKC and are invisible, but have a visible category: fillers, joiners, selectors, blanks.
 _BLANK_SYMBOLS = (0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x2800, 0x1D159, 0x16FE4)
 _BLANK_RANGES = (range(0x180B, 0x1810), range(0xFE00, 0xFE10), range(0xE0000, 0xE1000))
 _BLANK = frozenset(map(chr, itertools.chain(_BLANK_SYMBOLS, *_BLANK_RANGES)))
@@ -25,17 +25,17 @@ _WRITTEN_TOGETHER = (  # Unicode Technical Standard 39, "highly restrictive"
 
 @lru_cache(maxsize=1024)  # called for every pad that is drawn
 def plain(name: str) -> str:
-    """A name without case, blanks of any kind, and Unicode's different ways to write one character. Two names are the
-    same if this is."""
+    """The normal form of a name: NFKC, case folded, without blank and control characters. Two names with one normal
+    form are the same name."""
     folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())
     return "".join(c for c in folded if unicodedata.category(c)[0] not in "CZ" and c not in _BLANK)
 
 
 def check_spelling(name: str) -> None:
-    """Raises `ConfigError` for a name that shows nothing, and for one whose letters are of scripts that are not written
-    together: a Cyrillic letter among Latin ones looks like another name."""
+    """Raises `ConfigError` for a name without visible characters, and for a name that mixes scripts which are not
+    written together: with a Cyrillic letter among Latin letters, two different names look alike."""
     if not plain(name):
-        raise ConfigError(f"the name {name!r} shows nothing: write a name")
+        raise ConfigError(f"the name {name!r} has no visible characters: write a name")
     letters = [c for c in unicodedata.normalize("NFKC", name) if unicodedata.category(c)[0] == "L"]
     scripts = {unicodedata.name(c, "UNKNOWN").split()[0] for c in letters} - {"MODIFIER"}
     if len(scripts) > 1 and not any(scripts <= together for together in _WRITTEN_TOGETHER):
@@ -46,7 +46,8 @@ def check_spelling(name: str) -> None:
 
 
 def plain_host(host: str) -> str:
-    """The same for a host: also a trailing dot, forms of one IP address, and names of this machine. Asks no DNS."""
+    """The normal form of a host: lower case, no trailing dot, IDNA, one form of an IP address, and 127.0.0.1 for names
+    and unspecified addresses of this machine. Sends no DNS query."""
     host = host.casefold().rstrip(".")
     with suppress(UnicodeError):
         host = host.encode("idna").decode("ascii")
@@ -62,7 +63,7 @@ def plain_host(host: str) -> str:
 
 
 def is_this_machine(host: str) -> bool:
-    """Returns True for a loopback address and for a name of this machine. Asks no DNS."""
+    """Returns True for a loopback address and for a name of this machine. Sends no DNS query."""
     try:
         return ipaddress.ip_address(plain_host(host)).is_loopback
     except ValueError:

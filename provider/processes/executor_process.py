@@ -1,4 +1,4 @@
-"""An executor as a process of its own, as `supervisor.ProcessExecutor` starts it.
+"""An executor in a process of its own, as `supervisor.ProcessExecutor` starts it.
 
 The configuration and the model's digest are the first lines of stdin. The gateway keeps that pipe open. When the pipe
 closes, the executor ends. Only the gateway handles signals.
@@ -21,7 +21,7 @@ from symbiosis_priv.system.parent_watch import when_stdin_closes
 
 
 def main() -> None:
-    """Serve until stdin closes. Status 1 if there is nothing to serve."""
+    """Serve until stdin closes. Exits with status 1 if the executor cannot start."""
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
     config = from_json(sys.stdin.buffer.readline())
@@ -35,7 +35,7 @@ def main() -> None:
     except SymbiosisError as error:
         sys.exit(f"error: {error}")
     when_stdin_closes(executor.stop)
-    gc.freeze()  # see `server.serve`
+    gc.freeze()  # see `provider.serve.serve`
     executor.run()
 
 

@@ -4,10 +4,10 @@
     python -m provider.processes.launch --nnodes 2 --node-rank NUMBER --nproc-per-node 1 \\
         --master-addr HOST --master-port PORT -m provider.processes.rank --config provider.toml
 
-torchrun's own rendezvous listens on all interfaces, authenticates nobody, keeps whatever it is sent, and with
-`--rdzv-backend c10d` unpickles it. Here, ranks on one machine meet in a private folder, and nothing listens. Over
-several machines the first one listens at HOST:PORT only, unpickles nothing, and has a bounded amount of memory for what
-it is sent. docs/provider.md says what a connection to that port can do.
+torchrun's own rendezvous listens on all interfaces, does not authenticate, stores everything that it receives, and
+unpickles it with `--rdzv-backend c10d`. Here, ranks on one machine use a private folder, and no port is opened. With
+several machines, the first machine listens at HOST:PORT only, unpickles nothing, and limits the memory for what it
+receives. docs/provider.md says what a client of that port can do.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from provider.shards.torchrun import limit_memory
 
 _BACKEND = "symbiosis-priv"
 _LOOPBACK = "127.0.0.1"
-_OPTIONS = "PET_"  # torchrun's own, in the environment
-_STORE_ROOM = 512 << 20  # bytes; ranks start with what torchrun has, and need about as much as it does
+_OPTIONS = "PET_"  # prefix of torchrun's options in the environment
+_STORE_ROOM = 512 << 20  # bytes; ranks start with torchrun's limit, and need about as much memory as torchrun
 _MEETING_S = 600
 
 
 class Rendezvous(RendezvousHandler):
-    """A fixed set of machines.
+    """A rendezvous of a fixed set of machines.
 
     Args:
-        run_id: of this group.
-        store: where torchruns exchange what they start, and, over several machines, where ranks find each other.
-        host: of the store.
-        port: of the store; 0 if it cannot be connected to.
+        run_id: name of this group.
+        store: store for torchrun's own data and, with several machines, for the ranks' rendezvous.
+        host: host of the store.
+        port: port of the store; 0 if the store has none.
         node: number of this machine, from 0.
         nodes: number of machines.
     """
@@ -63,15 +63,15 @@ class Rendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """True: rank 0 would open a store of its own, on all interfaces."""
+        """Returns True. With False, rank 0 would open another store, on all interfaces."""
         return True
 
     def get_backend(self) -> str:
-        """The name on torchrun's command line."""
+        """The backend's name on torchrun's command line."""
         return _BACKEND
 
     def get_run_id(self) -> str:
-        """See `Rendezvous`."""
+        """The name of this group."""
         return self._run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -79,23 +79,24 @@ class Rendezvous(RendezvousHandler):
         return self._info
 
     def num_nodes_waiting(self) -> int:
-        """0: no machine joins later."""
+        """Returns 0: no machine joins later."""
         return 0
 
     def is_closed(self) -> bool:
-        """False until the process ends."""
+        """Returns False: the rendezvous lasts until the process ends."""
         return False
 
     def set_closed(self) -> None:
         """Does nothing: no machine joins later."""
 
     def shutdown(self) -> bool:
-        """True: the store ends with its process."""
+        """Returns True: the store ends with its process."""
         return True
 
 
 def main() -> None:
-    """As torchrun's. Options in the environment are ignored: `PET_STANDALONE` would listen on all interfaces."""
+    """Run torchrun's `main`. Options in the environment are ignored: `PET_STANDALONE` would listen on all
+    interfaces."""
     for name in [name for name in os.environ if name.startswith(_OPTIONS)]:
         del os.environ[name]
     options = torchrun.parse_args(sys.argv[1:])
@@ -133,7 +134,7 @@ def _listen(host: str, port: int) -> Store:
         is_master=True,
         wait_for_workers=False,
         timeout=timedelta(seconds=_MEETING_S),
-        master_listen_fd=listener.detach(),  # it would listen on all interfaces
+        master_listen_fd=listener.detach(),  # TCPStore itself would listen on all interfaces
     )
 
 

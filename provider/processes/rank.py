@@ -1,8 +1,8 @@
-"""The processes of a sharded executor (`shards`), as torchrun starts them: rank 0 serves, the others follow.
+"""A process of a sharded executor (`shards`), as torchrun starts it: rank 0 serves, and the other ranks follow.
 
-On one machine, `[executor] ranks = 4` has the supervisor start such a group beside the gateway. Over several machines,
-`launch` starts it on each, and rank 0 is the whole provider. Between machines, torch.distributed is neither encrypted
-nor authenticated: keep it on a private network (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME).
+On one machine, the supervisor starts a group of ranks for the gateway (`[executor] ranks = 4`). With several machines,
+`launch` starts the ranks of each machine, and rank 0 is the whole provider. Between machines, torch.distributed neither
+encrypts nor authenticates: use a private network (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _run(config: ProviderConfig, *, lead: Callable[[], None]) -> None:
 
 
 def _serve_executor(config: ProviderConfig, *, model_digest: str) -> None:
-    """Serve as `executor_process` does, until stdin closes. Rank 0 has inherited stdin from the gateway by torchrun."""
+    """Serve as `executor_process` does, until stdin closes. Rank 0 inherits stdin from the gateway through torchrun."""
     executor = build(config, model_digest=model_digest, inbox=SocketInbox(config.executor.endpoint))
     when_stdin_closes(executor.stop)
     executor.run()

@@ -1,19 +1,19 @@
-"""Which rows are multiplied next: batches per layer group, fair between tenants, bounded slices, bounded waits.
+"""Schedules rows: batches per layer group, fair shares between tenants, bounded products, bounded waits.
 
-Theory of operation. A `Scheduler` is a pure object: it holds jobs, is told the time, and knows nothing of sockets,
-threads or tensors. `take` hands out pieces: some rows of one or several jobs for one layer group, direction and
-arithmetic. A product is never larger than what `Pace` expects to take a slice, so that nobody waits for more than one
-slice of somebody else's work; a larger job is taken piece by piece. Whose turn it is follows from what everybody has
-been charged (`Waiting`); what goes with it, and whether it waits for company, is the policy's. Times are seconds of one
-monotonic clock, and so are charges; work and cost are multiply-adds.
+Theory of operation. A `Scheduler` is a pure object: it holds jobs, receives the time from its caller, and uses no
+sockets, threads or tensors. `take` returns pieces: rows of one or several jobs for one layer group, direction and
+arithmetic. A product has no more rows than `Pace` expects to take one slice of time, so that no tenant waits for more
+than one slice of another tenant's work; a larger job is multiplied piece by piece. The tenant that was charged least is
+served next (`Waiting`). The policy decides which jobs share its product, and whether jobs wait to be batched. Times and
+charges are seconds of one monotonic clock; work and cost are multiply-adds.
 
-jobs            one request's rows, and pieces of them
-policy          what an operator chooses
-scheduler       takes jobs in, hands their rows out
+jobs            the rows of one request, and pieces of them
+policy          the operator's options
+scheduler       receives jobs and hands out pieces
 waiting         fair shares of stages and tenants
-pace            how long products take
-discipline      what a policy decides; `none` batches nothing
-lockstep        everybody side by side
-opportunistic   company where it pays
-absent          who is expected back, for what, when
+pace            expected duration of products
+discipline      the interface of a policy; `none` batches nothing
+lockstep        all tenants in step, for comparison
+opportunistic   waits for batches where that saves time
+absent          predicts the next requests of tenants
 """

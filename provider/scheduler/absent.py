@@ -1,7 +1,7 @@
-"""Tenants that have been answered and have not asked again: what for they will, and when.
+"""Predicts the next requests of tenants that are absent: all their requests are answered, and none has followed.
 
-Tenants go through a model in the same order, and what each does between two requests takes about as long as it did
-before. Both are learned from those who come back.
+Tenants go through a model in the same order, and the pause of a tenant between two requests takes about as long as its
+previous pause. `Absent` learns the order and the pauses from the requests that arrive.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import NamedTuple
 
 from provider.scheduler.jobs import Key, Stage
 
-_LATE = 2.0  # a tenant is expected back until its pause has been so many times the usual one
+_LATE = 2.0  # a tenant is expected until its pause is this many times its usual pause
 
 
 class Expected(NamedTuple):
-    """Somebody will ask for a layer group: the first at `first`, and nobody after `until`."""
+    """The requests that are expected for one layer group: the first at time `first`, the last before time `until`."""
 
     first: float
     until: float
 
 
-_NOBODY = Expected(math.inf, -math.inf)
+_NONE_EXPECTED = Expected(math.inf, -math.inf)
 
 
 class _Absence(NamedTuple):
@@ -33,20 +33,20 @@ class _Absence(NamedTuple):
 
 
 class Absent:
-    """Who is away.
+    """The tenants that have no request here.
 
     Args:
-        horizon_s: who has been away for longer is not expected.
+        horizon_s: a tenant that has been absent for longer is not expected any more.
     """
 
     def __init__(self, horizon_s: float) -> None:
         self._horizon_s = horizon_s
-        self._absent: OrderedDict[Hashable, _Absence] = OrderedDict()  # who left last is last
+        self._absent: OrderedDict[Hashable, _Absence] = OrderedDict()  # in order of their last answers
         self._pauses: dict[Hashable, float] = {}
         self._next: dict[tuple[Stage, Key], Key] = {}
 
     def leave(self, tenant: Hashable, stage: Stage, key: Key, now: float) -> None:
-        """It has all its answers, the last one of this key."""
+        """Record that all requests of the tenant are answered; the last one had this key."""
         self._absent.pop(tenant, None)
         self._absent[tenant] = _Absence(stage, key, now)
         while self._absent[oldest := next(iter(self._absent))].since < now - self._horizon_s:
@@ -54,7 +54,7 @@ class Absent:
             self._pauses.pop(oldest, None)
 
     def come(self, tenant: Hashable, stage: Stage, key: Key, now: float) -> None:
-        """It asks for this key: how long it was away, and what comes after what, is learned from it."""
+        """Record that the tenant asks for this key, and learn its pause and the order of keys."""
         absence = self._absent.pop(tenant, None)
         if absence is not None and absence.stage == stage:
             pause = max(0.0, now - absence.since)
@@ -62,12 +62,13 @@ class Absent:
             self._next[stage, absence.key] = key
 
     def after(self, stage: Stage, key: Key) -> Iterator[Key]:
-        """What whoever has asked for this key will ask for next, and then: as far as it is known, around and around."""
+        """Yield the keys that are expected to follow a key, as far as they are known. The order of keys may be a
+        cycle."""
         while (found := self._next.get((stage, key))) is not None:
             yield (key := found)
 
     def expected(self, now: float, by: float) -> dict[tuple[Stage, Key], Expected]:
-        """Who is likely to be back by then, for what."""
+        """The requests that are expected between `now` and `by`, for each stage and key."""
         found: dict[tuple[Stage, Key], Expected] = {}
         for tenant, (stage, key, since) in reversed(self._absent.items()):
             if since < now - self._horizon_s:
@@ -77,6 +78,6 @@ class Absent:
             until = since + (self._horizon_s if pause is None else _LATE * pause)
             if first <= by and now < until:
                 will = stage, self._next.get((stage, key), key)
-                others = found.get(will, _NOBODY)
+                others = found.get(will, _NONE_EXPECTED)
                 found[will] = Expected(min(max(now, first), others.first), max(until, others.until))
         return found

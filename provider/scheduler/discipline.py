@@ -1,4 +1,5 @@
-"""What a policy decides: whose turn it is, and which rows make a product; and the simplest of them, `none`."""
+"""The interface of a policy: it picks the next job and the rows of its product. `Discipline` itself is policy
+`none`."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from provider.scheduler.waiting import Waiting
 
 
 class Discipline(Generic[J]):
-    """Every job alone, in turn.
+    """Multiplies every job in a product of its own, in order of fair shares.
 
     Args:
-        policy: its figures.
-        waiting: the jobs that could be taken.
-        pace: how long products take.
+        policy: the operator's options.
+        waiting: the runnable jobs.
+        pace: expected duration of products.
     """
 
     def __init__(self, policy: Policy, waiting: Waiting[J], pace: Pace) -> None:
@@ -25,20 +26,20 @@ class Discipline(Generic[J]):
         self._pace = pace
 
     def came(self, job: J) -> None:
-        """A tenant that had nothing here asks for something."""
+        """Called when a tenant without jobs sends a job."""
 
     def went(self, job: J, now: float) -> None:
-        """A tenant has nothing here any more: this job was its last."""
+        """Called when the last job of a tenant has been multiplied."""
 
     def multiplied(self, now: float) -> None:
-        """A product has ended."""
+        """Called when a product has ended."""
 
     def turn(self, now: float) -> tuple[J | None, float | None]:
-        """Whose turn it is now; or nobody's, and when to look again."""
+        """Return the job that leads the next product; or None, and the time to call again (None: after an event)."""
         return next((firsts[0] for _, firsts in self._waiting.in_turn()), None), None
 
     def batch(self, leader: J) -> list[Piece[J]]:
-        """The rows of a product at this job's turn, some of its own among them; no more than take one slice."""
+        """Return the pieces of a product that `leader` leads. Includes rows of `leader`; takes one slice at most."""
         return [Piece.next_of(leader, self._room(leader))]
 
     def _room(self, leader: J) -> int:
@@ -46,7 +47,7 @@ class Discipline(Generic[J]):
 
 
 def whole(jobs: list[J], room: int) -> list[Piece[J]]:
-    """All that is ready of each of the jobs that fit in, in this order; not a part of any."""
+    """Pieces with all ready rows of a job, for the jobs that fit in `room` rows, in this order."""
     pieces = []
     for job in jobs:
         piece = Piece.next_of(job, job.rows)

@@ -1,4 +1,4 @@
-"""What a scheduler holds and hands out: one request's rows, and pieces of them."""
+"""The data of the scheduler: a job has the rows of one request, and a piece is a range of these rows."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ Key = tuple[int, Direction, wire.Arithmetic]
 
 @dataclass(kw_only=True, eq=False)
 class Job:
-    """One request's rows.
+    """The rows of one request.
 
     Args:
-        tenant: whose turn it takes.
-        stage: of the tenant's work.
-        key: layer group, direction and arithmetic: what it can share a product with.
-        rows: at least 1. The gateway answers requests of zero rows: they have no work to be charged with.
+        tenant: the tenant that is charged.
+        stage: inference or fine-tuning.
+        key: layer group, direction and arithmetic. Jobs with the same key can share a product.
+        rows: at least 1. The gateway answers requests of zero rows: they have no work that could be charged.
         row_work: multiply-adds of one row's product.
-        row_cost: what one row is charged with; more than `row_work` if it takes other work too.
-        arrival: when it came.
-        deadline: when it is worth nothing any more.
-        weight: of its tenant.
-        ready: rows that can be multiplied now; a helper's come as their keystream is made.
-        taken: rows that `Scheduler.take` has handed out.
+        row_cost: multiply-adds that one row is charged with; more than `row_work` if a row needs other work too.
+        arrival: time at which the request arrived.
+        deadline: time at which the job is dropped.
+        weight: weight of the tenant in fair sharing.
+        ready: number of rows that can be multiplied now. An effect's rows become ready as their keystream is made.
+        taken: number of rows that `Scheduler.take` has handed out.
     """
 
     tenant: Hashable
@@ -44,9 +44,9 @@ class Job:
     ready: int = 0
     taken: int = 0
     left: bool = False
-    """Dropped, expired or taken to the last row: the scheduler does not know it any more."""
+    """True once the scheduler has forgotten the job: it was dropped, has expired, or all its rows were taken."""
     offered: float = math.inf
-    """When it could have gone first: how long it waits for others counts from there."""
+    """Time at which the job was first able to lead a product. The wait to be batched counts from there."""
 
     def __post_init__(self) -> None:
         if self.rows < 1:
@@ -54,14 +54,14 @@ class Job:
 
     @property
     def runnable(self) -> bool:
-        """Whether `Scheduler.take` could hand it out."""
+        """True if the job has rows that can be taken now."""
         return self.taken < self.ready
 
 
 J = TypeVar("J", bound=Job)
 
 
-class Piece(NamedTuple, Generic[J]):  # is made in a third of a frozen dataclass's time
+class Piece(NamedTuple, Generic[J]):  # creating a frozen dataclass takes three times as long
     """Rows `start .. stop` of a job."""
 
     job: J
@@ -70,15 +70,15 @@ class Piece(NamedTuple, Generic[J]):  # is made in a third of a frozen dataclass
 
     @classmethod
     def next_of(cls, job: J, most: int) -> Piece[J]:
-        """The job's next rows, of those that are ready."""
+        """The next ready rows of the job, `most` at most."""
         return cls(job, job.taken, min(job.ready, job.taken + most))
 
     @property
     def rows(self) -> int:
-        """How many."""
+        """Number of rows."""
         return self.stop - self.start
 
     @property
     def last(self) -> bool:
-        """Whether the job ends with it."""
+        """True if this is the last piece of its job."""
         return self.stop == self.job.rows

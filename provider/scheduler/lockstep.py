@@ -1,9 +1,9 @@
-"""`lockstep`: all tenants go through the model side by side. It is for comparison.
+"""`lockstep`: all tenants go through the model in step. This policy exists for comparison.
 
-Nothing is multiplied while a tenant is away that was here within `lockstep_wait_s`; then everything that waits for one
-layer group is. The next one is the first that somebody waits for in the order of a training step, forward and then
-back, from where the last one was and around: whoever is ahead waits for those behind, and nobody begins a second pass
-through the model before the others have ended their first.
+The scheduler waits until every tenant that was active within `lockstep_wait_s` has a request here. It then multiplies
+all requests for one layer group. Layer groups follow in the order of a training step (forward, then backward) and
+start again at the first one. A tenant that is ahead therefore waits for the tenants behind, and starts its next pass
+through the model when the other tenants have finished theirs.
 """
 
 from __future__ import annotations
@@ -20,12 +20,16 @@ from symbiosis_priv.network import wire
 
 
 class Lockstep(Discipline[J]):
-    """See the module."""
+    """The policy `lockstep`; see the module docstring."""
 
     def __init__(self, policy: Policy, waiting: Waiting[J], pace: Pace) -> None:
         super().__init__(policy, waiting, pace)
-        self._awaited: dict[Hashable, float] = {}  # who is away, and until when that is waited for
-        self._at: tuple[bool, int, wire.Arithmetic] = (False, 0, "ring")  # where in a step the last product was
+        self._awaited: dict[Hashable, float] = {}  # absent tenants, and how long to wait for each
+        self._at: tuple[bool, int, wire.Arithmetic] = (
+            False,
+            0,
+            "ring",
+        )  # place of the last product in the step
 
     def came(self, job: J) -> None:
         self._awaited.pop(job.tenant, None)
@@ -52,6 +56,6 @@ class Lockstep(Discipline[J]):
 
 
 def _place(key: Key) -> tuple[bool, int, wire.Arithmetic]:
-    """Of a layer group in a training step: forward from the first, backward from the last."""
+    """Position of a layer group in a training step: forward from the first group, then backward from the last."""
     group, direction, arithmetic = key
     return direction != FORWARD, group if direction == FORWARD else -group, arithmetic

@@ -1,22 +1,24 @@
-"""`opportunistic`: whoever waits for the same layer group shares a product, and company is waited for where it pays.
+"""`opportunistic`: requests for the same layer group share a product, and wait to be batched where that saves time.
 
-* **Choice.** Tenants go through a model in the same order, so that those who are passed over meet those who come behind
-  them, and share all products from there on. A stage's turn therefore goes to those who are farthest ahead of whoever
-  follows them (the followers close up meanwhile), and of these to the largest company. It costs nobody anything: the
-  executor has other work. Nobody leads who has had `max_wait_s` more than the one whose turn it is, and nobody is
-  passed over for longer than a slice.
-* **Waiting.** With nothing else to do, waiting costs all who wait, and company saves what two products take longer than
-  one: the time in which the weights are read once more, until rows are so many that their arithmetic takes as long. So
-  they wait until together they have lost as much as that; none of them for longer than `wait_share` of its own
-  product's time (a large request has more patience than a small one) nor than `max_wait_s`; and only while somebody is
-  expected in time who will ask for the same layer group (`Absent`). A tenant alone never waits.
-* **Riders.** Rows ride where the weights are read anyway: inference, whole, with whatever goes; of fine-tuning what
-  is at most a slice from its turn, cut to what is left. When fine-tuning leads, half of the slice is its own. When it
-  is inference's turn, fine-tuning makes the product take half as long again at most: a flood of large requests for the
-  same layer group would otherwise make every row of inference wait for a slice.
-* **Inference beside fine-tuning.** When it is inference's turn, fine-tuning is held back for `max_wait_s` at most for a
-  tenant that is about to ask for its next layer group, or that waits for company: one row would wait many times longer
-  for the slice than the slice for the row.
+* **Choice.** Tenants go through a model in the same order. A request that is passed over is reached by the tenants
+  behind it, and shares its later products with them. The scheduler therefore picks the layer group with the largest
+  lead over the next waiting tenant, and among equal leads the group with the most waiting tenants. The choice delays no
+  product, because the executor has other work meanwhile. A tenant that is more than `max_wait_s` ahead of its fair
+  share is not scheduled first, and a request is passed over for one slice at most.
+* **Waiting.** An idle executor lets requests wait to be batched while the expected saving exceeds the cost of waiting.
+  The saving is the difference between two products and one: the time to read the weights once more, less if the
+  products have many rows. The cost is the sum of the waiting times of all waiting tenants. A request waits for
+  `wait_share` of the time of its own product at most (so a large request waits longer than a small one), for
+  `max_wait_s` at most, and only while another tenant is expected to ask for the same layer group in time (`Absent`). A
+  single tenant never waits.
+* **Added rows.** A product that reads the weights anyway takes more rows. Inference requests join every product, whole.
+  A fine-tuning request joins if its tenant is within one slice of its turn, and is cut to the remaining room. In a
+  product that fine-tuning leads, fine-tuning gets half of the slice. When inference is due, fine-tuning makes the
+  product of inference take half as long again at most; otherwise many large requests for the same layer group would
+  make every row of inference wait for a slice.
+* **Inference beside fine-tuning.** When inference is due, fine-tuning waits up to `max_wait_s` for an inference tenant
+  that is about to ask for its next layer group or waits to be batched. Otherwise one row of inference would wait for a
+  slice of fine-tuning, which takes many times longer.
 """
 
 from __future__ import annotations
@@ -30,18 +32,18 @@ from provider.scheduler.pace import Pace
 from provider.scheduler.policy import Policy
 from provider.scheduler.waiting import Waiting
 
-_HINDRANCE = 0.5  # of its own time: what inference may be slowed down by when it is its turn
-_RECENT_WAITS = 10  # a tenant is expected back for so many times the longest wait
-_SIGHT = 8  # layer groups: whoever is farther behind is not waited for
+_SLOWDOWN = 0.5  # a product of due inference may take longer by this share of its own time
+_HORIZON_WAITS = 10  # a tenant is expected for this many times `max_wait_s`
+_MAX_LEAD = 8  # layer groups: the largest lead that counts
 
 
 class Opportunistic(Discipline[J]):
-    """See the module."""
+    """The policy `opportunistic`; see the module docstring."""
 
     def __init__(self, policy: Policy, waiting: Waiting[J], pace: Pace) -> None:
         super().__init__(policy, waiting, pace)
-        self._absent = Absent(_RECENT_WAITS * policy.max_wait_s)
-        self._free = 0.0  # since when nothing is multiplied
+        self._absent = Absent(_HORIZON_WAITS * policy.max_wait_s)
+        self._idle_since = 0.0  # end of the last product
 
     def came(self, job: J) -> None:
         self._absent.come(job.tenant, job.stage, job.key, job.arrival)
@@ -50,7 +52,7 @@ class Opportunistic(Discipline[J]):
         self._absent.leave(job.tenant, job.stage, job.key, now)
 
     def multiplied(self, now: float) -> None:
-        self._free = now
+        self._idle_since = now
 
     def turn(self, now: float) -> tuple[J | None, float | None]:
         waiting: list[float] = []
@@ -64,47 +66,47 @@ class Opportunistic(Discipline[J]):
                 return self._choice(stage, firsts, may_go, now), None
             waiting += times
             if stage == "inference":
-                break  # fine-tuning could keep it waiting for far longer than it waits for company
+                break  # a slice of fine-tuning takes far longer than the wait to be batched
         return None, min(waiting, default=None)
 
     def _go_times(
         self, stage: Stage, firsts: Sequence[J], now: float, expected: Mapping[tuple[Stage, Key], Expected]
     ) -> list[float]:
-        """When each of a stage's jobs need not wait any more, for company or for inference."""
+        """The time until which each job of a stage waits to be batched, or waits for inference."""
         held_back = now
         if stage == "fine_tuning" and self._waiting.inference_is_due():
-            limit = self._free + self._policy.max_wait_s
-            coming = [e for (whose, _), e in expected.items() if whose == "inference" and e.first <= limit]
+            limit = self._idle_since + self._policy.max_wait_s
+            coming = [e for (kind, _), e in expected.items() if kind == "inference" and e.first <= limit]
             held_back = max([now, *(min(limit, e.until) for e in coming)])
         times = []
-        worth: dict[tuple[Key, int], float] = {}  # most jobs are like the next one
+        worth: dict[tuple[Key, int], float] = {}  # many jobs have the same key and number of rows
         for job in firsts:
             time = job.offered = min(job.offered, now)
-            company = expected.get((stage, job.key))
-            if company is not None and not job.taken:
+            others = expected.get((stage, job.key))
+            if others is not None and not job.taken:
                 like = job.key, job.rows
                 if like not in worth:
                     worth[like] = self._worth(job)
                 limit = job.offered + worth[like]
-                if company.first <= limit:
-                    time = min(limit, company.until)
+                if others.first <= limit:
+                    time = min(limit, others.until)
             times.append(max(time, held_back))
         return times
 
     def _worth(self, job: J) -> float:
-        """How long company is worth waiting for."""
+        """Seconds for which waiting to be batched costs less than it saves."""
         seconds = self._pace.seconds
         rows = sum(other.ready - other.taken for other in self._waiting.of_key(job.key))
         saved = seconds(job, rows) + seconds(job, job.rows) - seconds(job, rows + job.rows)
         patience = self._policy.wait_share * seconds(job, job.rows)
-        return min(saved / self._company(job.key), patience, self._policy.max_wait_s)
+        return min(saved / self._tenants(job.key), patience, self._policy.max_wait_s)
 
-    def _company(self, key: Key) -> int:
-        """Tenants who wait for a layer group."""
+    def _tenants(self, key: Key) -> int:
+        """Number of tenants with a job for this key."""
         return len({job.tenant for job in self._waiting.of_key(key)})
 
     def _choice(self, stage: Stage, firsts: Sequence[J], may_go: Sequence[J], now: float) -> J:
-        """Whose product it is: of those who may go, in turn, and with whoever rides along."""
+        """Pick the job that leads the next product, from the jobs that need not wait."""
         if len(may_go) == 1:
             return may_go[0]
         most = self._waiting.charged(may_go[0]) + self._policy.max_wait_s
@@ -112,19 +114,19 @@ class Opportunistic(Discipline[J]):
         longest = min(near, key=lambda job: job.offered)
         if now - longest.offered >= self._policy.slice_s:
             return longest
-        heads: dict[Key, J] = {}  # of each layer group the first one in turn
+        heads: dict[Key, J] = {}  # the first job of each key, in order of fair shares
         for job in near:
             heads.setdefault(job.key, job)
         if len(heads) == 1:
             return near[0]
         leads = self._leads(stage, {job.key for job in firsts})
-        return max(heads.values(), key=lambda job: (leads[job.key], self._company(job.key)))
+        return max(heads.values(), key=lambda job: (leads[job.key], self._tenants(job.key)))
 
     def _leads(self, stage: Stage, keys: Collection[Key]) -> dict[Key, int]:
-        """By how many layer groups those who wait for one are ahead of the next ones behind them."""
-        leads = dict.fromkeys(keys, _SIGHT)
+        """For each key, the number of layer groups between it and the next waiting tenant behind it."""
+        leads = dict.fromkeys(keys, _MAX_LEAD)
         for behind in keys:
-            for steps, ahead in zip(range(1, _SIGHT), self._absent.after(stage, behind), strict=False):
+            for steps, ahead in zip(range(1, _MAX_LEAD), self._absent.after(stage, behind), strict=False):
                 if ahead in leads:
                     leads[ahead] = min(leads[ahead], steps)
                     break
@@ -141,22 +143,22 @@ class Opportunistic(Discipline[J]):
         if leader.stage == "inference":
             first = Piece.next_of(leader, room)
             pieces = [first, *whole(inference, room - first.rows)]
-            filling = [job for job in fine_tuning if self._near_its_turn(job)]
+            filling = [job for job in fine_tuning if self._is_near_its_turn(job)]
             if self._waiting.inference_is_due():
-                rows = sum(piece.rows for piece in pieces)  # a kernel has its rate with many: no rider is free
-                room = min(room, rows + self._pace.rows_in(leader, _HINDRANCE * self._pace.seconds(leader, rows)))
+                rows = sum(piece.rows for piece in pieces)  # added rows take time even if the weights are read anyway
+                room = min(room, rows + self._pace.rows_in(leader, _SLOWDOWN * self._pace.seconds(leader, rows)))
         else:
             pieces = whole(inference, room - Piece.next_of(leader, max(1, room // 2)).rows)
             filling = [leader, *fine_tuning]
         return pieces + _filling(filling, room - sum(piece.rows for piece in pieces))
 
-    def _near_its_turn(self, job: J) -> bool:
-        """Its tenant has had at most a slice more than whoever of its stage is next."""
+    def _is_near_its_turn(self, job: J) -> bool:
+        """True if the tenant was charged at most one slice more than the next tenant of its stage."""
         return self._waiting.charged(job) <= self._waiting.least_charged(job.stage) + self._policy.slice_s
 
 
 def _filling(jobs: list[J], room: int) -> list[Piece[J]]:
-    """As many rows as there is room for, in this order: the last job is cut."""
+    """Pieces of the jobs in this order, up to `room` rows; the last piece is cut."""
     pieces = []
     for job in jobs:
         piece = Piece.next_of(job, room)

@@ -1,4 +1,4 @@
-"""How fast products run, learned from those that have run."""
+"""Predicts the duration of products from the durations of earlier products."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from provider.scheduler.jobs import Job, Key
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.network import wire
 
-_FIRST_GUESS = 2e9  # multiply-adds a second, until a product has been timed
-_TELLING_ROWS = 8  # fewer say little about what a row of many takes
+_FIRST_GUESS = 2e9  # multiply-adds a second, before the first product was timed
+_TELLING_ROWS = 8  # a product of fewer rows shows the time to read the weights, not the time of a row
 
 
 class Pace:
-    """A product takes the time in which its weights are read or that of its rows' arithmetic, whichever is longer:
-    while some weights are multiplied, the next ones are on their way.
+    """A model of the duration of products.
 
-    Few rows tell about the first, many about the second.
+    A product takes as long as reading its weights or as the arithmetic of its rows, whichever is longer, because
+    reading and arithmetic overlap. Products of few rows show the time of reading, products of many rows the time of the
+    arithmetic.
 
     Args:
-        slice_s: what `rows` are meant to take.
+        slice_s: the longest time that a product should take.
     """
 
     def __init__(self, slice_s: float) -> None:
@@ -26,25 +27,26 @@ class Pace:
         self._rates: dict[tuple[Direction, wire.Arithmetic], float] = {}  # multiply-adds a second
 
     def rows(self, job: Job) -> int:
-        """Rows of the job's kind that take about one slice; never so few that nothing more is learned from them."""
+        """Number of rows with the job's key that take about one slice; at least 8, so that the model keeps learning."""
         return max(_TELLING_ROWS, self.rows_in(job, self._slice_s))
 
     def rows_in(self, job: Job, seconds: float) -> int:
-        """Rows of the job's kind whose arithmetic takes so long."""
+        """Number of rows with the job's key whose arithmetic takes `seconds`."""
         return int(seconds * self._rate(job.key) / max(1, job.row_work))
 
     def seconds(self, job: Job, rows: int) -> float:
-        """What a product of so many rows of the job's kind takes."""
+        """Expected duration of a product of `rows` rows with the job's key."""
         return max(self._read(job.key), rows / self._rate(job.key)) * job.row_work
 
     def record(self, key: Key, *, rows: int, work: int, seconds: float) -> None:
-        """A product of `work` multiply-adds took `seconds`. One outlier moves the estimate by a factor of 2 at most."""
+        """Learn that a product of `work` multiply-adds took `seconds`. One outlier changes an estimate by at most
+        2x."""
         if not work:
             return
         kind, per_weight, rate = key[1:], seconds * rows / work, work / max(seconds, 1e-9)
         if rows < _TELLING_ROWS:
             self._reads[kind] = _nearer(self._read(key) or per_weight, per_weight)
-        if rows < _TELLING_ROWS or per_weight < self._read(key):  # it took no longer than fewer rows would have
+        if rows < _TELLING_ROWS or per_weight < self._read(key):  # reading hid the arithmetic
             self._rates[kind] = max(self._rate(key), rate)
         else:
             self._rates[kind] = _nearer(self._rate(key), rate)
@@ -57,5 +59,5 @@ class Pace:
 
 
 def _nearer(old: float, measured: float) -> float:
-    """Halfway, and by a factor of 2 at most."""
+    """The mean of both values, limited to a factor of 2 from `old`."""
     return min(max((old + measured) / 2, old / 2), 2 * old)

@@ -1,4 +1,4 @@
-"""What an operator chooses."""
+"""The operator's options of the scheduler."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ PolicyName = Literal["none", "lockstep", "opportunistic"]
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """How jobs are batched and how long they wait for company.
+    """How jobs are batched, and how long they wait to be batched.
 
     Args:
         name: `none`, `lockstep` or `opportunistic`.
-        max_batch_rows: rows of one product.
-        slice_s: what one product may be expected to take.
-        wait_share: the share of its own product's time that a job waits for company, at most.
-        max_wait_s: and never longer than this.
-        lockstep_wait_s: how long `lockstep` waits for a tenant.
-        inference_weight: how much more of the executor inference gets than fine-tuning when both want all of it.
+        max_batch_rows: largest number of rows of one product.
+        slice_s: longest expected time of one product.
+        wait_share: a job waits to be batched for at most this share of the time of its own product.
+        max_wait_s: longest time for which a job waits to be batched.
+        lockstep_wait_s: longest time for which `lockstep` waits for a tenant.
+        inference_weight: executor time of inference relative to fine-tuning when both have enough work.
     """
 
     name: PolicyName = "opportunistic"

@@ -1,4 +1,4 @@
-"""The scheduler itself: keeps the jobs, hands out their rows, and forgets them."""
+"""The scheduler: keeps jobs and hands out their rows."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from provider.scheduler.waiting import Waiting
 
 
 class Scheduler(Generic[J]):
-    """Jobs that wait, and the order in which their rows are multiplied. Not thread-safe.
+    """Waiting jobs, and the order in which their rows are multiplied. Not thread-safe.
 
     Args:
-        policy: see `Policy`.
+        policy: the operator's options.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -36,15 +36,15 @@ class Scheduler(Generic[J]):
         self._order = itertools.count()
 
     def __len__(self) -> int:
-        """Jobs that have rows left to be taken."""
+        """Number of jobs with rows that were not taken."""
         return self._jobs.total()
 
     def waiting(self) -> dict[Stage, int]:
-        """Runnable jobs by stage."""
+        """Number of runnable jobs by stage."""
         return self._waiting.counts()
 
     def put(self, job: J) -> None:
-        """Take a job in."""
+        """Add a job."""
         if not self._jobs[job.tenant]:
             self._discipline.came(job)
         self._jobs[job.tenant] += 1
@@ -53,7 +53,7 @@ class Scheduler(Generic[J]):
             self._waiting.add(job)
 
     def make_ready(self, job: J, rows: int) -> None:
-        """`rows` more rows of a job can be multiplied; does nothing if it has left."""
+        """Mark `rows` more rows of a job as ready. Does nothing if the job has left."""
         if job.left:
             return
         was = job.runnable
@@ -62,14 +62,14 @@ class Scheduler(Generic[J]):
             self._waiting.add(job)
 
     def drop(self, job: J) -> None:
-        """Forget a job; does nothing if it has left."""
+        """Forget a job. Does nothing if the job has left."""
         if not job.left:
             if job.runnable:
                 self._waiting.remove(job)
             self._leave(job)
 
     def expire(self, now: float) -> list[J]:
-        """The jobs whose deadline has passed; they are dropped."""
+        """Drop the jobs whose deadline has passed, and return them."""
         expired = []
         while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].left):
             job = heapq.heappop(self._deadlines)[2]
@@ -79,7 +79,8 @@ class Scheduler(Generic[J]):
         return expired
 
     def take(self, now: float) -> list[Piece[J]]:
-        """Rows to multiply now, all of one key; empty if there are none, or if they wait for company."""
+        """Return the rows to multiply now, all of one key. Empty if no job is runnable, or if jobs wait to be
+        batched."""
         leader, _ = self._discipline.turn(now)
         if leader is None:
             return []
@@ -92,7 +93,7 @@ class Scheduler(Generic[J]):
         return pieces
 
     def next_deadline(self, now: float) -> float | None:
-        """When to call `expire` and `take` again if nothing else happens; None if there is nothing to wait for."""
+        """Time to call `expire` and `take` again if no job arrives before; None without such a time."""
         while self._deadlines and self._deadlines[0][2].left:
             heapq.heappop(self._deadlines)
         leader, again = self._discipline.turn(now)
@@ -103,7 +104,7 @@ class Scheduler(Generic[J]):
         return min(times, default=None)
 
     def done(self, pieces: Iterable[Piece[J]], *, now: float, seconds: float) -> None:
-        """A batch has been multiplied in so many seconds: learn from it."""
+        """Record that the pieces of a batch have been multiplied in `seconds`."""
         pieces = list(pieces)
         rows = sum(piece.rows for piece in pieces)
         work = sum(piece.rows * piece.job.row_work for piece in pieces)
@@ -114,7 +115,7 @@ class Scheduler(Generic[J]):
                 self._discipline.went(piece.job, now)
 
     def _hand_out(self, piece: Piece[J], seconds: float) -> None:
-        """Take a piece off its job, which is charged with its part of the product and what it costs besides."""
+        """Take a piece off its job, and charge the tenant with its part of the product and with its other cost."""
         job = piece.job
         self._waiting.charge(job, seconds * job.row_cost / max(1, job.row_work))
         job.taken = piece.stop

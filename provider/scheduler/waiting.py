@@ -1,9 +1,9 @@
-"""Runnable jobs: by stage and tenant, who have fair shares; by key, who can share a product.
+"""Runnable jobs: by stage and tenant for fair shares, and by key for shared products.
 
-Start-time fair queueing over two levels: between stages (inference weighs more, so it goes ahead of fine-tuning and
-cannot starve it) and between the tenants of a stage. Whoever's rows are taken is charged their part of the time that
-the product takes: a few rows alone cost what reading the weights costs, and less in company. Who has been charged least
-goes first; who was away has saved nothing up. A tenant is one queue, however many connections it has.
+Start-time fair queueing over two levels: between stages (inference has the larger weight, so it precedes fine-tuning
+without starving it) and between the tenants of a stage. A tenant is charged with its rows' part of the time of a
+product: a few rows alone cost as much as reading the weights, and less in a batch. The tenant that was charged least is
+served next. An idle tenant accrues no credit. All connections of a tenant share one queue.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Generic
 
 from provider.scheduler.jobs import J, Key, Stage
 
-_IDLE_FLOWS = 64  # tenants without jobs that are remembered before a sweep
+_IDLE_FLOWS = 64  # tenants without jobs that are kept before old ones are removed
 
 
 class _Flow(Generic[J]):
-    """A tenant's runnable jobs of one stage, oldest first, and what it has been charged."""
+    """The runnable jobs of one tenant in one stage, oldest first, and the tenant's charge."""
 
     def __init__(self) -> None:
         self.charged = 0.0
@@ -36,7 +36,7 @@ class _Level(Generic[J]):
         self.stage = stage
         self.weight = weight
         self.charged = 0.0
-        self.now = 0.0  # the virtual time: what the flow that was served last had been charged before
+        self.now = 0.0  # virtual time: the charge of the flow that was served last, before it was served
         self.flows: dict[Hashable, _Flow[J]] = {}
         self._idle: dict[Hashable, _Flow[J]] = {}
 
@@ -58,10 +58,10 @@ class _Level(Generic[J]):
 
 
 class Waiting(Generic[J]):
-    """The jobs that could be taken.
+    """The runnable jobs.
 
     Args:
-        inference_weight: how much more of the executor inference gets than fine-tuning when both want all of it.
+        inference_weight: executor time of inference relative to fine-tuning when both have enough work.
     """
 
     def __init__(self, inference_weight: float) -> None:
@@ -73,11 +73,11 @@ class Waiting(Generic[J]):
         self._by_key: dict[Key, OrderedDict[J, None]] = {}
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """True if any job is runnable."""
         return bool(self._by_key)
 
     def add(self, job: J) -> None:
-        """It can be taken."""
+        """Add a job that has become runnable."""
         level = self._levels[job.stage]
         if not level.flows:
             level.charged = max(level.charged, self._now)
@@ -85,7 +85,7 @@ class Waiting(Generic[J]):
         _line_up(job, self._by_key.setdefault(job.key, OrderedDict()))
 
     def remove(self, job: J) -> None:
-        """It cannot be taken any more."""
+        """Remove a job that is not runnable any more."""
         self._levels[job.stage].remove(job)
         same = self._by_key[job.key]
         del same[job]
@@ -93,53 +93,53 @@ class Waiting(Generic[J]):
             del self._by_key[job.key]
 
     def serve(self, leader: J) -> None:
-        """It is this job's turn."""
+        """Advance the virtual times: this job leads the next product."""
         level = self._levels[leader.stage]
         self._now = max(self._now, level.charged)
         level.now = max(level.now, self.charged(leader))
 
     def charge(self, job: J, seconds: float) -> None:
-        """So much time of the executor goes to it."""
+        """Charge a job's stage and tenant with executor time."""
         level = self._levels[job.stage]
         level.charged += seconds / level.weight
         level.flows[job.tenant].charged += seconds / job.weight
 
     def charged(self, job: J) -> float:
-        """What its tenant has been charged in its stage."""
+        """Charge of the job's tenant in the job's stage."""
         return self._levels[job.stage].flows[job.tenant].charged
 
     def least_charged(self, stage: Stage) -> float:
-        """What the tenant of this stage has been charged whose turn is next."""
+        """Charge of the stage's next tenant."""
         return min(flow.charged for flow in self._levels[stage].flows.values())
 
     def counts(self) -> dict[Stage, int]:
-        """Jobs by stage."""
+        """Number of jobs by stage."""
         return {stage: sum(len(flow.jobs) for flow in level.flows.values()) for stage, level in self._levels.items()}
 
     def keys(self) -> Iterator[Key]:
-        """What there are jobs for."""
+        """The keys of all jobs."""
         return iter(self._by_key)
 
     def of_key(self, key: Key) -> list[J]:
-        """The jobs that can share a product, oldest first."""
+        """The jobs with this key, which can share a product; oldest first."""
         return list(self._by_key[key])
 
     def in_turn(self) -> Iterator[tuple[Stage, list[J]]]:
-        """The stages with something to do and the first job of each of their tenants, least charged first; of tenants
-        that have been charged the same, the one that waits longest.
+        """Yield each stage that has jobs with the first job of each of its tenants. Stages and tenants are sorted by
+        charge, tenants with equal charges by the arrival of their jobs.
         """
         for level in sorted((level for level in self._levels.values() if level.flows), key=lambda level: level.charged):
             flows = sorted(level.flows.values(), key=lambda flow: (flow.charged, flow.first.arrival))
             yield level.stage, [flow.first for flow in flows]
 
     def inference_is_due(self) -> bool:
-        """Whether it would go ahead of fine-tuning if it asked for something."""
+        """True if an inference request that arrived now would precede fine-tuning."""
         inference, fine_tuning = self._levels["inference"], self._levels["fine_tuning"]
         return max(inference.charged, self._now) <= fine_tuning.charged
 
 
 def _line_up(job: J, line: OrderedDict[J, None]) -> None:
-    """At the end, or in front if some of its rows have been taken: what has begun is finished first."""
+    """Append a job; put it in front if some of its rows were taken, so that jobs that have begun are finished first."""
     line[job] = None
     if job.taken:
         line.move_to_end(job, last=False)

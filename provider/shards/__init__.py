@@ -2,7 +2,7 @@
 
 unit        the weights of one layer group on one rank
 sharded     products over all ranks, by a plan that rank 0 broadcasts
-rendezvous  where ranks find each other
+rendezvous  connects the ranks of a group
 heartbeats  notices ranks that hang
-torchrun    ends with torchrun, and ends it
+torchrun    ends ranks with their torchrun, and torchrun with its ranks
 """

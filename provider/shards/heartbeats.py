@@ -1,11 +1,12 @@
-"""Heartbeats of a group of ranks: each rank counts up, also while it waits in a collective, and others look.
+"""Heartbeats of a group of ranks: each rank increments a counter, and other ranks watch the counter.
 
-A collective that fails does not say which rank is missing, and one that waits says nothing until the group's timeout.
-A process that was killed or stopped has no heartbeat; a process that waits in a collective has one. Rank 0 watches
-all others, and the others watch rank 0, so a group in which one rank has stopped ends within seconds.
+An error of a collective does not name the missing rank, and a collective that waits raises no error before the group's
+timeout. A process that was killed or stopped has no heartbeat; a process that waits in a collective has one. Rank 0
+watches all other ranks, and the other ranks watch rank 0. A group in which one rank has stopped therefore ends within
+seconds.
 
-A rank is missing after ten beats of the watching rank without one of its own. Beats are counted and not seconds: a
-machine that was suspended has not lost a rank.
+A rank is lost if its counter does not change during ten beats of the watching rank. Beats are counted instead of
+seconds, so that a machine that was suspended does not lose a rank.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 _BEAT_S = 0.5
-_MISSED = 10  # beats of one's own without one of the other's
-_PATIENCE_S = 3.0  # after a collective has failed
+_MISSED = 10  # beats of the watching rank without a beat of the watched rank
+_PATIENCE_S = 3.0  # `absent` waits this long for a beat of every rank
 _LEAD = 0
 
 
@@ -26,18 +27,18 @@ class Counters(Protocol):
     """Numbers that all ranks can read (`rendezvous.counters`)."""
 
     def add(self, key: str, amount: int, /) -> int:
-        """Add to a number that begins with 0, and return the sum. OSError or RuntimeError if the store is gone."""
+        """Add to a counter that starts at 0, and return the sum. OSError or RuntimeError if the store is gone."""
 
 
 class Heartbeats:
-    """The heartbeat of this rank, and a watch over the others'.
+    """Sends the heartbeat of this rank, and watches other ranks.
 
     Args:
-        rank: of this process.
+        rank: rank of this process.
         world: number of ranks.
-        counters: shared by all ranks.
-        lost: called once, in its own thread, with the ranks whose heartbeat has stopped; with none of them if the
-            counters cannot be reached any more.
+        counters: counters that all ranks share.
+        lost: called once, in the heartbeat's thread, with the ranks whose heartbeat has stopped; with an empty list if
+            the counters cannot be reached any more.
     """
 
     def __init__(self, *, rank: int, world: int, counters: Counters, lost: Callable[[list[int]], None]) -> None:
@@ -46,20 +47,20 @@ class Heartbeats:
         self._beats(rank, 1)
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
-        atexit.register(self.close)  # also where an error ends the process
+        atexit.register(self.close)  # also when an error ends the process
 
     def absent(self) -> list[int]:
-        """Ranks without a heartbeat; takes three seconds. Empty if the counters cannot be reached."""
-        everybody = range(self._world)
+        """Ranks without a heartbeat. Takes three seconds. Empty if the counters cannot be reached."""
+        ranks = range(self._world)
         try:
-            before = [self._beats(rank) for rank in everybody]
+            before = [self._beats(rank) for rank in ranks]
             time.sleep(_PATIENCE_S)
-            return [rank for rank in everybody if self._beats(rank) == before[rank]]
+            return [rank for rank in ranks if self._beats(rank) == before[rank]]
         except (RuntimeError, OSError):  # the store has gone with the group
             return []
 
     def close(self) -> None:
-        """Stop. Python aborts a process that ends while one of its threads is inside torch."""
+        """Stop the thread. Python aborts a process that ends while one of its threads is inside torch."""
         self._closed.set()
         self._thread.join(_PATIENCE_S)
 
@@ -71,7 +72,7 @@ class Heartbeats:
                 self._beats(self._rank, 1)
                 for rank in watched:
                     before, heard[rank] = heard[rank], self._beats(rank)
-                    silent = 0 < heard[rank] == before  # a rank that has not come yet is waited for elsewhere
+                    silent = 0 < heard[rank] == before  # a rank without a first beat is still starting
                     missed[rank] = missed[rank] + 1 if silent else 0
             except (RuntimeError, OSError):
                 if not self._closed.is_set():

@@ -1,7 +1,7 @@
-"""Where the ranks of a group find each other and count their heartbeats.
+"""Connects the ranks of a group, and keeps the counters of their heartbeats.
 
-On one machine, that is a folder that no other user can enter: no port is opened for it. Over several machines it is the
-store that torchrun's first machine keeps (MASTER_ADDR, MASTER_PORT), which does not authenticate.
+Ranks on one machine use a folder that no other user can enter; no port is opened. Ranks on several machines use the
+store of torchrun's first machine (MASTER_ADDR, MASTER_PORT), which does not authenticate.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[a
 from provider.shards.heartbeats import Counters
 
 FOLDER_VARIABLE: Final = "SYMBIOSIS_PRIV_RANKS_FOLDER"
-"""The environment variable with the folder, for ranks on one machine. `launch` makes it, for one group."""
+"""The environment variable that names the folder, for ranks on one machine. `launch` makes one folder per group."""
 
 _COUNTER_BYTES = 8
 _TIMEOUT = timedelta(seconds=30)
 
 
 def join(backend: str, *, timeout: timedelta) -> None:
-    """`init_process_group` for the group that torchrun's variables and `FOLDER_VARIABLE` describe.
+    """Call `init_process_group` for the group that torchrun's variables and `FOLDER_VARIABLE` describe.
 
     Raises:
-        RuntimeError: the group did not come together in time.
+        RuntimeError: not all ranks joined the group in time.
     """
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder is None:
@@ -40,7 +40,7 @@ def join(backend: str, *, timeout: timedelta) -> None:
 
 
 def counters() -> Counters:
-    """Counters that all ranks of the group share."""
+    """Make counters that all ranks of the group share."""
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder is not None:
         return FileCounters(Path(folder))
@@ -50,10 +50,10 @@ def counters() -> Counters:
 
 
 class FileCounters:
-    """One file per counter; only one process adds to each. A `FileStore` would grow with every addition.
+    """Counters with one file each. Only one process may add to a counter. A `FileStore` would grow with every addition.
 
     Args:
-        folder: exists.
+        folder: an existing folder.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -1,22 +1,22 @@
-"""Ring operands that a group of ranks holds together: each has its shard of every layer group (FSDP2).
+"""Ring operands of a group of ranks: each rank holds its shard of every layer group (FSDP2).
 
 Theory of operation. Every rank makes the same units on the meta device, one per layer group that is served, and
-`fully_shard` cuts each one's packed weights along their outputs; a rank then copies its own shard from the mapped
-cache, and nobody ever holds the model. Rank 0 serves (`executor`); the others `follow`. For each product rank 0
-broadcasts a plan, and every rank checks its sequence number before it joins a collective: ranks that disagree about
-what comes next would otherwise gather each other's layers. There are two ways to multiply, and both give the same bits:
+`fully_shard` cuts the packed weights of each unit along their outputs. A rank then copies its own shard from the mapped
+cache, so no rank holds the whole model. Rank 0 serves (`executor`); the other ranks `follow`. For each product, rank 0
+broadcasts a plan, and every rank checks the plan's sequence number before it joins a collective: ranks with different
+plans would otherwise gather different layer groups. There are two ways to multiply, and both give the same bits:
 
-    gathered   the unit gathers its weights on every rank, each of which multiplies some of the rows with them (FSDP)
-    columns    every rank multiplies all rows with its own shard: its columns of the result forward, a part of the sum
-               backward, which wraps modulo 2^32 as everything does here
+    gathered   the unit gathers its weights on every rank, and each rank multiplies some of the rows (FSDP)
+    columns    every rank multiplies all rows with its own shard. A shard gives columns of the result forward, and a
+               summand of the result backward, where sums wrap modulo 2^32
 
-Few rows travel for less than weights do, many do not: `warm_up` times both, and rank 0 chooses. Weights travel as
-bytes, for gloo knows no int16.
+`columns` transfers rows and is faster for few rows; `gathered` transfers weights and is faster for many rows. `warm_up`
+measures both, and rank 0 chooses. Weights are sent as bytes, because gloo has no int16.
 
-A rank that dies makes a collective fail. A rank that has stopped misses its heartbeats (`heartbeats`) long before the
-group's timeout, which is for a rank that is alive and does not take part. The rank that notices logs which rank is
-missing and ends; so do the others, and the supervisor starts the whole group again. The ranks trust each other, and
-torch.distributed does not authenticate: they belong on one machine or one private network.
+A rank that ends makes a collective fail. A rank that has stopped misses its heartbeats (`heartbeats`) long before the
+group's timeout, which is for a running rank that does not take part. The rank that notices logs the missing rank and
+ends. The other ranks end too, and the supervisor restarts the whole group. The ranks trust each other, and
+torch.distributed does not authenticate: run all ranks on one machine or one private network.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _HEAD = 4  # numbers of a plan before the rows of every rank
 
 
 class Mode(IntEnum):
-    """How a product is shared out."""
+    """How the ranks divide a product."""
 
     STOP = 0
     COLUMNS = 1
@@ -67,11 +67,11 @@ class Mode(IntEnum):
 
 @dataclass(frozen=True)
 class _Plan:
-    """What every rank does next.
+    """The next step of every rank.
 
     Args:
-        sequence: 1 more than the last one's.
-        rows: of every rank; all of them the product's where each takes part in every row.
+        sequence: the sequence number of the last plan plus 1.
+        rows: number of rows of every rank. In mode `COLUMNS`, every rank has all rows of the product.
     """
 
     sequence: int
@@ -81,28 +81,28 @@ class _Plan:
     rows: tuple[int, ...] = ()
 
     def encode(self, world: int) -> Tensor:
-        """int64 `[4 + world]`."""
+        """Encode the plan as int64 `[4 + world]`."""
         head = [self.sequence, self.mode, self.group, DIRECTIONS.index(self.direction)]
         return torch.tensor([*head, *(self.rows or [0] * world)], dtype=torch.int64, device="cpu")
 
     @classmethod
     def decode(cls, plan: Tensor) -> Self:
-        """Inverse of `encode`."""
+        """Decode what `encode` returned."""
         sequence, mode, group, direction, *rows = plan.tolist()
         return cls(sequence, Mode(mode), group, DIRECTIONS[direction], tuple(rows))
 
 
 class ShardedOperands(Operands):
-    """The ring products of a group of ranks. Every rank makes one; rank 0 asks for products, the others `follow`.
+    """The ring products of a group of ranks. Every rank makes one; rank 0 computes products, the other ranks `follow`.
 
     Args:
         store: the base model; `shardable`, unless its kernel is named.
-        sharding: "columns", "gathered", or "auto" to measure.
+        sharding: "columns", "gathered", or "auto" to measure both.
 
     Raises:
-        CheckpointError: the ranks have other models, or serve other layers of it.
-        ConfigError: the weights cannot be packed, or not be sharded as they are packed.
-        RankLostError: a rank did not answer while the group came together.
+        CheckpointError: the ranks have different models, or serve different layers.
+        ConfigError: the weights cannot be packed, or the packed weights cannot be sharded.
+        RankLostError: a rank did not answer during the start.
     """
 
     def __init__(self, store: WeightStore, *, sharding: str = "auto") -> None:
@@ -123,31 +123,31 @@ class ShardedOperands(Operands):
         )
         if os.environ["LOCAL_RANK"] == "0":
             for index in store.served:
-                store.matrix(index)  # one at a time: packs what is not there, checks what is
+                store.matrix(index)  # one at a time: packs a missing layer group, checks an existing one
         dist.barrier(self._plans)
         mesh = init_device_mesh(self._device.type, (self._world,))
         self._units = {index: self._load(index, mesh) for index in store.served}
 
     @property
     def leads(self) -> bool:
-        """Whether this is the rank that serves."""
+        """True on the rank that serves."""
         return self._rank == _LEAD
 
     @property
     def loaded(self) -> frozenset[int]:
-        """Layer groups in memory: all that are served."""
+        """Layer groups in memory: all layer groups that are served."""
         return frozenset(self._units)
 
     def product(self, rows: Tensor, *, group: int, direction: Direction) -> Tensor:
-        """On rank 0, with the others following. See `Operands.product`.
+        """Compute a product on rank 0 while the other ranks follow. See `Operands.product`.
 
         Raises:
-            RankLostError: a rank did not take part; this group is of no more use.
+            RankLostError: a rank did not take part. The group cannot be used any more.
         """
         return self._multiply(rows, group=group, direction=direction, mode=self._mode(group, direction, len(rows)))
 
     def warm_up(self) -> Iterator[None]:
-        """On rank 0: time both ways to multiply for every shape, one product per `next`."""
+        """Measure both ways to multiply for every shape, on rank 0; one product per `next`."""
         for group in self._units:
             entry = self._entries[group]
             for direction in DIRECTIONS:
@@ -170,10 +170,10 @@ class ShardedOperands(Operands):
                     self._crossover[shape] = _NEVER
 
     def follow(self) -> None:
-        """On every other rank: take part in products until rank 0 closes.
+        """Take part in products until rank 0 closes; for every rank but rank 0.
 
         Raises:
-            RankLostError: rank 0 or another one did not take part, or its plan is not the next one.
+            RankLostError: a rank did not take part, or the plan of rank 0 is not the next plan.
         """
         while True:
             message = torch.empty(_HEAD + self._world, dtype=torch.int64, device="cpu")
@@ -190,7 +190,7 @@ class ShardedOperands(Operands):
                 self._take_part(plan)
 
     def close(self) -> None:
-        """On rank 0: let the others end."""
+        """End the other ranks; for rank 0."""
         with self._answering("the last plan"):
             self._announce(_Plan(self._sequence + 1, Mode.STOP))
         self._heartbeats.close()
@@ -215,7 +215,7 @@ class ShardedOperands(Operands):
         dist.broadcast(plan.encode(self._world), _LEAD, group=self._plans)
 
     def _take_part(self, plan: _Plan, rows: Tensor | None = None, out: Tensor | None = None) -> None:
-        """One rank's part in a product. Rank 0 has the rows, and gets the result in `out`."""
+        """Compute one rank's part of a product. Rank 0 has the rows, and gets the result in `out`."""
         unit = self._units[plan.group]
         if plan.mode is Mode.GATHERED:
             self._gathered(plan, unit, rows, out)
@@ -271,7 +271,7 @@ class ShardedOperands(Operands):
         if out is not None:
             out.copy_(product)
 
-    # Matrices between rank 0 and the others
+    # Matrices between rank 0 and the other ranks
 
     def _deal(self, parts: Sequence[Tensor]) -> None:
         sent = [dist.isend(part.to(self._device), rank) for rank, part in enumerate(parts) if rank and part.numel()]
@@ -288,7 +288,7 @@ class ShardedOperands(Operands):
             dist.send(product, _LEAD)
 
     def _collect(self, results: Sequence[Tensor]) -> None:
-        """Fill the other ranks' parts of a result."""
+        """Receive the other ranks' parts of a result."""
         arriving = [(part, part.to(self._device)) for part in results]
         _wait([dist.irecv(there, rank) for rank, (_, there) in enumerate(arriving) if rank and there.numel()])
         for rank, (here, there) in enumerate(arriving):
@@ -319,11 +319,11 @@ class ShardedOperands(Operands):
         theirs = mine.clone()
         dist.broadcast(theirs, _LEAD, group=self._plans)  # NCCL takes no tensor on the CPU
         if not torch.equal(mine, theirs):
-            raise CheckpointError(f"rank {self._rank} has {what}, and rank 0 others: give all ranks the same [model]")
+            raise CheckpointError(f"rank {self._rank} has {what}; rank 0 differs: give all ranks the same [model]")
 
     @contextmanager
     def _answering(self, what: str) -> Iterator[None]:
-        """Whatever breaks in here leaves the ranks out of step: this group has ended."""
+        """End the group if a step fails: the ranks cannot agree on the next plan any more."""
         self._doing = what
         try:
             yield
@@ -334,7 +334,7 @@ class ShardedOperands(Operands):
             raise lost from error
 
     def _end(self, absent: list[int]) -> NoReturn:
-        """A rank has no heartbeat. This process may be in a collective that waits for that rank: it has to end."""
+        """End this process because a rank has no heartbeat: a collective may wait for that rank."""
         reason = f"not answering: {_names(absent)}" if absent else "the store of the group has gone"
         reason = f"{self._doing} is not going on at rank {self._rank}; {reason}"
         self._end_here(absent, reason)
@@ -342,7 +342,7 @@ class ShardedOperands(Operands):
         os._exit(1)
 
     def _end_here(self, absent: Collection[int], reason: str) -> None:
-        """End all ranks of this machine at once if one of them does not answer: torchrun would wait for it."""
+        """Kill all ranks of this machine if one of them does not answer: torchrun would wait for that rank."""
         if any(map(torchrun.is_here, absent)):
             log.warning("rank_lost", reason=reason)
             torchrun.kill()
@@ -352,7 +352,7 @@ class ShardedOperands(Operands):
 
 
 def _names(ranks: Sequence[int]) -> str:
-    return ", ".join(f"rank {rank}" for rank in ranks) or "nobody, so far"
+    return ", ".join(f"rank {rank}" for rank in ranks) or "none found"
 
 
 def _wait(works: Sequence[dist.Work | None]) -> None:

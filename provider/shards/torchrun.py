@@ -1,6 +1,6 @@
-"""torchrun and the ranks that it has started: a rank ends with its torchrun, and can end it with all ranks beside it.
+"""Ends ranks with their torchrun: a rank ends when torchrun ends, and can kill torchrun with all ranks of the machine.
 
-No process id comes from another rank: the kernel says which process is the parent.
+The process id of torchrun comes from the kernel, never from another rank.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _INIT = 1
-_parent: int | None = None  # where the kernel ends this process with it
+_parent: int | None = None  # process id of torchrun, once the kernel ends this process with it
 
 
 def limit_memory(room: int) -> None:
-    """Let this process, a torchrun, allocate so many bytes more: a flood of its store can end it, and fills no machine.
+    """Limit the memory of this process, a torchrun, to `room` bytes more than it uses now.
 
-    Its ranks inherit the limit and lift it. Does nothing where /proc does not say what is used.
+    A client that floods the store can then end torchrun, but cannot fill the machine's memory. The ranks inherit the
+    limit and lift it. Does nothing on systems without /proc.
     """
     status = Path("/proc/self/status")
     if status.is_file():
@@ -32,8 +33,8 @@ def limit_memory(room: int) -> None:
 def end_with_torchrun() -> None:
     """Have the kernel kill this process when torchrun ends (Linux), and lift torchrun's limit on memory.
 
-    A rank that hangs would not notice otherwise, and would keep its memory and its address. Elsewhere, ranks that do
-    not hang end with the group.
+    Otherwise a rank that hangs would not notice the end, and would keep its memory and its address. On other systems,
+    only ranks that do not hang end with the group.
     """
     global _parent
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -47,19 +48,19 @@ def end_with_torchrun() -> None:
 
 
 def is_here(rank: int) -> bool:
-    """Whether torchrun on this machine has started that rank."""
+    """True if torchrun on this machine has started the rank."""
     first = int(os.environ["RANK"]) - int(os.environ["LOCAL_RANK"])
     return first <= rank < first + int(os.environ["LOCAL_WORLD_SIZE"])
 
 
 def kill() -> None:
-    """Kill torchrun, and so all ranks on this machine, this one too: torchrun waits half a minute for a stopped rank.
+    """Kill torchrun and thereby all ranks of this machine. torchrun itself waits half a minute for a stopped rank.
 
-    Does nothing without `end_with_torchrun`, because the ranks would then go on alone.
+    Does nothing if `end_with_torchrun` was not called, because the ranks would then continue without torchrun.
     """
     if _parent is None or _parent <= _INIT:
         return
-    process = os.pidfd_open(_parent)  # names the process, not its number, which is used again
+    process = os.pidfd_open(_parent)  # refers to the process itself: process ids are reused
     if os.getppid() == _parent:
         signal.pidfd_send_signal(process, signal.SIGKILL)
     os.close(process)

@@ -1,4 +1,4 @@
-"""One layer group's packed weights as a group of ranks holds them: what FSDP2 shards, gathers and lets go of."""
+"""The packed weights of one layer group, as a module that FSDP2 shards, gathers and frees."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Unit(nn.Module):
     """A module whose one parameter is a layer group's packed weights as bytes, on the meta device until `load`.
 
     Args:
-        whole: the packed weights, whose data may lie in a mapped file: nothing of it is kept.
-        choice: which kernel multiplies how many rows; all of its layouts are `whole`'s.
+        whole: the packed weights. Their data may be a mapped file; the unit keeps no reference to it.
+        choice: the kernels by number of rows; all of them use the layout of `whole`.
 
     Raises:
-        ConfigError: weights in that layout cannot be cut along their outputs.
+        ConfigError: weights in this layout cannot be cut along their outputs.
     """
 
     def __init__(self, whole: Packed, choice: Choice) -> None:
@@ -38,35 +38,35 @@ class Unit(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape, dtype=torch.int8, device="meta"), requires_grad=False)
 
     def forward(self, rows: Tensor, direction: Direction, out: Tensor) -> None:
-        """The product with all of the weights, which FSDP has gathered while this runs.
+        """Compute the product with all weights, which FSDP gathers for this call.
 
         Args:
             rows: int32 `[n, inputs]` forward, `[n, outputs]` backward.
-            direction: of the product.
-            out: int32 `[n, outputs]` or `[n, inputs]`, where it goes.
+            direction: direction of the product.
+            out: int32 `[n, outputs]` or `[n, inputs]`; written.
         """
         self._product(replace(self._whole, data=self.weight.view(self._dtype)), rows, direction, out)
 
     def load(self, whole: Tensor, *, rank: int, world: int, device: torch.device) -> None:
-        """Copy this rank's shard from the mapped file; pages of other shards are not touched. After `fully_shard`."""
+        """Copy this rank's shard from the mapped file, without reading other shards. Call this after `fully_shard`."""
         self.to_empty(device=device)
         local = self._local()
         first = _chunk(len(whole), world) * rank
         local.copy_(whole.view(torch.int8)[first : first + len(local)])
 
     def columns_of(self, rank: int, world: int) -> slice:
-        """The outputs in a rank's shard."""
+        """The outputs in the shard of a rank."""
         each = _chunk(self.weight.shape[0], world) * self._block
         return slice(min(self._whole.outputs, each * rank), min(self._whole.outputs, each * (rank + 1)))
 
     def multiply_shard(self, columns: slice, rows: Tensor, direction: Direction, out: Tensor) -> None:
-        """The product with this rank's shard alone: those columns of it forward, their part of its sum backward.
+        """Compute the product with this rank's shard only: columns of the result forward, a summand of it backward.
 
         Args:
             columns: the outputs in the shard, from `columns_of`.
             rows: int32 `[n, inputs]` forward, the shard's columns of `[n, outputs]` backward.
-            direction: of the product.
-            out: int32 `[n, columns]` or `[n, inputs]`, where it goes.
+            direction: direction of the product.
+            out: int32 `[n, columns]` or `[n, inputs]`; written.
         """
         outputs = columns.stop - columns.start
         weights = replace(self._whole, outputs=outputs, data=self._local().view(self._dtype))
@@ -85,5 +85,5 @@ class Unit(nn.Module):
 
 
 def _chunk(blocks: int, world: int) -> int:
-    """How `Shard(0)` cuts: every rank gets so many, the last ones fewer or none."""
+    """Number of blocks that `Shard(0)` gives to a rank; the last ranks get fewer or none."""
     return -(-blocks // world)

@@ -24,8 +24,6 @@ from typer.main import get_command, get_group
 from symbiosis_priv.errors import ConfigError, SymbiosisError, one_line
 from symbiosis_priv.system.processes import end_quickly
 
-__all__ = ["COMMAND_GROUP", "main"]
-
 COMMAND_GROUP = "symbiosis_priv.commands"
 DISTRIBUTION = "symbiosis-priv"
 

@@ -6,32 +6,6 @@ happened and what to do next; none carries activations, masks, scales or keys.
 
 from __future__ import annotations
 
-__all__ = [
-    "BurntRowError",
-    "CertificateError",
-    "CheckpointError",
-    "ConfigError",
-    "ConnectionLostError",
-    "DeadlineExceededError",
-    "DescriptorError",
-    "DeviceLostError",
-    "FrameTooLargeError",
-    "NonFiniteError",
-    "ProtocolError",
-    "ProviderError",
-    "QuarantinedError",
-    "RangeError",
-    "RankLostError",
-    "RoleConflictError",
-    "StorageError",
-    "SymbiosisError",
-    "TransportError",
-    "UncoveredError",
-    "UnsupportedMethodError",
-    "UnsupportedModelError",
-    "VerificationError",
-]
-
 _NEXT_STEP = {
     "bad_frame": "run the same release of symbiosis-priv on both sides",
     "bad_request": "run the same release of symbiosis-priv on both sides",

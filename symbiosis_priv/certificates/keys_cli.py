@@ -15,8 +15,6 @@ from symbiosis_priv.certificates.naming import NEXT, PREVIOUS
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import CertificateError, ConfigError
 
-__all__ = ["app"]
-
 app = typer.Typer(no_args_is_help=True, help="Create, request, sign, rotate, revoke and show certificates.")
 
 Directory = Annotated[Path, typer.Option("--directory", "-d", help="Where the files live.")]

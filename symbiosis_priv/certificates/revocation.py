@@ -23,8 +23,6 @@ from symbiosis_priv.certificates.pem import create_file
 from symbiosis_priv.errors import CertificateError
 from symbiosis_priv.system.files import read_limited, write_atomically
 
-__all__ = ["create_list", "load_revoked", "mark_of", "revoke"]
-
 _MAX_BYTES = 64 << 20  # half a million marks
 _LINE = re.compile(r"\s*(tbs-sha256:[0-9a-f]{64})?\s*(#.*)?")
 

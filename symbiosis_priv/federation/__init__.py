@@ -9,19 +9,12 @@ Modules:
     spelling          normal forms of names and hosts, for comparison
 """
 
-from symbiosis_priv.federation.federation import Federation
-from symbiosis_priv.federation.federation_toml import load_federation
-from symbiosis_priv.federation.parties import Traits, check_parties, in_common, traits
-from symbiosis_priv.federation.peers import Company, Peer, Registries
-
-__all__ = [
-    "Company",
-    "Federation",
-    "Peer",
-    "Registries",
-    "Traits",
-    "check_parties",
-    "in_common",
-    "load_federation",
-    "traits",
-]
+from symbiosis_priv.federation.federation import Federation as Federation
+from symbiosis_priv.federation.federation_toml import load_federation as load_federation
+from symbiosis_priv.federation.parties import Traits as Traits
+from symbiosis_priv.federation.parties import check_parties as check_parties
+from symbiosis_priv.federation.parties import in_common as in_common
+from symbiosis_priv.federation.parties import traits as traits
+from symbiosis_priv.federation.peers import Company as Company
+from symbiosis_priv.federation.peers import Peer as Peer
+from symbiosis_priv.federation.peers import Registries as Registries

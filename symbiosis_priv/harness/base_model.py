@@ -26,8 +26,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.harness.text import public_text
 
-__all__ = ["Pretraining", "Progress", "cached_base_model", "make_base_model"]
-
 Progress = Callable[[int, int, float], None]
 """Called after every step with (steps done, steps in all, loss in nats per token)."""
 

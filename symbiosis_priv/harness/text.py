@@ -11,8 +11,6 @@ import random
 from collections.abc import Sequence
 from typing import TypeVar
 
-__all__ = ["PRIVATE_PROMPT", "PUBLIC_PROMPT", "private_text", "public_text"]
-
 PUBLIC_PROMPT = "The town of Halden lies"
 """The beginning of a public paragraph, which the base model can continue."""
 

@@ -12,21 +12,14 @@ to 8 weight bits. `RingMatrix` is what products are taken of.
 
 from __future__ import annotations
 
-from symbiosis_priv.kernels.base import Kernel, Packed
-from symbiosis_priv.kernels.choice import Choice, choose, tune
-from symbiosis_priv.kernels.matrix import RingMatrix
-from symbiosis_priv.kernels.registry import KERNELS, is_exact, kernel_of, probe_rows, self_test
-
-__all__ = [
-    "KERNELS",
-    "Choice",
-    "Kernel",
-    "Packed",
-    "RingMatrix",
-    "choose",
-    "is_exact",
-    "kernel_of",
-    "probe_rows",
-    "self_test",
-    "tune",
-]
+from symbiosis_priv.kernels.base import Kernel as Kernel
+from symbiosis_priv.kernels.base import Packed as Packed
+from symbiosis_priv.kernels.choice import Choice as Choice
+from symbiosis_priv.kernels.choice import choose as choose
+from symbiosis_priv.kernels.choice import tune as tune
+from symbiosis_priv.kernels.matrix import RingMatrix as RingMatrix
+from symbiosis_priv.kernels.registry import KERNELS as KERNELS
+from symbiosis_priv.kernels.registry import is_exact as is_exact
+from symbiosis_priv.kernels.registry import kernel_of as kernel_of
+from symbiosis_priv.kernels.registry import probe_rows as probe_rows
+from symbiosis_priv.kernels.registry import self_test as self_test

@@ -52,17 +52,6 @@ from symbiosis_priv.certificates import (
 )
 from symbiosis_priv.errors import CertificateError, ConnectionLostError
 
-__all__ = [
-    "TenantIdentity",
-    "check_pin",
-    "client_context",
-    "handshake_error",
-    "registry_client_context",
-    "registry_server_context",
-    "server_context",
-    "tenant_identity",
-]
-
 TlsConnection = ssl.SSLSocket | ssl.SSLObject
 
 # OpenSSL's names for "a certificate was the reason", from either end: CERTIFICATE_REQUIRED,

@@ -12,8 +12,6 @@ import gc
 import runpy
 import sys
 
-__all__ = ["command", "end_quickly"]
-
 
 def end_quickly() -> None:
     """Skip the last garbage collection of this process."""

@@ -17,27 +17,19 @@ then is Freivalds' check of every answer in every session (`tenant.core.verifier
 test data: no tenant's data, and never used as masks.
 """
 
-from threat_model.conformance.oracle import CheckpointOracle, Difference, Oracle, PreparedOracle
-from threat_model.conformance.probe import Dialler, Probe
-from threat_model.conformance.properties import PROPERTIES
-from threat_model.conformance.subject import Case, NotTested, Subject, Violation
-from threat_model.conformance.trials import Outcome, Property, Run, run_property, verify
-
-__all__ = [
-    "PROPERTIES",
-    "Case",
-    "CheckpointOracle",
-    "Dialler",
-    "Difference",
-    "NotTested",
-    "Oracle",
-    "Outcome",
-    "PreparedOracle",
-    "Probe",
-    "Property",
-    "Run",
-    "Subject",
-    "Violation",
-    "run_property",
-    "verify",
-]
+from threat_model.conformance.oracle import CheckpointOracle as CheckpointOracle
+from threat_model.conformance.oracle import Difference as Difference
+from threat_model.conformance.oracle import Oracle as Oracle
+from threat_model.conformance.oracle import PreparedOracle as PreparedOracle
+from threat_model.conformance.probe import Dialler as Dialler
+from threat_model.conformance.probe import Probe as Probe
+from threat_model.conformance.properties import PROPERTIES as PROPERTIES
+from threat_model.conformance.subject import Case as Case
+from threat_model.conformance.subject import NotTested as NotTested
+from threat_model.conformance.subject import Subject as Subject
+from threat_model.conformance.subject import Violation as Violation
+from threat_model.conformance.trials import Outcome as Outcome
+from threat_model.conformance.trials import Property as Property
+from threat_model.conformance.trials import Run as Run
+from threat_model.conformance.trials import run_property as run_property
+from threat_model.conformance.trials import verify as verify

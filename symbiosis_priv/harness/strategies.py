@@ -21,9 +21,7 @@ from hypothesis.extra import numpy as hnp
 from hypothesis.strategies import DrawFn, SearchStrategy
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.quantise import Layer
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction
-from symbiosis_priv.limits import MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ROW_COUNTS = (1, 2, 0, 3, 7, 8, 16, 17)
@@ -41,20 +39,9 @@ def directions() -> SearchStrategy[Direction]:
     return st.sampled_from(DIRECTIONS)
 
 
-def weight_bits() -> SearchStrategy[int]:
-    """Every precision that `quantise` accepts."""
-    return st.integers(MIN_WEIGHT_BITS, MAX_WEIGHT_BITS)
-
-
 def row_counts() -> SearchStrategy[int]:
     """How many rows a request has; 0 is one of them."""
     return st.sampled_from(ROW_COUNTS)
-
-
-def widths(*, largest: int = 70) -> SearchStrategy[int]:
-    """Feature counts: 1, odd ones, and both sides of a multiple of 4, 8 and 64."""
-    usual = [n for n in (5, 1, 3, 8, 9, 16, 31, 64, 65) if n <= largest]
-    return st.sampled_from(usual) | st.integers(1, largest)
 
 
 @st.composite
@@ -96,18 +83,6 @@ def float_rows(
     return torch.from_numpy(np.clip(rows, -edge, edge)).to(dtype)
 
 
-def tight_rows(weight: Tensor) -> Tensor:
-    """Rows whose products are as large as the range allows, for an integer matrix `[o, d]`: float64 `[2 o + 2, d]`.
-
-    A row parallel to a channel meets the 2-norm bound with equality, a row of a channel's signs the 1-norm bound; the
-    rows of ones make every coordinate round the same way.
-    """
-    channels = weight.to(torch.float64)
-    ones = torch.ones(2, weight.shape[1], dtype=torch.float64, device="cpu")
-    ones[1] *= -1
-    return torch.cat([channels, channels.sign(), ones])
-
-
 @st.composite
 def ring_rows(draw: DrawFn, *, width: int, count: int | SearchStrategy[int] | None = None) -> Tensor:
     """Masked rows or effects, int32 `[count, width]`: uniform with corners, or corners alone."""
@@ -122,37 +97,6 @@ def ring_rows(draw: DrawFn, *, width: int, count: int | SearchStrategy[int] | No
     else:
         rows = generator.choice(np.array(RING_CORNERS, dtype=np.int32), shape)
     return torch.from_numpy(rows)
-
-
-@st.composite
-def integer_weights(draw: DrawFn, *, outputs: int, inputs: int, bits: int) -> Tensor:
-    """Quantised weights, int16 `[outputs, inputs]` with `|w| < 2^(bits - 1)`: uniform, all extreme, or mostly zero."""
-    peak = (1 << (bits - 1)) - 1
-    generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    kind = draw(st.sampled_from(("uniform", "peak", "signs", "sparse")))
-    shape = (outputs, inputs)
-    if kind == "sparse":
-        entries = st.integers(-peak, peak)
-        return torch.from_numpy(draw(hnp.arrays(np.int16, shape, elements=entries, fill=entries)))
-    if kind == "uniform":
-        return torch.from_numpy(generator.integers(-peak, peak + 1, shape, dtype=np.int16))
-    signs = generator.choice(np.array([-peak, peak], dtype=np.int16), shape)
-    return torch.from_numpy(np.abs(signs) if kind == "peak" else signs)
-
-
-@st.composite
-def layers(
-    draw: DrawFn, *, members: int | None = None, largest: int = 24, dtypes: Sequence[torch.dtype] = FLOAT_DTYPES
-) -> list[Layer]:
-    """The float members of one layer group: one input width, their own output widths, with bias and without."""
-    inputs = draw(widths(largest=largest))
-    group = []
-    for i in range(members or draw(st.integers(1, 3))):
-        outputs = draw(widths(largest=largest))
-        weight = draw(float_rows(width=inputs, count=outputs, dtypes=dtypes))
-        bias = draw(float_rows(width=outputs, count=1, dtypes=dtypes, largest=1e38))[0] if draw(st.booleans()) else None
-        group.append(Layer(f"layer.{i}", weight, bias))
-    return group
 
 
 def _draw(draw: DrawFn, value: int | SearchStrategy[int]) -> int:

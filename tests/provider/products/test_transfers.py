@@ -14,11 +14,12 @@ from provider.products.transfers import Transfers
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.kernels import RingMatrix
+from tests import drawn
 
 
 @given(data=st.data(), direction=testing.directions(), part=st.integers(1, 9))
 def test_parts_make_the_whole(data: DataObject, direction: Direction, part: int) -> None:
-    matrix = RingMatrix(data.draw(testing.integer_weights(outputs=13, inputs=24, bits=10)), weight_bits=10)
+    matrix = RingMatrix(data.draw(drawn.integer_weights(outputs=13, inputs=24, bits=10)), weight_bits=10)
     rows = data.draw(testing.ring_rows(width=24 if direction == FORWARD else 13, count=st.integers(0, 20)))
     before = rows.clone()
     got = Transfers(torch.device("cpu"), part=part).product(matrix, rows, direction)

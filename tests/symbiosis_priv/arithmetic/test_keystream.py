@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from symbiosis_priv.arithmetic.keystream import MAX_ROW, Keystream, derive, expand, mask_key
 from symbiosis_priv.errors import RangeError
 from symbiosis_priv.harness import strategies as testing
+from tests import drawn
 
 KEY = bytes(range(32))
 keys = st.binary(min_size=32, max_size=32)
@@ -67,14 +68,14 @@ def test_moving_a_boundary_changes_the_key() -> None:
     assert mask_key(KEY, group_name="a", direction="bforward") != mask_key(KEY, group_name="ab", direction="forward")
 
 
-@given(key=keys, first_row=first_rows, rows=st.integers(0, 4), width=testing.widths())
+@given(key=keys, first_row=first_rows, rows=st.integers(0, 4), width=drawn.widths())
 def test_expand_is_aes_ctr(key: bytes, first_row: int, rows: int, width: int) -> None:
     got = expand(key, first_row=first_row, rows=rows, width=width)
     assert (got.dtype, got.shape, got.is_contiguous()) == (torch.int32, (rows, width), True)
     assert got.tolist() == [by_hand(key, row=first_row + i, width=width) for i in range(rows)]
 
 
-@given(key=keys, first_row=first_rows, rows=st.integers(0, 9), width=testing.widths(), data=st.data())
+@given(key=keys, first_row=first_rows, rows=st.integers(0, 9), width=drawn.widths(), data=st.data())
 def test_a_keystream_is_added_as_it_is_expanded(
     key: bytes, first_row: int, rows: int, width: int, data: st.DataObject
 ) -> None:
@@ -84,7 +85,7 @@ def test_a_keystream_is_added_as_it_is_expanded(
     assert torch.equal(after, before + expand(key, first_row=first_row, rows=rows, width=width))
 
 
-@given(width=testing.widths(), places=st.lists(st.tuples(first_rows, st.integers(0, 4), st.booleans()), max_size=9))
+@given(width=drawn.widths(), places=st.lists(st.tuples(first_rows, st.integers(0, 4), st.booleans()), max_size=9))
 def test_a_keystream_that_is_used_again_starts_where_it_is_told(
     width: int, places: list[tuple[int, int, bool]]
 ) -> None:
@@ -99,7 +100,7 @@ def test_a_keystream_that_is_used_again_starts_where_it_is_told(
 
 
 @given(
-    width=testing.widths(),
+    width=drawn.widths(),
     places=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.booleans()), max_size=30),
 )
 def test_rows_made_ahead_are_those_that_are_asked_for_or_none(width: int, places: list[tuple[int, int, bool]]) -> None:
@@ -149,7 +150,7 @@ def test_pieces_are_one_stream(width: int) -> None:
     assert torch.equal(added, got + 1)
 
 
-@given(first_row=first_rows, rows=st.integers(0, 40), width=testing.widths(), data=st.data())
+@given(first_row=first_rows, rows=st.integers(0, 40), width=drawn.widths(), data=st.data())
 def test_expand_is_seekable(first_row: int, rows: int, width: int, data: st.DataObject) -> None:
     whole = expand(KEY, first_row=first_row, rows=rows, width=width)
     start = data.draw(st.integers(0, rows))

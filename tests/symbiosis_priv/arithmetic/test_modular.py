@@ -13,6 +13,7 @@ from symbiosis_priv.arithmetic import modular
 from symbiosis_priv.arithmetic.keystream import expand
 from symbiosis_priv.arithmetic.modular import PRIME, Column
 from symbiosis_priv.harness import strategies as testing
+from tests import drawn
 from tests.builds import BUILDS, build
 
 CORNERS = (0, 1, PRIME - 1, PRIME - 2, (1 << 21) - 1, 1 << 21, (1 << 41) - 1, 1 << 41, 1 << 60, 0x5555 << 45)
@@ -43,7 +44,7 @@ def test_the_modulus_is_a_prime_above_every_difference() -> None:
 
 
 @pytest.mark.parametrize("name", BUILDS)
-@given(data=st.data(), width=testing.widths(), count=st.integers(0, 4))
+@given(data=st.data(), width=drawn.widths(), count=st.integers(0, 4))
 def test_dot_is_exact(name: str, data: st.DataObject, width: int, count: int) -> None:
     rows, column = data.draw(testing.ring_rows(width=width, count=count)), data.draw(columns(count=width))
     with build(name):
@@ -62,9 +63,9 @@ def test_dot_is_exact_where_sums_are_largest(name: str, width: int) -> None:
 
 
 @pytest.mark.parametrize("name", BUILDS)
-@given(data=st.data(), outputs=testing.widths(), inputs=testing.widths(), bits=testing.weight_bits())
+@given(data=st.data(), outputs=drawn.widths(), inputs=drawn.widths(), bits=drawn.weight_bits())
 def test_weigh_is_exact(name: str, data: st.DataObject, outputs: int, inputs: int, bits: int) -> None:
-    weight = data.draw(testing.integer_weights(outputs=outputs, inputs=inputs, bits=bits))
+    weight = data.draw(drawn.integer_weights(outputs=outputs, inputs=inputs, bits=bits))
     forward, backward = data.draw(columns(count=outputs)), data.draw(columns(count=inputs))
     with build(name):
         down, up = modular.weigh(weight, forward, backward)

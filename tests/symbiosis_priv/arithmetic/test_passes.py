@@ -18,6 +18,7 @@ from symbiosis_priv.arithmetic.modular import Column
 from symbiosis_priv.arithmetic.ring import Bound, dequantise, quantise_rows
 from symbiosis_priv.errors import NonFiniteError, RangeError
 from symbiosis_priv.harness import strategies as testing
+from tests import drawn
 from tests.builds import BUILDS, TORCH, build
 
 KEY = bytes(range(32))
@@ -44,7 +45,7 @@ def scales(width: int, seed: int) -> Tensor:
     return torch.from_numpy(np.random.default_rng(seed).uniform(1e-6, 1e-2, width))
 
 
-@given(data=st.data(), rows=testing.float_rows(width=testing.widths(), largest=1e300))
+@given(data=st.data(), rows=testing.float_rows(width=drawn.widths(), largest=1e300))
 def test_encode_is_quantise_and_expect(data: st.DataObject, rows: Tensor) -> None:
     width = rows.shape[1]
     fold = data.draw(st.none() | st.builds(scales, st.just(width), st.integers(0, 9)))
@@ -63,7 +64,7 @@ def test_encode_is_quantise_and_expect(data: st.DataObject, rows: Tensor) -> Non
 
 @given(
     data=st.data(),
-    answer=testing.ring_rows(width=8) | testing.widths().flatmap(lambda width: testing.ring_rows(width=width)),
+    answer=testing.ring_rows(width=8) | drawn.widths().flatmap(lambda width: testing.ring_rows(width=width)),
     dtype=st.sampled_from(testing.FLOAT_DTYPES),
     helpers=st.integers(0, 3),
 )
@@ -103,7 +104,7 @@ def test_decode_is_subtract_dequantise_and_store(
 
 
 @pytest.mark.parametrize("name", BUILDS)
-@given(data=st.data(), width=testing.widths(), error=st.integers(1, 2**32 - 1))
+@given(data=st.data(), width=drawn.widths(), error=st.integers(1, 2**32 - 1))
 def test_no_wrong_row_passes(name: str, data: st.DataObject, width: int, error: int) -> None:
     """Whatever the error's valuation, and also where it wraps: by chance once in 2^60."""
     answer = data.draw(testing.ring_rows(width=width, count=st.integers(1, 4)))
@@ -149,7 +150,7 @@ def test_nothing_of_a_wrong_row_is_stored(name: str) -> None:
 
 @pytest.mark.parametrize("name", BUILDS)
 @given(
-    rows=testing.float_rows(width=testing.widths(), count=st.integers(1, 4)),
+    rows=testing.float_rows(width=drawn.widths(), count=st.integers(1, 4)),
     bad=st.sampled_from([math.nan, math.inf, -math.inf]),
     data=st.data(),
 )

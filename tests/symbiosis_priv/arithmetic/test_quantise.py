@@ -20,6 +20,7 @@ from symbiosis_priv.arithmetic.quantise import Layer, QuantisedGroup, quantise
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.harness import strategies as testing
+from tests import drawn
 from tests.builds import BUILDS, build
 
 
@@ -34,7 +35,7 @@ def same(a: QuantisedGroup, b: QuantisedGroup) -> bool:
     return biases and torch.equal(a.weight, b.weight) and torch.equal(a.channel_scale, b.channel_scale)
 
 
-@given(testing.layers(), testing.weight_bits())
+@given(drawn.layers(), drawn.weight_bits())
 def test_error_is_half_a_step_per_channel(members: list[Layer], bits: int) -> None:
     group = quantise(members, weight_bits=bits)
     peak = 2 ** (bits - 1) - 1
@@ -53,7 +54,7 @@ def test_error_is_half_a_step_per_channel(members: list[Layer], bits: int) -> No
             assert abs(Fraction(w) - q * scale) <= scale / 2 + abs(Fraction(w)) * Fraction(2) ** -52
 
 
-@given(testing.layers(), testing.weight_bits(), testing.directions())
+@given(drawn.layers(), drawn.weight_bits(), testing.directions())
 def test_the_bound_holds_the_true_norms(members: list[Layer], bits: int, direction: Direction) -> None:
     group = quantise(members, weight_bits=bits)
     bound = group.bound(direction)
@@ -78,7 +79,7 @@ def test_subnormal_channels_do_not_leave_the_integer_range() -> None:
     assert quantise([layer(weight)], weight_bits=8).weight.abs().max() <= 127
 
 
-@given(testing.layers(), st.data())
+@given(drawn.layers(), st.data())
 def test_the_digest_sees_every_bit(members: list[Layer], data: DataObject) -> None:
     group = quantise(members)
     parts = {"weight": group.weight, "channel_scale": group.channel_scale, "bias": group.bias}
@@ -136,7 +137,7 @@ def test_threads_and_layout_change_nothing(set_threads: Callable[[int], None]) -
     assert len(digests) == len(bounds) == 1
 
 
-@given(testing.layers(), testing.weight_bits())
+@given(drawn.layers(), drawn.weight_bits())
 def test_every_build_makes_the_same_bits(members: list[Layer], bits: int) -> None:
     """A digest is pinned in federation files: it must not depend on a compiler having been there."""
     seen = set()
@@ -156,14 +157,14 @@ def test_a_bad_weight_is_found_in_any_row(name: str) -> None:
             quantise([layer(torch.ones(2, 3000)), layer(weight)])
 
 
-@given(testing.layers(dtypes=[torch.bfloat16, torch.float16]))
+@given(drawn.layers(dtypes=[torch.bfloat16, torch.float16]))
 def test_the_storage_dtype_changes_nothing(members: list[Layer]) -> None:
     """A bf16 checkpoint and its exact float32 copy are the same model."""
     wider = [Layer(m.name, m.weight.float(), None if m.bias is None else m.bias.float()) for m in members]
     assert same(quantise(members), quantise(wider))
 
 
-@given(testing.layers(members=1, dtypes=[torch.float32]))
+@given(drawn.layers(members=1, dtypes=[torch.float32]))
 def test_a_transposed_weight_is_the_same_weight(members: list[Layer]) -> None:
     """`Conv1D` stores `[in, out]`; reading it through `.t()` must not matter."""
     [member] = members
@@ -171,7 +172,7 @@ def test_a_transposed_weight_is_the_same_weight(members: list[Layer]) -> None:
     assert quantise([Layer("c_attn", stored.t(), member.bias)]).digest() == quantise(members).digest()
 
 
-@given(testing.layers(members=3))
+@given(drawn.layers(members=3))
 def test_siblings_are_stacked_in_order(members: list[Layer]) -> None:
     group = quantise(members)
     alone = [quantise([member]) for member in members]

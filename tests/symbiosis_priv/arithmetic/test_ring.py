@@ -20,6 +20,7 @@ from symbiosis_priv.arithmetic.ring import BACKWARD, RANGE, Bound, Direction, de
 from symbiosis_priv.errors import NonFiniteError, RangeError
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.kernels import KERNELS, RingMatrix
+from tests import drawn
 
 KEY = bytes(range(32))
 
@@ -44,22 +45,22 @@ def assert_inside(rows: Tensor, group: QuantisedGroup, direction: Direction) -> 
     assert np.abs(product).max(initial=0) < RANGE
 
 
-@given(st.data(), testing.directions(), testing.weight_bits())
+@given(st.data(), testing.directions(), drawn.weight_bits())
 def test_no_product_leaves_the_range(data: DataObject, direction: Direction, bits: int) -> None:
-    members = data.draw(testing.layers())
+    members = data.draw(drawn.layers())
     group = quantise(members, weight_bits=bits)
     width = matrix_of(group, direction).shape[0]
     assert_inside(data.draw(testing.float_rows(width=width)), group, direction)
 
 
-@given(st.data(), testing.directions(), testing.weight_bits())
+@given(st.data(), testing.directions(), drawn.weight_bits())
 def test_no_product_leaves_the_range_where_the_bounds_are_tight(
     data: DataObject, direction: Direction, bits: int
 ) -> None:
-    outputs, inputs = data.draw(testing.widths()), data.draw(testing.widths(largest=600))
-    group = group_of(data.draw(testing.integer_weights(outputs=outputs, inputs=inputs, bits=bits)))
+    outputs, inputs = data.draw(drawn.widths()), data.draw(drawn.widths(largest=600))
+    group = group_of(data.draw(drawn.integer_weights(outputs=outputs, inputs=inputs, bits=bits)))
     matrix = matrix_of(group, direction)
-    assert_inside(testing.tight_rows(matrix.t()), group, direction)
+    assert_inside(drawn.tight_rows(matrix.t()), group, direction)
 
 
 @pytest.mark.parametrize("bits", [4, 12])
@@ -67,14 +68,14 @@ def test_no_product_leaves_the_range_where_the_bounds_are_tight(
 def test_no_product_leaves_the_range_of_a_wide_layer(width: int, bits: int) -> None:
     peak = 2 ** (bits - 1) - 1
     group = group_of(torch.full((1, width), peak, dtype=torch.int16))
-    assert_inside(testing.tight_rows(group.weight), group, "forward")
+    assert_inside(drawn.tight_rows(group.weight), group, "forward")
 
 
-@given(st.data(), testing.weight_bits(), st.integers(0, 2**32 - 1), st.floats(0, 1))
+@given(st.data(), drawn.weight_bits(), st.integers(0, 2**32 - 1), st.floats(0, 1))
 def test_no_precision_is_given_away(data: DataObject, bits: int, seed: int, density: float) -> None:
     """The better of the two Hölder bounds is met within 1 %: the other one, or a bound for the worst row, is not."""
-    outputs, inputs = data.draw(testing.widths()), data.draw(testing.widths())
-    weight = data.draw(testing.integer_weights(outputs=outputs, inputs=inputs, bits=bits))
+    outputs, inputs = data.draw(drawn.widths()), data.draw(drawn.widths())
+    weight = data.draw(drawn.integer_weights(outputs=outputs, inputs=inputs, bits=bits))
     bound = group_of(weight).bound("forward")
     generator = np.random.default_rng(seed)
     row = generator.standard_normal((1, inputs)) * (generator.random((1, inputs)) <= density)
@@ -84,7 +85,7 @@ def test_no_precision_is_given_away(data: DataObject, bits: int, seed: int, dens
     assert 0.99 * RANGE < min(by_sum, by_length) < 1.01 * RANGE
 
 
-@given(rows=testing.float_rows(width=testing.widths(), count=st.integers(1, 6)), data=st.data())
+@given(rows=testing.float_rows(width=drawn.widths(), count=st.integers(1, 6)), data=st.data())
 def test_rounding_error_is_half_a_step(rows: Tensor, data: DataObject) -> None:
     bound = Bound(inputs=rows.shape[1], weight_absmax=511, weight_norm=511 * math.sqrt(rows.shape[1]))
     xq, scale = quantise_rows(rows, bound)
@@ -98,7 +99,7 @@ def test_rounding_error_is_half_a_step(rows: Tensor, data: DataObject) -> None:
         assert abs(x - integer * step) <= step / 2 + slack
 
 
-@given(data=st.data(), rows=testing.float_rows(width=testing.widths(), count=st.integers(1, 9)))
+@given(data=st.data(), rows=testing.float_rows(width=drawn.widths(), count=st.integers(1, 9)))
 def test_a_row_does_not_depend_on_its_batch(data: DataObject, rows: Tensor) -> None:
     bound = Bound(inputs=rows.shape[1], weight_absmax=511, weight_norm=2000.0)
     together = quantise_rows(rows, bound)
@@ -124,7 +125,7 @@ def test_a_row_does_not_depend_on_threads_or_layout(set_threads: Callable[[int],
 
 
 @given(
-    rows=testing.float_rows(width=testing.widths(), count=st.integers(1, 4)),
+    rows=testing.float_rows(width=drawn.widths(), count=st.integers(1, 4)),
     bad=st.sampled_from([math.nan, math.inf, -math.inf]),
     data=st.data(),
 )
@@ -176,10 +177,10 @@ def test_no_rows() -> None:
 
 
 @pytest.mark.parametrize("kernel", [name for name in KERNELS if KERNELS[name].supports(torch.device("cpu"))])
-@given(data=st.data(), direction=testing.directions(), bits=testing.weight_bits())
+@given(data=st.data(), direction=testing.directions(), bits=drawn.weight_bits())
 def test_masking_changes_nothing(kernel: str, data: DataObject, direction: Direction, bits: int) -> None:
     """encode -> mask -> execute -> unmask == the integer product, bit for bit, whatever the rows and the pad."""
-    group = quantise(data.draw(testing.layers()), weight_bits=bits)
+    group = quantise(data.draw(drawn.layers()), weight_bits=bits)
     matrix = matrix_of(group, direction)
     executor = RingMatrix(group.weight, weight_bits=bits, kernel=kernel)
     rows = data.draw(testing.float_rows(width=matrix.shape[0]))
@@ -197,7 +198,7 @@ def test_masking_changes_nothing(kernel: str, data: DataObject, direction: Direc
 @given(data=st.data(), direction=testing.directions())
 def test_the_product_approximates_the_float_one(data: DataObject, direction: Direction) -> None:
     """|y - x W'| <= |scale/2|_1 * max|W'|: the ring's only loss is the rounding of the rows (W' = Wq s)."""
-    members = data.draw(testing.layers(dtypes=[torch.float32], members=1))
+    members = data.draw(drawn.layers(dtypes=[torch.float32], members=1))
     assume(all(layer.weight.abs().max() < 1e20 for layer in members))
     group = quantise(members, weight_bits=10)
     matrix = matrix_of(group, direction).double()

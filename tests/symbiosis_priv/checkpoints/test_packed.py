@@ -18,8 +18,8 @@ from torch import Tensor
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction
 from symbiosis_priv.checkpoints import packed, weights
 from symbiosis_priv.checkpoints.weights import WeightStore
-from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.kernels import KERNELS, RingMatrix, choose, kernel_of
+from tests import drawn
 
 CPU = torch.device("cpu")
 LAYOUTS = sorted({kernel.layout for kernel in KERNELS.values() if kernel.supports(CPU)})
@@ -122,10 +122,10 @@ def test_files_are_safetensors_and_aligned(
 
 
 @settings(max_examples=25)
-@given(data=st.data(), bits=testing.weight_bits())
+@given(data=st.data(), bits=drawn.weight_bits())
 def test_one_altered_weight_always_shows(data: DataObject, bits: int) -> None:
-    outputs, inputs = data.draw(testing.widths()), data.draw(testing.widths())
-    weight = data.draw(testing.integer_weights(outputs=outputs, inputs=inputs, bits=bits))
+    outputs, inputs = data.draw(drawn.widths()), data.draw(drawn.widths())
+    weight = data.draw(drawn.integer_weights(outputs=outputs, inputs=inputs, bits=bits))
     products = packed.probe_products(weight, weight_bits=bits)
     assert packed.agrees(RingMatrix(weight, weight_bits=bits), products)
     altered = weight.clone().view(-1)

@@ -22,6 +22,7 @@ from symbiosis_priv.errors import ConfigError, RangeError
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.kernels import KERNELS, RingMatrix, registry
 from symbiosis_priv.kernels.compiled import CompiledKernel
+from tests import drawn
 
 NAMES = [
     "auto",
@@ -98,10 +99,10 @@ def test_compiled_blocks_and_slices_meet_without_a_seam(
 
 
 @pytest.mark.parametrize("kernel", NAMES)
-@given(data=st.data(), direction=testing.directions(), bits=testing.weight_bits())
+@given(data=st.data(), direction=testing.directions(), bits=drawn.weight_bits())
 def test_kernels_are_exact_at_the_corners(kernel: str, data: DataObject, direction: Direction, bits: int) -> None:
-    outputs, inputs = data.draw(testing.widths()), data.draw(testing.widths())
-    weight = data.draw(testing.integer_weights(outputs=outputs, inputs=inputs, bits=bits))
+    outputs, inputs = data.draw(drawn.widths()), data.draw(drawn.widths())
+    weight = data.draw(drawn.integer_weights(outputs=outputs, inputs=inputs, bits=bits))
     rows = data.draw(testing.ring_rows(width=inputs if direction == FORWARD else outputs))
     before = rows.clone()
     got = RingMatrix(weight, weight_bits=bits, kernel=kernel).product(rows, direction)
@@ -138,7 +139,7 @@ def test_wide_products_of_one_sign(kernel: str, bits: int, direction: Direction)
 @given(data=st.data(), direction=testing.directions())
 def test_batch_composition_changes_nothing(kernel: str, data: DataObject, direction: Direction) -> None:
     """Requests flattened into one matrix get the answers that each would have got alone."""
-    weight = data.draw(testing.integer_weights(outputs=13, inputs=24, bits=10))
+    weight = data.draw(drawn.integer_weights(outputs=13, inputs=24, bits=10))
     rows = data.draw(testing.ring_rows(width=24 if direction == FORWARD else 13, count=st.integers(1, 40)))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(rows)), max_size=4)))
     order = torch.tensor(data.draw(st.permutations(range(len(rows)))))

@@ -17,6 +17,7 @@ from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from symbiosis_priv.errors import FrameTooLargeError, ProtocolError
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.network import wire
+from tests import drawn
 
 counts = st.integers(0, 2**63 - 1)
 texts = st.text(max_size=512).filter(lambda text: len(text.encode()) <= 2048)
@@ -272,7 +273,7 @@ def test_a_frame_that_could_not_be_read_is_not_written() -> None:
         wire.encode(wire.Health(), payload_bytes=wire.MAX_PAYLOAD + 1)
 
 
-@given(st.data(), testing.widths(), testing.row_counts())
+@given(st.data(), drawn.widths(), testing.row_counts())
 def test_matrices_round_trip_without_a_copy(data: st.DataObject, width: int, count: int) -> None:
     encoding = wire.encoding_of(data.draw(st.sampled_from(get_args(wire.Arithmetic))))
     if encoding == wire.RING32:

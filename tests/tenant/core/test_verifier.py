@@ -19,6 +19,7 @@ from symbiosis_priv.errors import CheckpointError
 from symbiosis_priv.harness import strategies as testing
 from symbiosis_priv.kernels import RingMatrix
 from tenant.core.verifier import BlameKeys, VerificationKeys
+from tests import drawn
 
 
 def keys_of(weight: Tensor) -> VerificationKeys:
@@ -41,8 +42,8 @@ def passed(keys: VerificationKeys, direction: Direction, *, rows: Tensor, produc
 
 @st.composite
 def weights(draw: st.DrawFn) -> tuple[Tensor, int]:
-    outputs, inputs, bits = draw(testing.widths()), draw(testing.widths()), draw(testing.weight_bits())
-    return draw(testing.integer_weights(outputs=outputs, inputs=inputs, bits=bits)), bits
+    outputs, inputs, bits = draw(drawn.widths()), draw(drawn.widths()), draw(drawn.weight_bits())
+    return draw(drawn.integer_weights(outputs=outputs, inputs=inputs, bits=bits)), bits
 
 
 Case = tuple[Tensor, Tensor, Tensor, Direction]

@@ -1,1 +1,1 @@
-"""An executor that is found by registries: what it announces (`announcer`), and which layers it takes (`placement`)."""
+"""Announces an executor to registries (`announcer`), and chooses the layers of a new executor (`placement`)."""

@@ -1,5 +1,5 @@
 """Announces this executor to registries: at the start, before each descriptor expires, when the certificate changes,
-and at the end. A registry that cannot be reached is tried again; its tenants are served all the same.
+and at the end. The announcer tries again if a registry cannot be reached; the executor serves tenants meanwhile.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logs.EventLog(__name__)
 _DEADLINE_S: Final = 10.0
 _LEAVE_S: Final = 3.0
 _RETRY_S: Final = 10.0
-_JITTER: Final = 0.2  # of a pause, so that providers that start together do not announce together forever
+_JITTER: Final = 0.2  # random share of a pause, so that providers that start together announce at different times
 
 
 def trust_of(config: AnnounceConfig) -> Trust:
@@ -36,13 +36,13 @@ def trust_of(config: AnnounceConfig) -> Trust:
 
 
 class Announcer:
-    """Announces one executor, in a thread of its own.
+    """Announces one executor from a background thread.
 
     Args:
-        config: the provider's.
-        address: `host:port` as bound.
-        manifest: of the whole model.
-        served: its layer groups.
+        config: configuration of the provider.
+        address: bound address as `host:port`.
+        manifest: manifest of the whole model.
+        served: indices of the layer groups that the executor serves.
 
     Raises:
         CertificateError: the authority's certificate cannot be read.
@@ -73,7 +73,7 @@ class Announcer:
 
     @property
     def taken(self) -> dict[str, bool]:
-        """By registry: True if it accepted the last announcement."""
+        """For each registry: True if the registry accepted the last announcement."""
         return dict(self._taken)
 
     def start(self) -> None:
@@ -81,11 +81,11 @@ class Announcer:
         self._thread.start()
 
     def now(self) -> None:
-        """Announce again soon, because something may have changed."""
+        """Announce again immediately, because the configuration or the certificate may have changed."""
         self._wake.set()
 
     def leave(self) -> None:
-        """Announce that this executor is about to stop; nothing is announced after that. Returns within seconds."""
+        """Announce that this executor is about to stop, and announce nothing afterwards. Returns within seconds."""
         with self._lock:
             self._leaving = True
         self._wake.set()
@@ -116,14 +116,14 @@ class Announcer:
             with RegistryClient(address, context, deadline_s=deadline_s) as registry:
                 registry.announce(data)
         except SymbiosisError as error:
-            # The registry's own words are untrusted: the log names the registry and the kind of error only.
+            # The registry's error text is untrusted: the log names the registry and the kind of error only.
             log.often("not_announced", registry=address, error=type(error).__name__)
             return False
         log.info("announced", registry=address, layers=str(self._layers))
         return True
 
     def _describe(self) -> bytes:
-        with self._lock:  # no descriptor that is issued after the last one may say less
+        with self._lock:  # once `leave` was called, every later descriptor must say "draining"
             issued = self._issued = max(self._issued + 1, round(MS * time.time()))
             draining = self._leaving
         return describe(

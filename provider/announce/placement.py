@@ -1,7 +1,7 @@
-"""`layers = "auto"`: a provider that joins takes the layers that its federation needs most.
+"""`layers = "auto"`: a new provider serves the layers that its federation needs most.
 
-The provider asks the registries which layers are served, checks the executors' signatures, and decides
-(`symbiosis_priv.registry.coverage`). A lying registry can make it choose the wrong layers, and nothing worse.
+The provider asks the registries which layers are served, checks the executors' signatures, and chooses layers
+(`symbiosis_priv.registry.coverage`). A dishonest registry can cause a bad choice of layers, and nothing else.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ _FIRST_LAYER: Final = "0"
 
 
 def placed(config: ProviderConfig, *, progress: Progress | None = None) -> ProviderConfig:
-    """The configuration with chosen layers, if it says `layers = "auto"`; otherwise the same configuration.
+    """The configuration with chosen layers in place of `layers = "auto"`; otherwise the same configuration.
 
     Raises:
         ConfigError: no registry can be reached.
-        CertificateError, CheckpointError, UnsupportedModelError: as they say.
+        CertificateError: the authority's or the provider's certificate cannot be used.
+        CheckpointError, UnsupportedModelError: the model cannot be read or served.
     """
     if config.model.layers != AUTO:
         return config
-    # Which model it is takes a look at all of it; packed for products is what has been chosen, later.
+    # The digest covers all layers, so the store reads the whole model. Only the chosen layers are packed later.
     manifest = open_store(unplaced(config)).manifest(progress=progress)
     served = coverage(manifest.layers[-1] + 1, _others(config, manifest))
     length = config.registry.capacity_layers
-    assert length is not None, "the configuration sees to that"
+    assert length is not None, "the configuration requires it"
     chosen = most_needed(served, length)
     least = min(served[chosen.first : chosen.last + 1])
     log.info("placed", layers=str(chosen), operators_there=least.operators, capacity_there=least.capacity)
@@ -60,7 +61,7 @@ def _with_layers(config: ProviderConfig, layers: str) -> ProviderConfig:
 
 
 def _others(config: ProviderConfig, manifest: Manifest) -> list[VerifiedDescriptor]:
-    """The other executors of the model, as all registries together know them."""
+    """The other executors of the model, from all registries that answer."""
     trust = trust_of(config.registry)
     own = key_fingerprint(load_certificates(config.tls.certificate)[0])
     found: list[VerifiedDescriptor] = []

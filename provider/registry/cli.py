@@ -18,10 +18,10 @@ from provider.registry.config import RegistryConfig
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import DescriptorError, one_line
 
-app = typer.Typer(no_args_is_help=True, help="Run a registry, by which executors are found, or show what it lists.")
+app = typer.Typer(no_args_is_help=True, help="Run a registry, which lists executors to tenants, or show its list.")
 
-Authority = Annotated[Path, typer.Option(help="The federation's: it vouches for executors and registries.")]
-Revoked = Annotated[Path | None, typer.Option(help="What `symbiosis-priv keys revoke` writes.")]
+Authority = Annotated[Path, typer.Option(help="CA certificate of the federation, for executors and registries.")]
+Revoked = Annotated[Path | None, typer.Option(help="List that `symbiosis-priv keys revoke` writes.")]
 
 _DEADLINE_S = 10.0
 
@@ -29,16 +29,18 @@ _DEADLINE_S = 10.0
 @app.command()
 def serve(
     *,
-    certificate: Annotated[Path, typer.Option(help="The registry's own, issued by the federation's authority.")],
+    certificate: Annotated[
+        Path, typer.Option(help="The registry's certificate, issued by the federation's authority.")
+    ],
     key: Annotated[Path, typer.Option(help="Private key of the certificate.")],
     authority: Authority,
     revoked: Revoked = None,
     listen: Annotated[str, typer.Option(help="host:port; port 0 takes a free one.")] = RegistryConfig.listen,
-    database: Annotated[Path, typer.Option(help="Where descriptors are kept.")] = Path("registry.sqlite"),
+    database: Annotated[Path, typer.Option(help="SQLite file for descriptors.")] = Path("registry.sqlite"),
     ready_file: Annotated[Path | None, typer.Option(help="Write the bound address here once ready.")] = None,
     lifeline: Annotated[bool, typer.Option("--lifeline", help="Also stop when stdin closes.")] = False,
 ) -> None:
-    """Store what executors announce, and list it, until SIGTERM or Ctrl-C."""
+    """Store executors' announcements and list them to tenants, until SIGTERM or Ctrl-C."""
     from provider import logs
     from provider.registry.server import RegistryServer
     from symbiosis_priv.system.files import write_atomically

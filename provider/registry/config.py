@@ -8,20 +8,20 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class RegistryConfig:
-    """One registry. Certificate, key, authority and revoked are read again when the files change.
+    """The configuration of one registry. Certificate, key, authority and revoked are read again when the files change.
 
     Args:
-        certificate: a provider's, issued by the federation's authority for this registry's hosts.
+        certificate: a provider certificate that the federation's authority has issued for this registry's hosts.
         key: private key of the certificate.
         authority: CA certificates of the federation.
         revoked: list of revoked certificates.
         listen: `host:port`; port 0 takes a free one.
         database: SQLite file; None keeps the descriptors in memory.
-        max_connections: at a time; one more closes the oldest of the busiest network.
-        frame_timeout_s: for the handshake, for a frame, and for the next frame to begin.
-        connection_s: how long a connection may last.
-        requests_per_s: of one network, with a burst of ten seconds' worth. A connection that exceeds it is closed.
-        announcements_per_h: of one executor, with a burst of a quarter hour's worth.
+        max_connections: largest number of open connections. One more closes a connection of the busiest network.
+        frame_timeout_s: time for the handshake, for a frame, and until the next frame begins.
+        connection_s: longest duration of a connection.
+        requests_per_s: rate limit of one network, with a burst of ten seconds' worth. A connection above it is closed.
+        announcements_per_h: rate limit of one executor, with a burst of a quarter hour's worth.
     """
 
     certificate: Path

@@ -1,4 +1,4 @@
-"""Rate limits: one token bucket for each client that was seen lately."""
+"""Rate limits: one token bucket for each recent client."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from provider.token_bucket import TokenBucket
 
 
 class Rates:
-    """Thread-safe. The caller passes the time.
+    """Token buckets by client. Thread-safe. The caller passes the time.
 
     Args:
         per_s: tokens that a bucket regains per second.
-        burst: tokens that a bucket holds.
-        most: buckets; beyond that the one that was unused for the longest time is dropped, and starts full again.
+        burst: tokens that a full bucket holds.
+        most: largest number of buckets. One more drops the least recently used bucket, whose client then gets a full
+            one.
     """
 
     def __init__(self, *, per_s: float, burst: float, most: int = 4096) -> None:

@@ -1,8 +1,9 @@
 """A registry's server: TLS 1.3, one thread for each connection, and a limit for everything that a client can allocate.
 
-Clients do not authenticate, so connections and requests are limited by network (`provider.gateway.strangers`): a crowd
-in one network takes no places of other networks. A descriptor is stored only if it passes `descriptor.verify` and is
-newer than the one before. The number of announcements of each key is limited, and so is the number of executors.
+Clients do not authenticate, so connections and requests are limited by network (`provider.gateway.strangers`): many
+clients in one network do not block the clients of other networks. A descriptor is stored only if it passes
+`descriptor.verify` and is newer than the stored one. The announcements of each key are limited, and so is the number of
+executors.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from symbiosis_priv.registry.trust import Trust
 log = logs.EventLog(__name__)
 
 _BACKLOG: Final = 256
-_ACCEPT_S: Final = 0.5  # how long a stop may go unnoticed
+_ACCEPT_S: Final = 0.5  # interval at which the accept loop looks for a stop
 _TOO_MANY: Final = wire.Failure(code=wire.ErrorCode.BUSY, detail="too many requests from this network")
 
 
 class RegistryServer:
-    """Listens, and answers until stopped.
+    """A registry that listens and answers until it is stopped.
 
         with RegistryServer(config) as registry:
             connect_to(registry.address)
@@ -73,11 +74,11 @@ class RegistryServer:
 
     @property
     def address(self) -> str:
-        """`host:port` as bound."""
+        """The bound address as `host:port`."""
         return bound_address(self._listener)
 
     def start(self) -> Self:
-        """Begin to accept."""
+        """Start to accept connections."""
         self._acceptor.start()
         self._reloader.start()
         log.info("registry_started", address=self.address)
@@ -126,7 +127,7 @@ class RegistryServer:
                 raw, peer = self._listener.accept()
             except TimeoutError:
                 continue
-            except OSError as error:  # out of descriptors
+            except OSError as error:  # for instance no more file descriptors
                 if self._stopping.is_set():
                     return
                 log.often("accept_failed", error=type(error).__name__)
@@ -141,10 +142,10 @@ class RegistryServer:
                 self._begin(stranger)
 
     def _see_off(self, crowded_out: Stranger) -> None:
-        """Nobody else comes in until its thread has ended, so that there is never one more than there are places."""
+        """Closes a connection and waits for its thread, so that open connections never exceed the limit."""
         log.often("connection_dropped", address=crowded_out.network)
         self._present.leave(crowded_out)
-        hang_up(crowded_out.socket, socket.SHUT_RDWR)  # its thread closes it
+        hang_up(crowded_out.socket, socket.SHUT_RDWR)  # the connection's thread closes the socket
         with self._lock:
             thread = self._threads.get(crowded_out)
         if thread is not None:
@@ -156,7 +157,7 @@ class RegistryServer:
             self._threads[stranger] = thread
         try:
             thread.start()
-        except RuntimeError as error:  # out of threads
+        except RuntimeError as error:  # no more threads
             log.often("accept_failed", error=type(error).__name__)
             self._forget(stranger)
 
@@ -166,7 +167,7 @@ class RegistryServer:
         try:
             with contextlib.suppress(OSError, TransportError, ProtocolError):
                 self._serve(stranger)
-        except Exception as error:  # a bug must not take the registry with it
+        except Exception as error:  # a bug must not end the registry
             log.failure("connection_failed", error)
         finally:
             self._forget(stranger)
@@ -184,7 +185,7 @@ class RegistryServer:
         connection = self._context.wrap_socket(raw, server_side=True, do_handshake_on_connect=False)
         if not self._present.speak(stranger, connection):
             return
-        connection.do_handshake()  # the socket's timeout covers all of it
+        connection.do_handshake()  # the socket's timeout covers the whole handshake
         link = Link(connection)
         try:
             while not self._stopping.is_set() and self._answer_next(link, stranger):
@@ -206,7 +207,7 @@ class RegistryServer:
         welcome = self._visits.take(stranger.network, now=time.monotonic())
         reply, body = self._reply(protocol.decode_request(header), bytes(payload)) if welcome else (_TOO_MANY, b"")
         link.send(wire.encode(reply, payload_bytes=len(body)), memoryview(body), deadline=deadline)
-        return welcome  # else whoever asks on is answered as fast as this process can, and others wait
+        return welcome  # a client above its limit is disconnected: refusing each of its requests would delay others
 
     # Requests
 
@@ -234,7 +235,7 @@ class RegistryServer:
         return protocol.Accepted()
 
     def _admit(self, key: str, trust: Trust) -> None:
-        if trust is not self._trust:  # what a reload has just dropped must not come back
+        if trust is not self._trust:  # a descriptor that a reload has just dropped must not be stored again
             raise DescriptorError("the registry has read its files again: announce it again")
         if not self._announcements.take(key, now=time.monotonic()):
             raise _TooOftenError("this executor announces itself too often")
@@ -245,7 +246,7 @@ class _TooOftenError(Exception):
 
 
 def _load(config: RegistryConfig, *, revoked: frozenset[str] = frozenset()) -> tuple[ssl.SSLContext, Trust]:
-    """Read the files. Raises `CertificateError` also if the authority does not vouch for the registry's certificate."""
+    """Read the files. Raises `CertificateError` also if the authority has not issued the registry's certificate."""
     context = registry_server_context(certificate=config.certificate, key=config.key)
     trust = Trust.load(config.authority, config.revoked, known=revoked)
     try:

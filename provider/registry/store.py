@@ -1,10 +1,10 @@
-"""The descriptors of a registry, in SQLite: the newest of each key.
+"""The descriptors of a registry, in SQLite: the newest descriptor of each key.
 
-A descriptor is on disk before its executor hears that it was accepted. It stays for as long as an older descriptor of
-the same key could be valid, also after it has expired itself, so that an older one never replaces a newer one.
+A descriptor is on disk before the registry replies that it was accepted. A descriptor is kept, even after its expiry,
+for as long as an older descriptor of the same key could be valid. So an older descriptor never replaces a newer one.
 
-The number of rows is limited, and operators share them: when the store is full, a new executor takes the place of one
-of the operator with the most.
+The number of rows is limited. When the store is full, a new executor replaces an executor of the operator with the most
+executors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from symbiosis_priv.registry.descriptor import MEMORY_S, MS, VerifiedDescriptor
 from symbiosis_priv.registry.protocol import MAX_LISTED
 
 _VERSION: Final = 2
-_WAIT_S: Final = 5.0  # for another process's lock
+_WAIT_S: Final = 5.0  # longest wait for another process's lock
 _CREATE: Final = """
 CREATE TABLE newest (
     key TEXT PRIMARY KEY, operator TEXT NOT NULL, model TEXT NOT NULL,
@@ -32,11 +32,11 @@ CREATE TABLE newest (
 
 
 class Store:
-    """Thread-safe. Every failure of the disk is a `StorageError`.
+    """The stored descriptors. Thread-safe. Every failure of the disk raises `StorageError`.
 
     Args:
-        database: a file, made if it does not exist; None keeps the descriptors in memory.
-        limit: executors.
+        database: a file, created if it does not exist; None keeps the descriptors in memory.
+        limit: largest number of executors.
 
     Raises:
         ConfigError: the file is not a registry's, or cannot be used.
@@ -61,15 +61,15 @@ class Store:
             ) from error
 
     def take(self, new: VerifiedDescriptor, *, now: float, admit: Callable[[], None] = lambda: None) -> None:
-        """Store a descriptor in place of an older one of the same key. One that is stored already changes nothing.
+        """Store a descriptor in place of an older one of the same key. A repeated descriptor changes nothing.
 
         Args:
-            new: from any source.
+            new: the descriptor.
             now: seconds since 1970.
-            admit: called before a descriptor is written that is not stored yet; may raise.
+            admit: called before a new descriptor is written; may raise to refuse it.
 
         Raises:
-            DescriptorError: a newer descriptor of the key is stored, or there is no place.
+            DescriptorError: a newer descriptor of the key is stored, or the store is full.
             StorageError: the descriptor could not be written.
         """
         said, operator = new.descriptor, plain(new.operator)
@@ -99,10 +99,10 @@ class Store:
             return [data for (data,) in rows]
 
     def drop_unless(self, good: Callable[[bytes, float], bool]) -> int:
-        """Remove descriptors that are not believed any more; how many.
+        """Remove the descriptors for which `good` returns False. Returns their number.
 
         Args:
-            good: told a descriptor's data, and when it was issued, in seconds since 1970.
+            good: called with a descriptor's data and its time of issue in seconds since 1970.
         """
         with self._transaction():
             rows = self._execute("SELECT key, data, issued FROM newest").fetchall()
@@ -112,7 +112,7 @@ class Store:
         return len(bad)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the database."""
         with self._lock:
             self._connection.close()
 
@@ -165,6 +165,6 @@ class Store:
             yield
             self._execute("COMMIT")
         except BaseException:
-            if self._connection.in_transaction:  # some errors have rolled it back
+            if self._connection.in_transaction:  # SQLite rolls back after some errors
                 self._execute("ROLLBACK")
             raise

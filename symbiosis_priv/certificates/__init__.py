@@ -1,14 +1,17 @@
 """Certificates for mutual TLS.
 
-A tenant pins its provider's certificate itself, so a provider needs no authority and may be self-signed.
-A provider knows its tenants by the authority that issued their certificates. Kind and name live in the
-certificate: a provider carries `serverAuth` and its hosts, a tenant `clientAuth` and
-`urn:symbiosis-priv:tenant:<name>`, so neither can stand in for the other.
+A tenant pins its provider's certificate, so a provider needs no authority and its certificate may be self-signed. A
+provider accepts tenants whose certificates its tenant authority has issued. The certificate contains its kind and name:
+a provider's certificate has the usage `serverAuth` and the provider's hosts, a tenant's certificate has the usage
+`clientAuth` and the URI `urn:symbiosis-priv:tenant:<name>`. So neither is accepted in place of the other.
 
-    reading     what a certificate is, whose, and whether it is good
-    issuing     an authority, providers, tenants, and their rotation
-    requests    a tenant makes its own key, the executor's operator signs a request
-    alerts      warnings about keys that others can read and certificates that expire soon
+    reading      reads certificates and keys: kind, names, validity
+    issuing      creates certificates of authorities, providers and tenants, and rotates them
+    requests     creates and signs certificate requests
+    revocation   reads and writes the list of revoked certificates
+    alerts       logs warnings about readable key files and certificates that expire soon
+
+The functions that other packages use are imported here.
 """
 
 from symbiosis_priv.certificates.alerts import warn_of_expiry as warn_of_expiry

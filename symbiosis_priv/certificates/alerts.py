@@ -1,4 +1,4 @@
-"""Warnings, by logging, about keys and certificates that will be trouble soon. Each once."""
+"""Logs warnings, each once, about key files that other users can read and certificates that expire soon."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _warned: set[str] = set()
 
 
 def warn_of_exposed_key(key: Path) -> None:
-    """Logs a warning, once, if others than the owner of a key may read or write its file."""
+    """Logs a warning, once, if other users of this machine may read or write a key file."""
     if os.name == "posix" and key.exists() and (mode := stat.S_IMODE(key.stat().st_mode)) & 0o077:
         _warn_once(f"{key} is open to other users of this machine (mode {mode:03o}): chmod 600 {key}")
 

@@ -1,4 +1,4 @@
-"""The present moment, in one place: lifetimes are tested against others."""
+"""The current time, in one place, so that tests can replace it."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from datetime import UTC, datetime
 
 
 def now() -> datetime:
-    """In UTC."""
+    """The current time in UTC."""
     return datetime.now(UTC)

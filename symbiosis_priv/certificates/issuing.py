@@ -1,7 +1,7 @@
-"""Makes certificates: an authority, providers, tenants, and their rotation.
+"""Creates certificates of authorities, providers and tenants, and rotates them.
 
-A key file is created with mode 0600 and is never overwritten; only `rotate` replaces one, and keeps the old pair
-beside it. Keys are ECDSA P-256, which every TLS 1.3 stack supports.
+A key file is created with mode 0600 and is never overwritten. Only `rotate` replaces a key file, and keeps the old pair
+under another name. Keys are ECDSA P-256, which every TLS 1.3 stack supports.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ DEFAULT_HOSTS: Final = ("localhost", "127.0.0.1")
 MAX_DAYS: Final = 36_500
 
 _LABEL: Final = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
-# No wildcard, and no numeric last label: 10.0.0.256 is a mistyped address, not a DNS name.
+# Wildcards and a numeric last label do not match: 10.0.0.256 is a mistyped address, not a DNS name.
 _DNS_NAME: Final = re.compile(rf"(?:{_LABEL}\.)*(?![0-9]+\Z){_LABEL}")
 _CLOCK_SKEW: Final = timedelta(minutes=5)
 
 LeafKey = ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey
-"""What providers and tenants may have."""
+"""Types of public keys that a provider's or a tenant's certificate may have."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class _Authority:
 
 
 def create_authority(directory: Path, *, name: str = "authority", days: int = 3650) -> Identity:
-    """Creates a certificate authority for tenants: `<name>.pem` and `<name>.key`.
+    """Creates a certificate authority for tenants or providers: `<name>.pem` and `<name>.key`.
 
     Raises `ConfigError` for a bad name or lifetime, `CertificateError` if either file exists.
     """
@@ -95,11 +95,11 @@ def issue(
     """Issues `<name>.pem` and `<name>.key`, signed by `authority`.
 
     Args:
-        authority: as made by `create_authority`; the new certificate does not outlive it.
-        name: 1 to 64 of `A-Za-z0-9._-`, no leading dot; for a tenant, the name that providers see.
-        hosts: DNS names and IP addresses of a provider, by default localhost; a tenant has none.
+        authority: a result of `create_authority`; the new certificate expires with the authority's or before.
+        name: 1 to 64 characters of `A-Za-z0-9._-`, without a leading dot; for a tenant, the name that providers see.
+        hosts: DNS names and IP addresses of a provider, by default `DEFAULT_HOSTS`; empty for a tenant.
         days: lifetime.
-        operator: who runs a provider, if the authority vouches for that; a tenant has none.
+        operator: the company that runs a provider, if the authority certifies it; None for a tenant.
 
     Raises `ConfigError` for a bad name, host, operator or lifetime, `CertificateError` if a file exists or the
     authority is unusable.
@@ -118,7 +118,7 @@ def issue_to_key(
     days: int = 365,
     operator: str | None = None,
 ) -> x509.Certificate:
-    """A certificate for a key that was made elsewhere. Arguments and errors as `issue` has them."""
+    """Issues a certificate for an existing public key, without writing a file. Arguments and errors as for `issue`."""
     signer = _load_authority(authority)
     return _sign_leaf(public_key, kind=kind, name=name, hosts=hosts, operator=operator, signer=signer, days=days)
 
@@ -126,33 +126,34 @@ def issue_to_key(
 def create_self_signed(
     directory: Path, *, kind: Kind, name: str, hosts: Sequence[str] = (), days: int = 365
 ) -> Identity:
-    """Like `issue` without an authority, for a certificate that its peer pins directly."""
+    """Creates a self-signed certificate and its key, for peers that pin it. Arguments and errors as for `issue`."""
     return _create(directory, kind=kind, name=name, hosts=hosts, days=days, authority=None, operator=None)
 
 
 def prepare_rotation(certificate: Path, *, authority: Identity | None, days: int = 365) -> Identity:
-    """Makes the pair that `rotate` will put in place, as `<name>.next.pem` and `<name>.next.key`.
+    """Creates the pair that `rotate` will use later: `<name>.next.pem` and `<name>.next.key`.
 
-    So a provider's tenants can pin its next certificate while it still shows the present one. Arguments and errors as
-    `rotate` has them; `CertificateError` if a next pair is there already.
+    Tenants can then pin a provider's next certificate while the provider still shows the current one. Arguments and
+    errors as for `rotate`. Raises `CertificateError` also if a next pair exists.
     """
     key, new = _renewed(certificate, authority=authority, days=days)
     return _write_pair(certificate.parent, name=certificate.stem + NEXT, certificate=new, key=key)
 
 
 def rotate(certificate: Path, *, authority: Identity | None, days: int = 365) -> Identity:
-    """Replaces a pair by the next one, or by a new one with the same subject, alternative names and key usage.
+    """Replaces a pair by its next pair, or by a new pair with the same subject, alternative names and key usage.
 
-    The old pair stays as `<name>.previous.pem` and `<name>.previous.key`. The certificates of earlier rotations stay in
-    `<name>.previous.pem` too, after the old one and until they expire, so that they can be revoked. Each file is
-    replaced atomically, the key first: a program that loads the pair in between gets a `CertificateError` about a
+    The old pair is kept as `<name>.previous.pem` and `<name>.previous.key`. `<name>.previous.pem` also keeps the
+    certificates of earlier rotations, after the old one and until they expire, so that they can be revoked. Each file
+    is replaced atomically, the key first: a program that loads the pair in between gets a `CertificateError` about a
     mismatch and may retry. Rotation also repairs a pair whose key is lost.
 
     Args:
         certificate: `<name>.pem`, a provider's or a tenant's.
-        authority: signs the new certificate; None for a self-signed one. Not used if a next pair is there.
+        authority: signs the new certificate; None for a self-signed certificate. Not used if a next pair exists.
 
-    Raises `CertificateError` for an authority (create a second one instead) and for a missing authority.
+    Raises `CertificateError` for an authority's certificate (create a second authority instead), and if `authority` is
+    None although an authority has issued the certificate.
     """
     upcoming = pair(certificate.parent, certificate.stem + NEXT)
     prepared = upcoming.certificate.exists()
@@ -167,7 +168,7 @@ def rotate(certificate: Path, *, authority: Identity | None, days: int = 365) ->
     old = load_certificates(certificate)[0]
     current = pair(certificate.parent, certificate.stem)
     previous = pair(certificate.parent, certificate.stem + PREVIOUS)
-    # If they do not fit, the key is lost, or an interrupted rotation has already kept the true pair.
+    # If the key does not fit, it is lost, or an interrupted rotation has already kept the old pair.
     if _fits(current, old):
         replace_file(previous.key, read_file(current.key), mode=0o600)
         earlier = [c for c in current_certificates(previous.certificate) if c != old]
@@ -181,7 +182,7 @@ def rotate(certificate: Path, *, authority: Identity | None, days: int = 365) ->
 
 
 def current_certificates(*files: Path) -> list[x509.Certificate]:
-    """The certificates of some files that have not expired, each once. Files that do not exist are passed over."""
+    """The certificates of some files that are valid now, without duplicates. Missing files are skipped."""
     found = (c for file in files if file.exists() for c in load_certificates(file))
     return list(dict.fromkeys(filter(is_current, found)))
 
@@ -272,7 +273,7 @@ def _sign(
     days: int,
     signer: _Authority | ec.EllipticCurvePrivateKey,
 ) -> x509.Certificate:
-    """`signer` is the certificate's own private key where it is self-signed."""
+    """Signs a certificate. For a self-signed certificate, `signer` is the private key of the certificate."""
     if not 1 <= days <= MAX_DAYS:
         raise ConfigError(f"days={days}: choose a lifetime from 1 to {MAX_DAYS} days")
     not_after = clock.now() + timedelta(days=days)
@@ -289,7 +290,7 @@ def _sign(
         .serial_number(x509.random_serial_number())
         .not_valid_before(clock.now() - _CLOCK_SKEW)
         .not_valid_after(not_after)
-        # The key identifiers tell an old and a new certificate with one subject apart (rotation).
+        # After a rotation, two certificates have one subject. The key identifiers differ.
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(public_key), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signing_key.public_key()), critical=False)
     )
@@ -301,7 +302,7 @@ def _sign(
 
 def _leaf_usage(usage: x509.ExtendedKeyUsage) -> list[x509.ExtensionType]:
     signing = x509.KeyUsage(
-        digital_signature=True,  # all that TLS 1.3 asks of a certificate
+        digital_signature=True,  # the only usage that TLS 1.3 needs
         content_commitment=False,
         key_encipherment=False,
         data_encipherment=False,
@@ -329,10 +330,10 @@ def _load_authority(identity: Identity) -> _Authority:
     certificate = load_certificates(identity.certificate)[0]
     fix = "create an authority with `symbiosis-priv keys authority`"
     if not is_authority(certificate):
-        raise CertificateError(f"{identity.certificate} is no authority: {fix}")
+        raise CertificateError(f"{identity.certificate} is not a CA certificate: {fix}")
     key = require_usable(identity, certificate, fix=fix)
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise CertificateError(f"{identity.key} is no elliptic-curve key: {fix}")
+        raise CertificateError(f"{identity.key} is not an elliptic-curve key: {fix}")
     return _Authority(certificate=certificate, key=key)
 
 
@@ -352,6 +353,6 @@ def _write_pair(
     try:
         create_file(identity.certificate, certificate_pem(certificate), mode=0o644)
     except BaseException:
-        identity.key.unlink()  # ours, created just above: no half pairs
+        identity.key.unlink()  # created above: a key must not stay without its certificate
         raise
     return identity

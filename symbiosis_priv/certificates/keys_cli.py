@@ -17,8 +17,8 @@ from symbiosis_priv.errors import CertificateError, ConfigError
 
 app = typer.Typer(no_args_is_help=True, help="Create, request, sign, rotate, revoke and show certificates.")
 
-Directory = Annotated[Path, typer.Option("--directory", "-d", help="Where the files live.")]
-Name = Annotated[str, typer.Option("--name", "-n", help="Base name of the files; a tenant is known by it.")]
+Directory = Annotated[Path, typer.Option("--directory", "-d", help="Folder of the files.")]
+Name = Annotated[str, typer.Option("--name", "-n", help="Base name of the files, and the name in the certificate.")]
 Authority = Annotated[str, typer.Option("--authority", "-a", help="Name of the signing authority.")]
 Days = Annotated[int, typer.Option("--days", help="Lifetime in days.")]
 Hosts = Annotated[
@@ -27,9 +27,9 @@ Hosts = Annotated[
 SelfSigned = Annotated[bool, typer.Option("--self-signed", help="No authority: tenants pin the certificate.")]
 Operator = Annotated[
     str | None,
-    typer.Option(help="Who runs a provider, which the authority then vouches for: 'Alpha GmbH'. For registries."),
+    typer.Option(help="Company that runs the provider, certified by the authority: 'Alpha GmbH'. For registries."),
 ]
-OptionalName = Annotated[str | None, typer.Option("--name", "-n", help="Show only this one.")]
+OptionalName = Annotated[str | None, typer.Option("--name", "-n", help="Show only this certificate.")]
 
 KEYS = Path("keys")
 _REVOKED = "revoked.txt"
@@ -37,15 +37,15 @@ _REVOKED = "revoked.txt"
 
 @app.command()
 def authority(*, name: Name = "authority", directory: Directory = KEYS, days: Days = 3650) -> None:
-    """Create the authority by which a provider knows its tenants, or a federation its providers."""
+    """Create a certificate authority: a provider's, for its tenants, or a federation's, for its providers."""
     identity, revoked = certificates.create_authority(directory, name=name, days=days), directory / _REVOKED
     revocation.create_list(revoked)
     _report(identity)
-    terminal.say(f"  revoked      {revoked} (`symbiosis-priv keys revoke` adds to it)")
+    terminal.say(f"  revoked      {revoked} (`symbiosis-priv keys revoke` adds entries)")
     _set("An authority for tenants: in provider.toml", "tls", tenant_authority=identity.certificate, revoked=revoked)
     _next("Send the certificate and the list, never the key, to the operators of your tenants' helpers.")
     _next(
-        "Sign what your tenants or providers request (`symbiosis-priv keys request`):",
+        "Sign the requests of your tenants or providers (`symbiosis-priv keys request`):",
         f"symbiosis-priv keys sign NAME.csr --authority {shlex.quote(name)} --directory {shlex.quote(str(directory))}",
     )
     _set(
@@ -71,7 +71,7 @@ def provider(
     hosts = host or ()
     if self_signed:
         if operator is not None:
-            raise ConfigError("--operator is what an authority vouches for, and --self-signed has none: leave one out")
+            raise ConfigError("--operator needs an authority, and --self-signed has none: leave one of them out")
         identity = certificates.create_self_signed(directory, kind=Kind.PROVIDER, name=name, hosts=hosts, days=days)
     else:
         signer = _identity(directory, authority)
@@ -88,7 +88,7 @@ def provider(
 
 @app.command()
 def tenant(*, name: Name, authority: Authority = "authority", directory: Directory = KEYS, days: Days = 365) -> None:
-    """Make a tenant's key and certificate in one go, for tests: else its key is made where it stays (request, sign)."""
+    """Make a tenant's key and certificate here, for tests. Otherwise use `request` and `sign`: the key stays there."""
     signer = _identity(directory, authority)
     identity = certificates.issue(directory, authority=signer, kind=Kind.TENANT, name=name, days=days)
     _report(identity)
@@ -107,10 +107,10 @@ def request(
     provider: Annotated[bool, typer.Option("--provider", help="For a provider that a registry will list.")] = False,
     directory: Directory = KEYS,
 ) -> None:
-    """Make a key, which stays here, and a request to sign: a tenant's for the executor's operator, a provider's for
-    whoever has the federation's authority.
+    """Make a key, which stays here, and a certificate request. The executor's operator signs a tenant's request; the
+    owner of the federation's authority signs a provider's request.
 
-    Where the key exists, the request is for that one: so is a certificate renewed.
+    If the key exists, the request is for the existing key. Use this to renew a certificate.
     """
     path = certificates.create_request(directory, name=name, kind=Kind.PROVIDER if provider else Kind.TENANT)
     terminal.say(f"{path}", style="bold green")
@@ -118,11 +118,11 @@ def request(
     key = certificates.pair(directory, name).key
     terminal.say(f"  key          {key} (secret, mode 0600; it never leaves this machine)")
     terminal.say(f"  fingerprint  {certificates.load_request(path).fingerprint}")
-    signer = "whoever has the federation's authority" if provider else "the executor's operator"
+    signer = "the owner of the federation's authority" if provider else "the executor's operator"
     vouched = " --authority federation --operator 'YOUR COMPANY' --host YOUR.HOST" if provider else ""
-    _next(f"Send {path} to {signer}, and this fingerprint by another channel. They run:")
+    _next(f"Send {path} to {signer}, and this fingerprint by another channel. The signer runs:")
     terminal.say(f"symbiosis-priv keys sign {path.name}{vouched}")
-    _next(f"Put the {name}.pem that comes back into {directory}.")
+    _next(f"Put the {name}.pem that you receive into {directory}.")
 
 
 @app.command()
@@ -130,18 +130,18 @@ def sign(
     request: Annotated[Path, typer.Argument(help="The NAME.csr of a tenant or of a provider.")],
     *,
     fingerprint: Annotated[
-        str | None, typer.Option(help="Refuse any other key: what its owner told you by another channel.")
+        str | None, typer.Option(help="The key's fingerprint, received by another channel. Any other key is refused.")
     ] = None,
     operator: Operator = None,
     host: Annotated[
-        list[str] | None, typer.Option(help="DNS name or IP address of a provider, that you vouch for; repeatable.")
+        list[str] | None, typer.Option(help="DNS name or IP address of the provider, which you certify; repeatable.")
     ] = None,
     renew: Annotated[bool, typer.Option("--renew", help="Let a new key take over the name.")] = False,
     authority: Authority = "authority",
     directory: Directory = KEYS,
     days: Days = 365,
 ) -> None:
-    """Issue the certificate that a tenant requests, or a provider of your federation."""
+    """Sign a request: issue a certificate to a tenant, or to a provider of your federation."""
     wanted = certificates.load_request(request)
     if fingerprint not in (None, wanted.fingerprint):
         raise CertificateError(f"{request} is for the key {wanted.fingerprint}, not {fingerprint}: do not sign it")
@@ -158,7 +158,7 @@ def sign(
     terminal.say(f"  of the key   {wanted.fingerprint}")
     if renew:
         _next(
-            f"The old key is good until its certificate expires, or until you run `symbiosis-priv keys revoke "
+            f"The old key stays valid until its certificate expires, or until you run `symbiosis-priv keys revoke "
             f"--name {wanted.name}.previous`."
         )
     if fingerprint is None:
@@ -178,7 +178,7 @@ def rotate(
     directory: Directory = KEYS,
     days: Days = 365,
 ) -> None:
-    """Replace a certificate and its key, by the next pair if there is one; the old pair is kept as NAME.previous."""
+    """Replace a certificate and its key, by the next pair if it exists. The old pair is kept as NAME.previous."""
     path = _identity(directory, name).certificate
     old = certificates.load_certificates(path)[0]
     signer = None if old.issuer == old.subject else _identity(directory, authority)
@@ -192,18 +192,21 @@ def rotate(
     identity = make(path, authority=signer, days=days)
     _report(identity)
     if certificates.describe(path).kind != Kind.PROVIDER:
-        _next("Whatever uses the pair reads it when it starts.")
+        _next("Restart the programs that use the pair: they read it at start.")
     elif prepare:
         _next(
-            f"Send {identity.certificate} to your tenants. They put it beside the present one, and accept both once "
-            f"this provider's entry in federation.toml also says:",
+            f"Send {identity.certificate} to your tenants. They put it into the folder of the current one, and accept "
+            f"both certificates when this provider's entry in federation.toml also says:",
             f"next_certificate = {json.dumps(f'keys/{identity.certificate.name}')}",
         )
-        _next("When they have:", f"symbiosis-priv keys rotate --name {name} --directory {shlex.quote(str(directory))}")
+        _next(
+            "After they have done so, run:",
+            f"symbiosis-priv keys rotate --name {name} --directory {shlex.quote(str(directory))}",
+        )
     else:
-        _next("The provider shows it from its next start or reload on.")
+        _next("The provider uses the new certificate from its next start or reload on.")
         if not prepared:
-            _next(f"Tenants that pin the old one alone refuse it then: send them {path} first.")
+            _next(f"Tenants that pin only the old certificate will refuse the new one: send them {path} first.")
 
 
 @app.command()
@@ -213,9 +216,9 @@ def revoke(
     directory: Directory = KEYS,
     file: Annotated[Path | None, typer.Option(help="The list; DIRECTORY/revoked.txt by default.")] = None,
 ) -> None:
-    """List a tenant's certificates as revoked, or a provider's: the present one, those before it, and the next one.
+    """Add the current, previous and next certificates of a tenant or a provider to the list of revoked certificates.
 
-    Every executor and helper of the tenant needs the list; for a provider, every registry and tenant.
+    For a tenant, every executor and helper needs the list; for a provider, every registry and tenant needs it.
     """
     path = _identity(directory, name).certificate
     following = path.with_name(f"{path.stem}{NEXT}.pem")
@@ -229,13 +232,15 @@ def revoke(
         _next(f"Send {listed} to registries (`registry serve --revoked`) and to all tenants.")
         _set("In federation.toml", "registry", revoked=listed)
         return
-    _next(f"Send {listed} to every provider of the tenant, the executor and all helpers: each refuses by its own list.")
+    _next(f"Send {listed} to every provider of the tenant, executors and helpers: each provider checks its own copy.")
     _set("It takes effect within a second where provider.toml says", "tls", revoked=listed)
 
 
 @app.command()
 def show(
-    files: Annotated[list[Path] | None, typer.Argument(help="These; those in --directory if left out.")] = None,
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="Files to show. Default: the files in --directory.")
+    ] = None,
     *,
     name: OptionalName = None,
     directory: Directory = KEYS,
@@ -278,7 +283,7 @@ def _print_certificate(path: Path, description: Description) -> None:
 def _renewal(path: Path) -> str:
     identity = Identity(path, path.with_suffix(".key"))
     if certificates.describe(path).kind == "authority":
-        return "make another one with `symbiosis-priv keys authority`, and list both until all certificates have moved"
+        return "make another with `symbiosis-priv keys authority`, and list both until all certificates are replaced"
     return certificates.how_to_renew(identity) if identity.key.exists() else "ask its owner for the next one"
 
 
@@ -289,7 +294,7 @@ def _next(what: str, paste: str = "") -> None:
 
 
 def _set(what: str, section: str, **values: str | Path) -> None:
-    """Print settings without the header of their section: the file may have that section already."""
+    """Prints settings without the header of their section, because the file may already have that section."""
     _next(f"{what}, under [{section}]:", _settings(**values))
 
 

@@ -1,4 +1,4 @@
-"""Names of tenants, providers and authorities, and of their files."""
+"""Checks the names of tenants, providers, authorities and operators."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TENANT_URN: Final = "urn:symbiosis-priv:tenant:"
 PREVIOUS: Final = ".previous"
 NEXT: Final = ".next"
 PROJECT: Final = "symbiosis-priv"
-"""The organisation of a certificate whose issuer vouches for no operator."""
+"""The organisation in a certificate that names no operator."""
 
 _MAX_OPERATOR: Final = 64  # X.509's bound for an organisation
 _PUNCTUATION: Final = ".,&'()+-/"
@@ -25,16 +25,16 @@ _OPERATOR: Final = frozenset(string.ascii_letters + string.digits + _PUNCTUATION
 
 
 def check_name(name: str) -> None:
-    """Raises `ConfigError` for what cannot be the name of files and of a tenant."""
+    """Raises `ConfigError` unless `name` can be the name of files and of a tenant, provider or authority."""
     if not NAME.fullmatch(name):
         raise ConfigError(f"name {name!r}: use 1 to 64 of A-Z a-z 0-9 . _ and -, not starting with a dot")
     if name.endswith((PREVIOUS, NEXT)):
-        raise ConfigError(f"name {name!r}: rotation keeps other pairs under that ending, choose another name")
+        raise ConfigError(f"name {name!r}: rotation uses that ending for other pairs, choose another name")
 
 
 def is_operator(operator: str) -> bool:
-    """Whether an authority may sign this name of an operator: Latin letters with or without diacritics, digits, and
-    some punctuation. Rule 8 compares the name with others, so no two names may look alike.
+    """Returns True if an authority may sign this operator's name: Latin letters with or without diacritics, digits and
+    some punctuation. Rule 8 compares operators' names, so two different names must not look alike.
     """
     return (
         1 <= len(operator) <= _MAX_OPERATOR
@@ -44,19 +44,23 @@ def is_operator(operator: str) -> bool:
 
 
 def check_operator(operator: str) -> None:
-    """Raises `ConfigError` for a name of an operator that no authority signs."""
+    """Raises `ConfigError` for an operator's name that no authority may sign."""
     if not is_operator(operator):
         raise ConfigError(
             f"operator {operator!a}: use 1 to {_MAX_OPERATOR} Latin letters, digits, spaces and "
             f"{_PUNCTUATION}, as in 'Alpha GmbH'"
         )
     if operator.casefold() == PROJECT:
-        raise ConfigError(f"operator {operator!r}: name who runs the provider, as in 'Alpha GmbH'")
+        raise ConfigError(f"operator {operator!r}: name the company that runs the provider, as in 'Alpha GmbH'")
 
 
 def subject(name: str, *, unit: str, operator: str | None = None) -> x509.Name:
-    """The subject of whoever is called that."""
-    # The unit keeps an authority apart from a certificate of that name, which would look self-issued.
+    """The subject of a certificate.
+
+    Raises:
+        ConfigError: a bad name or operator.
+    """
+    # Without the unit, a certificate with the authority's name would have subject == issuer and look self-signed.
     check_name(name)
     if operator is not None:
         check_operator(operator)

@@ -1,4 +1,4 @@
-"""PEM files of certificates and keys: a key is created with mode 0600 and never overwritten by accident."""
+"""Reads and writes PEM files of certificates and keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from symbiosis_priv.errors import CertificateError
 from symbiosis_priv.system.files import read_limited
 
 MAX_BYTES = 1 << 20
-"""Of a file that is read: far more than any bundle of certificates needs."""
+"""Size limit of a file that is read, far above the size of any bundle of certificates."""
 
 
 def certificate_pem(certificate: x509.Certificate | x509.CertificateSigningRequest) -> bytes:
@@ -40,7 +40,7 @@ def read_file(path: Path) -> bytes:
 
 
 def make_folder(directory: Path) -> None:
-    """The folder for keys, mode 0700 if it is new."""
+    """Creates the folder for keys with mode 0700, unless it exists. Raises `CertificateError`."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -48,7 +48,10 @@ def make_folder(directory: Path) -> None:
 
 
 def create_file(path: Path, content: bytes, *, mode: int) -> None:
-    """Writes a file that must not exist; O_EXCL also refuses to follow a link somebody left there."""
+    """Writes a new file. O_EXCL also refuses to follow a symbolic link at the path.
+
+    Raises `CertificateError` if the file exists or cannot be written.
+    """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     except FileExistsError:
@@ -69,7 +72,7 @@ def create_file(path: Path, content: bytes, *, mode: int) -> None:
 
 
 def replace_file(path: Path, content: bytes, *, mode: int) -> None:
-    """Puts a new file in the place of an old one, whole or not at all."""
+    """Replaces a file atomically. Raises `CertificateError` if the file cannot be written."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     create_file(temporary, content, mode=mode)
     try:

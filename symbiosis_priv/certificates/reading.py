@@ -1,4 +1,4 @@
-"""Reads certificates and keys, and says what they are."""
+"""Reads certificates and keys: kind, names, validity and fingerprints."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from symbiosis_priv.certificates.pem import read_file
 from symbiosis_priv.errors import CertificateError, one_line
 
 Pin = Path | x509.Certificate
-"""A provider's certificate that is accepted and no other: in a file of its own, or as somebody vouched for it."""
+"""The only certificate that is accepted from a provider: a file that holds it alone, or a certificate that the
+federation's authority has issued."""
 
 _BEGIN = re.compile(rb"-----BEGIN (?:X509 )?CERTIFICATE-----")
 _Extension = TypeVar("_Extension", bound=x509.ExtensionType)
 
 
 class Kind(StrEnum):
-    """What a certificate may be used for."""
+    """The use of a certificate: a provider's or a tenant's."""
 
     PROVIDER = "provider"
     TENANT = "tenant"
@@ -49,7 +50,7 @@ class Identity:
             return serialization.load_pem_private_key(read_file(self.key), password=None)
         except (ValueError, TypeError, UnsupportedAlgorithm) as error:
             raise CertificateError(
-                f"{self.key} is no unencrypted PEM private key: restore it, or make a pair with `symbiosis-priv keys`"
+                f"{self.key} is not an unencrypted PEM private key: restore it, or make one with `symbiosis-priv keys`"
             ) from error
 
 
@@ -65,16 +66,20 @@ class Description:
 
 
 def pair(directory: Path, name: str) -> Identity:
-    """`<name>.pem` and `<name>.key` in a folder."""
+    """The pair `<name>.pem` and `<name>.key` in a folder."""
     return Identity(certificate=directory / f"{name}.pem", key=directory / f"{name}.key")
 
 
 def load_certificates(path: Path) -> list[x509.Certificate]:
-    """All certificates of a PEM file, at least one, each of them whole. Raises `CertificateError`."""
+    """All certificates of a PEM file.
+
+    Raises:
+        CertificateError: the file cannot be read, holds no certificate, or ends in the middle of a certificate.
+    """
     data = read_file(path)
     try:
         found = x509.load_pem_x509_certificates(data)
-        for certificate in found:  # else these are read when they are asked for, and what is malformed is found there
+        for certificate in found:  # cryptography parses these fields at first use: malformed ones must raise here
             _ = certificate.subject, certificate.issuer, certificate.public_key()
     except (ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion) as error:
         raise CertificateError(
@@ -87,7 +92,7 @@ def load_certificates(path: Path) -> list[x509.Certificate]:
 
 
 def load_pin(pin: Pin) -> x509.Certificate:
-    """The provider's certificate that is pinned. Raises `CertificateError` unless a file holds it and nothing else."""
+    """A provider's pinned certificate. Raises `CertificateError` unless `pin` holds one provider certificate."""
     certificates = load_certificates(pin) if isinstance(pin, Path) else [pin]
     if len(certificates) > 1:
         raise CertificateError(
@@ -95,12 +100,12 @@ def load_pin(pin: Pin) -> x509.Certificate:
             f"While it rotates, name the file of its new one as next_certificate"
         )
     if kind_of(certificates[0]) is not Kind.PROVIDER:
-        raise CertificateError(f"{pin} is no provider certificate: pin the one that its operator gave you")
+        raise CertificateError(f"{pin} is not a provider certificate: pin the one that its operator gave you")
     return certificates[0]
 
 
 def fingerprint(certificate: Pin | bytes) -> str:
-    """`sha256:<hex>` of the DER encoding: of a certificate, of the first one in a PEM file, or of DER bytes."""
+    """`sha256:<hex>` of the DER encoding of a certificate, of the first certificate in a PEM file, or of DER bytes."""
     if isinstance(certificate, Path):
         certificate = load_certificates(certificate)[0]
     der = certificate if isinstance(certificate, bytes) else _der(certificate)
@@ -116,7 +121,7 @@ def key_fingerprint(certificate: x509.Certificate | x509.CertificateSigningReque
 
 
 def describe(path: Path) -> Description:
-    """Describes the first certificate of a PEM file: in printable words, whatever names it gives itself."""
+    """Describes the first certificate of a PEM file. Unprintable characters of its names are escaped."""
     certificate = load_certificates(path)[0]
     return Description(
         subject=one_line(certificate.subject.rfc4514_string()),
@@ -128,7 +133,7 @@ def describe(path: Path) -> Description:
 
 
 def kind_of(certificate: x509.Certificate) -> Kind | None:
-    """Which side of a connection the certificate is for; None for an authority or a stranger."""
+    """The kind of a certificate; None if it is neither a provider's nor a tenant's."""
     if tenant_name(certificate) is not None:
         return Kind.TENANT
     is_server = ExtendedKeyUsageOID.SERVER_AUTH in usages(certificate) and not is_authority(certificate)
@@ -136,9 +141,9 @@ def kind_of(certificate: x509.Certificate) -> Kind | None:
 
 
 def tenant_name(certificate: x509.Certificate) -> str | None:
-    """The tenant a certificate speaks for; None unless it is a tenant's.
+    """The tenant's name in a certificate; None unless the certificate is a tenant's.
 
-    The caller vouches for the signature: this only reads the names that the authority signed.
+    The caller must have verified the signature: this function only reads names.
     """
     if is_authority(certificate) or ExtendedKeyUsageOID.CLIENT_AUTH not in usages(certificate):
         return None
@@ -151,13 +156,13 @@ def tenant_name(certificate: x509.Certificate) -> str | None:
 
 
 def provider_name(certificate: x509.Certificate) -> str | None:
-    """What a provider is called; None unless the certificate is one's. The caller vouches for the signature."""
+    """The provider's name in a certificate; None unless it is a provider's. The caller must verify the signature."""
     name = sole_attribute(certificate.subject, NameOID.COMMON_NAME)
     return name if name and NAME.fullmatch(name) and kind_of(certificate) is Kind.PROVIDER else None
 
 
 def operator_of(certificate: x509.Certificate) -> str | None:
-    """Who runs a provider, as its issuer vouches; None if that is not said. The caller vouches for the signature."""
+    """The operator's name in a provider's certificate; None if there is none. The caller must verify the signature."""
     operator = sole_attribute(certificate.subject, NameOID.ORGANIZATION_NAME)
     if operator is None or operator.casefold() == PROJECT or not is_operator(operator):
         return None
@@ -165,19 +170,19 @@ def operator_of(certificate: x509.Certificate) -> str | None:
 
 
 def sole_attribute(name: x509.Name, kind: x509.ObjectIdentifier) -> str | None:
-    """The one value of an attribute; None if there is none, or several."""
+    """The value of an attribute that occurs once; None if it is absent or occurs several times."""
     values = [str(attribute.value) for attribute in name.get_attributes_for_oid(kind)]
     return values[0] if len(values) == 1 else None
 
 
 def is_authority(certificate: x509.Certificate) -> bool:
-    """Whether the certificate may sign others."""
+    """Returns True for a CA certificate."""
     constraints = _extension(certificate, x509.BasicConstraints)
     return constraints is not None and constraints.ca
 
 
 def is_issued_by(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
-    """Whether the issuer's key has signed the certificate. Neither lifetime nor purpose is looked at."""
+    """Returns True if the issuer's key has signed the certificate. Checks neither lifetime nor usage."""
     try:
         certificate.verify_directly_issued_by(issuer)
     except (InvalidSignature, UnsupportedAlgorithm, TypeError, ValueError):
@@ -186,27 +191,27 @@ def is_issued_by(certificate: x509.Certificate, issuer: x509.Certificate) -> boo
 
 
 def is_current(certificate: x509.Certificate) -> bool:
-    """Whether now lies within the certificate's lifetime."""
+    """Returns True if the certificate is valid now."""
     return certificate.not_valid_before_utc <= clock.now() <= certificate.not_valid_after_utc
 
 
 def require_identity(identity: Identity, *, kind: Kind) -> None:
-    """Raises `CertificateError` unless the pair is complete, of this kind, current, and its key fits."""
+    """Raises `CertificateError` unless the certificate is of this kind and valid now, and the key fits it."""
     certificate = load_certificates(identity.certificate)[0]
     found = kind_of(certificate)
     if found is not kind:
         raise CertificateError(
-            f"{identity.certificate} is {'no' if found is None else f'a {found} certificate, not a'} {kind} "
+            f"{identity.certificate} is {'not a' if found is None else f'a {found} certificate, not a'} {kind} "
             f"certificate: create one with `symbiosis-priv keys {'request' if kind is Kind.TENANT else kind}`"
         )
     require_usable(identity, certificate, fix=how_to_renew(identity))
 
 
 def how_to_renew(identity: Identity, *, prepare: bool = False) -> str:
-    """What the owner of a pair does to get its next certificate, as a command that works with the files that are there.
+    """The command that renews a pair, as text for a message. The command depends on the key files in the pair's folder.
 
     Args:
-        prepare: beside the present pair, so that others can pin the next one first; where `keys rotate` can do that.
+        prepare: keep the current pair and create a next pair, which others can pin first, if `keys rotate` can do so.
     """
     path = identity.certificate
     certificate = load_certificates(path)[0]
@@ -219,13 +224,20 @@ def how_to_renew(identity: Identity, *, prepare: bool = False) -> str:
         return f"{rotate} --authority {signer}`"
     provider = " --provider" if kind_of(certificate) is Kind.PROVIDER else ""
     return (
-        f"run `symbiosis-priv keys request{provider} {options}`, have the request signed where the present certificate "
-        f"was, and put the {path.name} that comes back into {path.parent}"
+        f"run `symbiosis-priv keys request{provider} {options}`, have the signer of the current certificate sign the "
+        f"request, and put the {path.name} that you receive into {path.parent}"
     )
 
 
 def require_usable(identity: Identity, certificate: x509.Certificate, *, fix: str) -> PrivateKeyTypes:
-    """The key of a pair whose certificate is current and fits it. Raises `CertificateError`, with the fix."""
+    """The private key of a pair.
+
+    Args:
+        fix: what the message tells the user to do.
+
+    Raises:
+        CertificateError: the certificate is not valid now, or the key does not fit it or cannot be read.
+    """
     if not is_current(certificate):
         raise CertificateError(
             f"{identity.certificate} is valid only from {certificate.not_valid_before_utc:%Y-%m-%d %H:%M} to "
@@ -238,23 +250,23 @@ def require_usable(identity: Identity, certificate: x509.Certificate, *, fix: st
 
 
 def usages(certificate: x509.Certificate) -> list[x509.ObjectIdentifier]:
-    """What a certificate may be used for."""
+    """The extended key usages of a certificate."""
     return list(_extension(certificate, x509.ExtendedKeyUsage) or ())
 
 
 def alternative_names(certificate: x509.Certificate) -> list[x509.GeneralName]:
-    """The names that its issuer vouches for."""
+    """The subject alternative names of a certificate."""
     return list(_extension(certificate, x509.SubjectAlternativeName) or ())
 
 
 def hosts_of(certificate: x509.Certificate) -> tuple[str, ...]:
-    """DNS names and addresses that its issuer vouches for."""
+    """The DNS names and IP addresses among the subject alternative names."""
     names = alternative_names(certificate)
     return tuple(str(name.value) for name in names if isinstance(name, x509.DNSName | x509.IPAddress))
 
 
 def _extension(certificate: x509.Certificate, kind: type[_Extension]) -> _Extension | None:
-    """The extension; None if it is absent or malformed, so that a strange certificate has no kind."""
+    """The extension; None if it is absent or malformed, so that a malformed certificate has no kind."""
     try:
         return certificate.extensions.get_extension_for_class(kind).value
     except (x509.ExtensionNotFound, x509.DuplicateExtension, ValueError):

@@ -1,15 +1,16 @@
-"""A key never leaves its machine: whoever made it writes a request (PKCS #10), and whoever has the authority signs it.
+"""Creates and signs certificate requests (PKCS #10), so that a private key never leaves its machine.
 
-    tenant      keys/alice.key (mode 0600) and keys/alice.csr     create_request
-    operator    reads alice.csr, writes keys/alice.pem            sign_request
-    tenant      puts alice.pem beside its key
+    tenant      creates keys/alice.key (mode 0600) and keys/alice.csr     create_request
+    operator    reads alice.csr, writes keys/alice.pem                    sign_request
+    tenant      puts alice.pem into the folder of its key
 
-A provider's operator does the same with the authority of a federation, which vouches for who runs it and where.
+A provider's operator sends its request to the owner of a federation's authority, which certifies the provider's
+operator and hosts.
 
-A request is a stranger's bytes. Its signature proves that whoever wrote it holds the key, and nothing else of it is
-believed: the name is checked, and whatever extensions it asks for are ignored. What a tenant's certificate says is
-fixed; operator and hosts of a provider are the signer's to say. The signer's folder is the record of names: while
-`alice.pem` lies there, no other key becomes alice.
+A request is untrusted. Its signature proves that the sender holds the key. The requested name is checked, and requested
+extensions are ignored. The content of a tenant's certificate is fixed; the signer states the operator and the hosts of
+a provider. The signer's folder is the record of names: while `alice.pem` exists there, no other key is certified as
+alice.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ _MAKE = "make one with `symbiosis-priv keys request`"
 
 @dataclass(frozen=True)
 class Request:
-    """What a request asks for, once its signature has been checked.
+    """A request with a valid signature.
 
     Args:
-        kind: of the certificate.
-        name: the tenant's, or the provider's.
-        public_key: to be certified.
-        fingerprint: of that key; whoever made it sees the same one.
+        kind: kind of the requested certificate.
+        name: name of the tenant or the provider.
+        public_key: the key to certify.
+        fingerprint: fingerprint of the key; `keys request` shows the same one to the owner of the key.
     """
 
     kind: Kind
@@ -60,11 +61,11 @@ class Request:
 
 
 def create_request(directory: Path, *, name: str, kind: Kind = Kind.TENANT) -> Path:
-    """Writes `<name>.csr`, and `<name>.key` unless it is there already; then the request is for that key (a renewal).
+    """Writes `<name>.csr`, and `<name>.key` unless it exists. A request for an existing key renews a certificate.
 
     Raises:
         ConfigError: a bad name.
-        CertificateError: a file cannot be written, or the key that is there cannot be used.
+        CertificateError: a file cannot be written, or the existing key or certificate cannot be used.
     """
     check_name(name)
     make_folder(directory)
@@ -74,7 +75,7 @@ def create_request(directory: Path, *, name: str, kind: Kind = Kind.TENANT) -> P
     if identity.key.exists():
         key = identity.private_key()
         if not isinstance(key, ec.EllipticCurvePrivateKey):
-            raise CertificateError(f"{identity.key} is no elliptic-curve key: choose another name or directory")
+            raise CertificateError(f"{identity.key} is not an elliptic-curve key: choose another name or directory")
     else:
         key = ec.generate_private_key(ec.SECP256R1())
         create_file(identity.key, key_pem(key), mode=0o600)
@@ -85,20 +86,25 @@ def create_request(directory: Path, *, name: str, kind: Kind = Kind.TENANT) -> P
 
 
 def load_request(path: Path) -> Request:
-    """Reads and checks a request. Raises `CertificateError` for whatever is not one, `ConfigError` for a bad name."""
+    """Reads a request and checks its signature.
+
+    Raises:
+        CertificateError: the file is not a request, its signature is not valid, or its key type is not supported.
+        ConfigError: a bad name.
+    """
     try:
         request = x509.load_pem_x509_csr(read_file(path))
         asked_for, key = request.subject, request.public_key()
         signed = request.is_signature_valid
     except (ValueError, TypeError, UnsupportedAlgorithm, InvalidSignature, x509.InvalidVersion) as error:
-        raise CertificateError(f"{path} is no certificate request in PEM: {_MAKE}") from error
+        raise CertificateError(f"{path} is not a certificate request in PEM: {_MAKE}") from error
     if not signed:
         raise CertificateError(f"{path} is not signed by the key that it names: it was altered, or {_MAKE}")
     if not isinstance(key, LeafKey):
         raise CertificateError(f"{path} is for a key that is neither elliptic-curve nor Ed25519: {_MAKE}")
     name = sole_attribute(asked_for, NameOID.COMMON_NAME)
     if name is None:
-        raise CertificateError(f"{path} does not have the one common name that is its maker's: {_MAKE}")
+        raise CertificateError(f"{path} does not have exactly one common name: {_MAKE}")
     check_name(name)
     unit = sole_attribute(asked_for, NameOID.ORGANIZATIONAL_UNIT_NAME)
     return Request(Kind.PROVIDER if unit == Kind.PROVIDER else Kind.TENANT, name, key, key_fingerprint(request))
@@ -114,25 +120,25 @@ def sign_request(
     days: int = 365,
     renew: bool = False,
 ) -> Path:
-    """Writes `<name>.pem` for a request. Those before it that are still good stay in `<name>.previous.pem`, so that
-    they can be revoked with it.
+    """Issues `<name>.pem` for a request. `<name>.previous.pem` keeps the earlier certificates that are still valid, so
+    that they can be revoked too.
 
     Args:
-        authority: as made by `create_authority`; the new certificate does not outlive it.
-        directory: the record of names.
-        operator: who runs a provider: the signer vouches for it. A tenant has none.
-        hosts: where a provider may be reached, likewise.
-        renew: let a new key take over the name.
+        authority: a result of `create_authority`; the new certificate expires with the authority's or before.
+        directory: folder of the issued certificates: the record of names.
+        operator: company that runs the provider, certified by the signer; None for a tenant.
+        hosts: DNS names and IP addresses of the provider, certified by the signer; empty for a tenant.
+        renew: certify a new key under an existing name.
 
     Raises:
-        ConfigError: a bad lifetime, operator or host; a provider's lacks one, a tenant's has one.
-        CertificateError: another key, or something of another kind, has the name (case does not count); or the
-            authority is unusable.
+        ConfigError: a bad lifetime, operator or host; or a provider without operator or hosts, or a tenant with one.
+        CertificateError: the name belongs to another key or to a certificate of another kind (case does not count); or
+            the authority is unusable.
     """
     if request.kind is Kind.PROVIDER and not (operator and hosts):
         raise ConfigError(
-            f"{request.name} asks for a provider's certificate: once you have made sure who runs it and where, say so "
-            f"with --operator 'Alpha GmbH' --host alpha.example"
+            f"{request.name} asks for a provider's certificate: find out which company runs it and where, then pass "
+            f"--operator 'Alpha GmbH' --host alpha.example"
         )
     _require_free(directory, request, renew=renew)
     certificate = issue_to_key(
@@ -153,7 +159,11 @@ def sign_request(
 
 
 def _require_free(directory: Path, request: Request, *, renew: bool) -> None:
-    """Looks at every certificate of the folder: the name may be a file's, or written in one under another file name."""
+    """Checks the name against every certificate of the folder: against its file name and the names inside.
+
+    Raises:
+        CertificateError: the name is taken.
+    """
     for path in sorted(directory.glob("*.pem")):
         if path.name.endswith(".previous.pem"):
             continue
@@ -163,7 +173,7 @@ def _require_free(directory: Path, request: Request, *, renew: bool) -> None:
             continue
         if names[request.kind] != request.name:
             raise CertificateError(
-                f"{path} is somebody else's, and the name {request.name} too close to it: choose another"
+                f"{path} has the name {request.name}, another case of it, or another kind: choose another name"
             )
         if key_fingerprint(certificate) != request.fingerprint and not renew:
             raise CertificateError(
@@ -173,5 +183,5 @@ def _require_free(directory: Path, request: Request, *, renew: bool) -> None:
 
 
 def _names(certificate: x509.Certificate) -> dict[Kind, str | None]:
-    """What it calls a tenant, and what a provider: one of them at most."""
+    """The names of the tenant and of the provider in a certificate; one of them at most is not None."""
     return {Kind.TENANT: tenant_name(certificate), Kind.PROVIDER: provider_name(certificate)}

@@ -1,12 +1,12 @@
-"""Certificates that are not good any more: a text file with a mark of each, one a line, `#` begins a comment.
+"""The list of revoked certificates: a text file with one mark per line; `#` begins a comment.
 
-A provider reads it at its start and again when it changes, and hangs up on whoever shows a certificate in it;
-registries and their clients read one of providers that an authority does not vouch for any more. A list of marks
-needs no authority's signature, does not expire, and covers self-signed tenants too; it lies beside the
-reader's own key, and whoever may write there needs no forged list.
+A provider reads the list of tenants' revoked certificates at start and whenever the file changes, and closes the
+connections of revoked tenants. Registries and tenants read a list of providers' revoked certificates. Unlike a CRL, the
+list needs no signature, does not expire, and covers self-signed tenants. The list lies in the folder of the reader's
+private key, so an attacker that can write the list could also replace the key.
 
-A mark is the hash of what the issuer has signed, not the fingerprint of the whole certificate: the signature is part of
-that, and whoever has an ECDSA signature (r, s) can write (r, n - s), which is as good, in its place.
+A mark is the hash of the signed part of a certificate, not of the whole certificate. The whole certificate includes the
+signature, and anyone can turn an ECDSA signature (r, s) into (r, n - s), which is valid too.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from symbiosis_priv.certificates.pem import create_file
 from symbiosis_priv.errors import CertificateError
 from symbiosis_priv.system.files import read_limited, write_atomically
 
-_MAX_BYTES = 64 << 20  # half a million marks
+_MAX_BYTES = 64 << 20  # space for half a million marks
 _LINE = re.compile(r"\s*(tbs-sha256:[0-9a-f]{64})?\s*(#.*)?")
 
 
 def mark_of(certificate: x509.Certificate) -> str:
-    """How a list names a certificate: `tbs-sha256:<hex>` of what its issuer has signed (X.509's TBSCertificate)."""
+    """The mark of a certificate: `tbs-sha256:<hex>` of the part that its issuer signs (X.509 TBSCertificate)."""
     return f"tbs-sha256:{hashlib.sha256(certificate.tbs_certificate_bytes).hexdigest()}"
 
 
 def create_list(path: Path) -> None:
-    """Create an empty list unless the file exists: what names it in a configuration can start before anything is
-    revoked. Raises `CertificateError` if it cannot be written."""
+    """Create an empty list unless the file exists, so that programs can be configured with it before the first
+    revocation. Raises `CertificateError` if the file cannot be written."""
     if not path.exists():
         create_file(path, b"# Revoked certificates: `symbiosis-priv keys revoke` adds to this file.\n", mode=0o644)
 
 
 def load_revoked(path: Path | None, *, known: frozenset[str] = frozenset()) -> frozenset[str]:
-    """The marks in a file, and those that are known already.
+    """The marks in a file, together with the known marks.
 
     Args:
-        path: None for no list.
-        known: what the reader has found in the list before. It stays revoked until the reader starts again: a list that
-            somebody is in the middle of writing is a shorter one for a while.
+        path: the list; None for no list.
+        known: marks that the reader has read before. They stay revoked until the reader restarts, because a list that
+            is being written may be incomplete.
 
-    Raises `CertificateError` if it cannot be read, ends in the middle of a line, or a line is neither a mark nor a
-    comment: a list that is not understood must not be taken for an empty one.
+    Raises `CertificateError` if the file cannot be read, ends in the middle of a line, or has a line that is neither a
+    mark nor a comment: an unreadable list must not count as an empty list.
     """
     if path is None:
         return known
@@ -56,7 +56,7 @@ def load_revoked(path: Path | None, *, known: frozenset[str] = frozenset()) -> f
         text = read_limited(path, _MAX_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise CertificateError(
-            f"cannot read {path} ({error}): an empty file revokes nobody, `symbiosis-priv keys revoke` adds to it"
+            f"cannot read {path} ({error}): an empty file revokes nothing, `symbiosis-priv keys revoke` adds entries"
         ) from error
     if text and not text.endswith("\n"):
         raise CertificateError(
@@ -75,7 +75,7 @@ def load_revoked(path: Path | None, *, known: frozenset[str] = frozenset()) -> f
 
 
 def revoke(path: Path, certificates: list[Path]) -> list[str]:
-    """Add every certificate in some files to a list, which is made if there is none.
+    """Add every certificate in some files to a list. Creates the list if it does not exist.
 
     Returns the marks that were added.
 

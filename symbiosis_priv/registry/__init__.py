@@ -1,10 +1,10 @@
-"""How tenants find executors that their federation file does not list. `provider.registry` runs a registry.
+"""Registries list executors that a federation file does not name. `provider.registry` runs a registry.
 
 Read in this order:
 
-    trust        which authorities sign providers' certificates, and which certificates were revoked
-    descriptor   what an executor says about itself, signed
+    trust        the authorities that sign providers' certificates, and the revoked certificates
+    descriptor   an executor's signed description: address, layers and lifetime
     protocol     the requests and replies of a registry
     queries      sends the requests, under a deadline
-    coverage     which layers a federation lacks, and which of them a new provider should serve
+    coverage     counts how much each layer is served, and chooses layers for a new provider
 """

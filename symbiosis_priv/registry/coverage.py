@@ -1,12 +1,12 @@
-"""Which layers a federation lacks, and which of them a provider that joins should serve.
+"""Counts how much each layer of a model is served, and chooses the layers that a new provider should serve.
 
-PETALS' rule (Borzunov et al., 2023): of all contiguous ranges of the provider's length, take the one whose least served
-layer is served least; between equals compare the second least served layer, and so on. Of ranges that are equal in all
-layers the first one is taken, so that providers which know the same descriptors decide alike.
+The rule is that of PETALS (Borzunov et al., 2023): of all contiguous ranges of the provider's length, take the range
+whose least served layer is served least; if ranges are equal, compare the second least served layer, and so on. If
+ranges are equal in all layers, the first range is taken, so providers with the same descriptors decide alike.
 
-Capacity is an executor's own claim, and an executor that claims a billion would keep every provider away from its
-layers. So layers that a single operator serves come first, whatever its executors claim, and no claim counts for more
-than four times the median.
+An executor states its own capacity. Without a limit, an executor could claim a huge capacity and so keep all other
+providers away from its layers. So layers with fewer operators come first, regardless of capacity, and a capacity counts
+at most four times the median.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _MOST_TIMES_USUAL: Final = 4.0
 
 
 class Served(NamedTuple):
-    """How much a layer is served.
+    """The number of operators and the capacity that serve a layer.
 
     Args:
-        operators: number of operators that serve it, at most 2: a third one makes no difference to the rule.
+        operators: number of operators that serve the layer, at most 2: the rule counts no further operators.
         capacity: sum of their executors' capacities.
     """
 
@@ -36,7 +36,7 @@ class Served(NamedTuple):
 
 
 def coverage(layers: int, announced: Iterable[VerifiedDescriptor]) -> list[Served]:
-    """How much each layer of a model is served. Executors that are about to stop do not count.
+    """The operators and the capacity that serve each layer of a model. Draining executors do not count.
 
     Args:
         layers: number of layers of the model.
@@ -51,16 +51,17 @@ def coverage(layers: int, announced: Iterable[VerifiedDescriptor]) -> list[Serve
             operators[layer].add(plain(one.operator))
             capacities[layer] += min(one.descriptor.capacity, most)
     return [
-        Served(min(len(who), _ENOUGH_OPERATORS), capacity) for who, capacity in zip(operators, capacities, strict=True)
+        Served(min(len(names), _ENOUGH_OPERATORS), capacity)
+        for names, capacity in zip(operators, capacities, strict=True)
     ]
 
 
 def most_needed(served: Sequence[Served], length: int) -> LayerRange:
-    """The contiguous range of a length that a federation lacks most.
+    """The contiguous range of `length` layers that is served least.
 
     Args:
-        served: for every layer, the result of `coverage`.
-        length: number of layers of the range; a model with fewer layers is taken as a whole.
+        served: the result of `coverage`.
+        length: number of layers of the range; all layers if the model has fewer.
     """
     length = min(length, len(served))
     starts = range(len(served) - length + 1)

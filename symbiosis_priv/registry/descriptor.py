@@ -1,13 +1,13 @@
-"""What an executor says about itself, signed: its address, the layers that it serves, and until when.
+"""The signed descriptor of an executor: its address, the layers that it serves, and its time of expiry.
 
-Theory of operation. The executor signs its descriptor with the key of its own certificate, which an authority of the
+Theory of operation. The executor signs its descriptor with the key of its certificate, which an authority of the
 federation has issued. The certificate is part of the descriptor. Name, operator and hosts are read from the
-certificate only, because only there does the authority vouch for them.
+certificate only, because the authority has signed them there.
 
-    body        msgpack of the descriptor, in the one form that its encoder gives
+    body        msgpack of the descriptor, in canonical form
     signature   over a domain and the body, by the certificate's key
 
-The domain keeps the signature apart from everything else that the key signs, TLS handshakes included.
+The domain separates the signature from all other signatures of the key, such as TLS handshakes.
 
 A registry passes descriptors on, and no reader trusts the registry. A registry can only withhold a descriptor, or show
 an older one that has not expired. Readers remember the newest descriptor of each key, ask several registries, and take
@@ -51,36 +51,36 @@ MAX_CERTIFICATE: Final = 2048
 MAX_LIFETIME_S: Final = 86_400
 MAX_LAYERS: Final = 1 << 16
 CLOCK_TOLERANCE_S: Final = 60
-"""By how much two parties' clocks may differ."""
+"""Largest accepted difference between two parties' clocks."""
 MEMORY_S: Final = MAX_LIFETIME_S + 2 * CLOCK_TOLERANCE_S
-"""So long after its issue no older descriptor of the same key can still be valid: until then a reader remembers it."""
+"""A reader remembers a descriptor for this time after its issue. After that, no older one of its key is valid."""
 MS: Final = 1000
 
-_MAX_SIGNATURE: Final = 160  # bytes: the most of ECDSA over P-521, in DER
+_MAX_SIGNATURE: Final = 160  # bytes, above the largest DER signature of ECDSA over P-521
 _ECDSA: Final = ec.ECDSA(hashes.SHA256())
 _DOMAIN: Final = b"symbiosis-priv descriptor 1\0"
 
 Digest = Annotated[str, msgspec.Meta(pattern="^sha256:[0-9a-f]{64}$")]
 Milliseconds = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
-"""Since 1970, UTC."""
+"""Milliseconds since 1970, UTC."""
 _Layer = Annotated[int, msgspec.Meta(ge=0, lt=MAX_LAYERS)]
 
 
 class Descriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an executor says about itself. Of two descriptors of one key, the one that was issued later counts.
+    """The description of an executor. If a key has signed several descriptors, the one issued last counts.
 
     Args:
-        issued: when it was signed.
-        certificate: the executor's own, DER.
-        host: where it listens: one of the hosts of its certificate, spelled as there.
-        port: where it listens.
-        model_digest: of the whole model.
-        weight_bits: of its weights.
-        first_layer: first layer that it serves.
-        last_layer: last layer that it serves.
-        capacity: its throughput, relative to other executors.
-        expires: when the descriptor stops being valid.
-        draining: the executor is about to stop and takes no new work.
+        issued: time of the signature.
+        certificate: the executor's certificate, DER.
+        host: host at which the executor listens, exactly as its certificate names it.
+        port: port at which the executor listens.
+        model_digest: digest of the whole model.
+        weight_bits: bits of the model's weights.
+        first_layer: first layer that the executor serves.
+        last_layer: last layer that the executor serves.
+        capacity: throughput of the executor, relative to other executors.
+        expires: time at which the descriptor stops being valid.
+        draining: True if the executor is about to stop and takes no new work.
     """
 
     issued: Milliseconds
@@ -103,12 +103,12 @@ class Descriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def layers(self) -> LayerRange:
-        """The layers that it serves."""
+        """The layers that the executor serves."""
         return LayerRange(self.first_layer, self.last_layer)
 
     @property
     def address(self) -> str:
-        """`host:port`."""
+        """The executor's address as `host:port`."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
@@ -122,10 +122,10 @@ class VerifiedDescriptor:
     """A descriptor that has passed `verify`.
 
     Args:
-        descriptor: what the executor says.
-        certificate: the executor's own.
-        data: the signed descriptor, to be passed on.
-        digest: SHA-256 of what was signed.
+        descriptor: the executor's description.
+        certificate: the executor's certificate.
+        data: bytes of the signed descriptor, for forwarding.
+        digest: SHA-256 of the signed body.
     """
 
     descriptor: Descriptor
@@ -140,17 +140,17 @@ class VerifiedDescriptor:
 
     @cached_property
     def name(self) -> str:
-        """The executor's name, as the authority vouches for it."""
+        """The executor's name in its certificate."""
         return provider_name(self.certificate) or ""
 
     @cached_property
     def operator(self) -> str:
-        """The company that runs the executor, as the authority vouches for it."""
+        """The operator's name in the executor's certificate."""
         return operator_of(self.certificate) or ""
 
     @property
     def age(self) -> tuple[int, bytes]:
-        """Orders the descriptors of one key, newest last; the digest decides between two of one millisecond."""
+        """Sort key for the descriptors of one key, newest last. The digest orders descriptors of one millisecond."""
         return self.descriptor.issued, self.digest
 
 
@@ -166,10 +166,10 @@ def describe(
     lifetime_s: float,
     draining: bool = False,
 ) -> bytes:
-    """Make a signed descriptor of one's own executor.
+    """Makes the signed descriptor of an executor.
 
     Args:
-        identity: the executor's certificate, that the federation's authority has issued, and its key.
+        identity: the executor's certificate, which the federation's authority has issued, and its key.
         issued: milliseconds since 1970.
 
     Raises:
@@ -220,15 +220,15 @@ def sign(descriptor: Descriptor, key: PrivateKeyTypes) -> bytes:
 
 
 def verify(data: bytes, trust: Trust, *, now: float) -> VerifiedDescriptor:
-    """Check everything that makes a descriptor believable.
+    """Checks size, canonical form, certificate, signature, operator, host and times of a descriptor.
 
     Args:
-        data: from an untrusted source.
-        trust: the authorities that vouch for executors.
+        data: bytes of a signed descriptor, untrusted.
+        trust: the authorities that sign executors' certificates.
         now: seconds since 1970.
 
     Raises:
-        DescriptorError: says what is wrong. The message quotes nothing that was received.
+        DescriptorError: a check fails. The message says which one and quotes no received data.
     """
     try:
         if len(data) > MAX_BYTES:
@@ -245,7 +245,7 @@ def verify(data: bytes, trust: Trust, *, now: float) -> VerifiedDescriptor:
     if not _is_signed(signed, key=key):
         raise DescriptorError("it is not signed by the key of its certificate")
     if operator_of(certificate) is None:
-        raise DescriptorError("its certificate does not say who runs it (`symbiosis-priv keys sign --operator`)")
+        raise DescriptorError("its certificate names no operator (`symbiosis-priv keys sign --operator`)")
     if descriptor.host not in hosts_of(certificate):
         raise DescriptorError("it claims a host that its certificate does not name")
     if descriptor.issued / MS > now + CLOCK_TOLERANCE_S:
@@ -278,7 +278,7 @@ def _is_signed(signed: _Signed, *, key: PublicKeyTypes) -> bool:
     return True
 
 
-# What msgspec, x509 and datetime raise for malformed bytes and numbers.
+# The errors that msgspec, x509 and datetime raise for malformed bytes and numbers.
 _MALFORMED = (
     msgspec.DecodeError,
     ValueError,

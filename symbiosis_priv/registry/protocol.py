@@ -4,8 +4,8 @@
     List                                      -> Listed    payload: list of signed descriptors
     any request that fails                    -> wire.Failure
 
-Clients show no certificate: a descriptor is signed, and every client may read. So a registry does not learn who asks,
-but from which address, and about which model.
+Clients show no certificate: descriptors are signed, and every client may read them. So a registry learns a client's
+address and the model that the client asks for, but not the client's name.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from symbiosis_priv.registry.descriptor import MAX_BYTES, Digest
 from symbiosis_priv.system.files import UNDECODABLE
 
 MAX_LISTED: Final = 1024
-"""Executors of a registry."""
+"""Largest number of executors in a registry."""
 MAX_REPLY: Final = MAX_LISTED * (MAX_BYTES + 8)
-"""Bytes of a reply's payload."""
+"""Size limit of a reply's payload, in bytes."""
 
 
 class Announce(Message, frozen=True, tag="announce"):

@@ -1,7 +1,7 @@
-"""A registry's client: one connection, some requests, one deadline over all of them.
+"""The client of a registry: one connection, several requests, one deadline for all of them.
 
-The registry shows a certificate that the federation's authority has issued for its host. TLS keeps others on the path
-from reading and withholding. The client trusts nothing that the registry sends: descriptors carry their own signatures.
+The registry shows a certificate that the federation's authority has issued for its host. TLS protects requests and
+replies on the network. The client does not trust the registry's replies: each descriptor has a signature of its own.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class RegistryClient:
 
     Args:
         address: `host:port`.
-        context: of `tls.registry_client_context`.
-        deadline_s: for connecting and all requests together.
+        context: a result of `tls.registry_client_context`.
+        deadline_s: time for connecting and all requests together.
     """
 
     def __init__(self, address: str, context: ssl.SSLContext, *, deadline_s: float) -> None:
@@ -41,7 +41,7 @@ class RegistryClient:
         """Connect.
 
         Raises:
-            CertificateError: the other side is not a registry of this federation.
+            CertificateError: the server is not a registry of this federation.
             TransportError: the registry cannot be reached in time.
         """
         self._deadline = time.monotonic() + self._deadline_s
@@ -62,7 +62,7 @@ class RegistryClient:
 
         Raises:
             ProviderError: the registry refuses it.
-            TransportError: the connection broke, or the reply is late.
+            TransportError: the connection was closed, or the reply did not arrive in time.
             ProtocolError: the reply is malformed.
         """
         reply, _ = self._ask(protocol.Announce(), data)
@@ -72,7 +72,7 @@ class RegistryClient:
     def list(self, model_digest: str | None = None) -> list[bytes]:
         """Signed descriptors of the executors of one model, or of all models. They have not been verified.
 
-        Raises: as `announce`.
+        Raises the errors of `announce`.
         """
         reply, payload = self._ask(protocol.List(model_digest=model_digest))
         if not isinstance(reply, protocol.Listed):
@@ -80,11 +80,11 @@ class RegistryClient:
         return protocol.decode_listing(payload)
 
     def close(self) -> None:
-        """Release the connection without a message. Not while another thread uses it: see `shut`."""
+        """Close the connection without a message. While another thread uses the connection, call `shut` instead."""
         self._line.close()
 
     def shut(self) -> None:
-        """Let a request that is under way fail at once. From another thread."""
+        """Make a running request of another thread fail immediately."""
         self._line.shut()
 
     def _ask(self, request: protocol.Request, payload: bytes = b"") -> tuple[protocol.Reply, bytearray]:

@@ -1,5 +1,5 @@
-"""Which authorities sign the certificates of a federation's providers and registries, and which certificates were
-revoked."""
+"""The authorities that sign the certificates of a federation's providers and registries, and the revoked
+certificates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from symbiosis_priv.errors import CertificateError, DescriptorError
 
 @dataclass(frozen=True)
 class Trust:
-    """The authorities of a federation, and the certificates that they no longer vouch for.
+    """The authorities of a federation, and the certificates that were revoked.
 
     Args:
         authorities: CA certificates; several while one replaces another.
@@ -37,28 +37,31 @@ class Trust:
             known: marks that were read before; they stay revoked.
 
         Raises:
-            CertificateError: a file cannot be read, or the first one holds no CA certificate.
+            CertificateError: a file cannot be read, or `authority` holds no CA certificate.
         """
         found = tuple(certificate for certificate in load_certificates(authority) if is_authority(certificate))
         if not found:
             raise CertificateError(
-                f"{authority} holds no authority: the operator of the federation makes one with `symbiosis-priv keys "
-                f"authority --name federation`, and gives its certificate to all members"
+                f"{authority} holds no CA certificate: the operator of the federation makes one with `symbiosis-priv "
+                f"keys authority --name federation`, and gives its certificate to all members"
             )
         return cls(found, load_revoked(revoked, known=known))
 
     def check(self, certificate: x509.Certificate, *, at: datetime) -> None:
-        """Check that an authority vouches for a provider's certificate.
+        """Check that an authority has issued a provider's certificate.
+
+        Args:
+            at: the time at which both certificates must be valid.
 
         Raises:
-            DescriptorError: no authority has issued the certificate, one of the two is not valid at this time, or the
-                certificate was revoked.
+            DescriptorError: no authority has issued the certificate, it is not a provider's, one of the two
+                certificates is not valid, or the certificate was revoked.
         """
         issuers = [authority for authority in self.authorities if is_issued_by(certificate, authority)]
         if not issuers:
             raise DescriptorError("its certificate is not one that the federation's authority has issued")
         if provider_name(certificate) is None:
-            raise DescriptorError("its certificate is no provider's")
+            raise DescriptorError("its certificate is not a provider's")
         if not any(_is_valid(c, at) for c in issuers) or not _is_valid(certificate, at):
             raise DescriptorError("its certificate, or the authority's, is not valid then")
         if mark_of(certificate) in self.revoked:

@@ -132,7 +132,7 @@ def test_what_nobody_would_believe_is_said_at_the_start(
     )
     with pytest.raises(ConfigError, match=r"authority has issued.* keys request --provider"):
         Provider(msgspec.structs.replace(config, tls=own)).start()
-    with pytest.raises(CertificateError, match="holds no authority"):
+    with pytest.raises(CertificateError, match="holds no CA certificate"):
         Provider(announcing("gamma", authority=keys.provider.certificate)).start()
 
 

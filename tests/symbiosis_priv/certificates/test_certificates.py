@@ -182,8 +182,8 @@ def _swap(identity: Identity) -> None:
     ("damage", "message"),
     [
         (_remove, r"cannot read .*authority\.key"),
-        (_garble, r"authority\.key is no unencrypted PEM private key"),
-        (_encrypt, r"authority\.key is no unencrypted PEM private key"),
+        (_garble, r"authority\.key is not an unencrypted PEM private key"),
+        (_encrypt, r"authority\.key is not an unencrypted PEM private key"),
         (_swap, r"authority\.key is not the key of .*authority\.pem"),
     ],
 )
@@ -198,7 +198,7 @@ def test_damaged_authority(
 
 def test_a_leaf_is_no_authority(tmp_path: Path, authority: Identity) -> None:
     alice = certificates.issue(tmp_path, authority=authority, kind=Kind.TENANT, name="alice")
-    with pytest.raises(CertificateError, match="is no authority"):
+    with pytest.raises(CertificateError, match="is not a CA certificate"):
         certificates.issue(tmp_path, authority=alice, kind=Kind.TENANT, name="bob")
 
 
@@ -317,10 +317,10 @@ def test_rotation_refusals(tmp_path: Path, authority: Identity) -> None:
         certificates.rotate(authority.certificate, authority=None)
     with pytest.raises(CertificateError, match="not its key"):
         certificates.rotate(alice.key, authority=authority)
-    with pytest.raises(CertificateError, match="is no authority"):
+    with pytest.raises(CertificateError, match="is not a CA certificate"):
         certificates.rotate(alice.certificate, authority=alice)
     certificates.rotate(alice.certificate, authority=authority)
-    with pytest.raises(ConfigError, match="rotation keeps other pairs"):
+    with pytest.raises(ConfigError, match="rotation uses that ending"):
         certificates.rotate(tmp_path / "alice.previous.pem", authority=authority)
     assert pair_bytes(Identity(tmp_path / "alice.previous.pem", tmp_path / "alice.previous.key")) == before
 

@@ -35,7 +35,7 @@ def test_paths_are_relative_to_the_file_and_home_is_expanded(write: Write, keys:
         ({"alpha": {"address": "a"}}, "provider 'alpha': address 'a' is not host:port"),
         ({"alpha": {"address": "a\0:1"}}, "is not host:port"),
         ({"alpha": {"certificate": "~nobody-of-that-name/alpha.pem"}}, "there is no such home folder"),
-        ({"beta": {"address": "b:0"}}, "provider 'beta': nobody listens at port 0"),
+        ({"beta": {"address": "b:0"}}, "provider 'beta': port 0 is not valid"),
         ({"beta": {"name": "alpha"}}, "'alpha' and helper 'alpha' have the same name"),
         ({"beta": {"certificate": 7}}, r"provider\[1\].certificate"),
         ({"alpha": {"layers": "15-0"}}, "provider 'alpha': layers 15-0 are none: .* as in 0-15"),
@@ -47,8 +47,8 @@ def test_paths_are_relative_to_the_file_and_home_is_expanded(write: Write, keys:
         ({"pads": {"helpers": True}}, "pads.helpers"),
         ({"pads": {"helpers": 2}}, "helpers = 2, and 1 .* have role = 'helper': add helpers, or lower it"),
         ({"pads": {"helpers": 1 << 62}}, "add helpers, or lower it"),
-        ({"companies": [{"name": "H", "members": []}]}, "company 'H' joins nobody: list two or more members"),
-        ({"companies": [{"name": "H", "members": ["alpha"]}]}, "company 'H' joins nobody"),
+        ({"companies": [{"name": "H", "members": []}]}, "company 'H' has fewer than two members: list two or more"),
+        ({"companies": [{"name": "H", "members": ["alpha"]}]}, "company 'H' has fewer than two members"),
         ({"companies": [{"name": "H", "members": ["alpha", "zeta"]}]}, "is called 'zeta'; there are 'alpha', 'beta'"),
         ({"companies": [{"name": "H", "members": ["alpha", " ALPHA"]}]}, "lists 'alpha' twice in members: remove one"),
         (
@@ -66,7 +66,7 @@ def test_a_wrong_file_is_named_with_its_key(write: Write, changes: dict[str, Any
 
 
 def test_a_registry_is_somewhere(write: Write) -> None:
-    for address, words in (("r.example:0", "nobody listens at port 0"), ("r.example", "is not host:port")):
+    for address, words in (("r.example:0", "port 0 is not valid"), ("r.example", "is not host:port")):
         path = write()
         path.write_text(f'{path.read_text()}\n[registry]\naddresses = ["{address}"]\nauthority = "keys/ca.pem"\n')
         with pytest.raises(ConfigError, match=rf"\[registry\]: .*{words}"):
@@ -82,7 +82,7 @@ def test_a_pinned_file_holds_one_provider(write: Write, keys: Path) -> None:
             CertificateError, match=r"federation\.toml: .*both\.pem holds 2 certificates.*next_certificate"
         ):
             load_federation(write(beta={field: "keys/both.pem"}))
-        with pytest.raises(CertificateError, match=r"ca\.pem is no provider certificate"):
+        with pytest.raises(CertificateError, match=r"ca\.pem is not a provider certificate"):
             load_federation(write(beta={field: "keys/ca.pem"}))
 
 

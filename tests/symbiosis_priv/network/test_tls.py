@@ -436,7 +436,7 @@ Build = Callable[[Keys], ssl.SSLContext]
     [
         (lambda k: server(k, k.expired_provider), r"old\.pem is valid only .*symbiosis-priv keys rotate"),
         (lambda k: server(k, k.tenant), r"alice\.pem is a tenant certificate, not a"),
-        (lambda k: server(k, k.authority), r"authority\.pem is no provider certificate"),
+        (lambda k: server(k, k.authority), r"authority\.pem is not a provider certificate"),
         (lambda k: server(k, tenants=k.sibling.certificate), r"sibling\.pem holds no current tenant"),
         (lambda k: server(k, tenants=k.directory / "none.pem"), r"none\.pem does not exist.*copy of the executor's"),
         (lambda k: server(k, Identity(k.provider.certificate, k.tenant.key)), r"alice\.key is not the"),
@@ -445,8 +445,8 @@ Build = Callable[[Keys], ssl.SSLContext]
         (lambda k: client(k, k.provider.certificate, k.provider), r"is a provider certificate, not a tenant"),
         (lambda k: client(k, k.directory / "none.pem"), r"cannot read .*none\.pem"),
         (lambda k: client(k, k.expired_provider.certificate), r"old\.pem has expired"),
-        (lambda k: client(k, k.authority.certificate), r"authority\.pem is no provider certificate"),
-        (lambda k: client(k, k.tenant.certificate), r"alice\.pem is no provider certificate"),
+        (lambda k: client(k, k.authority.certificate), r"authority\.pem is not a provider certificate"),
+        (lambda k: client(k, k.tenant.certificate), r"alice\.pem is not a provider certificate"),
         (lambda k: client(k, k.bundle(k.provider, k.sibling)), r"holds 2 certificates.*next_certificate"),
     ],
 )

@@ -95,8 +95,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     others = {
         "its certificate is not one": issue("forger", signer=stranger),
         "not one that the federation": own,
-        "is no provider's": tenant,
-        "does not say who runs it": issue("nobody", operator=None),
+        "is not a provider's": tenant,
+        "names no operator": issue("nobody", operator=None),
     }
     valid_from = certificates.load_certificates(gamma.certificate)[0].not_valid_before_utc
     return World(Trust.load(authority.certificate), gamma, issue("delta"), others, valid_from.timestamp() + 1000)
@@ -247,7 +247,7 @@ def test_the_newest_of_a_key_counts_in_whatever_order_they_come(
 
 
 def test_what_cannot_vouch_is_no_authority(world: World, tmp_path: Path) -> None:
-    with pytest.raises(CertificateError, match="holds no authority"):
+    with pytest.raises(CertificateError, match="holds no CA certificate"):
         Trust.load(world.gamma.certificate)
     both = tmp_path / "both.pem"
     authority = world.trust.authorities[0].public_bytes(Encoding.PEM)

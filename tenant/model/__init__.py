@@ -1,12 +1,12 @@
-"""Where a Hugging Face model meets this package. Read in this order:
+"""Connects Hugging Face models to this package. Read in this order:
 
-hf             `RemoteConfig`, the plug-in of `from_pretrained`
-remote_linear  the module that takes the place of an offloaded linear
-connect        from the user's options to a working backend
+hf             `RemoteConfig`, the quantization config that `from_pretrained` takes
+remote_linear  the module that replaces an offloaded linear
+connect        opens the backend that the user's options ask for
 loading        loads models, adapters and tokenizers
-rounded        the plain model with the rounded weights, to compare with
+rounded        the plain model with the rounded weights, for comparison
 adapter_limits bounds on the memory and time that an adapter folder takes
 offloaded      parameters without storage
 compiled       `torch.compile` without a graph break
-ledger         counts what a session did
+ledger         formats a session's counters
 """

@@ -1,7 +1,7 @@
-"""Bounds on what an adapter folder can cost: time in regular expressions, and memory for numbers in its configuration.
+"""Limits the time that an adapter folder's regular expressions take, and the memory that its stated sizes take.
 
-PEFT matches the patterns of adapter_config.json against every module name, and builds an adapter of the sizes that the
-configuration states before it reads the tensors. Both are inputs of another party.
+PEFT matches the patterns of adapter_config.json against every module name. PEFT also builds an adapter of the sizes
+that the configuration states before it reads the tensors. Another party may have written patterns and sizes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_leaves
 from symbiosis_priv.checkpoints.layer_discovery import is_linear, widths
 from symbiosis_priv.errors import CheckpointError
 
-_PATIENCE_S = 5.0  # a Python interpreter takes 20 ms to start, and an honest pattern a few more
-_MEMORY = 256 << 20  # bytes, of the process that matches
+_PATIENCE_S = 5.0  # a Python interpreter starts in 20 ms, and an honest pattern takes a few ms more
+_MEMORY = 256 << 20  # address space in bytes of the process that matches patterns
 _MATCH = """
 import json, re, resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]),) * 2)
@@ -34,37 +34,40 @@ pattern, names = json.load(sys.stdin)
 json.dump([name for name in names if re.fullmatch(pattern, name)], sys.stdout)
 """
 _NOTHING = "(?!)"
-_PATTERNS = ("target_modules", "exclude_modules", "feedforward_modules")  # regular expressions, if they are strings
-_SPARE_BYTES = 128 << 20  # what methods share between layers and make from a seed (VeRA's projections, for one)
-_COPIES = 4  # of the adapter's tensors, each perhaps in a wider dtype than on disk
+_PATTERNS = ("target_modules", "exclude_modules", "feedforward_modules")  # a string value is a regular expression
+_SPARE_BYTES = 128 << 20  # for tensors that a method makes from a seed and shares between layers (VeRA)
+_COPIES = 4  # PEFT may hold several copies of the adapter's tensors, in a wider dtype than on disk
 
 
 def bounded_config(config: PeftConfig, names: Sequence[str], *, folder: Path) -> PeftConfig:
-    """The configuration with its regular expressions replaced by the module names that they match.
+    """Replace the regular expressions of an adapter's configuration by the module names that they match.
 
     Args:
-        config: the adapter's; changed in place.
-        names: of the model's modules.
-        folder: for messages.
+        config: the adapter's configuration; changed in place.
+        names: names of the model's modules.
+        folder: the adapter's folder, for error messages.
+
+    Returns:
+        `config`.
 
     Raises:
-        CheckpointError: a pattern is invalid, or takes too long to match.
+        CheckpointError: a pattern is invalid, matches no module, or takes too much time or memory.
     """
     for field in _PATTERNS:
         pattern = getattr(config, field, None)
         if isinstance(pattern, str) and pattern.lower() != "all-linear":
             what = f"{field} in {folder / 'adapter_config.json'}"
             if getattr(config, "layer_replication", None):
-                raise CheckpointError(f"{what} is a pattern, beside layer_replication; write a list of module names")
+                raise CheckpointError(f"{what} is a pattern used with layer_replication; write a list of module names")
             found = _matching(pattern, names, what=what)
             if not found and field != "feedforward_modules":
-                raise CheckpointError(f"{what} matches no module of this model; the same base model?")
+                raise CheckpointError(f"{what} matches no module of this model; load the same base model")
             setattr(config, field, "|".join(map(re.escape, found)) or _NOTHING)
     return config
 
 
 def _matching(pattern: str, names: Sequence[str], *, what: str) -> list[str]:
-    """The names that a pattern matches, found by a process that is killed if it takes too much time or memory."""
+    """Match in a child process, which is killed if it takes too much time or memory. Returns the matching names."""
     try:
         done = subprocess.run(
             [sys.executable, "-I", "-S", "-c", _MATCH, str(_MEMORY)],
@@ -83,16 +86,17 @@ def _matching(pattern: str, names: Sequence[str], *, what: str) -> list[str]:
 
 
 class MemoryLimit(TorchDispatchMode):
-    """Inside, tensors that are made from numbers alone take no more memory than the adapter and its model warrant.
+    """Context manager that limits the memory of tensors made from stated sizes, such as `torch.empty(rows, columns)`.
 
-    Operations with tensors among their arguments are not counted: they start from something that is there.
+    The limit follows from the size of the adapter's file and of the model's largest layer. Operations that take tensors
+    are not counted, because the size of their result follows from tensors that exist.
 
     Args:
-        model: the base model. Some methods number all weights of a layer (FourierFT), so its largest layer counts.
-        file: the adapter's tensors.
+        model: the base model. Some methods index all weights of a layer (FourierFT), so its largest layer counts.
+        file: the file of the adapter's tensors.
 
     Raises:
-        CheckpointError: more would be taken. It is raised before the memory is taken.
+        CheckpointError: an operation would exceed the limit. Raised before the memory is taken.
     """
 
     def __init__(self, model: nn.Module, file: Path) -> None:
@@ -109,8 +113,8 @@ class MemoryLimit(TorchDispatchMode):
         size = _bytes_of(func, args, kwargs)
         if self._used() + size > self._limit:
             raise CheckpointError(
-                f"{self._file.parent / 'adapter_config.json'} states sizes that {self._file.name}, with "
-                f"{self._file.stat().st_size:,} bytes, does not hold; fetch it again"
+                f"{self._file.parent / 'adapter_config.json'} states sizes that do not fit {self._file.name} "
+                f"({self._file.stat().st_size:,} bytes); fetch the adapter again"
             )
         made = func(*args, **kwargs)
         if size and isinstance(made, Tensor):
@@ -127,10 +131,10 @@ def _on_meta(kwargs: dict[str, Any]) -> bool:
 
 
 def _bytes_of(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
-    """The memory of an operation's results; it is tried on the meta device, which takes none."""
+    """Bytes of an operation's results, found by running the operation on the meta device, which allocates nothing."""
     without = {name: value for name, value in kwargs.items() if name not in ("generator", "pin_memory")}
     try:
         made = func(*args, **without | {"device": torch.device("meta")})
-    except Exception:  # not an operation that makes a tensor on a device
+    except Exception:  # the operation takes no `device`, so it makes no tensor from sizes
         return 0
     return sum(math.prod(leaf.shape) * leaf.itemsize for leaf in tree_leaves(made))

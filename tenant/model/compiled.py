@@ -1,9 +1,9 @@
-"""Offloaded layers under `torch.compile`: a group's product is one node of the graph, and no break in it.
+"""Runs offloaded layers under `torch.compile` without a graph break: the product of a group is one node of the graph.
 
-Dynamo cannot follow sockets, threads and native code, and what it cannot follow breaks the graph, once per layer. So it
-takes `output` as it is (`allow_in_graph`), and whoever traces further (AOTAutograd, Inductor) runs the Python of
-`LayerGroup` with tensors that have no values: siblings find each other as always, and only the product itself becomes
-an operator, which runs when the graph does. Numbers stand for groups, because operators take no objects.
+Dynamo cannot trace sockets, threads and native code, and each call that it cannot trace breaks the graph. So `output`
+is marked `allow_in_graph`, and Dynamo does not trace into it. AOTAutograd and Inductor then run the Python code of
+`LayerGroup` with fake tensors. Siblings share one group call as in eager mode, and only the product becomes an
+operator, which runs when the graph runs. Operators take no Python objects, so an integer handle identifies a group.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class Group(Protocol):
-    """What is needed of a `LayerGroup`."""
+    """The part of `LayerGroup` that this module uses."""
 
     handle: int
     inputs: int
@@ -36,7 +36,7 @@ _handles = itertools.count()
 
 
 def register(group: Group) -> int:
-    """A number for a group, for as long as there is the group."""
+    """Give a group a handle, which is valid while the group exists."""
     handle = next(_handles)
     _groups[handle] = group
     return handle
@@ -44,17 +44,17 @@ def register(group: Group) -> int:
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def output(x: Tensor, handle: int, member: int) -> Tensor:
-    """`LayerGroup.output` of the group with that number."""
+    """Call `LayerGroup.output` of the group with this handle."""
     return _groups[handle].output(x, member)
 
 
 def forward(group: Group, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """`group.forward`, as an operator if this is being traced."""
+    """Call `group.forward`: directly for plain tensors, as an operator for the fake tensors of tracing."""
     return group.forward(x, dtype) if type(x) is Tensor else tuple(_forward(x, group.handle, dtype))
 
 
 def backward(group: Group, grads: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-    """`group.backward`, as an operator if this is being traced."""
+    """Call `group.backward`: directly for plain tensors, as an operator for the fake tensors of tracing."""
     if all(type(grad) is Tensor for grad in grads):
         return group.backward(grads, dtype)
     grad_x: Tensor = _backward(list(grads), group.handle, dtype)

@@ -1,4 +1,4 @@
-"""From the user's options to a working `Backend`."""
+"""Opens the backend that the user's options ask for."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from tenant.session.session import Session
 
 
 def open_backend(options: Options, model: str | Path) -> Backend:
-    """Open what `options` ask for.
+    """Open the backend of the masking scheme that `options` name.
 
     Args:
-        options: masking, federation and the rest.
-        model: the checkpoint being loaded; read for keys unless `options.checkpoint` names another.
+        options: the options of the split model.
+        model: the checkpoint being loaded. The verification keys are made from it unless `options.checkpoint` names
+            another checkpoint.
 
     Raises:
-        RoleConflictError, ConfigError: the scheme does not go with the federation (`Scheme.check`).
-        CheckpointError: the scheme multiplies on the tenant, which has not got the weights.
+        RoleConflictError, ConfigError: the scheme does not fit the federation (`Scheme.check`).
+        CheckpointError: the scheme multiplies on the tenant, and the tenant lacks the weights.
     """
     scheme, opening = scheme_named(options.masking), Opening(options, model)
     if scheme.roles:
-        scheme.check(opening.federation)  # before the checkpoint is read, and before anybody is asked for anything
+        scheme.check(opening.federation)  # before the checkpoint is read and before any provider is contacted
     return _in_session(scheme, opening) if isinstance(scheme, SessionScheme) else scheme.open(opening)
 
 

@@ -1,9 +1,11 @@
-"""`from_pretrained` for a split model: only the tenant's tensors are loaded, frozen linears become `RemoteLayer`s.
+"""`from_pretrained` for a split model: loads the tenant's tensors only and replaces frozen linears by `RemoteLayer`s.
 
-`RemoteConfig` is the one argument that turns a Hugging Face model into a split one; it finds its quantizer by name.
+`RemoteConfig` is the one argument that turns a Hugging Face model into a split one. transformers finds
+`RemoteQuantizer` by the config's `quant_method`.
 
-transformers builds the model on the meta device and hands it to this quantizer before any weight is read. Their keys in
-the checkpoint are declared as expected leftovers, so that a full checkpoint and one without them load alike.
+transformers builds the model on the meta device and passes it to `RemoteQuantizer` before it reads any weight. The
+quantizer adds the names of the offloaded weights to the keys that transformers ignores, so that a full checkpoint and a
+checkpoint without these weights load alike.
 """
 
 from __future__ import annotations
@@ -45,13 +47,13 @@ log = logging.getLogger(__name__)
 class RemoteConfig(Options, QuantizationConfigMixin):
     """How to split a model. Pass it as `quantization_config` to `from_pretrained`.
 
-    Its arguments are those of `Options`, keyword-only: `federation` (a path) and `masking` are those that matter.
+    `RemoteConfig` takes the arguments of `Options`, keyword-only. Most callers set `federation` (a path) and `masking`.
 
     Raises:
-        ConfigError: arguments that contradict each other, or are out of range.
+        ConfigError: arguments contradict each other or are out of range.
     """
 
-    quant_method: str = QUANT_METHOD  # type: ignore[assignment]  # by which transformers finds the quantizer
+    quant_method: str = QUANT_METHOD  # type: ignore[assignment]  # transformers finds the quantizer by it
 
     def __post_init__(self) -> None:
         remote = bool(scheme_named(self.masking).roles)
@@ -61,7 +63,7 @@ class RemoteConfig(Options, QuantizationConfigMixin):
                 f"masking = {self.masking!r} needs federation = 'federation.toml' (masking = {alone} does not)"
             )
         if remote and self.weight_bits is not None:
-            raise ConfigError(f"weight_bits is for masking = {alone}; the federation file says it otherwise")
+            raise ConfigError(f"weight_bits is for masking = {alone}; otherwise the federation file sets weight_bits")
         if self.status is not None and not isinstance(scheme_named(self.masking), SessionScheme):
             raise ConfigError(f"status is for sessions with verified providers; masking = {self.masking!r} has none")
         lowest = {"deadline_s": 0.1, "pool_memory_mib": 0, "row_bucket": 1, "verify_columns": 8}
@@ -69,54 +71,54 @@ class RemoteConfig(Options, QuantizationConfigMixin):
             if not getattr(self, name) >= low:
                 raise ConfigError(f"{name} = {getattr(self, name)} is below {low}")
         if not self.deadline_s < math.inf:
-            raise ConfigError(f"deadline_s = {self.deadline_s}: write a number above 0")
+            raise ConfigError(f"deadline_s = {self.deadline_s}: write a finite number of seconds")
         scheme_named(self.masking).read_options(self.masking_options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteConfig:
-        """transformers copies its configurations; what is used must be the very object that the user passed."""
+        """Return this object: transformers copies its configurations, and the user's own object must be used."""
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """What may be written into a folder: a name. Paths, and who masks how, are the tenant's own business."""
+        """Return the entry that transformers may save: the method's name, without the tenant's paths and masking."""
         return {"quant_method": self.quant_method}
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> NoReturn:
-        """Refused: transformers calls this with what a checkpoint's config.json says (rule 10)."""
+        """Refuse: transformers calls this method with the quantization_config of a config.json (rule 10)."""
         raise CheckpointError(
-            f"a quantization_config of {QUANT_METHOD} comes from a folder, and a checkpoint does not decide how it is "
-            f"masked and verified; delete that entry from its config.json, and pass RemoteConfig(...) yourself"
+            f"config.json has a quantization_config of {QUANT_METHOD}, but a checkpoint does not decide how rows are "
+            f"masked and verified; delete that entry, and pass RemoteConfig(...) yourself"
         )
 
 
 @register_quantizer(QUANT_METHOD)
 class RemoteQuantizer(HfQuantizer):
-    """Plugged into `from_pretrained(..., quantization_config=RemoteConfig(...))`; not used directly."""
+    """The quantizer that `from_pretrained(..., quantization_config=RemoteConfig(...))` creates; not used directly."""
 
     quantization_config: RemoteConfig
 
     def __init__(self, quantization_config: RemoteConfig, **kwargs: Any) -> None:
         if kwargs.get("pre_quantized", True) or not isinstance(quantization_config, RemoteConfig):
             raise CheckpointError(
-                "the model's configuration (config.json, or what was passed as `config`) has a quantization_config of "
-                "its own, which transformers prefers to yours; delete it there, and pass RemoteConfig(...) yourself"
+                "the model's configuration (config.json, or the argument `config`) has its own quantization_config, "
+                "and transformers would use that one instead of yours; delete it, and pass RemoteConfig(...) yourself"
             )
         super().__init__(quantization_config, **kwargs)
 
     def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
-        """Called before the model is built, which would fetch and run a kernel that config.json names."""
+        """Refuse kernels that config.json names. transformers calls this method before it fetches kernels."""
         parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
         for part in parts:
             for kind in ("_attn_implementation", "_experts_implementation"):
                 if "/" in str(getattr(part, kind, None) or ""):
                     raise CheckpointError(
-                        f"{config.name_or_path or 'config'} asks for the kernel {getattr(part, kind)}, which would be "
-                        f"fetched and run; if that is your own wish, call model.set_attn_implementation(...) once the "
-                        f"model is loaded, and delete the entry from its config.json otherwise"
+                        f"{config.name_or_path or 'config'} asks for the kernel {getattr(part, kind)}, which "
+                        f"transformers would fetch and run; delete that entry from config.json. If you trust the "
+                        f"kernel, call model.set_attn_implementation(...) once the model is loaded"
                     )
         return config
 
-    update_tp_plan = update_attn_implementation  # the hook at that moment in transformers 5.17
+    update_tp_plan = update_attn_implementation  # transformers 5.17 calls this hook before it builds the model
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         device_map = kwargs.get("device_map")
@@ -124,7 +126,7 @@ class RemoteQuantizer(HfQuantizer):
             raise UnsupportedMethodError(NO_DISK)
         folder = _vetted(kwargs.get("checkpoint_files"), model.config)
         self._folder, self._identity = folder, _identity(folder)
-        with torch.device("cpu"):  # transformers builds its skeleton on the meta device; ours is real
+        with torch.device("cpu"):  # the default device is meta here, and the backend needs real tensors
             backend = open_backend(self.quantization_config, folder)
         split(model, backend)
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -133,24 +135,24 @@ class RemoteQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         if _identity(self._folder) != self._identity:
             backend_of(model).close()
-            raise CheckpointError(f"{self._folder} changed while it was being loaded; start again")
+            raise CheckpointError(f"{self._folder} changed while it was being loaded; load it again")
         for name, parameter in model.named_parameters():
             if parameter.shape != self._shapes.get(name, parameter.shape):  # transformers 5.17 with a quantizer
                 backend_of(model).close()
                 raise CheckpointError(
                     f"{name} is {list(parameter.shape)} in {self._folder} and {list(self._shapes[name])} in the model, "
-                    f"and this transformers does not make another one; install transformers 5.23"
+                    f"and this version of transformers does not initialise a new one; install transformers 5.23"
                 )
         own = next(p for p in model.parameters() if not isinstance(p, OffloadedParameter))
         for module in model.modules():
             if isinstance(module, RemoteLayer):
                 module.seal(dtype=own.dtype, device=own.device)
             elif isinstance(module, PreTrainedModel):
-                # architectures take other paths through quantised weights, which the model at home does not take
+                # some architectures run other code for quantised models; the unsplit model does not run that code
                 vars(module.config).pop("_is_quantized", None)
         vars(model)["_enable_peft_forward_hooks"] = _without_ignored_arguments
         model.register_forward_pre_hook(lambda _, args, kwargs: _check_not_ignored(kwargs), with_kwargs=True)
-        del model.config.quantization_config  # config.save_pretrained, loggers and hubs have no use for it
+        del model.config.quantization_config  # config.save_pretrained and loggers must not write it
         return model
 
     @property
@@ -159,21 +161,24 @@ class RemoteQuantizer(HfQuantizer):
 
     def is_serializable(self) -> bool:
         log.warning(
-            "the base weights are at the providers, so there is no base model here to save; "
-            "adapters are: get_peft_model(...).save_pretrained(folder)"
+            "the base weights are at the providers, so the base model cannot be saved here; "
+            "save the adapter: get_peft_model(...).save_pretrained(folder)"
         )
         return False
 
 
 @contextlib.contextmanager
 def _without_ignored_arguments(*args: Any, **kwargs: Any) -> Iterator[None]:
-    """PEFT's tuners that choose adapters by row have a method of this kind. For others, PEFT finds this one here."""
+    """Stand in for `_enable_peft_forward_hooks`, which only PEFT's tuners with a choice of adapter per row define.
+
+    PEFT calls this function for all other tuners, and it refuses the arguments that they ignore.
+    """
     _check_not_ignored(kwargs)
     yield
 
 
 def _check_not_ignored(kwargs: dict[str, Any]) -> None:
-    """Refuse arguments that PEFT drops without a word, so that every row would go through the active adapter."""
+    """Refuse arguments that PEFT ignores without a warning: it would use the active adapter for every row."""
     for name in ("adapter_names", "alora_offsets"):
         if kwargs.get(name) is not None:
             raise UnsupportedMethodError(
@@ -188,14 +193,14 @@ def _identity(folder: Path) -> str:
 
 
 def _vetted(files: list[str] | None, config: PreTrainedConfig) -> Path:
-    """The folder of the very revision and subfolder that are being loaded, if its files are those of a checkpoint.
+    """Check the files that transformers loads. Returns their folder: that of the revision and subfolder being loaded.
 
     Args:
         files: the files that transformers reads tensors from.
         config: the model's configuration, with the name that the caller gave to `from_pretrained`.
 
     Raises:
-        CheckpointError: transformers would load other files than those that the keys are made from, or files outside
+        CheckpointError: transformers would load other files than the verification keys are made from, or files outside
             the folder that the caller named.
     """
     if not files:
@@ -207,24 +212,24 @@ def _vetted(files: list[str] | None, config: PreTrainedConfig) -> Path:
         expected = {folder / name for name in checkpoint.files()}
     if {Path(file) for file in files} != expected:
         raise CheckpointError(
-            f"transformers loads {', '.join(sorted(Path(file).name for file in files))} from {folder}, but its "
-            f"checkpoint is {', '.join(sorted(path.name for path in expected))}; load it without a variant"
+            f"transformers loads {', '.join(sorted(Path(file).name for file in files))} from {folder}, but the "
+            f"checkpoint's files are {', '.join(sorted(path.name for path in expected))}; load it without `variant`"
         )
     return folder
 
 
 def _check_not_redirected(folder: Path, config: PreTrainedConfig) -> None:
-    """Refuse tensors that another folder's index or config.json points to.
+    """Refuse tensors that an index or config.json of another folder points to.
 
-    transformers would read config.json, adapter and tokenizer in the folder that points, and the tensors in `folder`:
-    a hybrid of which only `folder` is checked. The caller's `subfolder=` is no redirection: all files are read there.
+    transformers would read config.json, adapter and tokenizer from the other folder and the tensors from `folder`, and
+    only `folder` is checked. The caller's `subfolder=` is not refused: transformers reads all files from that folder.
     """
     if getattr(config, "transformers_weights", None):
         raise CheckpointError(
             f"the config.json of {config.name_or_path} points to other files (transformers_weights); delete that entry"
         )
     named = Path(str(config.name_or_path))
-    if not named.is_dir():  # a name on the hub; its cache keeps every revision in a folder of `snapshots`
+    if not named.is_dir():  # a name on the hub, whose cache has a folder in `snapshots` for each revision
         named = next((parent for parent in (folder, *folder.parents) if parent.parent.name == "snapshots"), folder)
     if ".." in folder.parts[len(named.parts) :] or not folder.is_relative_to(named):
         raise CheckpointError(f"the index in {named} names a file outside its folder; use another checkpoint")
@@ -235,10 +240,10 @@ def _check_not_redirected(folder: Path, config: PreTrainedConfig) -> None:
 
 
 def split(model: PreTrainedModel, backend: Backend) -> None:
-    """Replace every linear that the manifest names by a `RemoteLinear`, every `Conv1D` by a `RemoteConv1D`.
+    """Replace each `nn.Linear` that the manifest names by a `RemoteLinear`, and each `Conv1D` by a `RemoteConv1D`.
 
     Raises:
-        CheckpointError: the model has none of them, or with other widths.
+        CheckpointError: the model has no such layer, or has one with other widths.
     """
     modules = dict(model.named_modules())
     prefix = model.base_model_prefix + "."
@@ -252,12 +257,14 @@ def split(model: PreTrainedModel, backend: Backend) -> None:
             if found is None or not is_linear(modules[found]):
                 continue  # a head that this task does not have
             if widths(modules[found]) != (facts.entry.inputs, outputs):
-                raise CheckpointError(f"{found} has other widths than the federation's model; the same base model?")
+                raise CheckpointError(
+                    f"{found} has other widths than in the federation's model; load the same base model"
+                )
             replaced[modules[found]] = _remote(modules[found], group, member)
     if not replaced:
-        raise CheckpointError(f"{type(model).__name__} has none of the federation's layers; the same base model?")
+        raise CheckpointError(f"{type(model).__name__} has none of the federation's layers; load the same base model")
     for parent in list(model.modules()):
-        for leaf, child in list(parent._modules.items()):  # a module may have several names
+        for leaf, child in list(parent._modules.items()):  # a module may have several parents
             if child in replaced:
                 setattr(parent, leaf, replaced[child])
     model._keys_to_ignore_on_load_unexpected = ignored
@@ -269,8 +276,12 @@ def _remote(linear: nn.Module, group: LayerGroup, member: int) -> RemoteLayer:
 
 
 def backend_of(model: nn.Module) -> Backend:
-    """The backend behind a split model, also when PEFT has wrapped it."""
+    """Return the backend of a split model, with or without PEFT's wrapper.
+
+    Raises:
+        SymbiosisError: the model has no offloaded layer.
+    """
     for module in model.modules():
         if isinstance(module, RemoteLayer):
             return module.group.backend
-    raise SymbiosisError("this model was not loaded with RemoteConfig")
+    raise SymbiosisError("this model was not loaded with RemoteConfig; pass it as quantization_config")

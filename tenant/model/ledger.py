@@ -1,4 +1,4 @@
-"""What a model's session has cost and checked, for people to read."""
+"""Formats a session's counters: round trips, bytes and verified rows."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from tenant.session.tally import Ledger
 
 
 def ledger_of(model: nn.Module) -> Ledger | None:
-    """The counters of a split model's session; None where there are none ("simulate", "paper-pool")."""
+    """Return the counters of a split model's session; None for schemes without a session ("simulate", "paper-pool")."""
     backend = backend_of(model)
     session = backend.products if isinstance(backend, RingBackend) else None
     return session.ledger() if isinstance(session, Session) else None
 
 
 def since(before: Ledger, now: Ledger) -> Ledger:
-    """What happened between two readings; `providers` are as they are now."""
+    """Return the difference of two readings of the counters; `providers` are those of `now`."""
     counts = [field.name for field in fields(Ledger) if field.name != "providers"]
     return Ledger(**{name: getattr(now, name) - getattr(before, name) for name in counts}, providers=now.providers)
 
 
 def rows(ledger: Ledger, *, tokens: int) -> list[tuple[str, str]]:
-    """Label and figure, one per line of a table.
+    """Return the rows (label, figure) of a table.
 
     Args:
-        tokens: how many tokens the ledger covers, for the figures per token.
+        ledger: the counters.
+        tokens: number of tokens that the ledger covers, for the figures per token.
     """
     trips, helper_trips = ledger.executor_round_trips, ledger.helper_round_trips
     up, down = ledger.bytes_to_executors, ledger.bytes_from_executors
@@ -43,12 +44,12 @@ def rows(ledger: Ledger, *, tokens: int) -> list[tuple[str, str]]:
         ("answer rows verified", f"{ledger.answers_verified:,}"),
         ("effect rows verified", f"{ledger.effects_verified:,}"),
         ("answers rejected", f"{ledger.answers_rejected:,}"),
-        *([("taken over from others", f"{ledger.takeovers:,}, within {ledger.takeover_s:.1f} s in all")] * takeovers),
+        *([("takeovers by another executor", f"{ledger.takeovers:,}, in {ledger.takeover_s:.1f} s")] * takeovers),
     ]
 
 
 def one_line(ledger: Ledger) -> str:
-    """The same in one line."""
+    """Return round trips, bytes and verified rows as one line of text."""
     up = ledger.bytes_to_executors + ledger.bytes_to_helpers
     down = ledger.bytes_from_executors + ledger.bytes_from_helpers
     return (
@@ -58,7 +59,7 @@ def one_line(ledger: Ledger) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes with a binary prefix."""
+    """Return a number of bytes as text with a binary prefix, such as `1.5 MiB`."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

@@ -1,8 +1,9 @@
-"""Models, tokenizers and adapters from folders that somebody else wrote: what the commands load with.
+"""Loads models, tokenizers and adapters from folders that another party may have written. The commands use this module.
 
-No code of theirs is run, nothing is unpickled, the hub is not asked about a folder that is here, and a tensor that is
-not there is an error: transformers would make it up at random. (Your own `from_pretrained(...)` calls are yours: there,
-the quantizer refuses what would override a `RemoteConfig`; `trust_remote_code=False` is for you to pass.)
+These functions run no code from a folder, unpickle nothing, and send no request to the hub for a local folder. A
+missing tensor is an error, because transformers would initialise it at random. For your own `from_pretrained(...)`
+calls, the quantizer refuses configuration that would override a `RemoteConfig`; pass `trust_remote_code=False`
+yourself.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from symbiosis_priv.errors import CheckpointError, SymbiosisError, UnsupportedMo
 from tenant.model.adapter_limits import MemoryLimit, bounded_config
 from tenant.model.hf import RemoteConfig
 
-_LISTED = 3  # names of missing tensors that an error quotes
-_SHOWN = 200  # characters of another library's message
-_TASTE = (
+_LISTED = 3  # number of tensor names that an error message quotes
+_SHOWN = 200  # characters of another library's message that an error message quotes
+_GENERATION_SETTINGS = (
     *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id"),
     *(
         "forced_eos_token_id",
@@ -47,8 +48,9 @@ _TASTE = (
     ),
     *("min_p", "typical_p", "repetition_penalty", "no_repeat_ngram_size", "length_penalty"),
 )
-"""What generation_config.json may say: which tokens are special, and which are likely. How many rows are sent for them
-is not its business (rule 10): with prompt lookup, executors would see from that where a text repeats itself."""
+"""The settings that are taken from generation_config.json: special tokens, and how likely each token is. Settings that
+change the number of rows sent per token are left out (rule 10): with prompt lookup, for instance, executors would see
+from the row counts where a text repeats itself."""
 _NEXT_TOKEN = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
 
@@ -59,21 +61,21 @@ def load_model(
     dtype: torch.dtype | str = "auto",
     kind: Any = AutoModelForCausalLM,
 ) -> Any:
-    """A model in evaluation mode: split if `remote` says how, whole otherwise.
+    """Load a model in evaluation mode.
 
     Args:
         model: a checkpoint folder, or a name on the hub.
-        remote: how to split it.
-        dtype: of the tensors here; "auto" for the checkpoint's.
+        remote: how to split the model; None loads the whole model.
+        dtype: dtype of the tenant's tensors; "auto" uses the checkpoint's dtype.
         kind: a class with `from_pretrained`.
 
     Raises:
-        CheckpointError: transformers cannot load it as `kind`, or tensors are missing.
-        SymbiosisError: whatever `resolve` and opening a backend raise.
+        CheckpointError: transformers cannot load the checkpoint as `kind`, or tensors are missing.
+        SymbiosisError: `resolve` or `open_backend` has failed.
     """
     folder = resolve(model)
     if remote is not None and remote.checkpoint is not None:
-        resolve(remote.checkpoint)  # fetches it, if it is on the hub
+        resolve(remote.checkpoint)  # downloads a checkpoint on the hub
     split = {} if remote is None else {"quantization_config": remote}
     with on_this_machine():
         try:
@@ -88,13 +90,13 @@ def load_model(
             )
         except SymbiosisError:
             raise
-        except Exception as error:  # whatever transformers makes of files that somebody else wrote
+        except Exception as error:  # transformers raises many types for malformed files
             raise CheckpointError(f"{model} cannot be loaded as {kind.__name__}: {error}") from error
     missing = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
     if missing:
         raise CheckpointError(
-            f"{model} is no whole {type(loaded).__name__}: {_some(missing)} would be random; "
-            f"use a checkpoint that holds them"
+            f"{model} is not a complete {type(loaded).__name__}: {_some(missing)} would be random; "
+            f"use a checkpoint that has them"
         )
     return loaded.eval()
 
@@ -102,11 +104,12 @@ def load_model(
 def load_language_model(
     model: str | Path, *, remote: RemoteConfig | None = None, dtype: torch.dtype | str = "auto"
 ) -> Any:
-    """A model that predicts the next token, as `load_model` loads it, and generates one token after the other.
+    """Load a model that predicts the next token, with `load_model`, so that it generates one token per forward pass.
 
     Raises:
-        UnsupportedModelError: it predicts something else; an LM head would be random, or see what it predicts.
-        SymbiosisError: whatever `load_model` raises.
+        UnsupportedModelError: the model does not predict the next token. Its LM head would be random, or its input
+            would include the token to predict.
+        SymbiosisError: `load_model` has failed.
     """
     kind = architecture(load_config(resolve(model)))
     if not is_language_model(kind):
@@ -117,22 +120,22 @@ def load_language_model(
         )
     loaded = load_model(model, remote=remote, dtype=dtype)
     if loaded.can_generate():
-        said = loaded.generation_config.to_dict()
-        taste = {name: said[name] for name in _TASTE if said.get(name) is not None}
-        loaded.generation_config = GenerationConfig(**taste)
+        stored = loaded.generation_config.to_dict()
+        kept = {name: stored[name] for name in _GENERATION_SETTINGS if stored.get(name) is not None}
+        loaded.generation_config = GenerationConfig(**kept)
     return loaded
 
 
 def is_language_model(kind: type[PreTrainedModel]) -> bool:
-    """Whether an architecture predicts the next token."""
+    """Returns True if an architecture predicts the next token."""
     return kind.__name__ in _NEXT_TOKEN
 
 
 def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a checkpoint.
+    """Load the tokenizer of a checkpoint.
 
     Raises:
-        CheckpointError: it has none, or one that would run code of its own.
+        CheckpointError: the checkpoint has no tokenizer, or one that needs code of the checkpoint.
     """
     folder = resolve(model)
     missing = CheckpointError(
@@ -144,25 +147,25 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 folder, trust_remote_code=False, local_files_only=True
             )
-        except Exception as error:  # as above
+        except Exception as error:  # transformers raises many types for malformed files
             raise missing from error
-    # without files, transformers makes some tokenizers up, and those know no text
+    # without files, transformers makes some tokenizers with special tokens only
     if set(tokenizer("text")["input_ids"]) <= set(tokenizer.all_special_ids):
         raise missing
     return tokenizer
 
 
 def load_adapter(model: Any, folder: Path) -> Any:
-    """`model` with the adapter of a PEFT folder, for inference.
+    """Load the adapter of a PEFT folder into `model`, for inference.
 
     Raises:
-        ConfigError: no PEFT folder.
-        CheckpointError: the folder would decide what it may not, or belongs to another architecture.
+        ConfigError: `folder` is not a PEFT folder.
+        CheckpointError: the folder has settings that are not allowed (`vet_adapter`), or the adapter does not fit.
     """
     said = vet_adapter(folder)
     misfit = f"the adapter in {folder} does not fit this model"
     with on_this_machine(), warnings.catch_warnings():
-        # what an adapter does not hold PEFT starts from scratch, and only warns
+        # PEFT initialises missing adapter tensors at random and only warns
         warnings.filterwarnings("error", message=".*Found missing adapter keys", category=UserWarning)
         try:
             config = PeftConfig.from_pretrained(str(folder), local_files_only=True)
@@ -177,7 +180,7 @@ def load_adapter(model: Any, folder: Path) -> Any:
                 ).eval()
         except SymbiosisError:
             raise
-        except Exception as error:  # as above
+        except Exception as error:  # PEFT raises many types for malformed files
             raise CheckpointError(f"{misfit}: {_summary(error)}; {_fix(said)}") from error
     homeless = _homeless(adapted, folder)
     if homeless:
@@ -186,7 +189,7 @@ def load_adapter(model: Any, folder: Path) -> Any:
 
 
 def _summary(error: Exception) -> str:
-    """PEFT lists every missing tensor, and torch every tensor of another shape: hundreds of lines."""
+    """Shorten an error of PEFT or torch, which may list hundreds of tensors."""
     if isinstance(error, UserWarning):
         return "it lacks " + _some(re.findall(r"'([^']+)'", str(error)))
     text = one_line(str(error))
@@ -204,8 +207,8 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _homeless(adapted: Any, folder: Path) -> list[str]:
-    """Tensors of modules that the model does not have, which PEFT leaves out in silence."""
+    """Names of the adapter's tensors whose module the model lacks; PEFT ignores them without a warning."""
     modules = {name for name, _ in adapted.named_modules()}
     with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
-        # a name ends in the method's own part and the tensor's
+        # the last two parts of a name are the PEFT method's module and the tensor
         return [name for name in file.keys() if ".".join(name.split(".")[:-2]) not in modules]  # noqa: SIM118

@@ -1,8 +1,8 @@
-"""What an offloaded layer shows in place of its weight and bias: their metadata, and refusals by name.
+"""Parameters that stand for the weight and bias of an offloaded layer: metadata without values.
 
 Shape, number of elements, dtype and device are those of the whole parameter, so that PEFT sizes its adapters and counts
-parameters as at home. Bytes are those of what is here, none. Whoever would compute with the values gets an error that
-says who asked and what works instead, where zeros or garbage would train a wrong adapter in silence.
+parameters as for an unsplit model. The size in bytes is 0. Code that reads the values gets an error that names the
+caller and says what works instead. Zeros in place of the values would train a wrong adapter without an error.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from symbiosis_priv.checkpoints.metadata import called, is_metadata
 from symbiosis_priv.errors import UnsupportedMethodError
 
-# What makes a copy, which is as empty, or decides whether there are gradients.
+# Operations that copy a parameter (the copy has no values either), and operations that switch gradients.
 _COPIES = frozenset(
     ("to", "cpu", "cuda", "type", "float", "double", "half", "bfloat16", "detach", "clone", "data.__get__")
 )
 _SWITCHES = frozenset(("requires_grad_", "requires_grad.__set__", "grad.__set__", "data.__set__"))
-# What the whole parameter would answer, and the bytes that an element takes here.
+# Operations that are answered from the whole parameter's shape. An element takes 0 bytes here.
 _SIZES: dict[str, Callable[..., Any]] = {
     "shape.__get__": lambda shape: shape,
     "size": lambda shape, dim=None: shape if dim is None else shape[dim],
@@ -45,18 +45,18 @@ NO_DISK = (
 
 
 class OffloadedParameter(nn.Parameter):
-    """A frozen parameter that is not here.
+    """A frozen parameter without values.
 
     Args:
-        shape: the whole parameter's.
-        dtype, device: as of any tensor.
+        shape: shape of the whole parameter.
+        dtype, device: those of the parameter.
         requires_grad: ignored; the parameter is frozen.
 
     Raises:
-        UnsupportedMethodError: `shape` is a tensor: accelerate offloads the parameter.
+        UnsupportedMethodError: `shape` is a tensor, because accelerate tries to offload the parameter to disk.
     """
 
-    _is_hf_initialized = True  # nothing here for transformers to initialise
+    _is_hf_initialized = True  # transformers must not initialise the parameter
     _whole: torch.Size
 
     def __new__(
@@ -67,7 +67,7 @@ class OffloadedParameter(nn.Parameter):
         device: torch.device | str = "cpu",
         requires_grad: bool = False,
     ) -> Self:
-        if isinstance(shape, Tensor):  # accelerate makes one of a tensor, with `requires_grad`
+        if isinstance(shape, Tensor):  # accelerate passes a tensor and `requires_grad`
             raise UnsupportedMethodError(NO_DISK)
         return cls._of(torch.empty(0, dtype=dtype, device=device), torch.Size(shape))
 
@@ -112,7 +112,7 @@ class OffloadedParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: object) -> Any:
         raise UnsupportedMethodError(
             "a split model cannot be pickled: its weights stay at the providers, its session in this process. Save the "
-            "adapter with model.save_pretrained(...), or model.state_dict(), and load that into a model split anew"
+            "adapter with model.save_pretrained(...), or model.state_dict(), and load it into a newly split model"
         )
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's takes a keyword that torch alone knows
@@ -120,28 +120,28 @@ class OffloadedParameter(nn.Parameter):
 
 
 class OffloadedWeight(OffloadedParameter):
-    """The weight of an offloaded `nn.Linear`. Listed among the parameters, which tools ask for dtype and device."""
+    """The weight of an offloaded `nn.Linear`. A parameter, because tools read dtype and device from parameters."""
 
     layer: ClassVar[str] = "nn.Linear"
     adapters: ClassVar[tuple[str, ...]] = (
         *("Lora", "AdaLora", "Beft", "C3A", "FourierFT", "Gralora", "IA3", "Lily", "LoHa", "LoKr", "Miss", "OFT"),
         *("Poly", "Pvera", "RandLora", "Road", "UniLora", "VBLoRA", "Vera", "WaveFT"),
     )
-    """PEFT's methods that work on such a layer."""
+    """The PEFT methods that work on such a layer."""
 
     @classmethod
     def _no_training(cls) -> str:
         return (
-            "the weight of an offloaded layer cannot be trained itself: it stays at the providers. Train an adapter "
-            "on that layer (LoRA, for one), and switch on the gradients of the tenant's own parameters only"
+            "the weight of an offloaded layer cannot be trained: it stays at the providers. Train an adapter on that "
+            "layer (such as LoRA), and enable the gradients of the tenant's own parameters only"
         )
 
     @classmethod
     def _no_reading(cls) -> str:
         who, advice = _reader()
         advice = advice or (
-            f"On an offloaded {cls.layer}, PEFT's {', '.join(cls.adapters)} work, and whatever leaves it alone, such "
-            f"as prompt tuning"
+            f"On an offloaded {cls.layer}, PEFT's {', '.join(cls.adapters)} work, and methods that do not change "
+            f"linears, such as prompt tuning"
         )
         return f"{who} needs the base weight, which stays at the providers. {advice}"
 
@@ -157,7 +157,7 @@ class OffloadedConv1DWeight(OffloadedWeight):
 
 
 class OffloadedBias(OffloadedParameter):
-    """The bias of an offloaded layer, which is in that layer's output already."""
+    """The bias of an offloaded layer. The layer's output includes the bias already."""
 
     @classmethod
     def _no_training(cls) -> str:
@@ -170,21 +170,22 @@ class OffloadedBias(OffloadedParameter):
     def _no_reading(cls) -> str:
         who, _ = _reader()
         return (
-            f"{who} needs the bias of an offloaded layer, which is in that layer's output already; use a method that "
-            f"leaves it alone, such as LoRA"
+            f"{who} needs the bias of an offloaded layer, and the layer's output includes it already; use a method "
+            f"that does not read the bias, such as LoRA"
         )
 
 
 def _unfreezes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call on a tensor turns its gradient on."""
+    """Returns True if a call on a tensor enables its gradient."""
     if name not in ("requires_grad_", "requires_grad.__set__"):
         return False
     return bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
 
 
-# Who asks, as far as a word in a function's or module's name tells, and what works instead of that.
+# A word in the name of a calling function or module, the description of that caller, and what works instead.
 _APART = (
-    "Adapters stay apart here. Merge at home: PeftModel.from_pretrained(full_model, 'my-adapter').merge_and_unload()"
+    "Merge the adapter into the full model instead: "
+    "PeftModel.from_pretrained(full_model, 'my-adapter').merge_and_unload()"
 )
 _START = "Use LoRA with init_lora_weights=True, 'gaussian' or 'orthogonal'"
 _READERS: dict[str, tuple[str, str | None]] = {
@@ -201,7 +202,7 @@ _READERS: dict[str, tuple[str, str | None]] = {
 
 
 def _reader() -> tuple[str, str | None]:
-    """Who reads a parameter, from the code that is running, and what to do instead if that is known."""
+    """Describe the code that reads a parameter, from the call stack, and what to do instead (None if unknown)."""
     frame: FrameType | None = sys._getframe(1)
     caller = "this"
     while frame is not None:
@@ -217,8 +218,8 @@ def _reader() -> tuple[str, str | None]:
         if module.startswith("transformers.models."):
             return (
                 f"the model's own code ({function})",
-                "It computes with that weight beside the layer, so this model cannot be split for what you do with "
-                "it; use another base model",
+                "It computes with that weight outside the layer, so this model cannot be split for this use; use "
+                "another base model",
             )
         frame = frame.f_back
     return caller, None

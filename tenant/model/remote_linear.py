@@ -1,12 +1,12 @@
-"""The linears that are not there: `RemoteLinear` and `RemoteConv1D` stand where an `nn.Linear` or `Conv1D` stood.
+"""`RemoteLinear` and `RemoteConv1D`: the modules that replace an offloaded `nn.Linear` or `Conv1D`.
 
-Siblings (q/k/v, gate/up) receive the same tensor one after the other. The first of them runs the whole group in one
-request, and the others pick up their part, forward and backward alike: one round trip, one mask (rule 4). What makes
-a tensor "the same" is its identity and version; equal values elsewhere are another input. (Tensors made in inference
-mode count no versions: for them a copy tells whether they were written to. Writing through `x.data` between siblings is
-as invisible here as it is to autograd.)
+Siblings (q/k/v, gate/up) are called one after the other with the same tensor. The first call runs the whole group in
+one request, and the calls of the other siblings return their parts of the result. So a group costs one round trip and
+one mask (rule 4), forward and backward. Two calls have the same input if the tensor object and its version are the
+same; two tensors with equal values are different inputs. A tensor made in inference mode has no version, so its values
+are compared with a copy. Like autograd, this module does not notice a write through `x.data` between siblings.
 
-Nothing is saved for backward: the input's gradient is `g @ W`, which needs neither input nor output.
+The forward pass saves nothing for backward: the input's gradient is `g @ W`, which needs neither input nor output.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tenant.model.offloaded import OffloadedBias, OffloadedConv1DWeight, Offload
 
 
 class LayerGroup:
-    """The linears of one block that share an input; calls the backend once per distinct input."""
+    """The linears of one layer group. Calls the backend once per distinct input."""
 
     def __init__(self, backend: Backend, index: int) -> None:
         self.backend = backend
@@ -40,7 +40,7 @@ class LayerGroup:
         self.handle = compiled.register(self)
 
     def output(self, x: Tensor, member: int) -> Tensor:
-        """The output of one member for input x `[..., d]`; `[..., o]` in x's dtype (autocast's, if enabled)."""
+        """Return one member's output `[..., o]` for input x `[..., d]`, in x's dtype (in autocast's, if enabled)."""
         pending = self._pending
         if pending is None or not pending.is_for(x) or pending.parts[member] is None:
             parts = _GroupLinear.apply(x, self)  # type: ignore[no-untyped-call]
@@ -52,30 +52,30 @@ class LayerGroup:
         return part
 
     def shapes(self, x: Tensor) -> list[tuple[int, ...]]:
-        """Shapes of every member's output."""
+        """Return the shape of each member's output for input `x`."""
         return [(*x.shape[:-1], width) for width in self._outputs]
 
     def forward(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Every member's output, in `dtype`, one backend call."""
+        """Compute each member's output, in `dtype`, with one backend call."""
         rows = x.reshape(-1, x.shape[-1])
-        # each its own tensor and no views: callers may write to them
+        # separate tensors, not views of one: callers may write to them
         parts = tuple(torch.empty(shape, dtype=dtype, device=x.device) for shape in self.shapes(x))
         self.backend.multiply(self.index, FORWARD, [rows], [part.view(len(rows), part.shape[-1]) for part in parts])
         return parts
 
     def backward(self, grads: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-        """The input's gradient, in `dtype`, from every member's output gradient, one backend call."""
+        """Compute the input's gradient, in `dtype`, from all members' output gradients, with one backend call."""
         rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
         grad_x = torch.empty((*grads[0].shape[:-1], self.inputs), dtype=dtype, device=grads[0].device)
         self.backend.multiply(self.index, BACKWARD, rows, [grad_x.view(len(rows[0]), self.inputs)])
         return grad_x
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerGroup:
-        return LayerGroup(self.backend, self.index)  # a copied model shares the session, not the calls in flight
+        return LayerGroup(self.backend, self.index)  # a copied model shares the session, not the pending outputs
 
 
 class _Pending:
-    """Outputs of a group call that siblings have yet to collect."""
+    """The outputs of a group call that siblings have not returned yet."""
 
     def __init__(self, x: Tensor, parts: list[Tensor | None]) -> None:
         self._x = weakref.ref(x)
@@ -90,7 +90,7 @@ class _Pending:
 
 
 def _state(x: Tensor) -> tuple[object, ...]:
-    """What decides a group's outputs besides x itself: changed in place, other gradients, another dtype."""
+    """Everything besides the tensor object that a group's outputs depend on: version, gradient modes and dtype."""
     version = None if x.is_inference() else x._version
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     return version, x.requires_grad, modes, _output_dtype(x)
@@ -118,13 +118,13 @@ class _GroupLinear(torch.autograd.Function):
 
 
 class RemoteLayer(nn.Module):
-    """A frozen linear whose weight is at the providers. To PEFT it is what stood there, with nothing in it.
+    """A frozen linear whose weight is at the providers. PEFT treats it as the class that it replaces.
 
     Args:
-        weight: in place of the weight.
-        bias: in place of the bias, if the linear has one. The group adds it.
-        group: the layer group it belongs to.
-        member: its place in the group.
+        weight: stands for the weight.
+        bias: stands for the bias; None if the linear has no bias. The group's product includes the bias.
+        group: the layer group of the linear.
+        member: index of the linear in the group.
     """
 
     weight: nn.Parameter
@@ -136,7 +136,7 @@ class RemoteLayer(nn.Module):
         self.group, self.member = group, member
 
     def seal(self, *, dtype: torch.dtype, device: torch.device) -> None:
-        """Once the checkpoint is loaded, take the dtype and device of the tensors that were."""
+        """Set dtype and device of the offloaded parameters. Called once the checkpoint is loaded."""
         for name, parameter in list(self.named_parameters(recurse=False)):
             if isinstance(parameter, OffloadedParameter):
                 setattr(self, name, type(parameter)(parameter.shape, dtype=dtype, device=device))
@@ -146,7 +146,7 @@ class RemoteLayer(nn.Module):
         return y
 
     def _save_to_state_dict(self, *_: Any) -> None:
-        """Nothing here is saved."""
+        """Save nothing: the values are at the providers."""
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, _meta: Any, strict: bool, _missing: Any, unexpected: Any, _: Any
@@ -154,12 +154,12 @@ class RemoteLayer(nn.Module):
         unexpected.extend(key for key in state_dict if strict and key.startswith(prefix))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """As part of a model. A copy of one layer alone is PEFT's way to train the layer itself."""
+        """Copy the layer as part of a model. A copy of one layer alone is refused: PEFT makes it to train the layer."""
         if not memo:
             raise UnsupportedMethodError(
-                "an offloaded layer cannot be trained itself: its weight stays at the providers. "
-                "Name it in target_modules instead of modules_to_save (where PEFT puts a classification head by "
-                "itself, if there is a task_type)"
+                "an offloaded layer cannot be trained: its weight stays at the providers. "
+                "Name it in target_modules instead of modules_to_save (with a task_type, PEFT adds a classification "
+                "head to modules_to_save)"
             )
         twin = memo[id(self)] = type(self).__new__(type(self))
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
@@ -170,7 +170,7 @@ class RemoteLayer(nn.Module):
 
 
 class RemoteLinear(RemoteLayer, nn.Linear):  # type: ignore[misc]  # torch declares a Tensor where it sets a Parameter
-    """In place of an `nn.Linear`."""
+    """Replaces an `nn.Linear`."""
 
     def __init__(self, inputs: int, outputs: int, *, group: LayerGroup, member: int, bias: bool = False) -> None:
         super().__init__(
@@ -183,7 +183,7 @@ class RemoteLinear(RemoteLayer, nn.Linear):  # type: ignore[misc]  # torch decla
 
 
 class RemoteConv1D(RemoteLayer, Conv1D):  # type: ignore[misc]
-    """In place of a `Conv1D`, whose weight is transposed: PEFT tells the two apart, here as at home."""
+    """Replaces a `Conv1D`, whose weight is transposed. PEFT handles `Conv1D` and `nn.Linear` differently."""
 
     def __init__(self, inputs: int, outputs: int, *, group: LayerGroup, member: int, bias: bool = True) -> None:
         super().__init__(

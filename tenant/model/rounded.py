@@ -1,4 +1,4 @@
-"""The plain model with the weights that providers multiply by: what a split model is to be compared with."""
+"""The plain model with the rounded weights that providers multiply by, to compare a split model with."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def rounded_model(
     kind: Any = AutoModelForCausalLM,
     cache: Path | None = None,
 ) -> Any:
-    """An ordinary model whose offloaded linears hold rounded weights `Wq * s`, in evaluation mode.
+    """Load an ordinary model, in evaluation mode, whose offloaded linears hold rounded weights `Wq * s`.
 
-    A split model differs from it only by the rounding of activations; both differ from the checkpoint's own model by
-    the rounding of weights (docs/same-model.md). It needs the full checkpoint and memory for all of it.
+    A split model differs from this model only by the rounding of activations. Both differ from the checkpoint's own
+    model by the rounding of weights (docs/same-model.md). The function needs the full checkpoint and memory for it.
 
     Args:
         model: the full checkpoint's folder, or a name on the hub.
-        weight_bits: of the federation that serves the model.
-        dtype: of all parameters.
+        weight_bits: weight bits of the federation that serves the model.
+        dtype: dtype of all parameters.
         kind: a class with `from_pretrained`.
         cache: folder for quantised weights; the user's cache folder if None.
 
     Raises:
-        SymbiosisError: whatever `load_model` and quantising raise.
+        SymbiosisError: `load_model` or quantising has failed.
     """
     folder = resolve(model)
     plain = load_model(folder, dtype=dtype, kind=kind)
@@ -49,6 +49,6 @@ def rounded_model(
         rounded = group.weight.to(torch.float64) * group.channel_scale[:, None]
         for name, weight in zip(entry.members, rounded.split(entry.outputs), strict=True):
             linear = next((modules[n] for n in (name, name.removeprefix(prefix), prefix + name) if n in modules), None)
-            if linear is not None:  # a head that this task does not have
+            if linear is not None:  # None: this model has no such head
                 linear.weight.copy_(weight.t() if isinstance(linear, Conv1D) else weight)
     return plain

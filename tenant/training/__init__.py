@@ -1,10 +1,11 @@
-"""Fine-tuning and generation as the command line does them.
+"""Fine-tuning and generation, as the commands run them.
 
-corpus     private texts, chats and pairs to examples
+corpus     makes training examples from private texts, chats and pairs
 finetune   one fine-tuning run, with checkpoints and resumption
-trainer    the `Trainer` that it uses
+trainer    the `Trainer` of a fine-tuning run
 tracking   experiment trackers
+options    options of fine-tuning and decoding
 output     the output folder
 generate   generation
-quality    the quality that quantisation costs
+quality    measures the loss of quality from quantisation
 """

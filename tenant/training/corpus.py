@@ -1,4 +1,4 @@
-"""A tenant's own data as training examples: plain text, or JSON lines of text, pairs or chats."""
+"""Makes training examples from a tenant's data: plain text, or JSON lines of text, pairs or chats."""
 
 from __future__ import annotations
 
@@ -15,23 +15,28 @@ from jinja2 import TemplateError
 from symbiosis_priv.errors import ConfigError, one_line
 from symbiosis_priv.system.files import UNDECODABLE, read_text
 
-if TYPE_CHECKING:  # the commands read a file before they load transformers
+if TYPE_CHECKING:  # the commands check the data file before they import transformers
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
 
 NOT_LEARNED = -100
-"""The label of a token that is read and not predicted; transformers' losses leave it out."""
+"""The label of a token that is input only; transformers' losses ignore it."""
 
 _JSON_LINES = (".jsonl", ".ndjson")
-_MAX_HELD_OUT = 16  # loss is measured on them twice, and every block costs round trips
+_MAX_HELD_OUT = 16  # held-out examples are evaluated twice, and each evaluation costs round trips
 _OBJECT = re.compile(r"\s*\[?\s*\{")
 _FORMS = '{"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [{"role": ..., "content": ...}, ...]}'
 
 
 @dataclass(frozen=True)
 class Example:
-    """Token ids, and what to predict at each: the token itself or NOT_LEARNED. Of equal length, at least two."""
+    """One training example.
+
+    Args:
+        input_ids: token ids, at least two.
+        labels: for each token, its id if the model learns to predict it, else NOT_LEARNED.
+    """
 
     input_ids: list[int]
     labels: list[int]
@@ -45,7 +50,7 @@ class ChatMessage(msgspec.Struct):
 
 
 class JsonLine(msgspec.Struct):
-    """One line of a JSONL file: exactly one of the three forms; other fields are somebody else's."""
+    """One line of a JSONL file, in exactly one of three forms. Unknown fields are ignored."""
 
     text: str | None = None
     prompt: str | None = None
@@ -54,29 +59,29 @@ class JsonLine(msgspec.Struct):
 
     @property
     def form(self) -> str | None:
-        """Which one it is."""
+        """The fields of the line's form, joined by `+`; None if the line has no form or more than one."""
         given = {name for name in self.__struct_fields__ if getattr(self, name) is not None}
         forms = ({"text"}, {"prompt", "completion"}, {"messages"})
         return "+".join(sorted(given)) if given in forms else None
 
 
 def load_examples(path: Path, tokenizer: PreTrainedTokenizerBase, *, length: int) -> tuple[list[Example], int]:
-    """What a file teaches.
+    """Read a file and encode it as training examples.
 
-    `*.jsonl` holds one JSON object per line: `text`, packed like plain text; `prompt` and `completion`, of which the
-    completion is learned; or `messages`, rendered by the model's chat template, of which the assistant's are learned.
-    Any other file is plain text, see `read_documents`.
+    A `*.jsonl` or `*.ndjson` file holds one JSON object per line, in one of three forms. `text` is packed like plain
+    text. `prompt` and `completion`: the model learns the completion. `messages` are rendered by the model's chat
+    template, and the model learns the assistant's messages. Any other file is plain text; see `read_documents`.
 
     Args:
         path: the file.
-        tokenizer: the model's.
-        length: most tokens of an example.
+        tokenizer: the model's tokenizer.
+        length: maximum number of tokens of an example.
 
     Returns:
-        the examples, and how many of them were cut to `length`.
+        The examples, and the number of examples that were cut to `length`.
 
     Raises:
-        ConfigError: unreadable or empty; the message names the line.
+        ConfigError: the file is unreadable, empty or malformed. The message names the line.
     """
     documents, lines = read(path)
     if documents:
@@ -93,15 +98,18 @@ def load_examples(path: Path, tokenizer: PreTrainedTokenizerBase, *, length: int
         if any(label != NOT_LEARNED for label in cut.labels[1:]):
             examples.append(cut)
     if not examples:
-        raise ConfigError(f"{path}: no line has anything to learn within {length} tokens; raise --sequence-length")
+        raise ConfigError(f"{path}: no line has a token to learn within {length} tokens; raise --sequence-length")
     return examples, shortened
 
 
 def read(path: Path) -> tuple[list[str], list[tuple[int, JsonLine]]]:
-    """What a file holds, before it is encoded: either documents, or numbered lines that are all pairs or all chats.
+    """Read a file without encoding it.
+
+    Returns:
+        Documents and no lines; or no documents, and numbered lines that are all pairs or all chats.
 
     Raises:
-        ConfigError: unreadable or empty; the message names the line.
+        ConfigError: the file is unreadable, empty or malformed. The message names the line.
     """
     if path.suffix.lower() not in _JSON_LINES:
         return read_documents(path), []
@@ -109,7 +117,7 @@ def read(path: Path) -> tuple[list[str], list[tuple[int, JsonLine]]]:
     form = lines[0][1].form
     for number, line in lines:
         if line.form is None or line.form != form:
-            raise ConfigError(f"{path}, line {number}: every line is one and the same of {_FORMS}")
+            raise ConfigError(f"{path}, line {number}: every line must have the same form, one of {_FORMS}")
     return ([str(line.text) for _, line in lines], []) if form == "text" else ([], lines)
 
 
@@ -125,16 +133,16 @@ def _is_json(text: str) -> bool:
 
 
 def read_documents(path: Path) -> list[str]:
-    """The documents of a text file: what stands between blank lines, or every line if there is no blank line.
+    """Return the documents of a text file: the parts between blank lines, or the lines if no line is blank.
 
     Raises:
-        ConfigError: unreadable, not UTF-8, empty, or JSON.
+        ConfigError: the file is unreadable, not UTF-8, empty, or JSON.
     """
     text = read_text(path)
     if path.suffix.lower() == ".json" or _is_json(text):
         raise ConfigError(
-            f"{path} holds JSON, whose braces and field names would be learned as text. Name plain text, or give "
-            f"`tenant finetune` a file .jsonl with one example per line, as {_FORMS}"
+            f"{path} holds JSON, and the model would learn braces and field names as text. Pass plain text, or pass a "
+            f"file .jsonl to `tenant finetune`, with one example per line, as {_FORMS}"
         )
     parts = text.split("\n\n") if "\n\n" in text.strip() else text.splitlines()
     documents = [part.strip() for part in parts if part.strip()]
@@ -144,12 +152,12 @@ def read_documents(path: Path) -> list[str]:
 
 
 def to_blocks(documents: list[str], tokenizer: PreTrainedTokenizerBase, *, length: int) -> list[list[int]]:
-    """Token ids of all documents, each ended by the end-of-text token, one after the other in blocks of `length`.
+    """Encode all documents, end each with the end-of-text token, and cut the sequence into blocks of `length` tokens.
 
-    The rest that fills no block is left out, unless it is all there is.
+    The last tokens, which do not fill a block, are dropped unless there is no full block.
 
     Raises:
-        ConfigError: not even two tokens.
+        ConfigError: the documents have fewer than two tokens.
     """
     ids: list[int] = []
     for encoded in tokenizer(documents, verbose=False)["input_ids"]:
@@ -160,7 +168,10 @@ def to_blocks(documents: list[str], tokenizer: PreTrainedTokenizerBase, *, lengt
 
 
 def hold_out(examples: Sequence[T]) -> tuple[list[T], list[T]]:
-    """(training examples, held-out ones): the last tenth and at most 16, none if there are fewer than ten."""
+    """Split examples into training examples and held-out examples.
+
+    The held-out examples are the last tenth, at most 16. Fewer than ten examples are all for training.
+    """
     count = min(len(examples) // 10, _MAX_HELD_OUT)
     return list(examples[: len(examples) - count]), list(examples[len(examples) - count :])
 
@@ -175,7 +186,7 @@ def _encode_pair(line: JsonLine, tokenizer: PreTrainedTokenizerBase) -> Example:
     if given[-1:] == [tokenizer.eos_token_id]:
         given = given[:-1]
     whole = tokenizer(prompt + completion)["input_ids"]
-    if whole[: len(given)] != given:  # a token would straddle the border, where generation never puts one
+    if whole[: len(given)] != given:  # a token spans prompt and completion, which cannot happen in generation
         whole = given + tokenizer(completion, add_special_tokens=False)["input_ids"]
     whole = _ended(whole, tokenizer)
     return Example(whole, [NOT_LEARNED] * len(given) + whole[len(given) :])
@@ -186,8 +197,8 @@ def _encode_chat(line: JsonLine, tokenizer: PreTrainedTokenizerBase) -> Example:
     text = _render(messages, tokenizer)
     replies = list(_replies(messages, text, tokenizer))
     if not replies:
-        raise ConfigError("no message of role assistant that the chat template shows; there is nothing to learn")
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)  # the template writes its own
+        raise ConfigError("the rendered chat has no message of role assistant, so there is nothing to learn; add one")
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)  # the template adds them
 
     def learned(start: int, end: int) -> bool:
         return start < end and any(first <= start and end <= last for first, last in replies)
@@ -199,10 +210,9 @@ def _encode_chat(line: JsonLine, tokenizer: PreTrainedTokenizerBase) -> Example:
 def _replies(
     messages: list[dict[str, str]], text: str, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[int, int]]:
-    """Where in `text` the assistant's words are: what the template adds after its cue to answer.
+    """Yield (start, end) in `text` of each assistant message: the text that follows the generation prompt.
 
-    Some templates rewrite earlier turns once later ones follow: replies that stand elsewhere then are read, not
-    learned.
+    Some templates render an earlier message differently once later ones follow. Such a message is input only.
     """
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
@@ -215,7 +225,7 @@ def _replies(
 def _render(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, **options: Any) -> str:
     if not tokenizer.is_fast:
         raise ConfigError(
-            "chats need a fast tokenizer (tokenizer.json), which knows where its tokens stand in the text"
+            "chats need a fast tokenizer (tokenizer.json), which returns the offset of each token in the text"
         )
     if not tokenizer.chat_template:
         raise ConfigError("this model's tokenizer has no chat template; write prompt and completion instead")

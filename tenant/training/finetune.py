@@ -1,6 +1,6 @@
-"""LoRA fine-tuning of a split model with Hugging Face's `Trainer`; what `symbiosis-priv tenant finetune` runs.
+"""LoRA fine-tuning of a split model with Hugging Face's `Trainer`. `symbiosis-priv tenant finetune` runs it.
 
-Only the loading of the model is special: the rest is PEFT and `Trainer` as everybody uses them.
+Only the loading of the model differs from ordinary fine-tuning with PEFT and `Trainer`.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ _DEFAULTS = FineTuning()
 
 @dataclass(frozen=True, kw_only=True)
 class FineTuned:
-    """What came out.
+    """The result of a fine-tuning run.
 
     Args:
         adapter: the PEFT folder.
-        losses: of every step, nats per token.
-        loss_before, loss_after: on the held-out examples, or on all of them if there are too few to hold any out.
-        held_out: which of the two it was.
-        shortened: examples that were cut to the sequence length.
-        tokens, seconds: of training alone.
-        ledger: of training alone; None if there was no session ("simulate", "paper-pool").
+        losses: loss of each step, in nats per token.
+        loss_before, loss_after: loss on the held-out examples, or on all examples if none are held out.
+        held_out: True if `loss_before` and `loss_after` are of held-out examples.
+        shortened: number of examples that were cut to the sequence length.
+        tokens, seconds: training tokens and time, without evaluation.
+        ledger: the session's counters during training; None without a session ("simulate", "paper-pool").
     """
 
     adapter: Path
@@ -73,16 +73,16 @@ def finetune(
 
     Args:
         model_path: the base checkpoint.
-        data: see `corpus.load_examples`.
-        output: new or empty, unless `options.resume`.
+        data: the training data; see `corpus.load_examples`.
+        output: a new or empty folder, unless `options.resume` is set.
         remote: how the model is split.
         options: how to fine-tune.
-        on_progress: told every step.
+        on_progress: called after every step.
 
     Raises:
-        ConfigError: the data, the output folder or an option does not do.
-        SymbiosisError: whatever loading and the session raise. What ends the run early, signals included, carries a
-            note that says what is saved.
+        ConfigError: the data, the output folder or an option is invalid.
+        SymbiosisError: loading or the session has failed. An exception that ends training early, a signal's included,
+            carries a note that says what is saved.
     """
     folder = resolve(model_path)
     check_trackers(options.report_to)
@@ -130,15 +130,15 @@ def finetune(
 
 
 def collate(examples: Sequence[Example], *, multiple: int = 1) -> dict[str, Tensor]:
-    """A batch, padded at the end to its longest example; no mask where there is nothing to mask.
+    """Make a batch of examples, each padded at the end to the length of the longest one.
 
     Args:
-        examples: of any lengths.
-        multiple: the batch is padded to a multiple of this many tokens. Its length tells providers the length of its
-            longest example, only that finely.
+        examples: examples of any lengths.
+        multiple: the length is rounded up to a multiple of this number of tokens. Providers see the rounded length
+            only.
 
     Returns:
-        int64 `[examples, tokens]` each: input_ids, labels and, if something is padded, attention_mask.
+        input_ids, labels and, if an example is padded, attention_mask; each is int64 `[examples, tokens]`.
     """
     lengths = [len(example.input_ids) for example in examples]
     longest = -(-max(lengths) // multiple) * multiple
@@ -170,7 +170,11 @@ def _with_lora(model: Any, options: FineTuning) -> PeftModel:
 
 
 def _targets(model: Any, chosen: str) -> str | list[str]:
-    """What PEFT is told; it takes a name that nothing has in silence, if another one fits."""
+    """Check the chosen module names: PEFT ignores an unknown name without a warning if another name matches.
+
+    Raises:
+        ConfigError: a name matches no linear of the model.
+    """
     if chosen == ALL_LINEAR:
         return chosen
     names = [name.strip() for name in chosen.split(",")]
@@ -179,8 +183,8 @@ def _targets(model: Any, chosen: str) -> str | list[str]:
     if unknown:
         known = ", ".join(sorted({linear.rpartition(".")[2] for linear in linears}))
         raise ConfigError(
-            f"--target-modules {', '.join(unknown)}: this model has no such linear; it has {known}; {ALL_LINEAR} takes "
-            f"all but the LM head"
+            f"--target-modules {', '.join(unknown)}: this model has no such linear; it has {known}; {ALL_LINEAR} "
+            f"chooses all but the LM head"
         )
     return names
 
@@ -208,7 +212,7 @@ def _arguments(output: Path, options: FineTuning) -> TrainingArguments:
         per_device_train_batch_size=options.batch_size,
         per_device_eval_batch_size=options.batch_size,
         gradient_accumulation_steps=options.gradient_accumulation,
-        activation_checkpointing=options.gradient_checkpointing,  # its name since transformers 5
+        activation_checkpointing=options.gradient_checkpointing,  # as transformers 5 names it
         activation_checkpointing_kwargs={"use_reentrant": False} if options.gradient_checkpointing else None,
         save_strategy="steps",
         save_steps=options.save_every,

@@ -1,4 +1,4 @@
-"""Generation with a split model; what `symbiosis-priv tenant generate` runs."""
+"""Generation with a split model. `symbiosis-priv tenant generate` runs it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _GREEDY = Decoding()
 def open_model(
     model_path: str | Path, *, remote: RemoteConfig, adapter: Path | None = None, dtype: str = "auto"
 ) -> tuple[Any, PreTrainedTokenizerBase]:
-    """A split model, with a PEFT adapter or without, and its tokenizer.
+    """Load a split model, its tokenizer and, if given, a PEFT adapter.
 
     Raises:
-        ConfigError: `adapter` is no PEFT folder.
-        SymbiosisError: whatever loading raises.
+        ConfigError: `adapter` is not a PEFT folder.
+        SymbiosisError: loading has failed.
     """
     if adapter is not None:
-        vet_adapter(adapter)  # before anything slow
+        vet_adapter(adapter)  # a quick check before the model is loaded
     tokenizer = load_tokenizer(model_path)
     model = load_language_model(model_path, remote=remote, dtype=dtype)
     return model if adapter is None else load_adapter(model, adapter), tokenizer
@@ -46,17 +46,17 @@ def generate(
     decoding: Decoding = _GREEDY,
     stream: bool = False,
 ) -> str:
-    """The continuation of a prompt.
+    """Return the text that a model generates after a prompt.
 
     Args:
-        model: from `open_model`, or any split model.
-        tokenizer: its tokenizer.
+        model: a split model, for instance from `open_model`.
+        tokenizer: the model's tokenizer.
         prompt: plain text.
         decoding: how to choose tokens.
-        stream: print words as they come (beam search prints its result at the end).
+        stream: print words as they are generated. Beam search and `fixed_length` print the text at the end.
 
     Raises:
-        ConfigError: the prompt has no tokens, or there may be more tokens than a model with a table of positions has.
+        ConfigError: the prompt has no tokens, or prompt and new tokens exceed the model's table of positions.
     """
     encoded = tokenizer(prompt, return_tensors="pt").to(model.device)
     if not encoded["input_ids"].numel():
@@ -76,13 +76,13 @@ def generate(
             temperature=decoding.temperature or None,
             top_p=decoding.top_p,
             num_beams=decoding.beams,
-            trust_remote_code=False,  # generation_config.json may ask for a way of decoding that is code on the hub
+            trust_remote_code=False,  # generation_config.json may name code on the hub
             pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
             **endless,
             streamer=streamer,
         )
     except BaseException:
-        if streamer is not None and streamer.token_cache:  # end the line: the error's message follows
+        if streamer is not None and streamer.token_cache:  # end the line before the error message
             streamer.end()
         raise
     new = output[0, encoded["input_ids"].shape[1] :].tolist()
@@ -96,7 +96,7 @@ def generate(
 
 
 def _check_length(model: Any, prompt: int, new: int) -> None:
-    """Positions that are looked up in a table end with it; rotary ones go on, as well as the model does."""
+    """Refuse more positions than a model with a table of position embeddings has. Rotary positions have no limit."""
     limit = getattr(model.config, "max_position_embeddings", None)
     words = model.get_input_embeddings()
     looked_up = any(isinstance(module, torch.nn.Embedding) and module is not words for module in model.modules())
@@ -108,6 +108,6 @@ def _check_length(model: Any, prompt: int, new: int) -> None:
 
 
 def _end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> set[int | None]:
-    """What ends a text: some models have several such tokens, a tokenizer knows one."""
+    """Token ids that end a text: the model's, of which there may be several, and the tokenizer's."""
     ends = model.generation_config.eos_token_id
     return {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id}

@@ -1,7 +1,7 @@
-"""How to fine-tune and how to choose tokens: for Python callers and, with `tenant.cli.options.takes`, for the commands.
+"""Options of fine-tuning and decoding, for Python callers and, with `tenant.cli.options.takes`, for the commands.
 
-Each field with a `typer.Option` is an option of the command line, of the same name. The `help` documents it for both.
-Nothing here imports torch.
+Each field with a `typer.Option` is an option of the command line with the same name; its `help` documents the field.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -14,33 +14,31 @@ from typer import Option
 ALL_LINEAR = "all-linear"
 
 Length = Annotated[int, Option(min=2, help="Tokens per block; longer examples are cut.")]
-Seed = Annotated[
-    int, Option(min=0, max=2**32 - 1, help="Seed of what is random in training or sampling; never of a mask.")
-]
+Seed = Annotated[int, Option(min=0, max=2**32 - 1, help="Seed of training or sampling. Masks do not depend on it.")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class FineTuning:
     """How to fine-tune.
 
-    `dtype` is that of the tenant's own tensors; "auto" for the checkpoint's.
+    `dtype` is the dtype of the tenant's own tensors; "auto" uses the checkpoint's dtype.
     """
 
     steps: Annotated[int | None, Option(min=1, help="Optimizer steps; instead of --epochs.")] = None
     epochs: Annotated[float, Option(min=0.0, max=1e6, help="Passes over the data.")] = 1.0
     rank: Annotated[int, Option(min=1, help="Rank of LoRA.")] = 8
     alpha: Annotated[
-        int | None, Option(min=1, help="LoRA's product is scaled by alpha / rank; twice the rank by default.")
+        int | None, Option(min=1, help="LoRA's product is scaled by alpha / rank. Default: twice the rank.")
     ] = None
     dropout: Annotated[float, Option(min=0.0, max=0.99, help="Share of LoRA's inputs that are zeroed at random.")] = 0.0
     target_modules: Annotated[
         str, Option(help="Linears that get LoRA, by name: q_proj,v_proj. all-linear: all but the LM head.")
     ] = ALL_LINEAR
-    learning_rate: Annotated[float, Option(min=0.0, help="AdamW's; decays linearly to 0.")] = 2e-4
+    learning_rate: Annotated[float, Option(min=0.0, help="Learning rate of AdamW; decays linearly to 0.")] = 2e-4
     batch_size: Annotated[int, Option(min=1, help="Blocks or examples per forward pass.")] = 4
     sequence_length: Length = 256
     pad_to_multiple_of: Annotated[
-        int, Option(min=1, help="Pad examples to a multiple of this: providers see their lengths only that finely.")
+        int, Option(min=1, help="Pad examples to a multiple of this number of tokens; providers see padded lengths.")
     ] = 1
     gradient_accumulation: Annotated[int, Option(min=1, help="Forward passes per step.")] = 1
     gradient_checkpointing: Annotated[
@@ -49,11 +47,12 @@ class FineTuning:
     ] = False
     seed: Seed = 0
     save_every: Annotated[int, Option(min=1, help="Steps between checkpoints.")] = 50
-    resume: Annotated[bool, Option("--resume", help="Go on from the last checkpoint in --output.")] = False
+    resume: Annotated[bool, Option("--resume", help="Continue from the last checkpoint in --output.")] = False
     report_to: Annotated[
         list[str],
         Option(
-            help="Experiment tracker: tensorboard, wandb, mlflow, ...; repeatable. Hosted ones see losses and options."
+            help="Experiment tracker: tensorboard, wandb, mlflow, ...; repeatable. A hosted tracker sees losses and "
+            "options."
         ),
     ] = field(default_factory=list)
     dtype: str = "auto"
@@ -61,23 +60,24 @@ class FineTuning:
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """How to choose tokens: greedy, unless a temperature or top_p asks for sampling or `beams` for beam search.
+    """How to choose tokens: greedy by default, sampling with `temperature` or `top_p`, beam search with `beams`.
 
-    The executor sees how many tokens come out, unless `fixed_length` is set.
+    Executors see the number of generated tokens, unless `fixed_length` is set.
     """
 
-    max_new_tokens: Annotated[int, Option(min=1, help="Upper limit of tokens.")] = 64
+    max_new_tokens: Annotated[int, Option(min=1, help="Maximum number of new tokens.")] = 64
     fixed_length: Annotated[
-        bool, Option("--fixed-length", help="Always make that many, so that providers do not see where the text ends.")
+        bool,
+        Option("--fixed-length", help="Always generate --max-new-tokens: hides from providers where the text ends."),
     ] = False
     temperature: Annotated[float | None, Option(min=0.0, help="Sample at this temperature.")] = None
     top_p: Annotated[
-        float | None, Option(min=0.0, max=1.0, help="Sample from the fewest tokens with this probability together.")
+        float | None, Option(min=0.0, max=1.0, help="Sample from the smallest set of tokens with this probability.")
     ] = None
     beams: Annotated[int, Option(min=1, help="Width of beam search.")] = 1
     seed: Seed = 0
 
     @property
     def samples(self) -> bool:
-        """True if tokens are drawn at random."""
+        """True if tokens are sampled."""
         return bool(self.temperature) or self.top_p is not None

@@ -1,9 +1,9 @@
-"""The folder that a fine-tuning run writes: the adapter itself, and beside it checkpoints to go on from.
+"""The output folder of a fine-tuning run: the adapter, and checkpoints from which a run can continue.
 
-    OUTPUT/adapter_config.json, adapter_model.safetensors     the PEFT folder: whole, and as new as the last checkpoint
-    OUTPUT/checkpoint-N/                                      Trainer's, after N steps, with `run.json`
+    OUTPUT/adapter_config.json, adapter_model.safetensors     the PEFT folder, at least as new as the last checkpoint
+    OUTPUT/checkpoint-N/                                      Trainer's checkpoint after N steps, and `run.json`
 
-A checkpoint counts only if it is whole: `trainer_state.json` is the last that Trainer writes.
+A checkpoint is complete if it has a readable `trainer_state.json`, which Trainer writes last.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LAST_WRITTEN = "trainer_state.json"
 
 
 class RunRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a run was started with and must go on with; by the names of `FineTuning`, where it has them.
+    """The settings that a resumed run must share with the run that it continues. Names are those of `FineTuning`.
 
     Args:
         model: digest of the quantised base model; None without a federation.
@@ -45,10 +45,10 @@ class RunRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pad_to_multiple_of: int = 1
 
     def check_continues(self, before: RunRecord) -> None:
-        """Refuse to go on from another run's checkpoint.
+        """Refuse to continue from the checkpoint of a run with other settings.
 
         Raises:
-            ConfigError: the message names every difference.
+            ConfigError: settings differ. The message names every difference.
         """
         was, now = msgspec.structs.asdict(before), msgspec.structs.asdict(self)
         changed = [name for name in was if was[name] != now[name]]
@@ -58,25 +58,26 @@ class RunRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 for name in changed
             )
             raise ConfigError(
-                f"--resume goes on with what a run was started with, but this one had: {differences}. "
-                f"Use the same again, or start anew in another --output"
+                f"--resume needs the settings of the run in --output, and these differ: {differences}. "
+                f"Use the same settings, or start a new run in another --output"
             )
 
 
 def check_output(
     output: Path, *, resume: bool, model: Path, checkpoint: str | Path | None = None, cache: str | Path | None = None
 ) -> None:
-    """Refuse to write where anything else lives.
+    """Refuse an output folder that would overwrite other files.
 
     Args:
-        output: where the adapter is to go.
-        resume: go on from what is there.
+        output: the output folder.
+        resume: True to continue from a checkpoint in `output`.
         model: the base model's folder.
-        checkpoint: the full checkpoint, if `model` is not.
+        checkpoint: the full checkpoint, if `model` is a slim one.
         cache: folder of quantised weights and verification keys; the user's cache folder if None.
 
     Raises:
-        ConfigError: it lies in one of those folders or in another adapter, or is in use, or has nothing to resume.
+        ConfigError: `output` contains or lies in one of these folders, lies in another adapter's folder, is in use, or
+            has no checkpoint to resume from.
     """
     apart = {"model's folder": model, "cache": default_cache() if cache is None else Path(cache)}
     if checkpoint is not None:
@@ -84,7 +85,7 @@ def check_output(
     real = output.resolve()
     for what, folder in apart.items():
         if real.is_relative_to(folder.resolve()) or folder.resolve().is_relative_to(real):
-            raise ConfigError(f"--output {output} and the {what} ({folder}) lie in each other; choose another folder")
+            raise ConfigError(f"--output {output} overlaps the {what} ({folder}); choose another folder")
     if other := next((parent for parent in real.parents if (parent / "adapter_config.json").exists()), None):
         raise ConfigError(f"--output {output} lies in an adapter's folder ({other}); choose another folder")
     if resume:
@@ -93,15 +94,15 @@ def check_output(
     try:
         check_unused(output)
     except ConfigError as error:
-        hint = ", or pass --resume to go on" if list(output.glob("checkpoint-*")) else ""
+        hint = ", or pass --resume to continue" if list(output.glob("checkpoint-*")) else ""
         raise ConfigError(f"--output {output} is in use; choose another folder{hint}") from error
 
 
 def last_checkpoint(output: Path) -> Path:
-    """The newest whole checkpoint.
+    """Return the newest complete checkpoint.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: `output` has no complete checkpoint.
     """
     steps = {path: int(path.name.partition("-")[2]) for path in output.glob("checkpoint-*") if is_whole(path)}
     if not steps:
@@ -110,7 +111,7 @@ def last_checkpoint(output: Path) -> Path:
 
 
 def is_whole(checkpoint: Path) -> bool:
-    """Whether a run can go on from a checkpoint."""
+    """Returns True if a checkpoint is complete, so that a run can continue from it."""
     try:
         msgspec.json.decode((checkpoint / _LAST_WRITTEN).read_bytes())
         return bool(re.fullmatch(r"checkpoint-\d+", checkpoint.name)) and (checkpoint / _RECORD).is_file()
@@ -119,28 +120,30 @@ def is_whole(checkpoint: Path) -> bool:
 
 
 def write_record(checkpoint: Path, record: RunRecord) -> None:
-    """Into a checkpoint that is about to be written."""
+    """Write a run's settings into the folder of a new checkpoint."""
     checkpoint.mkdir(parents=True, exist_ok=True)
     (checkpoint / _RECORD).write_bytes(msgspec.json.encode(record))
 
 
 def read_record(checkpoint: Path) -> RunRecord:
-    """What the run behind a checkpoint was started with.
+    """Read the settings of the run that wrote a checkpoint.
 
     Raises:
-        ConfigError: it is damaged, or of another release.
+        ConfigError: the record is missing, damaged, or of another release.
     """
     try:
         return msgspec.json.decode((checkpoint / _RECORD).read_bytes(), type=RunRecord)
     except (OSError, *UNDECODABLE) as error:
-        raise ConfigError(f"{checkpoint / _RECORD} cannot be read ({error}); start anew in another --output") from error
+        raise ConfigError(
+            f"{checkpoint / _RECORD} cannot be read ({error}); start a new run in another --output"
+        ) from error
 
 
 def save_adapter(model: Any, output: Path) -> None:
-    """Write a PEFT model's folder; what was there before stays until all of it is written.
+    """Write a PEFT model's folder. The earlier files are replaced once all new files are written.
 
     Raises:
-        StorageError: it cannot be written.
+        StorageError: the folder cannot be written.
     """
     with storing(output):
         output.mkdir(parents=True, exist_ok=True)

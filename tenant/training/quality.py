@@ -1,4 +1,4 @@
-"""What quantisation to the ring costs in quality, measured on this machine before anybody is paid."""
+"""Measures on this machine how quantisation to the ring changes a model's output. No provider is involved."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch.nn.functional import cosine_similarity, cross_entropy
 
 @dataclass(frozen=True, kw_only=True)
 class Quality:
-    """A model beside the unquantised fp32 one, over the same tokens.
+    """Comparison of a model with the unquantised fp32 model on the same tokens.
 
     Args:
-        tokens: predicted tokens compared.
+        tokens: number of predicted tokens compared.
         top1: share of positions where both models rank the same token first.
         min_cosine: smallest cosine between the two models' logits of one position.
-        perplexity: this model's.
-        reference_perplexity: the fp32 model's.
+        perplexity: perplexity of the model.
+        reference_perplexity: perplexity of the fp32 model.
     """
 
     tokens: int
@@ -32,7 +32,7 @@ class Quality:
 
     @property
     def perplexity_change(self) -> float:
-        """Relative difference of the perplexities."""
+        """Relative change of perplexity from the fp32 model to the model."""
         return self.perplexity / self.reference_perplexity - 1.0
 
 
@@ -40,13 +40,13 @@ class Quality:
 def compare(
     reference: Any, model: Any, blocks: Sequence[list[int]], *, progress: Callable[[int, int], None] | None = None
 ) -> Quality:
-    """Run both models over blocks of token ids (at least one, each of at least two tokens) and compare every position.
+    """Run both models on blocks of token ids and compare every position.
 
     Args:
         reference: the fp32 model.
-        model: the one to judge.
-        blocks: token ids.
-        progress: told (blocks done, blocks in all).
+        model: the model to compare with it.
+        blocks: token ids; at least one block, each of at least two tokens.
+        progress: called with (blocks done, number of blocks).
     """
     tokens = agree = 0
     nll = reference_nll = 0.0
@@ -72,19 +72,19 @@ def compare(
 
 
 def _logits(model: Any, ids: Tensor) -> Tensor:
-    """float64 `[tokens - 1, vocabulary]`, of every position that has a next token."""
+    """Return the logits of every position that has a next token: float64 `[tokens - 1, vocabulary]`."""
     logits: Tensor = model(input_ids=ids.to(model.device)).logits[0, :-1]
     return logits.to(device="cpu", dtype=torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Likeness:
-    """A model that predicts no next token beside the unquantised fp32 one, over the same tokens.
+    """Comparison of a model without next-token prediction with the unquantised fp32 model on the same tokens.
 
     Args:
-        tokens: tokens compared.
+        tokens: number of tokens compared.
         min_cosine: smallest cosine between the two models' last hidden states of one token.
-        mean_cosine: its mean.
+        mean_cosine: mean of these cosines.
     """
 
     tokens: int
@@ -96,13 +96,13 @@ class Likeness:
 def compare_embeddings(
     reference: Any, model: Any, blocks: Sequence[list[int]], *, progress: Callable[[int, int], None] | None = None
 ) -> Likeness:
-    """Run both models over blocks of token ids (at least one, none empty) and compare the last hidden states.
+    """Run both models on blocks of token ids and compare the last hidden states.
 
     Args:
         reference: the fp32 model.
-        model: the one to judge.
-        blocks: token ids.
-        progress: told (blocks done, blocks in all).
+        model: the model to compare with it.
+        blocks: token ids; at least one block, none empty.
+        progress: called with (blocks done, number of blocks).
     """
     cosines = []
     for done, block in enumerate(blocks, start=1):
@@ -117,7 +117,7 @@ def compare_embeddings(
 
 
 def _hidden(model: Any, ids: Tensor) -> Tensor:
-    """float64 `[tokens, width]`."""
+    """Return the last hidden states: float64 `[tokens, width]`."""
     ids = ids.to(model.device)
     decoder = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
     output = model(input_ids=ids, output_hidden_states=True, **decoder)

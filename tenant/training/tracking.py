@@ -1,4 +1,4 @@
-"""Experiment trackers, by the names that transformers knows them by. They see losses and options, never data."""
+"""Experiment trackers, by their names in transformers. A tracker sees losses and options, never data."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from symbiosis_priv.errors import ConfigError
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Find out before anything takes long.
+    """Check that trackers can be used, before the model is loaded.
 
     Raises:
-        ConfigError: transformers does not know one, or its package is not installed.
+        ConfigError: transformers does not know a tracker, or the tracker's package is not installed.
     """
     known = sorted(integration_utils.INTEGRATION_TO_CALLBACK)
     for name in names:

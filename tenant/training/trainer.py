@@ -1,9 +1,10 @@
-"""Hugging Face's `Trainer`, with a way out: whatever ends a run early, the steps that it has completed are saved.
+"""Hugging Face's `Trainer`, extended to save all completed steps when a run ends early.
 
-Theory of operation. A run ends early by a signal, a lost provider or a full disk. In the forward and backward pass the
-adapter and the optimizer are exactly what the last completed step has left, so that is where signals are let through,
-and a checkpoint can still be written; anywhere else (the optimizer's step, a checkpoint half written) they wait.
-Torch's generator goes back to where that step had left it: a resumed run gives the bits of one that went through.
+Theory of operation. A run ends early by a signal, a lost provider or a full disk. In the forward and backward pass,
+adapter and optimizer are in the state after the last completed step, so a checkpoint can be written there. Signals are
+therefore delivered in the forward and backward pass only, and wait elsewhere (during the optimizer's step, or while a
+checkpoint is written). Before the checkpoint, torch's random generator is set back to its state after the last
+completed step, so that a resumed run gives the same bits as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ from tenant.model.ledger import ledger_of, since
 from tenant.training.output import RunRecord, is_whole, last_checkpoint, save_adapter, write_record
 
 _STATES = ("optimizer.pt", "scheduler.pt", "rng_state.pth")
-_ANEW = "delete it, or start anew in another --output"
-_SHOWN = 160  # letters of somebody else's message
+_ANEW = "delete it, or start a new run in another --output"
+_SHOWN = 160  # characters of another library's message that an error message quotes
 
 Progress = Callable[[int, int, float], None]
-"""Called after every step with (steps done, steps in all, loss in nats per token)."""
+"""Called after every step with (steps done, number of steps, loss in nats per token)."""
 
 
 class ResumableTrainer(Trainer):
-    """See the module's text.
+    """A `Trainer` that saves completed steps when a run ends early; see the module's docstring.
 
     Args:
-        output: the run's folder.
-        record: what later runs are compared with before they go on from this one.
-        interrupts: open; says when signals may arrive.
-        options: of `Trainer`.
+        output: the output folder of the run.
+        record: settings that a later run must share to continue from this one.
+        interrupts: an entered `Interrupts`, which delays signals.
+        options: arguments of `Trainer`.
     """
 
     def __init__(self, *, output: Path, record: RunRecord, interrupts: Interrupts, **options: Any) -> None:
@@ -54,19 +55,22 @@ class ResumableTrainer(Trainer):
         self._interrupts = interrupts
 
     def run(self, *, resume_from: Path | None) -> tuple[float, float]:
-        """Train, and leave the adapter in the output folder.
+        """Train, and save the adapter in the output folder.
+
+        Args:
+            resume_from: the checkpoint to continue from; None to start.
 
         Returns:
-            the evaluation loss before and after, in nats per token.
+            The evaluation loss before and after training, in nats per token.
 
         Raises:
-            CheckpointError: a file of the checkpoint to go on from is damaged, or would run code.
-            BaseException: whatever ended the run early; a note on it says what is saved.
+            CheckpointError: a file of `resume_from` is damaged, or would run code.
+            BaseException: the exception that ended the run early, with a note that says what is saved.
         """
         if resume_from is not None:
             vet_adapter(resume_from)
             if missing := [name for name in _STATES if not (resume_from / name).is_file()]:
-                raise CheckpointError(f"{resume_from} has no {missing[0]}; {_ANEW}")  # it would go on without it
+                raise CheckpointError(f"{resume_from} has no {missing[0]}; {_ANEW}")  # Trainer would ignore that
         with self._interrupts.whole():
             try:
                 before = self._loss()
@@ -78,7 +82,7 @@ class ResumableTrainer(Trainer):
                 raise
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """The part of a step that changes neither adapter nor optimizer."""
+        """Run forward and backward pass with signals enabled: they change neither adapter nor optimizer."""
         with self._interrupts.anywhere():
             return super().training_step(model, inputs, num_items_in_batch)
 
@@ -107,22 +111,23 @@ class ResumableTrainer(Trainer):
                 write_record(checkpoint, self._record)
                 try:
                     super()._save_checkpoint(model, trial)
-                except RuntimeError as error:  # torch.save's way to say that a disk is full
+                except RuntimeError as error:  # torch.save raises it for a full disk
                     raise OSError(one_line(str(error))) from error
         except BaseException:
-            shutil.rmtree(checkpoint, ignore_errors=True)  # of no use, and somebody needs the room
+            shutil.rmtree(checkpoint, ignore_errors=True)  # free the space of an incomplete checkpoint
             raise
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """The last file before trainer_state.json, which makes a checkpoint whole.
+        """Save the random state, and then the adapter in the output folder.
 
-        The adapter is refreshed here, so that it is never older than the newest whole checkpoint, even after SIGKILL.
+        Trainer writes the random state last before trainer_state.json, which completes a checkpoint. So the adapter is
+        never older than the newest complete checkpoint, even after SIGKILL.
         """
         super()._save_rng_state(output_dir)
         save_adapter(self.model, self._output)
 
     def _rescue(self) -> str:
-        """Save what can be saved, and say what that is."""
+        """Write a checkpoint and the adapter if possible. Returns a sentence that says what is saved."""
         done, total = self.state.global_step, self.state.max_steps
         if not done:
             return "nothing is saved: no step was completed"
@@ -131,28 +136,31 @@ class ResumableTrainer(Trainer):
             assert self.model is not None
             self._save_checkpoint(self.model, trial=None)
             save_adapter(self.model, self._output)
-            return f"saved: {self._output}, after step {done} of {total}; the same command with --resume goes on"
+            return f"saved: {self._output}, after step {done} of {total}; the same command with --resume continues"
         except StorageError:
             try:
                 last = last_checkpoint(self._output)
             except ConfigError:
                 return "nothing is saved: no checkpoint could be written"
-            return f"saved before: {last}; once there is room, the same command with --resume goes on from it"
+            return f"saved before: {last}; free some disk space, then the same command with --resume continues from it"
 
 
 @contextlib.contextmanager
 def _reading(checkpoint: str | None) -> Iterator[None]:
-    """Trainer reads numbers and containers from a checkpoint's pickles, and refuses whatever would run code."""
+    """Turn errors of reading a checkpoint into `CheckpointError`.
+
+    Trainer loads a checkpoint's pickles with `weights_only=True`, so a pickle that would run code is an error.
+    """
     try:
         yield
     except SymbiosisError:
         raise
-    except Exception as error:  # whatever torch and PEFT make of such a file
+    except Exception as error:  # torch and PEFT raise many types for malformed files
         raise CheckpointError(f"{checkpoint} is damaged ({one_line(str(error))[:_SHOWN]}); {_ANEW}") from error
 
 
 class _RandomState(TrainerCallback):
-    """Torch's generator as the last completed step has left it."""
+    """Keeps the state of torch's random generator after the last completed step."""
 
     def __init__(self) -> None:
         self._state = torch.get_rng_state()
@@ -165,7 +173,7 @@ class _RandomState(TrainerCallback):
 
 
 class TrainingMeter(TrainerCallback):
-    """Measures training alone, without the evaluations around it."""
+    """Measures losses, tokens, time and traffic of training, without the evaluations before and after it."""
 
     def __init__(self, model: nn.Module, report: Progress | None) -> None:
         self._model = model
@@ -176,7 +184,7 @@ class TrainingMeter(TrainerCallback):
         self.ledger = ledger_of(model)
 
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        self.tokens = -int(state.num_input_tokens_seen)  # a resumed run starts with those of the runs before
+        self.tokens = -int(state.num_input_tokens_seen)  # a resumed run counts the tokens of earlier runs
         self.ledger = ledger_of(self._model)
         self.seconds = -time.perf_counter()
 

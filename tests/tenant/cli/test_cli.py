@@ -168,7 +168,7 @@ main({arguments})
             shown = process.stderr.read()
         finally:
             process.kill()
-    saved = re.search(r"^saved: .*adapter, after step (\d+) of 9999; .* --resume goes on$", shown, re.MULTILINE)
+    saved = re.search(r"^saved: .*adapter, after step (\d+) of 9999; .* --resume continues$", shown, re.MULTILINE)
     assert saved, shown
     assert "Traceback" not in shown
     assert (output / "adapter_model.safetensors").is_file()

@@ -486,7 +486,7 @@ def test_adapter_names_that_peft_would_ignore_are_an_error(
 def test_the_base_model_is_not_saved(load: Load, llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ValueError, match="not serializable"):
         load(llama, masking="simulate").save_pretrained(tmp_path)
-    assert "no base model here to save" in caplog.text
+    assert "base model cannot be saved here" in caplog.text
 
 
 def test_a_model_that_is_dropped_closes_its_connections(

@@ -119,7 +119,7 @@ def test_a_folder_cannot_turn_masking_off(
     if masking is not None:
         remote: dict[str, Any] = {"federation": federation} if masking == "pad" else {}
         options = {"quantization_config": RemoteConfig(masking=masking, **remote)}
-    with pytest.raises(CheckpointError, match="does not decide how it is masked and verified"):
+    with pytest.raises(CheckpointError, match="does not decide"):
         kind.from_pretrained(path, **options)
     assert executor.hellos == helper.hellos == []
     assert not (tmp_path / "evil").exists()
@@ -230,7 +230,7 @@ def test_other_files_than_the_keys_are_made_from_are_not_loaded(llama: Path, fed
     shutil.copytree(llama, path)
     shutil.copy(path / "model.safetensors", path / "model.other.safetensors")
     remote = RemoteConfig(federation=federation)
-    with pytest.raises(CheckpointError, match=r"loads model\.other\.safetensors .* without a variant"):
+    with pytest.raises(CheckpointError, match=r"loads model\.other\.safetensors .* without .variant"):
         AutoModelForCausalLM.from_pretrained(path, variant="other", quantization_config=remote)
     with Checkpoint(llama) as checkpoint:
         tensors = {name: checkpoint.tensor(name) for name in checkpoint.names()}
@@ -472,7 +472,7 @@ def test_an_honest_pattern_gives_the_same_adapter(entries: dict[str, Any], adapt
 
 def test_missing_tensors_are_an_error_and_not_random(hostile: Hostile, llama: Path) -> None:
     with pytest.raises(
-        CheckpointError, match=r"no whole LlamaForSequenceClassification: score\.weight would be random"
+        CheckpointError, match=r"not a complete LlamaForSequenceClassification: score\.weight would be random"
     ):
         load_model(llama, kind=AutoModelForSequenceClassification, remote=RemoteConfig(masking="simulate"))
     with pytest.raises(CheckpointError, match="cannot be loaded as AutoModelForCausalLM"):

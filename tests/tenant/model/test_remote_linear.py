@@ -403,7 +403,7 @@ def test_a_weight_cannot_be_read(qkv: Siblings, read: Callable[[Tensor], object]
 
 
 def test_a_weight_cannot_be_trained(qkv: Siblings) -> None:
-    with pytest.raises(UnsupportedMethodError, match="weight of an offloaded layer cannot be trained itself"):
+    with pytest.raises(UnsupportedMethodError, match="weight of an offloaded layer cannot be trained"):
         nn.ModuleList(qkv).requires_grad_(True)
 
 

@@ -103,7 +103,7 @@ def test_a_run_that_ended_early_goes_on_bit_for_bit(
     with pytest.raises(kind) as raised:
         run(output, at=step, event=event)
     assert raised.value.__notes__ == [
-        f"saved: {output}, after step {step} of 5; the same command with --resume goes on"
+        f"saved: {output}, after step {step} of 5; the same command with --resume continues"
     ]
     assert last_checkpoint(output).name == f"checkpoint-{step}"
     assert equal(output, last_checkpoint(output))
@@ -159,7 +159,7 @@ def test_a_full_disk_leaves_the_last_whole_checkpoint(run: Run, whole: Path, tmp
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     saved = output / "checkpoint-2"
     assert raised.value.__notes__ == [
-        f"saved before: {saved}; once there is room, the same command with --resume goes on from it"
+        f"saved before: {saved}; free some disk space, then the same command with --resume continues from it"
     ]
     assert list(output.glob("checkpoint-*")) == [saved]
     assert equal(output, saved)

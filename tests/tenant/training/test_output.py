@@ -82,7 +82,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path: Path) -> None:
     (checkpoint(tmp_path, 12) / "trainer_state.json").unlink()
     assert last_checkpoint(tmp_path) == whole
     check_output(tmp_path, resume=True, model=tmp_path.parent / "no-model", cache=tmp_path.parent / "no-cache")
-    with pytest.raises(ConfigError, match="pass --resume to go on"):
+    with pytest.raises(ConfigError, match="pass --resume to continue"):
         check_output(tmp_path, resume=False, model=tmp_path.parent / "no-model", cache=tmp_path.parent / "no-cache")
 
 

@@ -1,4 +1,4 @@
-"""The options of a split model. `RemoteConfig` (`tenant.model.hf`) has the same fields, vetted."""
+"""The options of a split model. `RemoteConfig` (`tenant.model.hf`) has the same fields and checks their values."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ class Options:
 
     Args:
         federation: path of `federation.toml`. Not needed for "simulate".
-        masking: the scheme's name, and so who can read your rows (`tenant/masking/`):
-            "pad" nobody, unless the executor and every helper collude (default);
-            "local" nobody at all, but the tenant needs the full checkpoint and does the providers' work ahead of time;
-            "none" every executor; for providers you trust;
-            "paper-pool" every executor, in practice (opt-in);
-            "simulate" nobody: the same arithmetic on this machine, no providers.
-        weight_bits: integer bits of a weight, for "simulate" only; otherwise the federation file says it.
-        checkpoint: the full base checkpoint, when the model's own folder holds only the tenant's tensors. It is read
-            once, to make the verification keys.
-        deadline_s: how long one request may take in seconds, reconnecting to a restarted provider included.
-            A needed provider that refuses the first connection of a session is given up after 5 s.
-        pool_memory_mib: memory for pads drawn ahead.
-        row_bucket: row counts are rounded up to a multiple of this before anything is sent, so that providers learn
-            batch and prompt sizes only that finely. Costs the added rows (rule 9 of the threat model).
-        verify_columns: m, of the keys that say who lied; whether something is wrong does not depend on them.
+        masking: name of the masking scheme (`tenant/masking/`):
+            "pad" hides rows unless the executor and every helper of a pad collude (default);
+            "local" hides rows from all providers, but the tenant needs the full checkpoint and does the providers' work
+            ahead of time;
+            "none" shows rows to every executor; for providers that you trust;
+            "paper-pool" shows rows to every executor in practice (opt-in);
+            "simulate" runs the same arithmetic on this machine, without providers.
+        weight_bits: integer bits of a weight, for "simulate" only; otherwise the federation file sets them.
+        checkpoint: the full base checkpoint, if the model's folder holds only the tenant's tensors. It is read once, to
+            make the verification keys.
+        deadline_s: seconds that one request may take, including reconnecting to a restarted provider. If a needed
+            provider refuses the first connection of a session, the session gives up after 5 s.
+        pool_memory_mib: memory in MiB for pads drawn ahead.
+        row_bucket: row counts are rounded up to a multiple of this number, so that providers see rounded batch and
+            prompt sizes only. The added rows cost time and traffic (rule 9 of the threat model).
+        verify_columns: columns m of the keys for fault attribution. The check of products does not depend on them.
         cache: folder for quantised weights and verification keys; the user's cache folder if None.
-        masking_options: options of the scheme itself, by name; its module in `tenant/masking/` declares them.
-        status: a file that is kept up to date with how each provider is doing, for `symbiosis-priv federation top
-            --status`; it holds names, states and counts, and is readable by you alone.
+        masking_options: options of the masking scheme, by name; the scheme's module in `tenant/masking/` declares them.
+        status: a file to which the session writes names, states and counters of the providers, for `symbiosis-priv
+            federation top --status`. Only the user can read the file.
         wiretap: an observer of every frame on the wire, for tests and reviewers.
-        surface: how messages name these options: as arguments in "python", or as flags of the "command line".
+        surface: how error messages name options: as Python arguments ("python") or as flags ("command line").
     """
 
     federation: str | Path | None = None
@@ -55,7 +56,7 @@ class Options:
     surface: Literal["python", "command line"] = "python"
 
     def option(self, name: str, example: str | None = None) -> str:
-        """What the user would write to set an option, to `example` for instance."""
+        """Return the text with which the user sets option `name` to `example`, for error messages."""
         if self.surface == "python":
             return f"RemoteConfig({name}={'...' if example is None else repr(example)})"
         return f"--{name.replace('_', '-')}" + (f" {example}" if example else "")

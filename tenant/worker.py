@@ -1,9 +1,9 @@
 """A background thread that does not delay the end of the program.
 
-`concurrent.futures` joins its threads before any exit handler runs, and only after their queues are empty: requests to
-a provider that is gone would keep a finished script alive until their deadlines. A plain daemon thread that is inside
-torch when the interpreter exits aborts the process. A `Worker` is a daemon thread whose owner stops it, wakes what it
-waits for, and joins it. `tenant.session.runtime` does so when a session is closed, and at exit.
+`concurrent.futures` joins its threads before exit handlers run, and only after their queues are empty. So requests to a
+lost provider would keep a finished script alive until their deadlines. A plain daemon thread that runs torch code while
+the interpreter exits aborts the process. A `Worker` is a daemon thread that its owner stops and joins, after ending the
+requests that the thread waits for. `tenant.session.runtime` does so when a session is closed, and at exit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Promise(Future[T]):
-    """A future that needs no lock once its result is there: a product asks several times for what came long before."""
+    """A future that takes no lock once it has a result, because products read results several times."""
 
     _kept: T | None = None
 
@@ -43,10 +43,10 @@ _Job = tuple[Promise[Any], Callable[[], Any]]
 
 
 class Worker:
-    """Runs one job after the other in a thread of its own, which starts with the first.
+    """Runs jobs one after the other in its own thread, which starts with the first job.
 
     Args:
-        name: of the thread.
+        name: name of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -56,7 +56,7 @@ class Worker:
         self._started = self._stopped = False
 
     def submit(self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Promise[T]:
-        """Queue a job. Once the worker is stopped, the future fails with `SymbiosisError`."""
+        """Queue a job. If the worker is stopped before the job starts, the future fails with `SymbiosisError`."""
         future: Promise[T] = Promise()
         with self._lock:
             if self._stopped:
@@ -69,13 +69,13 @@ class Worker:
         return future
 
     def stop(self) -> None:
-        """Begin no further job; those that wait fail. Returns at once: see `join`."""
+        """Stop after the current job; queued jobs fail. Returns at once; see `join`."""
         with self._lock:
             self._stopped = True
             self._jobs.put(None)
 
     def join(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds for the job in hand, after `stop`. Whether the thread is gone."""
+        """After `stop`, wait up to `timeout` seconds for the current job. Returns True if the thread has ended."""
         if self._started and self._thread is not threading.current_thread():
             self._thread.join(timeout)
         return not self._thread.is_alive()
@@ -88,9 +88,9 @@ class Worker:
             elif future.set_running_or_notify_cancel():
                 try:
                     future.set_result(work())
-                except BaseException as error:  # it is the caller's
+                except BaseException as error:  # `result` raises it in the caller's thread
                     future.set_exception(error)
-            del job, future, work  # holds tensors
+            del job, future, work  # free their tensors before the next wait
 
 
 def _refuse(future: Future[Any]) -> None:

@@ -1,2 +1,4 @@
-"""The commands of `symbiosis-priv tenant`, a module each. What they run imports torch, so each imports its own when it
-runs: `tenant --help` answers at once."""
+"""The commands of `symbiosis-priv tenant`, one module per command.
+
+A command imports torch and transformers when it runs, so `tenant --help` does not wait for them.
+"""

@@ -1,4 +1,4 @@
-"""`tenant check`: what the arithmetic does to a model, measured here."""
+"""`tenant check`: measures how the ring's arithmetic changes a model's output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tenant.cli.options import Model, Text, loading, table_of
 from tenant.training import corpus
 from tenant.training.options import Length
 
-if TYPE_CHECKING:  # imports torch: not for --help
+if TYPE_CHECKING:  # importing torch would delay --help
     from tenant.training.quality import Likeness, Quality
 
 
@@ -30,9 +30,9 @@ def check(
     sequence_length: Length = 256,
     blocks: Annotated[int, typer.Option(min=1, help="Blocks of text to compare.")] = 8,
 ) -> None:
-    """Measure here, without a provider, what the ring's arithmetic does to a model's quality.
+    """Measure on this machine, without a provider, how the ring's arithmetic changes a model's output.
 
-    A model that predicts the next token is judged by its predictions, any other by its last hidden states.
+    The command compares predictions if the model predicts the next token, else the last hidden states.
     """
     folder = resolve(model)
     corpus.read(text)

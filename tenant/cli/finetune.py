@@ -1,4 +1,4 @@
-"""`tenant finetune`: a LoRA adapter for private data."""
+"""`tenant finetune`: fine-tunes a LoRA adapter on private data."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tenant.training import corpus
 from tenant.training.options import FineTuning
 from tenant.training.output import check_output
 
-if TYPE_CHECKING:  # imports torch: not for --help
+if TYPE_CHECKING:  # importing torch would delay --help
     from tenant.training.trainer import Progress as OnProgress
 
 
-_SECONDS_PER_LINE = 10.0  # of progress, where there is no terminal
+_SECONDS_PER_LINE = 10.0  # between two lines of progress without a terminal
 
 
 @takes(remote=Remote, options=FineTuning)
@@ -32,12 +32,12 @@ def finetune(
     model: Model,
     remote: Remote,
     text: Text,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the PEFT folder goes.")] = Path("adapter"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the adapter (PEFT).")] = Path("adapter"),
     options: FineTuning,
 ) -> None:
     """Fine-tune a LoRA adapter on private data; the frozen layers run at the providers.
 
-    Ctrl-C, SIGTERM, a lost provider and a full disk end it with what is done so far in --output; --resume goes on.
+    Ctrl-C, SIGTERM, a lost provider or a full disk ends training; completed steps are saved. --resume continues.
     """
     folder = resolve(model)
     check_output(output, resume=options.resume, model=folder, checkpoint=remote.checkpoint)
@@ -74,7 +74,7 @@ def finetune(
 
 @contextmanager
 def _notes_shown() -> Iterator[None]:
-    """What an error says about what is saved comes before the error itself."""
+    """Print the notes of an exception, which say what is saved, before the exception itself is printed."""
     try:
         yield
     except BaseException as error:
@@ -85,7 +85,7 @@ def _notes_shown() -> Iterator[None]:
 
 @contextmanager
 def _training_progress() -> Iterator[OnProgress]:
-    """Steps and loss on stderr: a bar on a terminal, now and then a line elsewhere."""
+    """Show steps and loss on stderr: as a bar on a terminal, else as lines."""
     console = terminal.console(stderr=True)
     if not console.is_terminal:
         yield _Lines()
@@ -101,7 +101,7 @@ def _training_progress() -> Iterator[OnProgress]:
 
 
 class _Lines:
-    """The first step, the last one, and at most one every ten seconds."""
+    """Prints the first step, the last step, and at most one step every ten seconds."""
 
     def __init__(self) -> None:
         self._next = 0.0

@@ -1,4 +1,4 @@
-"""`tenant generate`: a prompt is continued."""
+"""`tenant generate`: generates text after a prompt."""
 
 from __future__ import annotations
 
@@ -24,18 +24,16 @@ def generate(
     remote: Remote,
     prompt: Annotated[
         str | None,
-        typer.Option(
-            "--prompt", "-p", help="What to continue. Every user of this machine can read it in the list of processes."
-        ),
+        typer.Option("--prompt", "-p", help="The prompt. Every user of this machine can read it in the process list."),
     ] = None,
     prompt_file: Annotated[
         Path | None,
-        typer.Option(help="What to continue: a UTF-8 file, or - for stdin; nobody else sees it.", allow_dash=True),
+        typer.Option(help="UTF-8 file with the prompt, or - for stdin. Other users cannot read it.", allow_dash=True),
     ] = None,
     adapter: Annotated[Path | None, typer.Option("--adapter", "-a", help="A PEFT folder.")] = None,
     decoding: Decoding,
 ) -> None:
-    """Continue a prompt, word by word; greedy, unless sampling or beams are asked for."""
+    """Generate text after a prompt and print it word by word. Greedy by default; see the options of decoding."""
     words = _prompt(prompt, prompt_file)
     resolve(model)
     if adapter is not None:
@@ -58,11 +56,11 @@ def generate(
 
 def _prompt(given: str | None, file: Path | None) -> str:
     if (given is None) == (file is None):
-        raise ConfigError("say what to continue: --prompt-file FILE (- for stdin), or --prompt, which others can read")
+        raise ConfigError("pass a prompt: --prompt-file FILE (- for stdin), or --prompt, which other users can read")
     if given is not None:
         return decode_text(given.encode(errors="surrogateescape"), name="--prompt")
     if file != Path("-"):
         return read_text(Path(str(file))).removesuffix("\n")
-    if sys.stdin is None:  # as after <&-
+    if sys.stdin is None:  # the shell's <&- closes it
         raise ConfigError("--prompt-file -: stdin is closed; pipe the prompt into it, or name a file")
     return decode_text(sys.stdin.buffer.read(), name="stdin").removesuffix("\n")

@@ -1,4 +1,4 @@
-"""What several commands have in common: options, checks before torch is loaded, and tables."""
+"""Options, checks and tables that several commands share. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from symbiosis_priv.display import terminal
 from symbiosis_priv.federation import load_federation
 from symbiosis_priv.system.files import output_file
 
-if TYPE_CHECKING:  # imports torch: not for --help
+if TYPE_CHECKING:  # importing torch would delay --help
     from tenant.model.hf import RemoteConfig
 
 Model = Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, or a name on the Hugging Face hub.")]
@@ -29,55 +29,53 @@ Text = Annotated[
         "--text",
         "--data",
         "-t",
-        help="Plain text: documents between blank lines, or one a line. Or FILE.jsonl, whose lines all hold text, "
-        "prompt and completion, or messages (a chat).",
+        help="Plain text: documents separated by blank lines, or one per line. Or FILE.jsonl with text, prompt and "
+        "completion, or messages (a chat) on every line.",
     ),
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Remote:
-    """Where the base model runs, and under which masking."""
+    """Options that say where the base model runs and how rows are masked."""
 
     federation: Federation
-    masking: Annotated[str, typer.Option(help="pad, local, none, paper-pool, simulate: who can read your rows.")] = (
-        "pad"
-    )
+    masking: Annotated[str, typer.Option(help="Masking scheme: pad, local, none, paper-pool or simulate.")] = "pad"
     deadline_s: Annotated[
-        float, typer.Option(help="Seconds that one request may take, a provider's restart included.")
+        float, typer.Option(help="Seconds that one request may take, including a provider's restart.")
     ] = 120.0
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="The full checkpoint, if --model holds only your own tensors.")
-    ] = None
+    checkpoint: Annotated[Path | None, typer.Option(help="The full checkpoint, if --model is a slim checkpoint.")] = (
+        None
+    )
     status: Annotated[
         Path | None,
         typer.Option(
-            callback=output_file, help="Keep how each provider is doing in this file, for `federation top --status`."
+            callback=output_file, help="Write the state of each provider to this file, for `federation top --status`."
         ),
     ] = None
 
     def check(self) -> None:
-        """Look at the files, without torch.
+        """Check the files before torch is imported.
 
         Raises:
-            SymbiosisError: the federation file or the full checkpoint is missing or wrong.
+            SymbiosisError: the federation file or the full checkpoint is missing or invalid.
         """
         load_federation(self.federation)
         if self.checkpoint is not None:
             resolve(self.checkpoint)
 
     def config(self) -> RemoteConfig:
-        """The same for the model."""
+        """Return these options as a `RemoteConfig`."""
         from tenant.model.hf import RemoteConfig
 
         return RemoteConfig(**{one.name: getattr(self, one.name) for one in fields(self)}, surface="command line")
 
 
 def takes(**kinds: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the fields of dataclasses as options of its own.
+    """Turn the fields of dataclasses into options of a command.
 
     With `@takes(decoding=Decoding)`, every field of `Decoding` that is annotated with a `typer.Option` becomes an
-    option. The command gets one `Decoding` as its argument `decoding`.
+    option, and the command receives a `Decoding` as its argument `decoding`.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -116,9 +114,9 @@ def _parameters(kind: type) -> list[inspect.Parameter]:
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Import torch, transformers and what is built on them inside: says so, as it takes seconds.
+    """Context manager for imports of torch and transformers, which take seconds: shows that the command is loading.
 
-    Afterwards only the command itself reports progress and warnings.
+    On exit, it calls `quiet`.
     """
     with terminal.working("loading torch and transformers"):
         yield
@@ -126,7 +124,7 @@ def loading() -> Iterator[None]:
 
 
 def quiet() -> None:
-    """Turn off the progress bars and warnings of the libraries."""
+    """Turn off the progress bars and warnings of transformers."""
     import transformers
 
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # peft 0.21 uses an old name
@@ -135,7 +133,7 @@ def quiet() -> None:
 
 
 def table_of(title: str, *columns: str) -> Table:
-    """A table of figures, without rows."""
+    """Return an empty table with right-aligned columns."""
     table = Table(title, title_justify="left")
     for column in columns:
         table.add_column(column, justify="right")

@@ -1,4 +1,4 @@
-"""`tenant prepare`: facts and verification keys, from one pass over the full checkpoint."""
+"""`tenant prepare`: makes facts and verification keys in one pass over the full checkpoint."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ def prepare(
     model: Annotated[str, typer.Option("--model", "-m", help="The full checkpoint.")],
     federation: Federation,
     slim: Annotated[
-        Path | None, typer.Option(help="Also write a checkpoint of your own tensors alone to this folder.")
+        Path | None, typer.Option(help="Also write a slim checkpoint, with your own tensors only, to this folder.")
     ] = None,
 ) -> None:
-    """Read the full checkpoint once: facts and verification keys go to the cache, and it is not needed again."""
+    """Make facts and verification keys from the full checkpoint and store them in the cache.
+
+    Later runs do not need the full checkpoint.
+    """
     pinned, folder = load_federation(federation), resolve(model)
     with loading():
         from symbiosis_priv.checkpoints.weights import WeightStore

@@ -1,7 +1,7 @@
-"""What a tenant makes of a checkpoint before its first session: verification keys and facts, cached on disk.
+"""Makes verification keys and facts from a checkpoint before the first session, and caches them on disk.
 
 keys          makes, caches and reads verification keys
 opening       opens a prepared model, or prepares it
-own_tensors   the tensors that stay with the tenant
-slim          a small checkpoint of those tensors alone
+own_tensors   digests of the tensors and files that stay with the tenant
+slim          writes a small checkpoint of the tenant's tensors only
 """

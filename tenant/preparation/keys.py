@@ -1,14 +1,14 @@
-"""Making what a tenant keeps of a base model, once, and finding it again at every start.
+"""Makes a tenant's preparation of a base model once, and loads it at every later start.
 
 One pass over the full checkpoint makes the facts, the verification keys and the digest of the tenant's own tensors.
-They go into a folder of the cache that no other user can change or replace (`PrivateFolder`), under a seal: a MAC by
-the secret from which the keys are expanded. Files that do not fit their seal are made again, or refused where there is
-no checkpoint to make them from. The seal tells damage from intact files. It does not tell whose keys they are: another
-user who could put a whole folder there would bring a seal, too, and could then forge products.
+These are stored in a folder of the cache that no other user can change or replace (`PrivateFolder`), with a seal: a MAC
+under the secret from which the keys are expanded. Files that do not match the seal are made again, or refused if there
+is no full checkpoint. The seal detects damage. It does not prove that the tenant made the keys: another user who could
+replace the whole folder could replace the seal too, and could then forge products.
 
-The checkpoint that is loaded beside a preparation is checked, too: its own tensors, config.json and tokenizer must be
-those of the checkpoint that was prepared. Tensors are hashed when a checkpoint is first loaded; after that the identity
-of its files (inodes, sizes, times) stands for them.
+The checkpoint that is loaded with a preparation is checked too: its own tensors, config.json and tokenizer must equal
+those of the prepared checkpoint. Tensors are hashed when a checkpoint is first loaded. Later loads compare the identity
+of the checkpoint's files (inodes, sizes, times).
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ log = logging.getLogger(__name__)
 
 _MANIFEST, _FACTS, _KEYS, _ORIGIN = "manifest.json", "facts.safetensors", "keys.safetensors", "origin.json"
 _BLAME, _SEAL = "blame.safetensors", "seal"
-_SMALL = (_MANIFEST, _FACTS, _KEYS, _ORIGIN)  # read as a whole
-_KNOWN = "known"
-_VERSION = 4  # of these files
-_PATIENCE_S, _POLL_S = 3600.0, 0.05  # with another process that makes keys: of large models it takes minutes
+_SMALL = (_MANIFEST, _FACTS, _KEYS, _ORIGIN)  # files that are read into memory
+_KNOWN = "known"  # folder with a file per checkpoint identity whose tensors have been hashed
+_VERSION = 4  # version of the file format
+_PATIENCE_S, _POLL_S = 3600.0, 0.05  # wait for another process that makes keys, minutes for a large model
 
 
 def prepare(
@@ -67,20 +67,22 @@ def prepare(
     """Load facts and verification keys for a manifest digest, or make them from the checkpoint.
 
     Args:
-        store: the full base checkpoint; None if only cached facts may be used.
+        store: the full base checkpoint; None to use cached files only.
         digest: the manifest digest that the federation pins.
-        columns: m, columns of the verification matrix.
-        model: the checkpoint whose tensors are being loaded beside them, full or not; None if none is.
-        weight_bits: what the federation says that the model is quantised to; None not to check.
-        reread: read all of `store` again if its files are not those that were prepared from: the user's word that it is
-            the right one, and the way to replace a preparation. What is made then must also be kept.
+        columns: m, columns of the keys for fault attribution.
+        model: the checkpoint that is being loaded, full or slim; None if no checkpoint is loaded.
+        weight_bits: the federation's weight bits; None to skip this check.
+        reread: prepare again from `store` if its files have changed since the preparation. `reread` states that the
+            user trusts `store`, and replaces a preparation. The new preparation must then be stored.
+        cache: the cache folder; the user's cache folder if None.
+        progress: called with the progress of the pass over the checkpoint.
 
     Raises:
-        CheckpointError: nothing (intact) cached and no full checkpoint; the checkpoint is not the pinned model; or
-            `model` is another than the one that was prepared.
-        StorageError: `reread`, and the cache cannot be written. Otherwise that costs time at the next start only.
-        ConfigError: `weight_bits` is not the pinned model's, others than the user can change the cache, or another
-            process is not done with it.
+        CheckpointError: no intact files are cached and there is no full checkpoint; the checkpoint is not the pinned
+            model; or `model` is not the checkpoint that was prepared.
+        StorageError: `reread` is set and the cache cannot be written. Without `reread` this is a warning only.
+        ConfigError: the pinned model has other weight bits, other users can change the cache, or another process has
+            held the cache for too long.
     """
     folder = (cache or default_cache()) / "tenant" / f"v{_VERSION}-{digest.removeprefix('sha256:')}-{columns}"
     whole = (folder / _SEAL).exists() and not reread
@@ -138,8 +140,8 @@ def _make(
         if must_keep:
             raise
         log.warning(
-            "cannot keep verification keys in %s (%s): they are made again at every start. Make room there, or choose "
-            "another folder (RemoteConfig(cache=...), SYMBIOSIS_PRIV_CACHE)",
+            "cannot store verification keys in %s (%s), so every start makes them again. Free some disk space, or "
+            "choose another folder (RemoteConfig(cache=...), SYMBIOSIS_PRIV_CACHE)",
             folder,
             error,
         )
@@ -153,15 +155,15 @@ def _make(
 
 @contextlib.contextmanager
 def _alone(cache: Path, *, patience_s: float = _PATIENCE_S) -> Iterator[None]:
-    """Whoever else starts now waits for these keys: some of one process and some of another's would be nobody's.
+    """Lock the cache, so that one process at a time makes keys: files of two processes must not be mixed.
 
     Raises:
-        ConfigError: somebody else has been at it for too long.
+        ConfigError: another process has held the lock for `patience_s` seconds.
     """
     try:
         with PrivateFolder.open(cache, create=True) as opened:
             descriptor = opened.lockable()
-    except OSError:  # where nothing can be written, nobody writes
+    except OSError:  # the cache cannot be written, so it needs no lock
         yield
         return
     try:
@@ -189,7 +191,11 @@ def _locked(descriptor: int) -> bool:
 
 
 def _load(folder: Path, *, digest: str, columns: int, store: WeightStore | None) -> Preparation | None:
-    """None if there is nothing intact, and `store` to make it from."""
+    """Read a preparation. Returns None if no intact files are cached and `store` can be prepared instead.
+
+    Raises:
+        CheckpointError: no intact files are cached, and `store` is None.
+    """
     try:
         with PrivateFolder.open(folder.parent) as parent, parent.subfolder(folder.name) as opened:
             return _read(opened, digest=digest, columns=columns)
@@ -209,7 +215,7 @@ def _load(folder: Path, *, digest: str, columns: int, store: WeightStore | None)
 
 
 def _read(folder: PrivateFolder, *, digest: str, columns: int) -> Preparation:
-    """Read what `_save` has written. The bytes that the seal is compared with are the bytes that are used."""
+    """Read the files of `_save`. Each file is read once, so the bytes that the seal covers are the bytes in use."""
     with contextlib.suppress(FileNotFoundError):
         folder.subfolder(_KNOWN).close()
     files = {name: folder.read(name) for name in (*_SMALL, _SEAL)}
@@ -243,14 +249,14 @@ def _read(folder: PrivateFolder, *, digest: str, columns: int) -> Preparation:
 
 
 def _open_blame(folder: PrivateFolder, *, columns: int, groups: int) -> tuple[BlameKeys, str]:
-    """The keys, which stay on disk until they are needed, and the digest of their file."""
+    """Open the blame keys, which stay on disk until they are needed. Returns the keys and the digest of their file."""
     with os.fdopen(folder.open_file(_BLAME), "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return BlameKeys.open(Path(f"/dev/fd/{file.fileno()}"), columns=columns, groups=groups), digest
 
 
 class _Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """origin.json: from which checkpoint it was made, and the digest of what stays with the tenant."""
+    """origin.json: the checkpoint that was prepared, and the digests of the tenant's tensors and tokenizer."""
 
     checkpoint: str
     own_digest: str
@@ -258,14 +264,15 @@ class _Origin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _save(folder: Path, prepared: Preparation, *, columns: int) -> Preparation:
-    """Write a preparation into a new folder, and put the folder in place of an earlier one.
+    """Write a preparation into a new folder, and replace the earlier folder by the new one.
 
     Returns:
-        `prepared`, its blame keys on disk and read through the descriptor of the new folder. Nothing else is read back.
+        `prepared` with blame keys that are read from disk, through the new folder's descriptor. No other file is read
+        back.
 
     Raises:
         StorageError: the folder cannot be written.
-        ConfigError: other users can change a folder above it.
+        ConfigError: other users can change a parent folder.
     """
     tensors = {}
     for i, fact in enumerate(prepared.facts):
@@ -309,20 +316,23 @@ def _forget(folder: Path) -> None:
         log.error("cannot delete %s: a provider has failed a check under its verification keys; delete it", folder)
 
 
-# The checkpoint beside it
+# The loaded checkpoint
 
 
 def _bind(folder: Path, prepared: Preparation, model: WeightStore) -> None:
-    """Refuse a checkpoint whose own tensors are not those that were prepared: it would make a hybrid of two models.
+    """Refuse to load a checkpoint whose own tensors or tokenizer differ from those that were prepared.
 
-    Its tokenizer's files have to be those that were prepared, too, unless one of the two folders has none.
+    The result would mix two models. The tokenizer's files are compared only if both folders have some.
+
+    Raises:
+        CheckpointError: the tensors, config.json or tokenizer differ.
     """
     tokenizer = tokenizer_digests(model.path)
     if tokenizer and prepared.tokenizer and tokenizer != prepared.tokenizer:
         other = sorted(name for name, _ in tokenizer.items() ^ prepared.tokenizer.items())
         raise CheckpointError(
             f"the tokenizer or chat template of {model.path} is not that of {prepared.checkpoint}, which was prepared: "
-            f"{', '.join(dict.fromkeys(other))}. A template decides how many rows a text becomes, and providers see "
+            f"{', '.join(dict.fromkeys(other))}. Providers see how many rows a text becomes, and these files decide "
             f"that. If you trust the files, run `symbiosis-priv tenant prepare --model {model.path} --federation "
             f"federation.toml`"
         )
@@ -333,7 +343,7 @@ def _bind(folder: Path, prepared: Preparation, model: WeightStore) -> None:
         raise CheckpointError(
             f"{model.path} is not the checkpoint that was prepared for model {prepared.manifest.digest}: its "
             f"config.json or the tensors that stay with you (embeddings, norms) are not those of "
-            f"{prepared.checkpoint}. Load that one or its slim copy. If {model.path} is what the providers serve, run "
+            f"{prepared.checkpoint}. Load that checkpoint or its slim copy. If the providers serve {model.path}, run "
             f"`symbiosis-priv tenant prepare --model {model.path} --federation federation.toml`"
         )
     _check_unchanged(model, identity)
@@ -347,18 +357,18 @@ def _is_known(folder: Path, prepared: Preparation, identity: str) -> bool:
 
 
 def _remember(folder: Path, prepared: Preparation, identity: str) -> None:
-    with contextlib.suppress(OSError):  # then it is hashed again next time
+    with contextlib.suppress(OSError):  # the next load hashes the tensors again
         (folder / _KNOWN).mkdir(mode=0o700, exist_ok=True)
         write_atomically(folder / _KNOWN / identity, prepared.keys.mac("known", identity), mode=0o600)
 
 
 def _identity(model: WeightStore) -> str:
-    """The identity of the checkpoint's files. Take it before the files are read, and compare it afterwards."""
+    """Return the identity of the checkpoint's files. Callers take it before reading and compare it afterwards."""
     with Checkpoint(model.path) as checkpoint:
         return checkpoint.identity()
 
 
 def _check_unchanged(model: WeightStore, identity: str) -> None:
-    """Refuse what was read from files that have been replaced or written to since their identity was taken."""
+    """Raise CheckpointError if the checkpoint's files have changed since `identity` was taken."""
     if _identity(model) != identity:
-        raise CheckpointError(f"{model.path} changed while it was being read; start again")
+        raise CheckpointError(f"{model.path} changed while it was being read; run the command again")

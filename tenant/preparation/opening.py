@@ -1,4 +1,4 @@
-"""What opening a model takes, from the user's options: the federation, verification keys, the tenant's own weights."""
+"""Reads what a masking scheme needs from the user's options: federation, verification keys and the tenant's weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tenant.progress import progress_bar
 
 
 class Opening:
-    """What a scheme may ask for while it opens; each is read when it is first asked for.
+    """The federation, preparation and checkpoints for a masking scheme. Each is read on first access.
 
     Args:
         options: the user's options.
@@ -33,7 +33,7 @@ class Opening:
 
     @cached_property
     def federation(self) -> Federation:
-        """Whom to talk to."""
+        """The federation of `options.federation`."""
         assert self.options.federation is not None  # RemoteConfig checks it
         return load_federation(self.options.federation)
 
@@ -52,7 +52,11 @@ class Opening:
             )
 
     def quantised(self) -> tuple[WeightStore, Sequence[GroupFacts]]:
-        """The tenant's own weights, and their facts, for a scheme without providers."""
+        """Quantise the full checkpoint for a scheme without providers. Returns the weights and their facts.
+
+        Raises:
+            CheckpointError: the tenant's tensors in the loaded checkpoint and in the full checkpoint differ.
+        """
         bits = DEFAULT_WEIGHT_BITS if self.options.weight_bits is None else self.options.weight_bits
         store = self._store(bits)
         with progress_bar("quantising") as progress:
@@ -61,18 +65,18 @@ class Opening:
         if own.path != store.path and own_digest(own, manifest) != own_digest(store, manifest):
             raise CheckpointError(
                 f"config.json or the tensors that stay with you (embeddings, norms) of {own.path} are not those of "
-                f"{store.path}; load one model, or its slim copy"
+                f"{store.path}; load {store.path} or its slim copy"
             )
         return store, [GroupFacts.of(entry, store.group(i)) for i, entry in enumerate(manifest.groups)]
 
     @cached_property
     def full_store(self) -> WeightStore | None:
-        """The full checkpoint, if the tenant has it."""
+        """The full checkpoint; None if the tenant has only a slim one."""
         store = self._store(self.federation.weight_bits)
         return store if self.options.checkpoint or store.is_complete() else None
 
     def _own_store(self, weight_bits: int) -> WeightStore:
-        """The checkpoint that is being loaded, full or not."""
+        """The checkpoint that is being loaded, full or slim."""
         return WeightStore(resolve(self._model), weight_bits=weight_bits, cache=self._cache)
 
     def _store(self, weight_bits: int) -> WeightStore:

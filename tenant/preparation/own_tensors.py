@@ -1,8 +1,8 @@
-"""Digests of what stays with the tenant: tensors (embeddings, norms, heads), config.json and the tokenizer's files.
+"""Digests of the tenant's part of a model: tensors (embeddings, norms, heads), config.json and the tokenizer's files.
 
-The manifest fixes what the providers multiply by, and nothing else. An attacker who could swap the rest of a checkpoint
-would make a hybrid of two models whose answers all verify. With a tokenizer or a chat template of their own, they could
-also make the number of tokens depend on what a text says, and read the text off the row counts that providers see.
+The manifest pins the providers' weights only. An attacker who replaces the rest of a checkpoint makes a mix of two
+models, and all products still verify. An attacker who replaces the tokenizer or the chat template can make the number
+of tokens depend on a text's content, and a provider then learns the content from the row counts.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _TOKENIZER = (
     *("dict.txt", "tekken.json", "emoji.json", "normalizer.json", "processor_config.json"),
     *("*.jinja", "*chat_template*", "additional_chat_templates/*"),
 )
-"""Names of the files that transformers reads tokenizers and chat templates from."""
+"""Patterns of the names of tokenizer and chat template files that transformers reads."""
 _WRITTEN_BY_SAVING = ("transformers_version", "_name_or_path")
 
 
 def own_digest(store: WeightStore, manifest: Manifest) -> str:
-    """SHA-256 over every tensor of a checkpoint that the manifest does not name, and over its config.json.
+    """Return the SHA-256 of config.json and of every tensor of a checkpoint that the manifest does not name.
 
-    A full checkpoint and one of the tenant's own tensors alone have the same. Tensors go by the names of their
-    parameters; entries of config.json that only saving a model changes are left out.
+    A full checkpoint and its slim copy have the same digest. Tensors are named by their parameters. Entries of
+    config.json that `save_pretrained` changes are ignored.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
@@ -52,12 +52,12 @@ def own_digest(store: WeightStore, manifest: Manifest) -> str:
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """The files of a checkpoint folder that decide how text becomes tokens, chat templates included."""
+    """Return the tokenizer files and chat templates of a checkpoint folder."""
     return sorted({path for pattern in _TOKENIZER for path in folder.glob(pattern) if path.is_file()})
 
 
 def tokenizer_digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of each of these files, by its name in the folder.
+    """Return the SHA-256 of each file of `tokenizer_files`, by its path in the folder.
 
     Raises:
         CheckpointError: a file cannot be read.
@@ -68,5 +68,5 @@ def tokenizer_digests(folder: Path) -> dict[str, str]:
             with path.open("rb") as file:
                 digests[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read ({error.strerror}); fetch it again") from error
+            raise CheckpointError(f"{path} cannot be read ({error.strerror}); download it again") from error
     return digests

@@ -1,4 +1,4 @@
-"""A checkpoint of the tenant's own tensors: embeddings, norms, a tied head, and nothing that providers hold."""
+"""Writes a slim checkpoint: the tenant's tensors (embeddings, norms, a tied head) without the providers' weights."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.system.files import check_unused, replace_atomically
 from tenant.preparation.own_tensors import tokenizer_files
 
-_PLAIN_FILES = ("*.json", "*.model", "*.txt", "*.jinja")  # configuration and tokenizer; never code, never pickles
+_PLAIN_FILES = ("*.json", "*.model", "*.txt", "*.jinja")  # configuration and tokenizer; no code and no pickles
 
 
 def write_slim(store: WeightStore, manifest: Manifest, folder: Path) -> tuple[int, int]:
-    """Write what `from_pretrained(folder, quantization_config=RemoteConfig(...))` needs of a full checkpoint.
+    """Write the part of a full checkpoint that `from_pretrained(folder, quantization_config=RemoteConfig(...))` needs.
 
     Args:
         store: the full checkpoint.
-        manifest: what the providers serve.
-        folder: new or empty.
+        manifest: the manifest of the providers' weights.
+        folder: a new or empty folder.
 
     Returns:
         (bytes of tensors written, bytes of tensors left out).
 
     Raises:
         ConfigError: the folder is in use.
-        StorageError: it cannot be written; nothing is left there.
+        StorageError: the folder cannot be written; no partial folder is left.
     """
     check_unused(folder)
     served = {member for group in manifest.groups for member in group.members}

@@ -106,5 +106,5 @@ def test_a_run_goes_on_with_its_own_options_only(name: str) -> None:
     assert set(CHANGES) == set(RECORD.__struct_fields__)
     RECORD.check_continues(RECORD)
     changed = msgspec.structs.replace(RECORD, **{name: CHANGES[name]})
-    with pytest.raises(ConfigError, match=f"had: .*{name.replace('_', ' ')}"):
+    with pytest.raises(ConfigError, match=f"differ: .*{name.replace('_', ' ')}"):
         changed.check_continues(RECORD)

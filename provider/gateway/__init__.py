@@ -1,13 +1,13 @@
 """The only code that parses bytes from the network. Read in this order:
 
-gateway       accepts authenticated connections
-reception     handshakes, by networks in turn, before a connection has a thread
-strangers     connections that are not authenticated yet
-connection    one tenant's connection: requests in, answers out
-link          sockets with deadlines
-slots         how many connections a tenant may have
-admission     memory for requests, and each tenant's role
-quota         rates: requests, rows and work per second
-usage         the bill
-credentials   certificates and the revocation list
+gateway          serves authenticated connections, one thread each
+reception        accepts connections and makes their handshakes
+unauthenticated  limits the connections that are not authenticated
+connection       checks the requests of one connection and sends the answers
+link             reads and writes a TLS socket with deadlines
+slots            limits the connections of each tenant
+admission        limits the memory for requests, and keeps each tenant's role
+quota            limits each tenant's requests, rows and work per second
+usage            counts what each tenant has used
+credentials      certificates and the revocation list
 """

@@ -1,4 +1,4 @@
-"""Who may come in, in which role, and with how many bytes at a time."""
+"""Admission of requests: memory for their payloads, and the role of each tenant."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _AT_ONCE = nullcontext()
 
 @dataclass(eq=False)
 class _Claim:
-    """Bytes that somebody waits for, or holds."""
+    """Bytes that one request waits for or holds."""
 
     tenant: TenantIdentity
     size: int
@@ -29,12 +29,13 @@ class _Claim:
 
 
 class ByteBudget:
-    """Bytes of payloads that may be in memory at once, over all and per tenant.
+    """Limits the bytes of payloads in memory, in total and per tenant. Thread-safe.
 
-    Taken before the memory is, so that no number of connections can make the gateway hold more, and held until it
-    is free. A quarter is set apart for small requests, one for every connection: they never wait. The rest is granted
-    to tenants by turns, and whoever's turn it is is not overtaken; a tenant that holds something already leaves room
-    for one that may come.
+    A request takes its bytes before the gateway allocates the memory, and holds them until the memory is free, so the
+    limit holds for any number of connections. A quarter is reserved for small requests, one for every connection: small
+    requests never wait. Large requests share the rest. Tenants take turns, and a request whose tenant is next is not
+    overtaken. A tenant that holds bytes gets no more than `pool / (tenants + 1)`, so that one more tenant
+    finds room.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -61,10 +62,13 @@ class ByteBudget:
             return len(self._waiting)
 
     def taken(self, tenant: TenantIdentity, size: int, *, timeout: float) -> AbstractContextManager[None]:
-        """Hold `size` bytes; waits for them.
+        """Wait for `size` bytes and hold them.
 
-        Raises, when it is entered:
-            Refusal: BUSY if they do not come free in time, TOO_LARGE if they never can.
+        Args:
+            timeout: seconds.
+
+        Raises, when the context is entered:
+            Refusal: BUSY if the bytes do not become free in time, TOO_LARGE if the request exceeds the tenant's limit.
         """
         return _AT_ONCE if size <= self._small else self._granted(tenant, size, timeout)
 
@@ -86,13 +90,13 @@ class ByteBudget:
                 self._grant()
 
     def _grant(self) -> None:
-        """Give what is free to those who wait, in the order of their tenants' turns."""
+        """Grant free bytes to waiting requests, in the order of their tenants' last turns."""
         tenants = len(self._held.keys() | {claim.tenant for claim in self._waiting})
         fair = self._pool // (tenants + 1)
         for claim in sorted(self._waiting, key=lambda c: self._last_turn.get(c.tenant, 0)):
             held = self._held[claim.tenant]
             if held and held + claim.size > min(self._share, fair):
-                continue  # it waits for itself
+                continue  # the tenant waits for its own bytes, and other tenants may go first
             if claim.size > self._free:
                 break
             claim.granted = True
@@ -113,7 +117,7 @@ class ByteBudget:
 
 
 class Register:
-    """What each tenant has asked for, how often it has connected, and the role that it is served in (rule 8)."""
+    """Each tenant's number of products and connections, and its role (rule 8). Thread-safe."""
 
     def __init__(self) -> None:
         self._visits: Counter[TenantIdentity] = Counter()
@@ -121,32 +125,32 @@ class Register:
         self._roles: dict[TenantIdentity, Counter[Role]] = {}
         self._lock = threading.Lock()
         self.last_request = -math.inf
-        """When the last product was there, by `time.monotonic`."""
+        """Time of the last answered product, by `time.monotonic`."""
 
     def count_request(self, tenant: TenantIdentity) -> None:
-        """One more product for the tenant."""
+        """Count a product of the tenant."""
         with self._lock:
             self._requests[tenant] += 1
             self.last_request = time.monotonic()
 
     def requests_of(self, tenant: TenantIdentity) -> int:
-        """Number of products for one tenant."""
+        """Number of products of one tenant."""
         with self._lock:
             return self._requests[tenant]
 
     def count_visit(self, tenant: TenantIdentity) -> None:
-        """The tenant has opened one more connection, whether it is served or refused."""
+        """Count a connection of the tenant, whether it is served or refused."""
         with self._lock:
             self._visits[tenant] += 1
 
     def visits(self) -> dict[TenantIdentity, int]:
-        """Number of connections that each tenant has opened, refused ones included."""
+        """Number of connections that each tenant has opened, including refused connections."""
         with self._lock:
             return dict(self._visits)
 
     @property
     def requests(self) -> int:
-        """Products of all tenants: for the operator's log."""
+        """Number of products of all tenants."""
         with self._lock:
             return self._requests.total()
 
@@ -154,13 +158,13 @@ class Register:
         """Bind a connection of the tenant to a role.
 
         Raises:
-            Refusal: ROLE_REFUSED while another of its connections has the other role: whoever expands a
-                pad's seed for a tenant must not see rows that the tenant masks.
+            Refusal: ROLE_REFUSED while another connection of the tenant has the other role: a helper that expands the
+                seeds of a tenant's pads must not see rows that the tenant masks.
         """
         with self._lock:
             roles = self._roles.setdefault(tenant, Counter())
             if roles.keys() - {role}:
-                raise Refusal(ErrorCode.ROLE_REFUSED, "this tenant is being served in the other role here (rule 8)")
+                raise Refusal(ErrorCode.ROLE_REFUSED, "this provider serves this tenant in the other role (rule 8)")
             roles[role] += 1
 
     def drop_role(self, tenant: TenantIdentity, role: Role) -> None:

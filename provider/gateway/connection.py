@@ -1,11 +1,11 @@
-"""One tenant's connection: frames in, checks, one question to the executor, frames out.
+"""Serves one tenant's connection: reads a frame, checks it, asks the executor, and sends the answer.
 
-Everything that a tenant's bytes can claim is checked here, in this order: prefix against the limits, header
-against the schema, request against role, model, shapes and limits, and the announced payload against what the
-header implies. Only then are bytes taken from the budget, and only then is memory.
+The gateway checks every claim in a frame, in this order: the prefix against the limits; the header against the schema;
+the request against role, model, shapes and limits; the announced payload size against the header. Only then does the
+request take bytes from the budget, and only then does the gateway allocate memory.
 
-A request that is refused leaves the connection usable: its payload is read past and a `Failure` is the reply. A
-broken frame does not: nobody knows where the next one would begin.
+The connection stays usable after a refused request: the gateway discards its payload and answers with a `Failure`. The
+gateway closes the connection after a broken frame, because the start of the next frame is unknown.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ log = logs.EventLog(__name__)
 
 _NOTHING = memoryview(b"")
 _DETAIL = 200  # characters of a failure's detail
-_PACED_BYTES = 1 << 20  # a large payload's rate is looked at so often
-_FIRST_BYTES_S = 3.0  # before the minimum rate counts
+_PACED_BYTES = 1 << 20  # the rate of a large payload is checked after each part of this size
+_FIRST_BYTES_S = 3.0  # the minimum rate applies after this time
 
 
 @dataclass(frozen=True)
-class Service:
-    """What all connections share.
+class GatewayState:
+    """The state that all connections share.
 
     Args:
-        manifest: of the whole model.
-        served: the layer groups of it that are served here.
+        manifest: manifest of the whole model.
+        served: indices of the layer groups that are served here.
     """
 
     config: ProviderConfig
@@ -67,7 +67,7 @@ class Service:
 
     @property
     def counts(self) -> bool:
-        """Whether usage is written, or has not been for a while only: nobody is served for ever without a bill."""
+        """False if usage could not be written for `max_unwritten_s`: requests are then refused, not served unbilled."""
         return self.usage.unwritten_s <= self.config.usage.max_unwritten_s
 
 
@@ -76,11 +76,11 @@ class Connection:
 
     Args:
         link: the connection.
-        tenant: whose it is, from the certificate.
-        service: what all connections share.
-        executor: this thread's line to the executor.
-        slot: the connection's; is told when the connection is idle.
-        refusal: why the tenant's certificate is not accepted any more; None while it is. Asked at every request.
+        tenant: the tenant of the connection's certificate.
+        state: the state that all connections share.
+        executor: this thread's client of the executor.
+        slot: the slot of the connection; records when the connection is idle.
+        refusal: called for every request; returns a refusal once the tenant's certificate is not accepted any more.
     """
 
     def __init__(
@@ -88,15 +88,15 @@ class Connection:
         link: Link,
         *,
         tenant: TenantIdentity,
-        service: Service,
+        state: GatewayState,
         executor: ExecutorClient,
         slot: Slot,
         refusal: Callable[[], Refusal | None],
     ) -> None:
         self._link = link
         self._tenant = tenant
-        self._service = service
-        self._limits = service.config.limits
+        self._state = state
+        self._limits = state.config.limits
         self._max_payload = self._limits.max_payload_mib * MIB
         self._small = self._limits.small_request
         self._executor = executor
@@ -104,22 +104,22 @@ class Connection:
         self._refusal = refusal
         self._role: wire.Role | None = None
         self._prefix = memoryview(bytearray(wire.PREFIX.size))
-        self._unread = 0  # payload bytes of the present frame that are still to come
-        self._deadline = 0.0  # for the rest of the present frame
+        self._unread = 0  # payload bytes of the current frame that were not read
+        self._deadline = 0.0  # for the rest of the current frame
 
     def serve(self) -> None:
-        """Answer frames until the tenant leaves, or the provider stops.
+        """Answer frames until the tenant leaves or the provider stops.
 
         Raises:
-            ProtocolError: a frame was broken; the tenant has been told.
-            OSError, TransportError: the peer is gone, or too slow.
+            ProtocolError: a frame was broken; the tenant has received a `Failure`.
+            OSError, TransportError: the connection was lost, or the tenant is too slow.
         """
         try:
-            while not self._service.stopping.is_set() and self._next_frame():
+            while not self._state.stopping.is_set() and self._next_frame():
                 self._slot.end_request()
         finally:
             if self._role is not None:
-                self._service.register.drop_role(self._tenant, self._role)
+                self._state.register.drop_role(self._tenant, self._role)
 
     # Frames
 
@@ -151,12 +151,10 @@ class Connection:
         return True
 
     def _pause(self, *, size: int) -> None:
-        """After what is no product, and the bytes that came with it: who asks for little else is not listened to all
-        the time.
-        """
-        if seconds := self._service.quotas.pause(self._tenant, size=size):
+        """Wait after an answer without a product if the tenant exceeds its rate of such requests, or of their bytes."""
+        if seconds := self._state.quotas.pause(self._tenant, size=size):
             log.often("paused", tenant=str(self._tenant))
-            self._service.stopping.wait(seconds)
+            self._state.stopping.wait(seconds)
 
     def _read_header(self, begun: int) -> bytearray:
         self._link.receive(self._prefix[begun:], deadline=self._deadline)
@@ -184,8 +182,8 @@ class Connection:
             head = b""
 
     def _paced(self, payload: memoryview) -> Iterator[tuple[memoryview, float]]:
-        """Parts of a large payload, and when each must be over: what holds bytes that others could have comes and goes
-        at a minimum rate. A small one has the frame's time for all of it.
+        """Yield the parts of a large payload with their deadlines. A large payload holds bytes that other tenants wait
+        for, so it has a minimum rate. A small payload has `frame_timeout_s` in total.
         """
         begun = time.monotonic()
         last = begun + self._limits.frame_timeout_s
@@ -214,24 +212,24 @@ class Connection:
     def _answer_product(self, request: wire.Execute | wire.Effect) -> None:
         begun = time.perf_counter()
         size = self._check(request)
-        if not self._service.counts:
-            raise Refusal(wire.ErrorCode.BUSY, "this provider cannot count what it serves; ask again later")
+        if not self._state.counts:
+            raise Refusal(wire.ErrorCode.BUSY, "this provider cannot write its usage database; ask again later")
         if not request.rows:
             self._answer_empty_product(request)
             return
-        work = row_cost(request, self._service.manifest.groups[request.group]) * request.rows
+        work = row_cost(request, self._state.manifest.groups[request.group]) * request.rows
         with (
-            self._service.quotas.admitted(self._tenant, rows=request.rows, work=work) as limit,
-            self._service.budget.taken(self._tenant, size, timeout=self._limits.request_timeout_s),
+            self._state.quotas.admitted(self._tenant, rows=request.rows, work=work) as limit,
+            self._state.budget.taken(self._tenant, size, timeout=self._limits.request_timeout_s),
         ):
             try:
-                payload = self._read_payload()  # in time of its own: waiting for bytes was not the tenant's fault
+                payload = self._read_payload()  # with a new deadline: the tenant did not cause the wait for bytes
                 self._multiply(request, payload, cost=work, limit=limit)
             except TimeoutError:
                 self._bill(Counts(slow=1))
                 raise
             except (OSError, ConnectionLostError):
-                if self._unread and not self._service.stopping.is_set():  # it left in the middle of its rows
+                if self._unread and not self._state.stopping.is_set():  # the tenant left while it sent its rows
                     self._bill(Counts(abandoned=1))
                 raise
         seconds = time.perf_counter() - begun
@@ -246,9 +244,9 @@ class Connection:
             )
 
     def _answer_empty_product(self, request: wire.Execute | wire.Effect) -> None:
-        """Answer a request of zero rows here: it takes nothing of the executor, and the gateway limits its rate."""
-        with self._service.quotas.admitted(self._tenant, rows=0, work=0) as limit:
-            self._service.register.count_request(self._tenant)
+        """Answer a request of zero rows without the executor. The gateway limits the rate of such requests."""
+        with self._state.quotas.admitted(self._tenant, rows=0, work=0) as limit:
+            self._state.register.count_request(self._tenant)
             self._bill(Counts(requests=1))
             self._send(wire.encode(wire.Result.answering(request, limit=limit)))
         self._pause(size=0)
@@ -261,58 +259,63 @@ class Connection:
         cost: int,
         limit: wire.QuotaLimit | None,
     ) -> None:
-        """Have a product of so many multiply-adds computed, and send it with the limit that the request has met."""
+        """Let the executor compute a product, and send it.
+
+        Args:
+            cost: multiply-adds that the tenant is billed.
+            limit: the quota limit that the request had to wait for; part of the answer.
+        """
         work = self._work(request)
-        if work.stage == "fine_tuning" and self._left():  # looked at where a product takes longer than the look
+        if work.stage == "fine_tuning" and self._left():  # a small product takes no longer than this check
             self._bill(Counts(abandoned=1))
-            raise ConnectionLostError("the tenant left before its product was begun")
+            raise ConnectionLostError("the tenant left before the product was started")
         self._executor.send(work, payload)
         try:
             answer = self._executor.receive(deadline=work.deadline, gone=self._left)
         except Refusal as refusal:
             self._bill(Counts(failed=1))
             self._refuse(refusal)
-            self._executor.settle()  # it may still hold the payload, and then so does the budget
+            self._executor.settle()  # the executor may still hold the payload: keep its bytes
             return
         if len(answer.payload) == self._answer_bytes(request):
-            self._service.register.count_request(self._tenant)
+            self._state.register.count_request(self._tenant)
             received, sent = len(payload), len(answer.payload)
             self._bill(Counts(requests=1, rows=request.rows, work=cost, bytes_received=received, bytes_sent=sent))
             if limit is not None:
                 result = wire.Result.answering(request, limit=limit)
                 answer = answer._replace(head=wire.encode(result, payload_bytes=sent))
-        elif self._left():  # what was multiplied before anybody knew is on its bill
+        elif self._left():  # rows that were multiplied before the executor noticed are billed
             self._bill(Counts(abandoned=1, rows=answer.rows, work=cost * answer.rows // request.rows))
-        else:  # it is late, or broke
+        else:  # the request was late or failed
             self._bill(Counts(failed=1))
         self._send(answer.head, answer.payload)
 
     def _answer_bytes(self, request: wire.Execute | wire.Effect) -> int:
-        _, outputs = self._service.manifest.groups[request.group].columns(request.direction)
+        _, outputs = self._state.manifest.groups[request.group].columns(request.direction)
         return request.encoding.size(request.rows, outputs)
 
     def _bill(self, counts: Counts) -> None:
-        """Count durably: what the tenant hears of next is on its bill."""
-        self._service.usage.count(self._tenant, self._role or "none", counts)
-        self._service.usage.settle()
+        """Count durably, before the tenant receives the answer."""
+        self._state.usage.count(self._tenant, self._role or "none", counts)
+        self._state.usage.settle()
 
     def _work(self, request: wire.Execute | wire.Effect) -> ProductRequest:
         now = time.monotonic()
         return ProductRequest(
             tenant=self._tenant,
-            stage=self._service.stages.of(self._tenant, request, now),
-            weight=self._service.quotas.of(self._tenant).weight or 1.0,
+            stage=self._state.stages.of(self._tenant, request, now),
+            weight=self._state.quotas.of(self._tenant).weight or 1.0,
             arrival=now,
             deadline=now + self._limits.request_timeout_s,
             request=request,
         )
 
     def _left(self) -> bool:
-        """Whether the tenant has left; a stop shuts the socket too, but what is in flight is still answered."""
-        return not self._service.stopping.is_set() and self._link.peer_left()
+        """True if the tenant has left. False during a stop, which shuts the socket but answers requests in flight."""
+        return not self._state.stopping.is_set() and self._link.peer_left()
 
     def _check(self, request: wire.Execute | wire.Effect) -> int:
-        """Refuse what this tenant may not ask; returns the bytes of the request's and the reply's matrix."""
+        """Check a request. Returns the bytes of the matrices of request and answer. Raises `Refusal`."""
         wanted = "executor" if isinstance(request, wire.Execute) else "helper"
         if self._role is None:
             _bad("say hello first")
@@ -320,13 +323,13 @@ class Connection:
             raise Refusal(wire.ErrorCode.ROLE_REFUSED, f"this connection is served in the role {self._role!r}")
         if isinstance(request, wire.Effect) and request.arithmetic != "ring":
             _bad("effects exist in the ring only")
-        if request.arithmetic != "ring" and not self._service.config.executor.float_path:
+        if request.arithmetic != "ring" and not self._state.config.executor.float_path:
             raise Refusal(wire.ErrorCode.NOT_SERVED, "float products are off here ([executor] float = false)")
-        groups = self._service.manifest.groups
+        groups = self._state.manifest.groups
         if request.group >= len(groups):
             _bad(f"group {request.group} is not one of {len(groups)}")
-        if request.group not in self._service.served:
-            layers = self._service.config.model.layers
+        if request.group not in self._state.served:
+            layers = self._state.config.model.layers
             raise Refusal(wire.ErrorCode.NOT_SERVED, f"{groups[request.group].name} is not in layers {layers}")
         if request.rows > self._limits.max_rows:
             raise Refusal(wire.ErrorCode.TOO_LARGE, f"{request.rows} rows; at most {self._limits.max_rows}")
@@ -344,34 +347,34 @@ class Connection:
             _bad("hello was said before")
         if hello.version != wire.VERSION:
             _bad(f"version {hello.version} is not spoken here, but {wire.VERSION}; upgrade the older side")
-        if hello.role not in self._service.config.roles:
+        if hello.role not in self._state.config.roles:
             raise Refusal(wire.ErrorCode.ROLE_REFUSED, f"this provider does not serve as {hello.role}")
-        if hello.model_digest != self._service.digest:
-            raise Refusal(wire.ErrorCode.WRONG_MODEL, f"this provider serves {self._service.digest}")
-        self._executor.require_present()  # who is greeted counts on answers
-        self._service.register.take_role(self._tenant, hello.role)
+        if hello.model_digest != self._state.digest:
+            raise Refusal(wire.ErrorCode.WRONG_MODEL, f"this provider serves {self._state.digest}")
+        self._executor.require_present()  # a tenant that is welcomed expects answers
+        self._state.register.take_role(self._tenant, hello.role)
         self._role = hello.role
         welcome = wire.Welcome(
             version=wire.VERSION,
-            model_digest=self._service.digest,
-            first_group=self._service.served.start,
-            end_group=self._service.served.stop,
+            model_digest=self._state.digest,
+            first_group=self._state.served.start,
+            end_group=self._state.served.stop,
             max_rows=self._limits.max_rows,
             max_payload=self._max_payload,
         )
         self._send(wire.encode(welcome))
 
     def _answer_health(self) -> None:
-        executor = self._service.executor_report.report(self._executor, timeout=self._limits.request_timeout_s)
+        executor = self._state.executor_report.report(self._executor, timeout=self._limits.request_timeout_s)
         report = wire.HealthReport(
-            name=self._service.config.name,
-            model_digest=self._service.digest,
+            name=self._state.config.name,
+            model_digest=self._state.digest,
             time=time.time(),
-            uptime_s=time.monotonic() - self._service.started,
-            groups=len(self._service.served),
+            uptime_s=time.monotonic() - self._state.started,
+            groups=len(self._state.served),
             groups_loaded=executor.groups_loaded,
-            requests=self._service.register.requests_of(self._tenant),
-            connections=self._service.slots.count(self._tenant),
+            requests=self._state.register.requests_of(self._tenant),
+            connections=self._state.slots.count(self._tenant),
         )
         self._send(wire.encode(report))
 
@@ -381,7 +384,7 @@ class Connection:
 
 
 def refuse(link: Link, refusal: Refusal, *, timeout: float) -> None:
-    """Tell the tenant why it is not served."""
+    """Send the reason of a refusal to the tenant."""
     failure = wire.Failure(code=refusal.code, detail=refusal.detail[:_DETAIL], limit=refusal.limit)
     link.send(wire.encode(failure), _NOTHING, deadline=time.monotonic() + timeout)
 

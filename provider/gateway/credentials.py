@@ -1,4 +1,4 @@
-"""Who the provider is and whom it lets in: its certificate, the authorities it knows, and what has been revoked."""
+"""Credentials of a provider: its certificate, its tenants' authorities, and the list of revoked certificates."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from symbiosis_priv.network.wire import ErrorCode
 
 
 @dataclass(frozen=True)
-class Peer:
-    """What a tenant has shown of itself.
+class AuthenticatedTenant:
+    """A tenant, as its certificate identifies it.
 
     Args:
-        tenant: its name and authority.
-        mark: names its certificate in a revocation list.
-        not_after: when its certificate expires.
+        tenant: name and authority of the tenant.
+        mark: identifies the certificate in a revocation list.
+        not_after: expiry of the certificate.
     """
 
     tenant: TenantIdentity
@@ -35,7 +35,7 @@ class Peer:
 
     @classmethod
     def of(cls, connection: ssl.SSLSocket) -> Self:
-        """After the handshake. Raises `CertificateError` if this is no tenant."""
+        """Read the certificate of a connection after its handshake. Raises `CertificateError` if it names no tenant."""
         tenant = tenant_identity(connection)
         shown = connection.getpeercert(binary_form=True)
         if shown is None:
@@ -46,12 +46,12 @@ class Peer:
 
 @dataclass(frozen=True)
 class Credentials:
-    """As the files were when they were read.
+    """The contents of the certificate files at the time they were read.
 
     Args:
-        context: TLS for new connections.
-        authorities: `key_fingerprint` of those whose tenants are let in, and when the last certificate of each expires.
-        revoked: marks of certificates that are not.
+        context: TLS context for new connections.
+        authorities: `key_fingerprint` of each accepted authority, with the expiry of the authority's last certificate.
+        revoked: marks of revoked certificates.
     """
 
     context: ssl.SSLContext
@@ -60,10 +60,10 @@ class Credentials:
 
     @classmethod
     def load(cls, config: TlsConfig, *, before: Credentials | None = None) -> Self:
-        """Read the files. Raises `CertificateError` if one of them is not what it should be.
+        """Read the files. Raises `CertificateError` if a file cannot be used.
 
         Args:
-            before: the ones that these are to replace. Who is revoked stays so, whatever the list says now.
+            before: the credentials that are replaced. Their revoked certificates stay revoked.
         """
         context = server_context(
             certificate=config.certificate, key=config.key, tenant_authority=config.tenant_authority
@@ -77,8 +77,8 @@ class Credentials:
             revoked=load_revoked(config.revoked, known=frozenset() if before is None else before.revoked),
         )
 
-    def refusal(self, peer: Peer) -> Refusal | None:
-        """Why a tenant that has authenticated, perhaps long ago, would not be let in now; None if it would."""
+    def refusal(self, peer: AuthenticatedTenant) -> Refusal | None:
+        """The reason to refuse an authenticated tenant now; None if its certificate is still accepted."""
         authority_not_after = self.authorities.get(peer.tenant.authority)
         if peer.mark in self.revoked or authority_not_after is None:
             return Refusal(ErrorCode.REVOKED, "this certificate is not accepted any more: ask the provider's operator")

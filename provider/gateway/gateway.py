@@ -1,11 +1,11 @@
-"""The gateway: the only door to the network. TLS, who is asking, and one thread per connection.
+"""The gateway: authenticates tenants with TLS, and serves each connection in its own thread.
 
-Theory of operation. A thread per connection blocks in TLS reads: measured at 55 µs a round trip where asyncio's
-TLS takes 90, and a slow client can only ever hold up its own thread. It begins once the tenant has authenticated:
-`reception` sees to that. `connection` parses what tenants send; no exception leaves a thread.
+Theory of operation. Each connection has a thread that blocks in TLS reads: a round trip takes 55 µs, where asyncio's
+TLS takes 90 µs, and a slow client delays only its own thread. `reception` starts no thread before the tenant has
+authenticated. `connection` parses what tenants send. No exception leaves a thread.
 
-To stop, the read side of every connection is shut: a thread that waits for the next frame sees its end, one
-that is in the middle of a request finishes it first, and takes no other.
+To stop, the gateway shuts the read side of every connection. A thread that waits for the next frame then reads the end
+of the connection; a thread that serves a request finishes the request first.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from provider.executor.client import ExecutorClient
 from provider.executor.envelope import Stages
 from provider.executor.handle import ExecutorHandle
 from provider.gateway.admission import ByteBudget, Register
-from provider.gateway.connection import Connection, Service, refuse
-from provider.gateway.credentials import Credentials, Peer
+from provider.gateway.connection import Connection, GatewayState, refuse
+from provider.gateway.credentials import AuthenticatedTenant, Credentials
 from provider.gateway.link import Link, hang_up
 from provider.gateway.quota import QuotaGate
 from provider.gateway.reception import Handshakes, Reception
@@ -41,10 +41,11 @@ class Gateway:
 
     Args:
         config: limits and roles.
-        manifest: what is served.
-        credentials: who this provider is, and whom it lets in.
-        executor: who computes.
-        usage: where it is counted.
+        manifest: manifest of the whole model.
+        served: indices of the layer groups that are served.
+        credentials: certificates and revocations.
+        executor: the executor that computes products.
+        usage: the counters for the bill.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Gateway:
         self._limits = config.limits
         self._credentials = credentials
         self._executor = executor
-        self._service = Service(
+        self._state = GatewayState(
             config=config,
             manifest=manifest,
             served=served,
@@ -78,16 +79,16 @@ class Gateway:
             limits=config.limits,
             credentials=credentials,
             welcome=self._begin,
-            last_request=lambda: self._service.register.last_request,
+            last_request=lambda: self._state.register.last_request,
         )
         self._lock = threading.Lock()
         self._threads: dict[threading.Thread, ssl.SSLSocket] = {}
-        self._peers: dict[ssl.SSLSocket, Peer] = {}  # those who have authenticated
+        self._peers: dict[ssl.SSLSocket, AuthenticatedTenant] = {}  # the authenticated connections
 
     @property
     def requests(self) -> int:
-        """Products served, to all tenants."""
-        return self._service.register.requests
+        """Number of products for all tenants."""
+        return self._state.register.requests
 
     @property
     def address(self) -> str:
@@ -99,25 +100,25 @@ class Gateway:
         self._reception.start()
 
     @property
-    def service(self) -> Service:
-        """What all connections share, to be looked at."""
-        return self._service
+    def state(self) -> GatewayState:
+        """The state that all connections share, for status and metrics."""
+        return self._state
 
     @property
     def connections(self) -> int:
-        """Of tenants."""
+        """Number of authenticated connections."""
         return len(self._peers)
 
     @property
     def handshakes(self) -> Handshakes:
-        """Of those who connect."""
+        """Counts of handshakes."""
         return self._reception.handshakes
 
     def renew(self, config: ProviderConfig, credentials: Credentials) -> None:
-        """Take over new quotas, certificates and revocations, and the shares of handshakes; who is not let in any more
-        is hung up on.
+        """Apply new quotas, certificates, revocations and shares for handshakes. Closes the connections of tenants that
+        are not accepted any more.
         """
-        self._service.quotas.renew(config.quota_of)
+        self._state.quotas.renew(config.quota_of)
         self._reception.renew(config.limits, credentials)
         with self._lock:
             self._credentials = credentials
@@ -127,13 +128,13 @@ class Gateway:
             hang_up(connection, socket.SHUT_RDWR)
 
     def stop(self, timeout: float) -> bool:
-        """Accept no more, let requests in flight finish, then close; returns whether every thread has ended."""
+        """Stop accepting, finish the requests in flight, and close. Returns True if every thread has ended."""
         deadline = time.monotonic() + timeout
-        self._service.stopping.set()
+        self._state.stopping.set()
         self._reception.stop(timeout)
         self._hang_up(socket.SHUT_RD)
         self._join(deadline)
-        self._hang_up(socket.SHUT_RDWR)  # whoever is still here had its time
+        self._hang_up(socket.SHUT_RDWR)  # the timeout is over
         self._join(time.monotonic() + 1.0)
         return not self._threads
 
@@ -148,8 +149,8 @@ class Gateway:
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _begin(self, connection: ssl.SSLSocket, peer: Peer) -> None:
-        """A tenant has authenticated: a thread for it."""
+    def _begin(self, connection: ssl.SSLSocket, peer: AuthenticatedTenant) -> None:
+        """Start the thread of a connection whose tenant has authenticated."""
         thread = threading.Thread(target=self._run, args=(connection, peer), name="connection", daemon=True)
         with self._lock:
             self._threads[thread] = connection
@@ -161,7 +162,7 @@ class Gateway:
 
     # A connection's thread
 
-    def _run(self, connection: ssl.SSLSocket, peer: Peer) -> None:
+    def _run(self, connection: ssl.SSLSocket, peer: AuthenticatedTenant) -> None:
         link = Link(connection)
         try:
             log.often("connection_opened", tenant=str(peer.tenant))
@@ -173,11 +174,11 @@ class Gateway:
             link.close()
             self._forget(threading.current_thread())
 
-    def _serve_accepted(self, link: Link, connection: ssl.SSLSocket, peer: Peer) -> str:
-        """Serve somebody who is let in, also by the credentials of this very moment."""
+    def _serve_accepted(self, link: Link, connection: ssl.SSLSocket, peer: AuthenticatedTenant) -> str:
+        """Serve a tenant if the current credentials still accept it. Returns the reason of the end."""
         with self._lock:
             refusal = self._credentials.refusal(peer)
-            if refusal is None:  # a tenant that is refused is told so, and not hung up on meanwhile
+            if refusal is None:  # `renew` must not close a connection that is sent its refusal
                 self._peers[connection] = peer
         try:
             if refusal is None:
@@ -189,22 +190,22 @@ class Gateway:
             with self._lock:
                 self._peers.pop(connection, None)
 
-    def _serve(self, link: Link, connection: ssl.SSLSocket, peer: Peer) -> str:
-        """Serve until the end; returns its reason."""
+    def _serve(self, link: Link, connection: ssl.SSLSocket, peer: AuthenticatedTenant) -> str:
+        """Serve until the connection ends. Returns the reason of the end."""
         tenant = peer.tenant
 
         def close() -> None:
             log.often("connection_closed_for_another_tenant", tenant=str(tenant))
             hang_up(connection, socket.SHUT_RDWR)
 
-        self._service.register.count_visit(tenant)
+        self._state.register.count_visit(tenant)
         try:
             try:
-                with self._service.slots.taken(tenant, close) as slot, ExecutorClient(self._executor) as executor:
+                with self._state.slots.taken(tenant, close) as slot, ExecutorClient(self._executor) as executor:
                     Connection(
                         link,
                         tenant=tenant,
-                        service=self._service,
+                        state=self._state,
                         executor=executor,
                         slot=slot,
                         refusal=lambda: self._credentials.refusal(peer),
@@ -212,7 +213,7 @@ class Gateway:
             except Refusal as refusal:
                 refuse(link, refusal, timeout=self._limits.frame_timeout_s)
                 return refusal.code
-        except TimeoutError:  # idle, or too slow
+        except TimeoutError:  # the connection was idle or too slow
             return "timeout"
         except (OSError, TransportError):
             return "lost"

@@ -1,7 +1,7 @@
-"""Exact reads and whole writes on a TLS socket, under deadlines that a trickle of bytes cannot extend.
+"""Reads and writes of exact sizes on a TLS socket, with deadlines that a slow peer cannot extend.
 
-Every call of the socket lets go of the interpreter's lock, and beside many other connections it takes a while to get it
-back. So a request's prefix, header and first rows, which come as one TLS record, are read at once.
+Every call of the socket releases the GIL, and with many connections the thread waits to get the GIL back. So a
+request's prefix, header and first rows, which arrive as one TLS record, are read with one call.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from symbiosis_priv.network.addresses import parse_address
 
 _RECORD = 16_384  # the most plaintext that a TLS record carries
 _SCRAP = 65_536
-_GONE = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)  # the last one where there is one
-_SLICE_S = 1.0  # a read or a write is tried for so long before the deadline is looked at
+_GONE = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)  # POLLRDHUP exists on Linux only
+_SLICE_S = 1.0  # the deadline is checked after each attempt of this duration
 
 
 def _remaining(deadline: float) -> float:
@@ -31,18 +31,18 @@ def _remaining(deadline: float) -> float:
 class Link:
     """A TLS connection after its handshake.
 
-    Methods raise ConnectionLostError when the peer leaves in the middle of something, DeadlineExceededError (or the
-    socket's own TimeoutError) when it is too slow, OSError when the network breaks.
+    Methods raise ConnectionLostError if the peer leaves within a frame, DeadlineExceededError (or the socket's own
+    TimeoutError) if the peer is too slow, and OSError if the connection fails.
     """
 
     def __init__(self, connection: ssl.SSLSocket) -> None:
         self._socket = connection
-        self._timeout: float | None = None  # the socket's; setting it is a system call, and there are many records
+        self._timeout: float | None = None  # of the socket; cached, because setting it is a system call
         self._ahead = memoryview(bytearray(_RECORD))
-        self._unread = self._ahead[:0]  # what has been read ahead
+        self._unread = self._ahead[:0]  # bytes that were read ahead
 
     def peer_left(self) -> bool:
-        """Whether the peer has closed the connection, whatever it sent before. Without waiting, from any thread."""
+        """True if the peer has closed the connection, also if its last bytes are unread. Does not wait. Thread-safe."""
         poll = select.poll()
         try:
             poll.register(self._socket, _GONE)
@@ -51,11 +51,11 @@ class Link:
             return True
 
     def begin(self, view: memoryview, *, timeout: float) -> int:
-        """Wait for the first bytes of a frame; returns how many of `view` were filled, 0 if the peer has left."""
+        """Wait for the first bytes of a frame. Returns the number of bytes read to `view`, 0 if the peer has left."""
         try:
             self._wait_up_to(min(timeout, _SLICE_S))
             return self._take(view)
-        except TimeoutError:  # it is idle, and only then the socket's timeout is worth changing
+        except TimeoutError:  # the connection is idle: now a longer timeout is worth a system call
             self._wait_up_to(timeout)
             return self._take(view)
 
@@ -69,11 +69,11 @@ class Link:
             except TimeoutError:
                 continue
             if not count:
-                raise ConnectionLostError("the peer left in the middle of a frame")
+                raise ConnectionLostError("the peer left within a frame")
             view = view[count:]
 
     def discard(self, size: int, *, deadline: float) -> None:
-        """Read and forget `size` bytes, in constant memory."""
+        """Read and drop `size` bytes, in constant memory."""
         scrap = memoryview(bytearray(min(size, _SCRAP)))
         while size:
             part = scrap[: min(size, len(scrap))]
@@ -81,21 +81,21 @@ class Link:
             size -= len(part)
 
     def send(self, head: bytes, payload: memoryview, *, deadline: float) -> None:
-        """Send a frame: the head and what fits beside it as one TLS record, the rest from where it lies."""
+        """Send a frame. The head and the start of the payload form one TLS record; the rest is sent without a copy."""
         beside = _RECORD - len(head)
         self._write(memoryview(head + payload[:beside]), deadline)
         if len(payload) > beside:
             self._write(payload[beside:], deadline)
 
     def close(self) -> None:
-        """Say goodbye without waiting for the peer's, and close."""
+        """Send close_notify without waiting for the peer's, and close."""
         with contextlib.suppress(OSError, ValueError):
             self._socket.settimeout(0)
-            self._socket.unwrap()  # sends close_notify, then finds that it would have to wait
+            self._socket.unwrap()  # sends close_notify, then raises because it would wait
         self._socket.close()
 
     def _take(self, view: memoryview) -> int:
-        """Fill the beginning of `view`, with what was read ahead or from the socket; returns how much, 0 at the end."""
+        """Fill the start of `view` with bytes read ahead or from the socket. Returns their number; 0 at the end."""
         if not self._unread:
             if len(view) >= len(self._ahead):
                 return self._socket.recv_into(view)
@@ -120,24 +120,24 @@ class Link:
 
 
 def listen(address: str, *, backlog: int) -> socket.socket:
-    """A listening socket at `host:port`. Raises `ConfigError`."""
+    """Open a listening socket at `host:port`. Raises `ConfigError`."""
     host, port = parse_address(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         found = socket.getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)[0][4]
         return socket.create_server(found, family=family, backlog=backlog)
-    except (OSError, ValueError) as error:  # the latter for hosts that are no names at all
+    except (OSError, ValueError) as error:  # ValueError: the host is not a valid name
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"listen = {address!r}: {reason}; choose another address") from error
 
 
 def bound_address(listener: socket.socket) -> str:
-    """`host:port` of a listening socket."""
+    """Address of a listening socket, as `host:port`."""
     host, port = listener.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def hang_up(connection: socket.socket, how: int) -> None:
-    """Wake a thread that waits on a socket of another thread (`SSLSocket.shutdown` would drop the TLS state)."""
+    """Shut a socket from any thread, and wake its thread. (`SSLSocket.shutdown` would drop the TLS state.)"""
     with contextlib.suppress(OSError):
         socket.socket.shutdown(connection, how)

@@ -1,13 +1,13 @@
-"""How much a tenant may ask for: rates, and rows in flight.
+"""Quotas of tenants: limits of their rates and of their rows in flight.
 
-Each rate is a token bucket that holds one second's worth. A request is admitted while no bucket is in debt, and may
-leave a bucket in debt: so a large request passes too, the next ones wait for it, and over time no more than the rate
-is served. A request that would have to wait for more than a second is refused (BUSY: the same bytes may be sent again),
-so that nothing piles up here. The tenant is told which limit its request has met, and so are the log and the metrics.
+Each rate has a token bucket that holds the tokens of one second. A request is admitted while no bucket is in debt, and
+may leave a bucket in debt: a large request is admitted too, later requests wait for it, and the average rate stays
+within the limit. A request that would wait for more than one second is refused (BUSY: the tenant may send the same
+bytes again), so that requests do not pile up. The answer, the log and the metrics name the limit.
 
-Refusals, health reports and requests of zero rows cost no product. They take the gateway's time, so each tenant has a
-rate of them too, the same for all tenants: they are answered at once, and the next request is read once it is within
-the rate.
+Refusals, health reports and requests of zero rows need no product, but they take the gateway's time. Each tenant
+therefore has a rate of such requests, the same for all tenants: the gateway answers them at once, and reads the
+tenant's next request when the rate allows it.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from symbiosis_priv.network.wire import ErrorCode, QuotaLimit
 
 log = logs.EventLog(__name__)
 
-_PATIENCE_S = 1.0
+_PATIENCE_S = 1.0  # longest wait of a request
 _LOG_AGAIN_S = 60.0
 _REMEMBERED = 1024  # tenants
 _AT_ONCE: AbstractContextManager[None] = nullcontext()
-_ASIDES = QuotaConfig(requests_per_s=1000.0, rows_per_s=100.0 * MIB)  # its rows are bytes that are read and dropped
+_ASIDES = QuotaConfig(requests_per_s=1000.0, rows_per_s=100.0 * MIB)  # here, rows are bytes that are read and dropped
 
 
-class Meter:
-    """What one tenant has taken lately. Told the time; not thread-safe.
+class QuotaMeter:
+    """The token buckets of one tenant. The caller passes the time. Not thread-safe.
 
     Args:
         now: seconds of a monotonic clock.
@@ -63,7 +63,7 @@ class Meter:
         return QuotaLimit(amount=amount, unit="rows/s" if name == "rows" else "requests/s")
 
     def take(self, *, rows: int, work: int) -> None:
-        """A request is admitted."""
+        """Take the tokens of an admitted request."""
         for name, amount in (("requests", 1), ("rows", rows), ("work", work)):
             if name in self._buckets:
                 self._buckets[name].take(amount)
@@ -88,38 +88,38 @@ class QuotaGate:
 
     def __init__(self, quotas: Callable[[TenantIdentity], QuotaConfig]) -> None:
         self.renew(quotas)
-        self._meters: dict[TenantIdentity, Meter] = {}
-        self._asides: dict[TenantIdentity, Meter] = {}
+        self._meters: dict[TenantIdentity, QuotaMeter] = {}
+        self._asides: dict[TenantIdentity, QuotaMeter] = {}
         self._limited: Counter[TenantIdentity] = Counter()
         self._changed = threading.Condition()
 
     def renew(self, quotas: Callable[[TenantIdentity], QuotaConfig]) -> None:
-        """Take over new quotas, for requests that come from now on."""
+        """Apply new quotas to all later requests."""
         self.of = functools.lru_cache(_REMEMBERED)(quotas)
 
     def limited(self) -> dict[TenantIdentity, int]:
-        """For each tenant, the number of requests that had to wait, or were refused, because of its quota."""
+        """Number of requests per tenant that waited or were refused because of the tenant's quota."""
         with self._changed:
             return dict(self._limited)
 
     def admitted(self, tenant: TenantIdentity, *, rows: int, work: int) -> AbstractContextManager[QuotaLimit | None]:
-        """Hold a request's place while it is served, from when the quota admits it. Enters with the limit that the
-        request had to wait for; None if it did not wait.
+        """Wait until the quota admits a request, and count the request as in flight until the context ends. The context
+        gives the limit that the request waited for, or None.
 
-        Raises, when it is entered:
-            Refusal: BUSY if it would have to wait for long, TOO_LARGE if the quota never admits it.
+        Raises, when the context is entered:
+            Refusal: BUSY if the request would wait for more than one second, TOO_LARGE if the quota never admits it.
         """
         quota = self.of(tenant)
         return _AT_ONCE if quota.limits_nothing else self._in_turn(tenant, quota, rows=rows, work=work)
 
     def pause(self, tenant: TenantIdentity, *, size: int) -> float:
-        """Seconds for which the gateway reads nothing from a tenant that it has answered without a product.
+        """Count an answer without a product. Returns the seconds before the gateway may read the tenant's next request.
 
         Args:
             size: bytes that were read and dropped.
         """
         with self._changed:
-            meter, now = self._asides.setdefault(tenant, Meter(time.monotonic())), time.monotonic()
+            meter, now = self._asides.setdefault(tenant, QuotaMeter(time.monotonic())), time.monotonic()
             meter.delay(_ASIDES, now)
             meter.take(rows=size, work=0)
             return meter.delay(_ASIDES, now)
@@ -131,7 +131,7 @@ class QuotaGate:
         if quota.max_rows_in_flight is not None and rows > quota.max_rows_in_flight:
             raise Refusal(ErrorCode.TOO_LARGE, f"{rows} rows; this tenant's quota is {quota.max_rows_in_flight}")
         with self._changed:
-            meter = self._meters.setdefault(tenant, Meter(time.monotonic()))
+            meter = self._meters.setdefault(tenant, QuotaMeter(time.monotonic()))
             limit = self._wait(tenant, meter, quota, rows)
             meter.take(rows=rows, work=work)
         try:
@@ -141,8 +141,8 @@ class QuotaGate:
                 meter.rows_in_flight -= rows
                 self._changed.notify_all()
 
-    def _wait(self, tenant: TenantIdentity, meter: Meter, quota: QuotaConfig, rows: int) -> QuotaLimit | None:
-        """Wait until the quota admits the request; returns the limit that it has waited for last, if any."""
+    def _wait(self, tenant: TenantIdentity, meter: QuotaMeter, quota: QuotaConfig, rows: int) -> QuotaLimit | None:
+        """Wait until the quota admits a request. Returns the last limit that the request waited for, or None."""
         end = time.monotonic() + _PATIENCE_S
         most_in_flight, limit = quota.max_rows_in_flight, None
         while True:
@@ -158,7 +158,7 @@ class QuotaGate:
                 raise Refusal(ErrorCode.BUSY, f"your quota is {limit}; ask again later", limit=limit)
             self._changed.wait(delay or left)
 
-    def _note(self, tenant: TenantIdentity, meter: Meter, limit: QuotaLimit, now: float) -> None:
+    def _note(self, tenant: TenantIdentity, meter: QuotaMeter, limit: QuotaLimit, now: float) -> None:
         self._limited[tenant] += 1
         if meter.logged_at is None or now - meter.logged_at > _LOG_AGAIN_S:
             meter.logged_at = now

@@ -3,9 +3,9 @@
 Theory of operation. One thread accepts connections and makes their handshakes, one step at a time, and never waits for
 a client. The thread reads what a client has sent when it is that network's turn (`RoundRobin`) and when handshakes have
 used less than their share of one core (`TokenBucket`). So handshakes take no more than that share, however many clients
-connect. Before a client has authenticated, it has no thread, only a place among `strangers`. A client that takes longer
-than `handshake_timeout_s` is dropped; its waits for a turn do not count. If there are too many clients, the oldest one
-of the busiest network is dropped.
+connect. Before a client has authenticated, it has no thread, only a place among the `unauthenticated` connections. A
+client that takes longer than `handshake_timeout_s` is dropped; its waits for a turn do not count. If there are too many
+clients, the oldest one of the busiest network is dropped.
 
 The share is smaller while products are computed: each handshake leads to a connection with a thread and frames, which
 use the cores that connected tenants wait for. While no products are computed, many clients can connect at once.
@@ -30,9 +30,9 @@ import msgspec
 
 from provider import logs
 from provider.config.schema import Limits
-from provider.gateway.credentials import Credentials, Peer
+from provider.gateway.credentials import AuthenticatedTenant, Credentials
 from provider.gateway.link import bound_address, listen
-from provider.gateway.strangers import Stranger, Strangers
+from provider.gateway.unauthenticated import UnauthenticatedConnection, UnauthenticatedConnections
 from provider.round_robin import RoundRobin
 from provider.token_bucket import TokenBucket
 from symbiosis_priv.errors import CertificateError
@@ -43,7 +43,7 @@ _BACKLOG = 1024
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _PAUSE_S = 0.1  # when the machine is out of descriptors or threads
 _REMEMBERED = 1024  # certificates
-_SERVING_S = 1.0  # since the last product; the bucket of processor time holds as much
+_SERVING_S = 1.0  # a provider without a product for this time is idle
 
 
 class Handshakes(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,14 +71,17 @@ class Handshakes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reception:
-    """See the module's text.
+    """Accepts and authenticates connections; see the module docstring.
 
     Args:
-        address: `host:port` to listen at; ConfigError if that cannot be done.
-        limits: of those who have not authenticated.
-        credentials: who this provider is, and whom it lets in.
-        welcome: takes over a connection, and must not wait; RuntimeError if it cannot, and it is closed.
-        last_request: when a product was answered last, by `time.monotonic`.
+        address: `host:port` to listen at.
+        limits: limits of connections that are not authenticated.
+        credentials: certificates and revocations.
+        welcome: takes over an authenticated connection, without waiting. The connection is closed if it raises.
+        last_request: returns the time of the last answered product, by `time.monotonic`.
+
+    Raises:
+        ConfigError: the address cannot be used.
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class Reception:
         *,
         limits: Limits,
         credentials: Credentials,
-        welcome: Callable[[ssl.SSLSocket, Peer], None],
+        welcome: Callable[[ssl.SSLSocket, AuthenticatedTenant], None],
         last_request: Callable[[], float],
     ) -> None:
         self._timeout_s = limits.handshake_timeout_s
@@ -95,13 +98,13 @@ class Reception:
         self._welcome = welcome
         self._last_request = last_request
         self._share = limits.share_of_handshakes
-        self._strangers = Strangers(limits.max_handshakes)
+        self._unauthenticated = UnauthenticatedConnections(limits.max_handshakes)
         share = self._share(serving=False)
         self._processor_time = TokenBucket(per_s=share, burst=share, now=time.monotonic())
-        self._queue: RoundRobin[str, Stranger] = RoundRobin()  # by network
-        self._known: OrderedDict[tuple[ssl.SSLContext, bytes], Peer] = OrderedDict()
+        self._queue: RoundRobin[str, UnauthenticatedConnection] = RoundRobin()  # by network
+        self._known: OrderedDict[tuple[ssl.SSLContext, bytes], AuthenticatedTenant] = OrderedDict()
         self._outcomes: Counter[str] = Counter()
-        self._since: dict[Stranger, float] = {}  # when its turn could have begun
+        self._since: dict[UnauthenticatedConnection, float] = {}  # start of the wait for a turn
         self._waited_s = self._seconds = 0.0
         self._paced = False
         self._stopping = threading.Event()
@@ -118,9 +121,9 @@ class Reception:
 
     @property
     def handshakes(self) -> Handshakes:
-        """From any thread."""
+        """Counts of handshakes. Thread-safe."""
         return Handshakes(
-            present=len(self._strangers),
+            present=len(self._unauthenticated),
             waiting=len(self._since),
             accepted=self._outcomes["accepted"],
             refused=self._outcomes["refused"],
@@ -135,13 +138,13 @@ class Reception:
         self._thread.start()
 
     def renew(self, limits: Limits, credentials: Credentials) -> None:
-        """For connections that come from now on."""
+        """Apply new limits and credentials to later handshakes."""
         self._share = limits.share_of_handshakes
         self._credentials = credentials
-        self._known = OrderedDict()  # lets go of the context before
+        self._known = OrderedDict()  # drops the cache of the previous authorities, and their context
 
     def stop(self, timeout: float) -> None:
-        """Accept no more; whoever has not authenticated is dropped."""
+        """Stop accepting, and drop the connections that have not authenticated."""
         self._stopping.set()
         self._waker.close()  # the other end becomes readable, and stays so
         self._thread.join(timeout)
@@ -158,28 +161,28 @@ class Reception:
                 if any(key.fileobj is self._listener for key in ready):
                     self._attempt(self._admit)
                 self._attempt(self._go_on)
-                for stranger in self._strangers.late(time.monotonic()):
-                    self._drop(stranger, "late")
-            for stranger in self._strangers.all():
-                self._drop(stranger, "late")
+                for client in self._unauthenticated.late(time.monotonic()):
+                    self._drop(client, "late")
+            for client in self._unauthenticated.all():
+                self._drop(client, "late")
 
     def _patience(self) -> float | None:
-        """Until somebody's turn, or until somebody is late."""
-        now, deadline = time.monotonic(), self._strangers.next_deadline
+        """Seconds until the next turn or the next deadline; None without either."""
+        now, deadline = time.monotonic(), self._unauthenticated.next_deadline
         times = [] if deadline is None else [max(0.0, deadline - now)]
         if self._queue:
             times.append(self._delay(now))
         return min(times, default=None)
 
     def _attempt(self, step: Callable[[], None]) -> None:
-        """A step that the machine may have no room for, or whose client may be gone again."""
+        """Run a step that can fail because the machine lacks resources or because the client has left."""
         try:
             step()
         except (OSError, RuntimeError) as error:
             if isinstance(error, RuntimeError) or error.errno in _EXHAUSTED:
                 log.often("accept_failed", error=type(error).__name__)
                 select.select([self._wake], [], [], _PAUSE_S)
-        except Exception as error:  # a bug must not close the door
+        except Exception as error:  # a bug must not stop the reception
             log.failure("handshake_failed", error)
 
     def _admit(self) -> None:
@@ -187,32 +190,32 @@ class Reception:
         try:
             raw.setblocking(False)
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            stranger = Stranger(raw, peer[0], deadline=time.monotonic() + self._timeout_s)
-            self._selector.register(raw, selectors.EVENT_READ, stranger)
+            client = UnauthenticatedConnection(raw, peer[0], deadline=time.monotonic() + self._timeout_s)
+            self._selector.register(raw, selectors.EVENT_READ, client)
         except BaseException:
             raw.close()
             raise
-        if (crowded_out := self._strangers.come(stranger)) is not None:
-            log.often("stranger_dropped", address=crowded_out.network)
+        if (crowded_out := self._unauthenticated.add(client)) is not None:
+            log.often("handshake_dropped", address=crowded_out.network)
             self._drop(crowded_out, "crowded_out")
 
-    def _drop(self, stranger: Stranger, outcome: str) -> None:
-        if self._queue.remove(stranger.network, stranger):
-            del self._since[stranger]
+    def _drop(self, client: UnauthenticatedConnection, outcome: str) -> None:
+        if self._queue.remove(client.network, client):
+            del self._since[client]
         else:
-            self._selector.unregister(stranger.socket)
-        self._end(stranger, outcome)
-        stranger.socket.close()
+            self._selector.unregister(client.socket)
+        self._end(client, outcome)
+        client.socket.close()
 
-    def _end(self, stranger: Stranger, outcome: str) -> None:
-        """It is no stranger any more."""
-        self._strangers.leave(stranger)
+    def _end(self, client: UnauthenticatedConnection, outcome: str) -> None:
+        """Forget a connection that has authenticated or failed, and count its outcome."""
+        self._unauthenticated.remove(client)
         self._outcomes[outcome] += 1
 
     # Handshakes
 
     def _delay(self, now: float) -> float:
-        """Seconds until somebody's turn, by the share of this moment."""
+        """Seconds until the next turn, by the current share."""
         share = self._share_now(now)
         self._processor_time.change(per_s=share, burst=share)
         return self._processor_time.delay(now)
@@ -220,19 +223,19 @@ class Reception:
     def _share_now(self, now: float) -> float:
         return self._share(serving=now - self._last_request() < _SERVING_S)
 
-    def _line_up(self, stranger: Stranger) -> None:
-        self._selector.unregister(stranger.socket)
-        self._queue.put(stranger.network, stranger)
-        self._since[stranger] = now = time.monotonic()
-        self._strangers.pause(stranger, now)
+    def _line_up(self, client: UnauthenticatedConnection) -> None:
+        self._selector.unregister(client.socket)
+        self._queue.put(client.network, client)
+        self._since[client] = now = time.monotonic()
+        self._unauthenticated.pause(client, now)
 
-    def _look_again(self, stranger: Stranger, events: int) -> None:
-        """When its client has done something."""
-        self._selector.register(stranger.socket, events, stranger)
-        self._strangers.resume(stranger, time.monotonic())
+    def _look_again(self, client: UnauthenticatedConnection, events: int) -> None:
+        """Wait until the client has sent or read something."""
+        self._selector.register(client.socket, events, client)
+        self._unauthenticated.resume(client, time.monotonic())
 
     def _go_on(self) -> None:
-        """One step of whose turn it is, if it is time."""
+        """Run one step of the next handshake, if the share allows it."""
         now = time.monotonic()
         if not self._queue:
             self._paced = False
@@ -242,51 +245,51 @@ class Reception:
                 address, waiting = self._queue.longest
                 log.often("handshakes_wait", address=address, waiting=waiting, share=self._share_now(now))
         else:
-            stranger, begun = self._queue.get(), time.thread_time()
-            self._waited_s += now - self._since.pop(stranger)
+            client, begun = self._queue.get(), time.thread_time()
+            self._waited_s += now - self._since.pop(client)
             try:
-                self._step(stranger)
+                self._step(client)
             finally:
                 seconds = time.thread_time() - begun
                 self._processor_time.take(seconds)
                 self._seconds += seconds
 
-    def _step(self, stranger: Stranger) -> None:
+    def _step(self, client: UnauthenticatedConnection) -> None:
         try:
-            if stranger.silent:
-                if not stranger.socket.recv(1, socket.MSG_PEEK):
+            if client.silent:
+                if not client.socket.recv(1, socket.MSG_PEEK):
                     raise ConnectionResetError
                 context = self._credentials.context
-                tls = context.wrap_socket(stranger.socket, server_side=True, do_handshake_on_connect=False)
-                self._strangers.speak(stranger, tls)
-            connection = stranger.socket
+                tls = context.wrap_socket(client.socket, server_side=True, do_handshake_on_connect=False)
+                self._unauthenticated.mark_active(client, tls)
+            connection = client.socket
             assert isinstance(connection, ssl.SSLSocket)
             connection.do_handshake()
             peer = self._identified(connection)
         except ssl.SSLWantReadError:
-            self._look_again(stranger, selectors.EVENT_READ)
+            self._look_again(client, selectors.EVENT_READ)
             return
         except ssl.SSLWantWriteError:
-            self._look_again(stranger, selectors.EVENT_WRITE)
+            self._look_again(client, selectors.EVENT_WRITE)
             return
         except BaseException as error:
-            self._end(stranger, "refused")
-            stranger.socket.close()
+            self._end(client, "refused")
+            client.socket.close()
             if not isinstance(error, OSError | CertificateError) or getattr(error, "errno", None) in _EXHAUSTED:
                 raise
             log.often("handshake_refused", reason=getattr(error, "reason", None) or type(error).__name__)
             return
-        self._end(stranger, "accepted")
+        self._end(client, "accepted")
         try:
             self._welcome(connection, peer)
         except BaseException:
             connection.close()
             raise
 
-    def _identified(self, connection: ssl.SSLSocket) -> Peer:
-        """Who shows this certificate, which the handshake has just verified by the same authorities."""
+    def _identified(self, connection: ssl.SSLSocket) -> AuthenticatedTenant:
+        """The tenant of a connection's certificate, which the handshake has verified. Cached per TLS context."""
         shown = connection.context, connection.getpeercert(binary_form=True) or b""
-        peer = self._known.pop(shown, None) or Peer.of(connection)
+        peer = self._known.pop(shown, None) or AuthenticatedTenant.of(connection)
         self._known[shown] = peer
         if len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)

@@ -1,14 +1,13 @@
-"""What each tenant has used, per day and role: a bill that survives any end of this process.
+"""The bill: what each tenant has used, per day and role. The bill survives any end of this process.
 
-One SQLite file, written ahead. Every count is committed before its request is answered, so that after a SIGKILL the
-bill differs from what tenants have counted by the requests in flight at most. Whoever commits does it for all who have
-counted by then: requests that shared a product share a commit. It is a write to the system's cache, without waiting
-for a disk (15 µs); a thread brings it to the disk every few seconds, which is what a power cut may cost.
+The counts are in one SQLite file in WAL mode. A count is committed before its request is answered, so after a SIGKILL
+the bill and the tenants' own counts differ by the requests in flight at most. One commit writes the counts of all
+threads, so requests that share a product share a commit. A commit writes to the system's cache without waiting for the
+disk (15 µs). A thread flushes the file every few seconds; a power cut loses at most the counts since the last flush.
 
-What cannot be written, to a full disk for instance, or not at once, because somebody else writes or the disk is slow to
-take it, is kept and tried again, and `unwritten_s` says for how long. A file that was deleted is made again within
-seconds; into one that was put in its place nothing is written, nor into one that somebody has damaged until it is
-whole again.
+Counts that cannot be written (the disk is full or slow, or another process writes) stay in memory and are tried again;
+`unwritten_s` gives the time since then. If the file is deleted, a new one is made within seconds. Nothing is written
+to a file that has replaced the first one, or to a damaged file before it is repaired.
 """
 
 from __future__ import annotations
@@ -35,24 +34,24 @@ log = logs.EventLog(__name__)
 
 _VERSION = 1  # of the file
 _FLUSH_S = 5.0
-_REST = 20  # times what it took, at least, before the next time
-_LOCK_S = 0.25  # for another process that writes: tenants wait for it
+_REST = 20  # the pause between two flushes is at least this many times the duration of a flush
+_LOCK_S = 0.25  # longest wait for another process that writes; tenants wait meanwhile
 _DAY_S = 86_400
 
 
-class Counts(msgspec.Struct, frozen=True):  # is made and added up in a tenth of a dataclass's time
-    """What is counted; all but the last four are of products that were answered.
+class Counts(msgspec.Struct, frozen=True):  # ten times faster than a dataclass
+    """Counters of a tenant.
 
     Args:
-        requests: products.
-        rows: of them, and those of abandoned requests that had been multiplied.
-        work: multiply-adds for these rows, the keystream of effects included.
-        bytes_received: payloads from the tenant.
-        bytes_sent: products to it.
-        failed: requests that broke here.
-        refused: requests that it may not make, or not so many.
+        requests: answered products.
+        rows: rows of answered products, and rows of abandoned requests that were multiplied.
+        work: multiply-adds for these rows, including the keystream of effects.
+        bytes_received: payload bytes of answered requests.
+        bytes_sent: payload bytes of products.
+        failed: requests that failed in the provider.
+        refused: requests that were refused.
         abandoned: requests whose tenant left before the answer.
-        slow: connections that were closed because bytes came or went too slowly.
+        slow: connections that were closed because the tenant sent or read too slowly.
     """
 
     requests: int = 0
@@ -70,12 +69,12 @@ class Counts(msgspec.Struct, frozen=True):  # is made and added up in a tenth of
 
 
 _NOTHING = Counts()
-_ROW_DAMAGE = "value in usage."  # in SQLite's words for a value of the wrong type: the other rows are whole
+_ROW_DAMAGE = "value in usage."  # part of SQLite's message for a value of the wrong type; other rows are intact
 COUNTED = Counts.__struct_fields__
 _values = msgspec.structs.astuple
 
 Served = Role | Literal["none"]
-"""In which role a tenant is served: in none before it has said hello."""
+"""The role in which a tenant is served; "none" before its hello."""
 
 COLUMNS = ("day", "tenant", "authority", "role", *COUNTED)
 
@@ -85,11 +84,11 @@ CREATE TABLE IF NOT EXISTS usage (
     PRIMARY KEY (day, tenant, authority, role)
 ) WITHOUT ROWID, STRICT
 """
-_MOST = (1 << 63) - 1  # of an INTEGER
+_MOST = (1 << 63) - 1  # largest INTEGER
 
 
 def _sum(name: str) -> str:
-    """A sum that no stored value makes fail: what is no count counts as 0, and a column that is full stays so."""
+    """SQL for a sum that cannot fail: a stored value that is not a count is 0, and the sum is limited to `_MOST`."""
     return f"min(max(coalesce(CAST({name} AS INTEGER), 0), 0), {_MOST} - excluded.{name}) + excluded.{name}"
 
 
@@ -103,11 +102,11 @@ class Usage:
     """The counters of one provider. Thread-safe.
 
     Args:
-        database: a file, made if there is none; None counts in memory only. Several providers may share one: it holds
-            what they have served together.
+        database: a file, made if it does not exist; None counts in memory only. Several providers may share a file,
+            which then holds their sums.
 
     Raises:
-        ConfigError: it cannot be written, is damaged, or another release's.
+        ConfigError: the file cannot be written, is damaged, or belongs to another release.
     """
 
     def __init__(self, database: Path | None) -> None:
@@ -126,15 +125,15 @@ class Usage:
         self._flusher.start()
 
     def count(self, tenant: TenantIdentity, role: Served, counts: Counts) -> None:
-        """Add to a tenant's counters; durable over the end of this process after the next `settle`."""
+        """Add to a tenant's counters. The counts survive the end of this process after the next `settle`."""
         with self._lock:
             self._totals[tenant, role] = self._totals.get((tenant, role), _NOTHING) + counts
             key = (self._today(), tenant.name, tenant.authority, role)
             self._pending[key] = self._pending.get(key, _NOTHING) + counts
 
     def settle(self) -> None:
-        """Make everything durable that has been counted before; returns when it is, whoever did it, or after a moment:
-        nobody waits behind others who wait for the database, or for as long as it is brought to a slow disk.
+        """Commit all earlier counts, or wait until another thread has. Waits for 0.25 s at most, because another thread
+        may be waiting for the database or for a slow disk.
         """
         if not self._writing.acquire(timeout=_LOCK_S):
             with self._lock:
@@ -148,7 +147,7 @@ class Usage:
                 self._failing_since = None
                 return
             self._failing_since = self._failing_since or time.monotonic()
-            with self._lock:  # for the next time
+            with self._lock:  # keep the counts for the next commit
                 for key, counts in pending.items():
                     self._pending[key] = self._pending.get(key, _NOTHING) + counts
         finally:
@@ -156,17 +155,17 @@ class Usage:
 
     @property
     def unwritten_s(self) -> float:
-        """For how long something that was counted could not be written; 0 if all of it is."""
+        """Seconds for which counts could not be written; 0.0 if all counts are written."""
         since = self._failing_since
         return 0.0 if since is None else time.monotonic() - since
 
     def totals(self) -> dict[tuple[TenantIdentity, Served], Counts]:
-        """What has been counted since this process started."""
+        """The counts since this process started."""
         with self._lock:
             return dict(self._totals)
 
     def close(self) -> None:
-        """Bring everything to the disk."""
+        """Write all counts to the disk, and close the file."""
         self._closed.set()
         self._flusher.join()
         self.settle()
@@ -174,17 +173,17 @@ class Usage:
             self._connection.close()  # the last connection also checkpoints
 
     def _write(self, counted: dict[tuple[str, str, str, Served], Counts]) -> bool:
-        """Whether it could be."""
+        """Returns True if the rows were committed."""
         rows = [(*key, *_values(counts)) for key, counts in counted.items()]
         try:
-            if len(rows) == 1:  # is a transaction of its own
+            if len(rows) == 1:  # one statement is a transaction
                 self._connection.execute(_ADD, rows[0])
                 return True
             self._connection.execute("BEGIN")
             self._connection.executemany(_ADD, rows)
             self._connection.execute("COMMIT")
             return True
-        except sqlite3.Error as error:  # a full disk: tenants are served, and the operator is told
+        except sqlite3.Error as error:  # for example a full disk: keep serving, and warn the operator
             log.often("usage_not_counted", error=type(error).__name__)
             with contextlib.suppress(sqlite3.Error):
                 self._connection.execute("ROLLBACK")
@@ -201,10 +200,10 @@ class Usage:
         while not self._closed.wait(pause):
             begun = time.monotonic()
             self.keep()
-            pause = max(_FLUSH_S, _REST * (time.monotonic() - begun))  # a long bill takes a while to look through
+            pause = max(_FLUSH_S, _REST * (time.monotonic() - begun))  # checking a long bill takes a while
 
     def keep(self) -> None:
-        """Bring to the disk what is written, unless its file has gone or is damaged: nobody would read that."""
+        """Flush the file to the disk. Opens the file again if it was deleted or is damaged."""
         found = _identity(self._database)
         if found != self._file:
             log.often("usage_database_gone", path=str(self._database), replaced=found is not None)
@@ -217,7 +216,7 @@ class Usage:
             log.often("usage_database_damaged", path=str(self._database))
             with self._writing:
                 self._damaged = True
-                self._connection.close()  # which may mend it: what is newer lies beside it
+                self._connection.close()  # closing may repair the file: the newer pages are in the WAL file
                 with contextlib.suppress(ConfigError):
                     self._connection, self._damaged = _open(self._database), False
         self.settle()
@@ -227,8 +226,8 @@ class Usage:
 
 def _open(database: Path | None) -> sqlite3.Connection:
     try:
-        if database is not None:  # for this user only, and so are the files that SQLite puts beside it
-            with contextlib.suppress(FileExistsError):  # to close one that SQLite has open would lose its locks
+        if database is not None:  # for this user only; SQLite gives its other files the same mode
+            with contextlib.suppress(FileExistsError):  # closing a file that SQLite has open would drop SQLite's locks
                 os.close(os.open(database, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         connection = sqlite3.connect(
             database or ":memory:", isolation_level=None, check_same_thread=False, timeout=_LOCK_S
@@ -240,19 +239,19 @@ def _open(database: Path | None) -> sqlite3.Connection:
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         columns = tuple(name for _, name, *_ in connection.execute("PRAGMA table_info(usage)"))
         if version > _VERSION or columns != COLUMNS:
-            raise sqlite3.DatabaseError("it is another release's")
-        connection.execute(f"PRAGMA user_version = {_VERSION}")  # writes: a full disk is found now
-        if _is_damaged(database):  # here already: its descriptor stays for as long as this connection is open
-            raise sqlite3.DatabaseError("it is damaged")
+            raise sqlite3.DatabaseError("the file belongs to another release")
+        connection.execute(f"PRAGMA user_version = {_VERSION}")  # a write, to notice a full disk now
+        if _is_damaged(database):  # now, because the descriptor of this check stays open as long as `connection`
+            raise sqlite3.DatabaseError("the file is damaged")
     except (sqlite3.Error, OSError) as error:
         raise ConfigError(
-            f"[usage] database = {database}: {error}; make room and let it be written, or choose another file"
+            f"[usage] database = {database}: {error}; free disk space and allow writing, or choose another file"
         ) from error
     return connection
 
 
 def _is_damaged(database: Path | None) -> bool:
-    """Whether somebody else could not read it: a connection that is open has in memory what was there before."""
+    """True if a new connection cannot read the file. (An open connection may read old pages from its memory.)"""
     try:
         with contextlib.closing(sqlite3.connect(database or ":memory:", timeout=_LOCK_S)) as connection:
             found = (message for (message,) in connection.execute("PRAGMA quick_check"))
@@ -262,7 +261,7 @@ def _is_damaged(database: Path | None) -> bool:
 
 
 def _identity(database: Path | None) -> tuple[int, int] | None:
-    """Of the file by that name; None if there is none."""
+    """Device and inode of a file; None if it does not exist."""
     with contextlib.suppress(OSError):
         if database is not None:
             status = database.stat()
@@ -273,15 +272,16 @@ def _identity(database: Path | None) -> tuple[int, int] | None:
 def read(
     database: Path, *, since: str = "", damaged: Callable[[str], None] = lambda _: None
 ) -> Iterator[dict[str, str | int]]:
-    """The bill, by day, tenant and role, also while a provider is writing it.
+    """Read the bill by day, tenant and role. Works while a provider writes the file.
 
     Args:
-        database: of a provider.
-        since: the first day, like 2026-01-31.
-        damaged: is told of every row that holds something else than counts and text; these values are 0 in the bill,
-            and characters that are no text are replaced.
+        database: usage database of a provider.
+        since: the first day, for example 2026-01-31.
+        damaged: called with a message for every row with a value that is not a count or not text. A damaged count is 0
+            in the bill; invalid characters are replaced.
 
-    Raises ConfigError if there is no such file, or something else in it.
+    Raises:
+        ConfigError: the file does not exist or is not a usage database.
     """
     try:
         with contextlib.closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)) as connection:

@@ -29,7 +29,7 @@ from provider import logs
 from provider.executor.envelope import ExecutorReport, Histogram
 from provider.gateway.link import bound_address, hang_up
 from provider.gateway.reception import Handshakes
-from provider.gateway.strangers import Stranger, Strangers
+from provider.gateway.unauthenticated import UnauthenticatedConnection, UnauthenticatedConnections
 from provider.gateway.usage import COUNTED
 from provider.operations.status import Status, StatusSource
 from symbiosis_priv.errors import ConfigError
@@ -196,7 +196,7 @@ class _Server(ThreadingHTTPServer):
         super().__init__(address, _Handler)
         self.source = source
         self._hosts = frozenset(host.lower() for host in hosts)
-        self._present = Strangers(_PLACES)
+        self._present = UnauthenticatedConnections(_PLACES)
         self._places = threading.Semaphore(_PLACES)
 
     def answers_to(self, headers: Sequence[str]) -> bool:
@@ -211,9 +211,9 @@ class _Server(ThreadingHTTPServer):
 
     def process_request(self, request: socket.socket, client_address: tuple[str, int]) -> None:  # type: ignore[override]
         """A thread for it, as soon as there is a place."""
-        guest = Stranger(request, client_address[0], deadline=math.inf)
-        if (crowded_out := self._present.come(guest)) is not None:
-            self._present.leave(crowded_out)
+        guest = UnauthenticatedConnection(request, client_address[0], deadline=math.inf)
+        if (crowded_out := self._present.add(guest)) is not None:
+            self._present.remove(crowded_out)
             hang_up(crowded_out.socket, socket.SHUT_RDWR)  # or it is this one, which is answered into the void
         self._places.acquire()  # who was hung up on ends soon
         thread = threading.Thread(target=self._run, args=(guest, client_address), name="metrics-request", daemon=True)
@@ -228,14 +228,14 @@ class _Server(ThreadingHTTPServer):
         """Who asks may leave before the answer."""
         log.often("metrics_failed", error=type(sys.exception()).__name__)
 
-    def _run(self, guest: Stranger, client_address: tuple[str, int]) -> None:
+    def _run(self, guest: UnauthenticatedConnection, client_address: tuple[str, int]) -> None:
         try:
             self.process_request_thread(guest.socket, client_address)
         finally:
             self._leave(guest)
 
-    def _leave(self, guest: Stranger) -> None:
-        self._present.leave(guest)
+    def _leave(self, guest: UnauthenticatedConnection) -> None:
+        self._present.remove(guest)
         self._places.release()
 
 

@@ -87,27 +87,27 @@ class StatusSource:
 
     def take(self) -> Status:
         """Collect the present status."""
-        service = self._gateway.service
+        state = self._gateway.state
         report = self.executor_report()
         return Status(
-            provider=service.config.name,
-            model_digest=service.digest,
-            uptime_s=time.monotonic() - service.started,
-            ready=report is not None and not service.stopping.is_set() and service.counts,
+            provider=state.config.name,
+            model_digest=state.digest,
+            uptime_s=time.monotonic() - state.started,
+            ready=report is not None and not state.stopping.is_set() and state.counts,
             connections=self._gateway.connections,
             handshakes=self._gateway.handshakes,
-            visits={str(tenant): count for tenant, count in service.register.visits().items()},
-            over_quota={str(tenant): count for tenant, count in service.quotas.limited().items()},
-            bytes_held=service.budget.used,
-            waiting_for_bytes=service.budget.waiting,
+            visits={str(tenant): count for tenant, count in state.register.visits().items()},
+            over_quota={str(tenant): count for tenant, count in state.quotas.limited().items()},
+            bytes_held=state.budget.used,
+            waiting_for_bytes=state.budget.waiting,
             restarts=self._executor.generation,
             hangs=self._executor.hangs,
             tenants=[
                 TenantStatus(tenant=str(tenant), role=role, counts=counts)
-                for (tenant, role), counts in sorted(service.usage.totals().items(), key=str)
+                for (tenant, role), counts in sorted(state.usage.totals().items(), key=str)
             ],
             executor=report,
             registries={} if self._announcer is None else self._announcer.taken,
-            usage_unwritten_s=service.usage.unwritten_s,
+            usage_unwritten_s=state.usage.unwritten_s,
             reloaded=self._reloader.succeeded,
         )

@@ -1,7 +1,7 @@
 """A registry's server: TLS 1.3, one thread for each connection, and a limit for everything that a client can allocate.
 
-Clients do not authenticate, so connections and requests are limited by network (`provider.gateway.strangers`): many
-clients in one network do not block the clients of other networks. A descriptor is stored only if it passes
+Clients do not authenticate, so connections and requests are limited by network (`provider.gateway.unauthenticated`):
+many clients in one network do not block the clients of other networks. A descriptor is stored only if it passes
 `descriptor.verify` and is newer than the stored one. The announcements of each key are limited, and so is the number of
 executors.
 """
@@ -21,7 +21,7 @@ from typing import Final, Self
 from provider import logs
 from provider.config.reload import Reloader
 from provider.gateway.link import Link, bound_address, hang_up, listen
-from provider.gateway.strangers import Stranger, Strangers
+from provider.gateway.unauthenticated import UnauthenticatedConnection, UnauthenticatedConnections
 from provider.registry.config import RegistryConfig
 from provider.registry.rates import Rates
 from provider.registry.store import Store
@@ -59,9 +59,9 @@ class RegistryServer:
         self._visits = Rates(per_s=config.requests_per_s, burst=10 * config.requests_per_s)
         per_h = config.announcements_per_h
         self._announcements = Rates(per_s=per_h / 3600, burst=max(1.0, per_h / 4))
-        self._present = Strangers(config.max_connections)
+        self._present = UnauthenticatedConnections(config.max_connections)
         self._stopping = threading.Event()
-        self._threads: dict[Stranger, threading.Thread] = {}
+        self._threads: dict[UnauthenticatedConnection, threading.Thread] = {}
         self._lock = threading.Lock()
         self.store = Store(config.database)
         try:
@@ -91,8 +91,8 @@ class RegistryServer:
         hang_up(self._listener, socket.SHUT_RDWR)  # wakes `accept` where the system does so
         self._acceptor.join()
         self._listener.close()
-        for stranger in self._present.all():
-            hang_up(stranger.socket, socket.SHUT_RDWR)
+        for client in self._present.all():
+            hang_up(client.socket, socket.SHUT_RDWR)
         deadline = time.monotonic() + self.config.frame_timeout_s
         with self._lock:
             threads = list(self._threads.values())
@@ -133,69 +133,69 @@ class RegistryServer:
                 log.often("accept_failed", error=type(error).__name__)
                 self._stopping.wait(_ACCEPT_S)
                 continue
-            stranger = Stranger(raw, peer[0], deadline=time.monotonic() + self.config.connection_s)
-            if (crowded_out := self._present.come(stranger)) is not None:
+            client = UnauthenticatedConnection(raw, peer[0], deadline=time.monotonic() + self.config.connection_s)
+            if (crowded_out := self._present.add(client)) is not None:
                 self._see_off(crowded_out)
-            if crowded_out is stranger:
+            if crowded_out is client:
                 raw.close()
             else:
-                self._begin(stranger)
+                self._begin(client)
 
-    def _see_off(self, crowded_out: Stranger) -> None:
+    def _see_off(self, crowded_out: UnauthenticatedConnection) -> None:
         """Closes a connection and waits for its thread, so that open connections never exceed the limit."""
         log.often("connection_dropped", address=crowded_out.network)
-        self._present.leave(crowded_out)
+        self._present.remove(crowded_out)
         hang_up(crowded_out.socket, socket.SHUT_RDWR)  # the connection's thread closes the socket
         with self._lock:
             thread = self._threads.get(crowded_out)
         if thread is not None:
             thread.join(self.config.frame_timeout_s)
 
-    def _begin(self, stranger: Stranger) -> None:
-        thread = threading.Thread(target=self._run, args=(stranger,), name="connection", daemon=True)
+    def _begin(self, client: UnauthenticatedConnection) -> None:
+        thread = threading.Thread(target=self._run, args=(client,), name="connection", daemon=True)
         with self._lock:
-            self._threads[stranger] = thread
+            self._threads[client] = thread
         try:
             thread.start()
         except RuntimeError as error:  # no more threads
             log.often("accept_failed", error=type(error).__name__)
-            self._forget(stranger)
+            self._forget(client)
 
     # A connection's thread
 
-    def _run(self, stranger: Stranger) -> None:
+    def _run(self, client: UnauthenticatedConnection) -> None:
         try:
             with contextlib.suppress(OSError, TransportError, ProtocolError):
-                self._serve(stranger)
+                self._serve(client)
         except Exception as error:  # a bug must not end the registry
             log.failure("connection_failed", error)
         finally:
-            self._forget(stranger)
+            self._forget(client)
 
-    def _forget(self, stranger: Stranger) -> None:
-        stranger.socket.close()
+    def _forget(self, client: UnauthenticatedConnection) -> None:
+        client.socket.close()
         with self._lock:
-            del self._threads[stranger]
-        self._present.leave(stranger)
+            del self._threads[client]
+        self._present.remove(client)
 
-    def _serve(self, stranger: Stranger) -> None:
-        raw = stranger.socket
+    def _serve(self, client: UnauthenticatedConnection) -> None:
+        raw = client.socket
         raw.settimeout(self.config.frame_timeout_s)
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection = self._context.wrap_socket(raw, server_side=True, do_handshake_on_connect=False)
-        if not self._present.speak(stranger, connection):
+        if not self._present.mark_active(client, connection):
             return
         connection.do_handshake()  # the socket's timeout covers the whole handshake
         link = Link(connection)
         try:
-            while not self._stopping.is_set() and self._answer_next(link, stranger):
+            while not self._stopping.is_set() and self._answer_next(link, client):
                 pass
         finally:
             link.close()
 
-    def _answer_next(self, link: Link, stranger: Stranger) -> bool:
+    def _answer_next(self, link: Link, client: UnauthenticatedConnection) -> bool:
         prefix = memoryview(bytearray(wire.PREFIX.size))
-        left = min(self.config.frame_timeout_s, stranger.deadline - time.monotonic())
+        left = min(self.config.frame_timeout_s, client.deadline - time.monotonic())
         if left <= 0 or not (begun := link.begin(prefix, timeout=left)):
             return False
         deadline = time.monotonic() + self.config.frame_timeout_s
@@ -204,7 +204,7 @@ class RegistryServer:
         header, payload = bytearray(length), bytearray(size)
         for part in (header, payload):
             link.receive(memoryview(part), deadline=deadline)
-        welcome = self._visits.take(stranger.network, now=time.monotonic())
+        welcome = self._visits.take(client.network, now=time.monotonic())
         reply, body = self._reply(protocol.decode_request(header), bytes(payload)) if welcome else (_TOO_MANY, b"")
         link.send(wire.encode(reply, payload_bytes=len(body)), memoryview(body), deadline=deadline)
         return welcome  # a client above its limit is disconnected: refusing each of its requests would delay others

@@ -257,7 +257,7 @@ def test_a_part_of_the_layers_is_held_to_that_part(place: Place, tmp_path: Path)
             assert "serves layers 1, and the federation file expects 0-1" in str(found["layers"].violation)
     with Provider(whole) as provider:
         assert provider._gateway is not None
-        object.__setattr__(provider._gateway.service, "served", Claimed())
+        object.__setattr__(provider._gateway.state, "served", Claimed())
         found = outcomes(provider, "executor", None)
         assert broken(found) == {"layers"}
         assert "for a layer that it says it does not serve" in str(found["layers"].violation)
@@ -481,7 +481,7 @@ def test_bad_requests_that_are_answered(judge: Judge, monkeypatch: pytest.Monkey
     honest = connection.Connection._check
 
     def lenient(self: connection.Connection, request: Any) -> int:
-        groups = len(self._service.manifest.groups)
+        groups = len(self._state.manifest.groups)
         return honest(self, msgspec.structs.replace(request, group=request.group % groups))
 
     monkeypatch.setattr(connection.Connection, "_check", lenient)

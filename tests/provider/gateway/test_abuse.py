@@ -380,7 +380,7 @@ def test_strangers_who_say_nothing(victim: Service, keys: Keys) -> None:
             for connection in opened:
                 connection.close()
     assert watch.grown_mib <= 32
-    named = [line for line in victim.logged() if line["event"] in ("stranger_dropped", "handshake_refused")]
+    named = [line for line in victim.logged() if line["event"] in ("handshake_dropped", "handshake_refused")]
     assert len(named) < 50
 
 

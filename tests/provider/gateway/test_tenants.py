@@ -28,8 +28,8 @@ from typer.testing import CliRunner
 from provider.cli import app
 from provider.config.schema import MIB, QuotaConfig, SchedulerConfig, UsageConfig
 from provider.executor.client import ExecutorClient
-from provider.gateway.credentials import Credentials, Peer
-from provider.gateway.quota import Meter, QuotaGate
+from provider.gateway.credentials import AuthenticatedTenant, Credentials
+from provider.gateway.quota import QuotaGate, QuotaMeter
 from provider.gateway.usage import Counts, Usage, read
 from provider.products.model import ServedModel
 from provider.refusal import Refusal
@@ -71,7 +71,7 @@ def ones(rows: int) -> torch.Tensor:
 def test_over_time_no_more_than_the_rate_comes_in(asked: list[tuple[int, float]], rate: float) -> None:
     """A second's worth at once, then the rate; the last request may be larger than all that was left."""
     quota, now, admitted = QuotaConfig(rows_per_s=rate), 0.0, 0
-    meter = Meter(now)
+    meter = QuotaMeter(now)
     for rows, pause in asked:
         now += pause
         delay = meter.delay(quota, now)
@@ -678,7 +678,7 @@ def test_a_connection_is_served_no_longer_than_its_certificate_is_good(
         assert "expired" in reply.detail
         assert open_one.at_end()
         alice.product(execute(0, 1), ones(1))
-        peer = Peer(ALICE, "mark", not_after=real_now() + timedelta(days=9))
+        peer = AuthenticatedTenant(ALICE, "mark", not_after=real_now() + timedelta(days=9))
         authorities = {ALICE.authority: real_now() + timedelta(days=1)}
         assert Credentials(context, authorities=authorities, revoked=frozenset()).refusal(peer) is not None
 

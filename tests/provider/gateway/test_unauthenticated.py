@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from provider import logs
-from provider.gateway.strangers import Stranger, Strangers, network_of
+from provider.gateway.unauthenticated import UnauthenticatedConnection, UnauthenticatedConnections, network_of
 
 
 @pytest.mark.parametrize(
@@ -28,57 +28,57 @@ def test_networks(host: str, network: str) -> None:
     assert network_of(host) == network
 
 
-def stranger(host: str, deadline: float = 10.0) -> Stranger:
-    return Stranger(socket.socket(), host, deadline=deadline)
+def new_client(host: str, deadline: float = 10.0) -> UnauthenticatedConnection:
+    return UnauthenticatedConnection(socket.socket(), host, deadline=deadline)
 
 
 def test_a_crowd_with_addresses_without_number_is_one_network() -> None:
-    strangers = Strangers(4)
-    tenant = stranger("2001:db8:ffff::1")
-    assert strangers.come(tenant) is None
+    connections = UnauthenticatedConnections(4)
+    tenant = new_client("2001:db8:ffff::1")
+    assert connections.add(tenant) is None
     for number in range(100):
-        gone = strangers.come(stranger(f"2001:db8::{number:x}"))
+        gone = connections.add(new_client(f"2001:db8::{number:x}"))
         if gone is not None:
             assert gone is not tenant
-            strangers.leave(gone)
+            connections.remove(gone)
             gone.socket.close()
-    for left in strangers.all():
+    for left in connections.all():
         left.socket.close()
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.booleans()), min_size=1, max_size=40), st.integers(1, 6))
 def test_the_busiest_network_loses_its_silent_ones_first(coming: list[tuple[str, bool]], limit: int) -> None:
-    strangers = Strangers(limit)
+    connections = UnauthenticatedConnections(limit)
     for letter, speaks in coming:
-        new = stranger(f"10.0.0.{ord(letter)}")
-        gone = strangers.come(new)
-        crowd = Counter(s.network for s in strangers.all())
+        new = new_client(f"10.0.0.{ord(letter)}")
+        gone = connections.add(new)
+        crowd = Counter(s.network for s in connections.all())
         if gone is None:
-            assert len(strangers) <= limit
+            assert len(connections) <= limit
         else:
             assert crowd[gone.network] == max(crowd.values())
-            same = [s for s in strangers.all() if s.network == gone.network]
+            same = [s for s in connections.all() if s.network == gone.network]
             assert gone.silent or not any(s.silent for s in same)
-            strangers.leave(gone)
+            connections.remove(gone)
             gone.socket.close()
         if speaks and gone is not new:
-            strangers.speak(new, new.socket)
-    assert len(strangers) <= limit
-    for left in strangers.all():
+            connections.mark_active(new, new.socket)
+    assert len(connections) <= limit
+    for left in connections.all():
         left.socket.close()
 
 
 def test_whoever_takes_too_long_is_late_silent_or_not() -> None:
-    strangers = Strangers(10)
-    speaking, early, late = stranger("10.0.0.3", 0.5), stranger("10.0.0.1", 1.0), stranger("10.0.0.2", 2.0)
+    connections = UnauthenticatedConnections(10)
+    speaking, early, late = new_client("10.0.0.3", 0.5), new_client("10.0.0.1", 1.0), new_client("10.0.0.2", 2.0)
     for one in (speaking, early, late):
-        strangers.come(one)
-    strangers.speak(speaking, speaking.socket)
-    assert strangers.next_deadline == 0.5
-    assert strangers.late(1.5) == [speaking, early]
+        connections.add(one)
+    connections.mark_active(speaking, speaking.socket)
+    assert connections.next_deadline == 0.5
+    assert connections.late(1.5) == [speaking, early]
     for one in (speaking, early, early):  # once more does nothing
-        strangers.leave(one)
-    assert strangers.next_deadline == 2.0
+        connections.remove(one)
+    assert connections.next_deadline == 2.0
     for one in (early, late, speaking):
         one.socket.close()
 
@@ -86,23 +86,23 @@ def test_whoever_takes_too_long_is_late_silent_or_not() -> None:
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 5)), max_size=20))
 def test_time_that_was_waited_for_a_turn_is_nobodys_delay(steps: list[tuple[float, float]]) -> None:
     """Who takes its time, in however many steps, has no more of it than who takes it at once."""
-    strangers, now, left = Strangers(10), 0.0, 3.0
-    one = stranger("10.0.0.1", left)
-    strangers.come(one)
+    connections, now, left = UnauthenticatedConnections(10), 0.0, 3.0
+    one = new_client("10.0.0.1", left)
+    connections.add(one)
     for own, waited in steps:
         now, left = now + own, left - own
         if left <= 1e-6:
             break
-        assert not strangers.late(now)
-        strangers.pause(one, now)
+        assert not connections.late(now)
+        connections.pause(one, now)
         now += waited
-        assert strangers.late(now) == []
-        assert strangers.next_deadline is None
-        strangers.resume(one, now)
-    assert strangers.next_deadline == pytest.approx(now + left)
-    assert strangers.late(now + left + 1e-3) == [one]
-    assert strangers.late(now + left + 1e-3) == []
-    strangers.leave(one)
+        assert connections.late(now) == []
+        assert connections.next_deadline is None
+        connections.resume(one, now)
+    assert connections.next_deadline == pytest.approx(now + left)
+    assert connections.late(now + left + 1e-3) == [one]
+    assert connections.late(now + left + 1e-3) == []
+    connections.remove(one)
     one.socket.close()
 
 

@@ -1,0 +1,143 @@
+"""Unauthenticated connections: a limited number of places, and which connection is dropped when all are taken.
+
+The network with the most connections loses one: an IPv4 address, or an IPv6 /64, because one client can have all
+addresses of a /64. Of that network, or of networks with equally many connections, silent connections are dropped before
+connections that have sent something, and the oldest first. So many connections from one network cost the clients of
+another network nothing.
+
+A connection that takes too long is dropped too. Its time does not run while it waits for its turn: otherwise many slow
+handshakes would make other clients late.
+"""
+
+from __future__ import annotations
+
+import heapq
+import ipaddress
+import itertools
+import math
+import socket
+import threading
+from collections.abc import Iterator
+
+
+class UnauthenticatedConnection:
+    """A connection whose client has not authenticated.
+
+    Args:
+        connection: the socket; `mark_active` replaces it with its TLS socket.
+        host: address of the client.
+        deadline: time by which the connection must have ended or authenticated, by `time.monotonic()`.
+            `UnauthenticatedConnections.resume` moves it.
+    """
+
+    def __init__(self, connection: socket.socket, host: str, *, deadline: float) -> None:
+        self.socket = connection
+        self.network = network_of(host)
+        self.deadline = deadline
+        self.silent = True
+        self.clock = -1  # key in `UnauthenticatedConnections` while the time runs
+
+
+class UnauthenticatedConnections:
+    """The unauthenticated connections, in order of arrival. Thread-safe.
+
+    Args:
+        limit: largest number of connections.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._present: dict[UnauthenticatedConnection, None] = {}
+        self._by_network: dict[str, dict[UnauthenticatedConnection, None]] = {}
+        self._clocks: dict[int, UnauthenticatedConnection] = {}  # connections whose time runs
+        self._due: list[tuple[float, int]] = []  # a heap of (deadline, clock), including stopped clocks
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._present)
+
+    def add(self, client: UnauthenticatedConnection) -> UnauthenticatedConnection | None:
+        """Add a connection. Returns the connection that must be dropped for it, or None."""
+        with self._lock:
+            self._present[client] = None
+            self._start_clock(client)
+            self._by_network.setdefault(client.network, {})[client] = None
+            if len(self._present) <= self._limit:
+                return None
+            silent = (s for clients in self._busiest() for s in clients if s.silent)
+            return next(silent, None) or next(iter(next(self._busiest())))
+
+    def _busiest(self) -> Iterator[dict[UnauthenticatedConnection, None]]:
+        """The connections of each network with the most connections, in order of arrival of the networks."""
+        most = max(map(len, self._by_network.values()))
+        return (clients for clients in self._by_network.values() if len(clients) == most)
+
+    def pause(self, client: UnauthenticatedConnection, now: float) -> None:
+        """Stop the time of a connection until `resume`."""
+        with self._lock:
+            if self._clocks.pop(client.clock, None) is not None:
+                client.deadline -= now
+
+    def resume(self, client: UnauthenticatedConnection, now: float) -> None:
+        """Let the time of a connection run again, with the time left at `pause`."""
+        with self._lock:
+            client.deadline += now
+            self._start_clock(client)
+
+    def _start_clock(self, client: UnauthenticatedConnection) -> None:
+        if client.deadline < math.inf:
+            client.clock = next(self._numbers)
+            self._clocks[client.clock] = client
+            heapq.heappush(self._due, (client.deadline, client.clock))
+
+    def mark_active(self, client: UnauthenticatedConnection, connection: socket.socket) -> bool:
+        """Record the first bytes of a connection, and its TLS socket. Returns False if the connection was dropped."""
+        with self._lock:
+            client.socket, client.silent = connection, False
+            return client in self._present
+
+    def remove(self, client: UnauthenticatedConnection) -> None:
+        """Remove a connection that has authenticated or ended. Does nothing if the connection was removed before."""
+        with self._lock:
+            if client not in self._present:
+                return
+            del self._present[client]
+            self._clocks.pop(client.clock, None)
+            clients = self._by_network[client.network]
+            del clients[client]
+            if not clients:
+                del self._by_network[client.network]
+
+    def all(self) -> list[UnauthenticatedConnection]:
+        """All connections."""
+        with self._lock:
+            return list(self._present)
+
+    def late(self, now: float) -> list[UnauthenticatedConnection]:
+        """The connections whose time is over; each is returned once."""
+        late = []
+        with self._lock:
+            while self._due and self._due[0][0] <= now:
+                _, clock = heapq.heappop(self._due)
+                if clock in self._clocks:
+                    late.append(self._clocks.pop(clock))
+        return late
+
+    @property
+    def next_deadline(self) -> float | None:
+        """The next deadline; None if no connection's time runs."""
+        with self._lock:
+            while self._due and self._due[0][1] not in self._clocks:
+                heapq.heappop(self._due)
+            return self._due[0][0] if self._due else None
+
+
+def network_of(host: str) -> str:
+    """The network that counts as one client: an IPv4 address (also a mapped one), or an IPv6 /64."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is not None:
+            return str(address.ipv4_mapped)
+        return str(ipaddress.IPv6Network((address, 64), strict=False))
+    return str(address)

@@ -1,4 +1,7 @@
-"""`provider.toml`: what a provider serves, to whom, and within which limits. `config_file.template` shows every key."""
+"""`provider.toml`: what a provider serves, to whom, and within which limits.
+
+`provider_toml.template` writes the "Args" below into the file that `provider init` makes: they are read there.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +39,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     Args:
         checkpoint: a folder (relative to the file) or a name on the Hugging Face hub.
         weight_bits: bits of a quantised weight; every tenant of this provider pins the same.
-        cache: folder for quantised weights; the user's cache folder if None.
-        layers: first and last of the layers that are served, as in "0-15"; all if None; "auto" for those that the
-            executors in `[registry] announce` leave out. The digest stays the whole model's.
+        cache: folder for quantised weights; the user's cache folder if left out.
+        layers: first and last of the layers that are served; all if left out; "auto" for those that the executors in
+            the registries of `announce` lack most. The digest stays the whole model's.
     """
 
     checkpoint: str
@@ -58,11 +61,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class TlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The provider's own certificate and key, and the authority that signs tenants' certificates (PEM files).
+    """PEM files, made by `symbiosis-priv keys`. The provider reads them again when they change.
 
     Args:
-        revoked: tenants' certificates that are not good any more, as `symbiosis-priv keys revoke` lists
-            them. All four are read again when they change.
+        certificate: the provider's own certificate.
+        key: the private key of the certificate.
+        tenant_authority: the authority that signs tenants' certificates.
+        revoked: tenants' certificates that are no longer accepted, as `symbiosis-priv keys revoke` lists them.
     """
 
     certificate: Path
@@ -134,9 +139,9 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     Args:
         endpoint: `inproc://executor` for a thread of the gateway's process, `ipc:///absolute/path` for a process
             of its own, which is restarted when it dies.
-        device: a torch device.
+        device: a torch device: "cpu" or "cuda".
         kernel: `auto`, or a name in `symbiosis_priv.kernels.KERNELS`.
-        threads: torch threads; None leaves the choice to torch.
+        threads: torch threads; torch chooses if left out.
         warm_up: true loads every layer group in idle time after the start; false loads a group at its first request.
         ranks: number of processes that each hold a shard of the model and multiply together (`provider.shards`).
         sharding: `columns` sends rows to the weights, `gathered` sends weights to the rows; `auto` measures in idle
@@ -145,7 +150,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             stopped is noticed within seconds.
         hang_timeout_s: an executor without a sign of life for this time is killed and restarted. With ranks, the
             group's timeout is added, so that the hanging rank can be found.
-        float_path: `float` in the file: also serve float products. Only masking = "paper-pool" needs them.
+        float_path: also serve float products. Only masking = "paper-pool" needs them.
         float_memory_mib: memory for float weights; the least recently used layer groups are dropped first.
     """
 
@@ -181,7 +186,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The order of products; see `scheduler.policy.Policy`.
+    """The order of products.
 
     Args:
         policy: `opportunistic` batches all requests that wait for the same layer group; `none` and `lockstep` exist for
@@ -220,7 +225,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class QuotaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits on one tenant; None is no limit.
+    """Limits on each tenant; no limit if left out. They are read again on SIGHUP or when this file changes.
 
     Args:
         weight: the tenant's share of a busy executor, relative to other tenants.
@@ -247,10 +252,10 @@ class UsageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Each tenant's usage.
 
     Args:
-        database: where it is counted: beside provider.toml, as provider.usage.sqlite, if it is not said; in memory only
-            for a configuration that was made in code.
-        max_unwritten_s: for how long tenants are served while that cannot be written; what they use meanwhile is
-            written as soon as it can be. After that they are told to ask again.
+        database: the file that counts it, for `symbiosis-priv provider usage`; provider.usage.sqlite beside
+            provider.toml if left out. A configuration that is made in code counts in memory only.
+        max_unwritten_s: time that tenants are served while the database cannot be written. Their usage is written as
+            soon as it can be. After this time, tenants are told to ask again.
     """
 
     database: Path | None = None
@@ -262,7 +267,7 @@ class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     authentication: keep it on loopback or on a private network.
 
     Args:
-        listen: `host:port`; nothing listens if None.
+        listen: `host:port`; nothing listens if left out.
         hosts: host names by which operators reach it, besides the host in `listen` and localhost. Requests for metrics
             and status that name another host are refused; an IP address needs no entry.
     """
@@ -279,12 +284,12 @@ class AnnounceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Registries that list this executor, so that tenants can find it.
 
     Args:
-        announce: addresses of registries; None announces nothing.
+        announce: addresses of registries; nothing is announced if left out.
         authority: the federation's authority. It has issued this provider's certificate, with the operator's name.
         revoked: the authority's list of revoked certificates.
-        address: where tenants reach this provider, `host:port`; `listen` if None. The certificate names the host.
+        address: where tenants reach this provider, `host:port`; `listen` if left out. The certificate names the host.
         capacity: throughput relative to other executors.
-        capacity_layers: number of layers that fit into memory, for `layers = "auto"` under [model].
+        capacity_layers: number of layers that fit into memory, for layers = "auto" under [model].
         lifetime_s: validity of an announcement. It is renewed after a third of this time.
     """
 

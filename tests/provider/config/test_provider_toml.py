@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from provider.config.provider_toml import load, template
-from provider.config.schema import Limits
+from provider.config.schema import Limits, ProviderConfig
 from symbiosis_priv.errors import ConfigError
 
 NO_DEFAULT = (
@@ -29,13 +31,24 @@ def test_template_shows_the_defaults(tmp_path: Path) -> None:
     plain = load(written(tmp_path, template()))
     lines = []
     for line in template().splitlines():
-        shown = line.removeprefix("# ")
-        optional = line.startswith("# ") and " = " in line and not shown.startswith(NO_DEFAULT)
+        shown = line.removeprefix("#")
+        optional = re.match(r"#\w+ = ", line) and not shown.startswith(NO_DEFAULT)
         lines.append(shown if optional else line)
     assert load(written(tmp_path, "\n".join(lines))) == plain
     assert plain.limits == Limits()
     assert plain.model.checkpoint == str((tmp_path / "model").resolve())
     assert plain.tls.certificate == tmp_path / "keys/alpha.pem"
+
+
+def test_template_explains_every_key() -> None:
+    """A key that its docstring leaves out would be missing."""
+    written = re.findall(r"^# .*\n#?(\w+) = ", template(), re.MULTILINE)
+    for field in msgspec.structs.fields(ProviderConfig):
+        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+            assert {each.encode_name for each in msgspec.structs.fields(field.type)} <= set(written)
+            assert f"\n[{field.name}]\n" in template()
+        else:
+            assert field.name in (*written, "tenants")
 
 
 @pytest.mark.parametrize("layers", ["0-15", "7", None])

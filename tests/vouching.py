@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from symbiosis_priv import certificates
-from symbiosis_priv.certificates import Identity, Kind
+from symbiosis_priv.certificates import issuing
+from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.network.tls import registry_client_context
 from symbiosis_priv.registry.descriptor import MS, VerifiedDescriptor, describe, verify
@@ -30,7 +30,7 @@ class Vouching:
 
     @classmethod
     def in_folder(cls, folder: Path) -> Vouching:
-        return cls(folder, certificates.create_authority(folder, name="federation"))
+        return cls(folder, issuing.create_authority(folder, name="federation"))
 
     @property
     def trust(self) -> Trust:
@@ -39,7 +39,7 @@ class Vouching:
     def identity(self, name: str, *, operator: str | None = None) -> Identity:
         """Of an executor, or of a registry."""
         if name not in self.known:
-            self.known[name] = certificates.issue(
+            self.known[name] = issuing.issue(
                 self.folder, authority=self.authority, kind=Kind.PROVIDER, name=name, operator=operator or f"{name} AG"
             )
         return self.known[name]

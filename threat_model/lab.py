@@ -29,7 +29,8 @@ from provider.config.schema import ExecutorConfig, Limits, ModelConfig, Provider
 from provider.serve import Provider
 from symbiosis_priv.arithmetic.keystream import SEED_BYTES, expand
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, Direction
-from symbiosis_priv.certificates import Kind, create_authority, create_self_signed, issue
+from symbiosis_priv.certificates.issuing import create_authority, create_self_signed, issue
+from symbiosis_priv.certificates.reading import Kind
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.federation import load_federation
 from symbiosis_priv.harness.base_model import Pretraining, make_base_model

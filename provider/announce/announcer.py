@@ -11,7 +11,7 @@ from typing import Final
 
 from provider import logs
 from provider.config.schema import AnnounceConfig, ProviderConfig
-from symbiosis_priv.certificates import Identity
+from symbiosis_priv.certificates.reading import Identity
 from symbiosis_priv.checkpoints.layers import LayerRange, whole_layers
 from symbiosis_priv.checkpoints.manifest import Manifest
 from symbiosis_priv.errors import ConfigError, DescriptorError, SymbiosisError

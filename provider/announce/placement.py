@@ -15,7 +15,7 @@ from provider import logs
 from provider.announce.announcer import trust_of
 from provider.config.schema import AUTO, ProviderConfig
 from provider.products.model import open_store
-from symbiosis_priv.certificates import key_fingerprint, load_certificates
+from symbiosis_priv.certificates.reading import key_fingerprint, load_certificates
 from symbiosis_priv.checkpoints.manifest import Manifest
 from symbiosis_priv.checkpoints.weights import Progress
 from symbiosis_priv.errors import ConfigError, DescriptorError, SymbiosisError

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from provider.config.schema import DEFAULT_LISTEN, ProviderConfig
-from symbiosis_priv.certificates import check_name
+from symbiosis_priv.certificates.naming import check_name
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.limits import Role
 from symbiosis_priv.system.toml import load_toml

@@ -12,7 +12,8 @@ from cryptography import x509
 
 from provider.config.schema import TlsConfig
 from provider.refusal import Refusal
-from symbiosis_priv.certificates import clock, key_fingerprint, load_certificates
+from symbiosis_priv.certificates import clock
+from symbiosis_priv.certificates.reading import key_fingerprint, load_certificates
 from symbiosis_priv.certificates.revocation import load_revoked, mark_of
 from symbiosis_priv.errors import CertificateError
 from symbiosis_priv.network.tls import TenantIdentity, server_context, tenant_identity

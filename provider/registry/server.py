@@ -25,7 +25,7 @@ from provider.gateway.unauthenticated import UnauthenticatedConnection, Unauthen
 from provider.registry.config import RegistryConfig
 from provider.registry.rates import Rates
 from provider.registry.store import Store
-from symbiosis_priv.certificates import load_certificates
+from symbiosis_priv.certificates.reading import load_certificates
 from symbiosis_priv.errors import CertificateError, DescriptorError, ProtocolError, StorageError, TransportError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import registry_server_context

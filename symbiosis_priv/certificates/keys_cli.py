@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from symbiosis_priv import certificates
-from symbiosis_priv.certificates import Description, Identity, Kind, clock, revocation
+from symbiosis_priv.certificates import clock, issuing, reading, requests, revocation
 from symbiosis_priv.certificates.naming import NEXT, PREVIOUS
+from symbiosis_priv.certificates.reading import Description, Identity, Kind
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import CertificateError, ConfigError
 
@@ -38,7 +38,7 @@ _REVOKED = "revoked.txt"
 @app.command()
 def authority(*, name: Name = "authority", directory: Directory = KEYS, days: Days = 3650) -> None:
     """Create a certificate authority: a provider's, for its tenants, or a federation's, for its providers."""
-    identity, revoked = certificates.create_authority(directory, name=name, days=days), directory / _REVOKED
+    identity, revoked = issuing.create_authority(directory, name=name, days=days), directory / _REVOKED
     revocation.create_list(revoked)
     _report(identity)
     terminal.say(f"  revoked      {revoked} (`symbiosis-priv keys revoke` adds entries)")
@@ -72,10 +72,10 @@ def provider(
     if self_signed:
         if operator is not None:
             raise ConfigError("--operator needs an authority, and --self-signed has none: leave one of them out")
-        identity = certificates.create_self_signed(directory, kind=Kind.PROVIDER, name=name, hosts=hosts, days=days)
+        identity = issuing.create_self_signed(directory, kind=Kind.PROVIDER, name=name, hosts=hosts, days=days)
     else:
         signer = _identity(directory, authority)
-        identity = certificates.issue(
+        identity = issuing.issue(
             directory, authority=signer, kind=Kind.PROVIDER, name=name, hosts=hosts, days=days, operator=operator
         )
     _report(identity)
@@ -90,7 +90,7 @@ def provider(
 def tenant(*, name: Name, authority: Authority = "authority", directory: Directory = KEYS, days: Days = 365) -> None:
     """Make a tenant's key and certificate here, for tests. Otherwise use `request` and `sign`: the key stays there."""
     signer = _identity(directory, authority)
-    identity = certificates.issue(directory, authority=signer, kind=Kind.TENANT, name=name, days=days)
+    identity = issuing.issue(directory, authority=signer, kind=Kind.TENANT, name=name, days=days)
     _report(identity)
     _set(
         "Hand both files to the tenant. In its federation.toml",
@@ -112,12 +112,12 @@ def request(
 
     If the key exists, the request is for the existing key. Use this to renew a certificate.
     """
-    path = certificates.create_request(directory, name=name, kind=Kind.PROVIDER if provider else Kind.TENANT)
+    path = requests.create_request(directory, name=name, kind=Kind.PROVIDER if provider else Kind.TENANT)
     terminal.say(f"{path}", style="bold green")
     terminal.say(f"  name         {name}")
-    key = certificates.pair(directory, name).key
+    key = reading.pair(directory, name).key
     terminal.say(f"  key          {key} (secret, mode 0600; it never leaves this machine)")
-    terminal.say(f"  fingerprint  {certificates.load_request(path).fingerprint}")
+    terminal.say(f"  fingerprint  {requests.load_request(path).fingerprint}")
     signer = "the owner of the federation's authority" if provider else "the executor's operator"
     vouched = " --authority federation --operator 'YOUR COMPANY' --host YOUR.HOST" if provider else ""
     _next(f"Send {path} to {signer}, and this fingerprint by another channel. The signer runs:")
@@ -142,10 +142,10 @@ def sign(
     days: Days = 365,
 ) -> None:
     """Sign a request: issue a certificate to a tenant, or to a provider of your federation."""
-    wanted = certificates.load_request(request)
+    wanted = requests.load_request(request)
     if fingerprint not in (None, wanted.fingerprint):
         raise CertificateError(f"{request} is for the key {wanted.fingerprint}, not {fingerprint}: do not sign it")
-    path = certificates.sign_request(
+    path = requests.sign_request(
         wanted,
         authority=_identity(directory, authority),
         directory=directory,
@@ -154,7 +154,7 @@ def sign(
         days=days,
         renew=renew,
     )
-    _print_certificate(path, certificates.describe(path))
+    _print_certificate(path, reading.describe(path))
     terminal.say(f"  of the key   {wanted.fingerprint}")
     if renew:
         _next(
@@ -180,18 +180,18 @@ def rotate(
 ) -> None:
     """Replace a certificate and its key, by the next pair if it exists. The old pair is kept as NAME.previous."""
     path = _identity(directory, name).certificate
-    old = certificates.load_certificates(path)[0]
+    old = reading.load_certificates(path)[0]
     signer = None if old.issuer == old.subject else _identity(directory, authority)
-    prepared = certificates.pair(directory, f"{name}.next").certificate.exists()
+    prepared = reading.pair(directory, f"{name}.next").certificate.exists()
     if signer is not None and not signer.key.exists() and not prepared:
         raise CertificateError(
             f"{path} was issued by an authority whose key is not in {directory} as {authority}.key: "
-            f"{certificates.how_to_renew(_identity(directory, name))}; or pass --authority"
+            f"{reading.how_to_renew(_identity(directory, name))}; or pass --authority"
         )
-    make = certificates.prepare_rotation if prepare else certificates.rotate
+    make = issuing.prepare_rotation if prepare else issuing.rotate
     identity = make(path, authority=signer, days=days)
     _report(identity)
-    if certificates.describe(path).kind != Kind.PROVIDER:
+    if reading.describe(path).kind != Kind.PROVIDER:
         _next("Restart the programs that use the pair: they read it at start.")
     elif prepare:
         _next(
@@ -228,7 +228,7 @@ def revoke(
         terminal.say(f"revoked {shown}")
     if following in others:
         _next(f"{following} is revoked too: remove it and its key before you rotate.")
-    if certificates.describe(path).kind == Kind.PROVIDER:
+    if reading.describe(path).kind == Kind.PROVIDER:
         _next(f"Send {listed} to registries (`registry serve --revoked`) and to all tenants.")
         _set("In federation.toml", "registry", revoked=listed)
         return
@@ -254,7 +254,7 @@ def show(
             f"`symbiosis-priv keys provider`"
         )
     for path in paths:
-        _print_certificate(path, certificates.describe(path))
+        _print_certificate(path, reading.describe(path))
 
 
 def _identity(directory: Path, name: str) -> Identity:
@@ -264,7 +264,7 @@ def _identity(directory: Path, name: str) -> Identity:
 
 
 def _report(identity: Identity) -> None:
-    _print_certificate(identity.certificate, certificates.describe(identity.certificate))
+    _print_certificate(identity.certificate, reading.describe(identity.certificate))
     terminal.say(f"  key          {identity.key} (secret, mode 0600)")
 
 
@@ -282,9 +282,9 @@ def _print_certificate(path: Path, description: Description) -> None:
 
 def _renewal(path: Path) -> str:
     identity = Identity(path, path.with_suffix(".key"))
-    if certificates.describe(path).kind == "authority":
+    if reading.describe(path).kind == "authority":
         return "make another with `symbiosis-priv keys authority`, and list both until all certificates are replaced"
-    return certificates.how_to_renew(identity) if identity.key.exists() else "ask its owner for the next one"
+    return reading.how_to_renew(identity) if identity.key.exists() else "ask its owner for the next one"
 
 
 def _next(what: str, paste: str = "") -> None:

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from cryptography import x509
 
-from symbiosis_priv.certificates import load_certificates, provider_name, tenant_name
 from symbiosis_priv.certificates.pem import create_file
+from symbiosis_priv.certificates.reading import load_certificates, provider_name, tenant_name
 from symbiosis_priv.errors import CertificateError
 from symbiosis_priv.system.files import read_limited, write_atomically
 

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from symbiosis_priv.certificates import fingerprint, key_fingerprint, load_pin
+from symbiosis_priv.certificates.reading import fingerprint, key_fingerprint, load_pin
 from symbiosis_priv.errors import ConfigError, RoleConflictError
 from symbiosis_priv.federation.peers import Company, Peer
 from symbiosis_priv.federation.spelling import plain, plain_host

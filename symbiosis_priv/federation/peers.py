@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from symbiosis_priv.certificates import Pin, key_fingerprint, load_pin
+from symbiosis_priv.certificates.reading import Pin, key_fingerprint, load_pin
 from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.limits import Role
 

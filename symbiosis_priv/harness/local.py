@@ -21,7 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from symbiosis_priv.certificates import DEFAULT_HOSTS, Identity, Kind, create_authority, issue
+from symbiosis_priv.certificates.issuing import DEFAULT_HOSTS, create_authority, issue
+from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.checkpoints.weights import Progress, WeightStore
 from symbiosis_priv.errors import ConfigError, ConnectionLostError, DeadlineExceededError

@@ -26,7 +26,7 @@ from typing import Any, Final, TypeVar
 
 from torch import Tensor
 
-from symbiosis_priv.certificates import Pin
+from symbiosis_priv.certificates.reading import Pin
 from symbiosis_priv.errors import ConnectionLostError, DeadlineExceededError
 from symbiosis_priv.network import tls, wire
 from symbiosis_priv.network.addresses import is_internal

@@ -32,7 +32,8 @@ import msgspec
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from symbiosis_priv.certificates import (
+from symbiosis_priv.certificates.alerts import warn_of_expiry, warn_of_exposed_key
+from symbiosis_priv.certificates.reading import (
     Identity,
     Kind,
     Pin,
@@ -47,8 +48,6 @@ from symbiosis_priv.certificates import (
     load_pin,
     require_identity,
     tenant_name,
-    warn_of_expiry,
-    warn_of_exposed_key,
 )
 from symbiosis_priv.errors import CertificateError, ConnectionLostError
 

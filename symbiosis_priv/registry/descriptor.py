@@ -31,7 +31,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes, PublicKeyTypes
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from symbiosis_priv.certificates import (
+from symbiosis_priv.certificates.reading import (
     Identity,
     hosts_of,
     key_fingerprint,

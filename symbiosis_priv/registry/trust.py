@@ -10,7 +10,7 @@ from typing import Self
 
 from cryptography import x509
 
-from symbiosis_priv.certificates import is_authority, is_issued_by, load_certificates, provider_name
+from symbiosis_priv.certificates.reading import is_authority, is_issued_by, load_certificates, provider_name
 from symbiosis_priv.certificates.revocation import load_revoked, mark_of
 from symbiosis_priv.errors import CertificateError, DescriptorError
 

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, Self
 
 import numpy as np
 
-from symbiosis_priv.certificates import Identity
+from symbiosis_priv.certificates.reading import Identity
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.display import figures
 from symbiosis_priv.harness.local import METRICS, LocalFederation

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction
-from symbiosis_priv.certificates import Identity
+from symbiosis_priv.certificates.reading import Identity
 from symbiosis_priv.federation import load_federation
 from symbiosis_priv.network import wire
 from tenant.connections.channel import Channel, fresh_nonce

@@ -16,7 +16,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from symbiosis_priv.certificates import Kind, create_authority, issue
+from symbiosis_priv.certificates.issuing import create_authority, issue
+from symbiosis_priv.certificates.reading import Kind
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.federation import load_federation
 from symbiosis_priv.harness.base_model import Pretraining, make_base_model

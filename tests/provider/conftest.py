@@ -22,9 +22,9 @@ from torch import Tensor
 
 from provider.config.schema import ExecutorConfig, Limits, ModelConfig, ProviderConfig, TlsConfig, to_json
 from provider.serve import Provider
-from symbiosis_priv import certificates
 from symbiosis_priv.arithmetic.ring import Direction
-from symbiosis_priv.certificates import Identity, Kind
+from symbiosis_priv.certificates import issuing
+from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.addresses import parse_address
@@ -145,19 +145,19 @@ class Keys:
 @pytest.fixture(scope="session")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
     folder = tmp_path_factory.mktemp("keys")
-    authority = certificates.create_authority(folder)
-    other = certificates.create_authority(folder, name="other")
+    authority = issuing.create_authority(folder)
+    other = issuing.create_authority(folder, name="other")
 
     def tenant(name: str, signer: Identity = authority) -> Identity:
-        return certificates.issue(folder, authority=signer, kind=Kind.TENANT, name=name)
+        return issuing.issue(folder, authority=signer, kind=Kind.TENANT, name=name)
 
     return Keys(
         authority=authority,
         other_authority=other,
-        provider=certificates.create_self_signed(folder, kind=Kind.PROVIDER, name="alpha"),
+        provider=issuing.create_self_signed(folder, kind=Kind.PROVIDER, name="alpha"),
         tenants={name: tenant(name) for name in ("alice", "bob", "carol", "dave")},
         stranger=tenant("stranger", other),
-        namesake=certificates.issue(folder / "other", authority=other, kind=Kind.TENANT, name="alice"),
+        namesake=issuing.issue(folder / "other", authority=other, kind=Kind.TENANT, name="alice"),
     )
 
 

@@ -21,8 +21,8 @@ import pytest
 from torch import Tensor
 
 from provider.products.model import ServedModel
-from symbiosis_priv import certificates
-from symbiosis_priv.certificates import Identity, Kind
+from symbiosis_priv.certificates import issuing
+from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.federation import Company, Federation, Peer
 from symbiosis_priv.network import wire
@@ -286,12 +286,12 @@ class Identities:
     issued: int = 0
 
     def __post_init__(self) -> None:
-        self.authority = certificates.create_authority(self.folder)
-        self.tenant = certificates.issue(self.folder, authority=self.authority, kind=Kind.TENANT, name="tenant")
+        self.authority = issuing.create_authority(self.folder)
+        self.tenant = issuing.issue(self.folder, authority=self.authority, kind=Kind.TENANT, name="tenant")
 
     def provider(self) -> Identity:
         self.issued += 1
-        return certificates.create_self_signed(self.folder, kind=Kind.PROVIDER, name=f"provider-{self.issued}")
+        return issuing.create_self_signed(self.folder, kind=Kind.PROVIDER, name=f"provider-{self.issued}")
 
 
 @pytest.fixture(scope="session")

@@ -30,9 +30,9 @@ from provider.products.floats import FloatGroup, FloatGroups
 from provider.products.model import ServedModel
 from provider.refusal import Refusal
 from provider.serve import Provider
-from symbiosis_priv import certificates
 from symbiosis_priv.arithmetic.ring import FORWARD
-from symbiosis_priv.certificates import Identity, Kind
+from symbiosis_priv.certificates import issuing
+from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import ConfigError
@@ -118,14 +118,14 @@ class Place:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     folder = tmp_path_factory.mktemp("verify")
-    authority = certificates.create_authority(folder)
+    authority = issuing.create_authority(folder)
     return Place(
         folder=folder,
         checkpoint=make_checkpoint(folder / "model", seed=0),
         other=make_checkpoint(folder / "other", seed=1),
         authority=authority,
-        provider=certificates.create_self_signed(folder, kind=Kind.PROVIDER, name="alpha"),
-        tenant=certificates.issue(folder, authority=authority, kind=Kind.TENANT, name="alice"),
+        provider=issuing.create_self_signed(folder, kind=Kind.PROVIDER, name="alpha"),
+        tenant=issuing.issue(folder, authority=authority, kind=Kind.TENANT, name="alice"),
     )
 
 

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from symbiosis_priv.certificates import Identity, Kind, create_authority, issue
+from symbiosis_priv.certificates.issuing import create_authority, issue
+from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.certificates.revocation import revoke
 from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.errors import SymbiosisError

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from symbiosis_priv.arithmetic.ring import FORWARD
-from symbiosis_priv.certificates import Identity
+from symbiosis_priv.certificates.reading import Identity
 from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from symbiosis_priv.arithmetic.ring import FORWARD
-from symbiosis_priv.certificates import Identity
+from symbiosis_priv.certificates.reading import Identity
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.federation import load_federation
 from tenant.core.verifier import DEFAULT_COLUMNS

@@ -15,7 +15,7 @@ from torch import Tensor
 from provider.operations.health import ask_health
 from symbiosis_priv.arithmetic.keystream import SEED_BYTES, expand
 from symbiosis_priv.arithmetic.ring import FORWARD
-from symbiosis_priv.certificates import Identity
+from symbiosis_priv.certificates.reading import Identity
 from symbiosis_priv.federation import Peer
 from symbiosis_priv.network import wire
 from tenant.connections.channel import Channel, fresh_nonce

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature, encode_dss_signature
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from symbiosis_priv.certificates import Identity, load_certificates
+from symbiosis_priv.certificates.reading import Identity, load_certificates
 
 _SEQUENCE, _BIT_STRING = 0x30, 0x03
 _LONG = 0x80  # a length that takes bytes of its own begins here

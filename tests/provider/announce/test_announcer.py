@@ -17,7 +17,7 @@ from provider.config.schema import AnnounceConfig, ModelConfig, ProviderConfig, 
 from provider.products.model import open_store
 from provider.registry.server import RegistryServer
 from provider.serve import Provider
-from symbiosis_priv import certificates
+from symbiosis_priv.certificates import issuing
 from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.errors import CertificateError, ConfigError
 from symbiosis_priv.network.tls import client_context
@@ -99,7 +99,7 @@ def test_it_announces_itself_again_and_again_and_after_a_reload(
         until(lambda: "delta" in listed(vouching, registry, provider.model_digest))
         first = listed(vouching, registry, provider.model_digest)["delta"]
         until(lambda: listed(vouching, registry, provider.model_digest)["delta"].age > first.age)  # once a second
-        certificates.rotate(vouching.identity("delta").certificate, authority=vouching.authority)
+        issuing.rotate(vouching.identity("delta").certificate, authority=vouching.authority)
         until(lambda: listed(vouching, registry, provider.model_digest)["delta"].key != first.key)
 
 

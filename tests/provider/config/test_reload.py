@@ -21,7 +21,7 @@ from provider.config.schema import MetricsConfig, ProviderConfig, TlsConfig
 from provider.gateway.credentials import Credentials
 from provider.products.model import open_store
 from provider.serve import Provider
-from symbiosis_priv import certificates
+from symbiosis_priv.certificates import issuing
 from symbiosis_priv.certificates.revocation import revoke
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CertificateError, SymbiosisError
@@ -45,7 +45,7 @@ def until(condition: Callable[[], bool]) -> None:
 @pytest.fixture
 def tls(keys: Keys, tmp_path: Path) -> TlsConfig:
     """Files of this test's own: two authorities, and two tenants who are revoked."""
-    other = certificates.create_authority(tmp_path, name="other")
+    other = issuing.create_authority(tmp_path, name="other")
     authorities = tmp_path / "authorities.pem"
     authorities.write_bytes(keys.authority.certificate.read_bytes() + other.certificate.read_bytes())
     listed = tmp_path / "revoked.txt"

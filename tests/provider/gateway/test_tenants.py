@@ -34,8 +34,8 @@ from provider.gateway.usage import Counts, Usage, read
 from provider.products.model import ServedModel
 from provider.refusal import Refusal
 from provider.serve import Provider
-from symbiosis_priv import certificates
-from symbiosis_priv.certificates import Identity, Kind, clock, keys_cli
+from symbiosis_priv.certificates import clock, issuing, keys_cli, reading
+from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.certificates.revocation import load_revoked, mark_of, revoke
 from symbiosis_priv.errors import CertificateError, ConfigError
 from symbiosis_priv.network import wire
@@ -618,7 +618,7 @@ def test_export(tmp_path: Path, configure: Configure, keys: Keys) -> None:
 @pytest.fixture
 def dora(keys: Keys, tmp_path: Path) -> Identity:
     """A tenant of her own, to be revoked."""
-    return certificates.issue(tmp_path, authority=keys.authority, kind=Kind.TENANT, name="dora")
+    return issuing.issue(tmp_path, authority=keys.authority, kind=Kind.TENANT, name="dora")
 
 
 def test_a_revoked_tenant_is_hung_up_on_in_the_middle_of_a_request(
@@ -664,7 +664,7 @@ def test_a_connection_is_served_no_longer_than_its_certificate_is_good(
 ) -> None:
     """The handshake looks at lifetimes once; a connection may be open for months."""
     execute, _ = requests
-    erin = certificates.issue(tmp_path, authority=keys.authority, kind=Kind.TENANT, name="erin", days=1)
+    erin = issuing.issue(tmp_path, authority=keys.authority, kind=Kind.TENANT, name="erin", days=1)
     context = client_context(certificate=erin.certificate, key=erin.key, pins=(keys.provider.certificate,))
     real_now = clock.now
     with Provider(configure()) as provider:
@@ -727,7 +727,7 @@ def test_the_list(keys: Keys, tmp_path: Path, dora: Identity) -> None:
     listed = tmp_path / "list.txt"
     listed.write_text("# who left\n")
     first = revoke(listed, [dora.certificate, dora.certificate])
-    assert first == [mark_of(certificates.load_certificates(dora.certificate)[0])]
+    assert first == [mark_of(reading.load_certificates(dora.certificate)[0])]
     assert revoke(listed, [dora.certificate]) == []
     assert load_revoked(listed) == frozenset(first)
     assert listed.read_text().startswith("# who left\n")
@@ -743,7 +743,7 @@ def test_a_new_certificate_and_new_quotas_are_taken_over(
 ) -> None:
     """SIGHUP; who is connected stays so, and new connections see the new certificate."""
     execute, _ = requests
-    own = certificates.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="turning")
+    own = issuing.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="turning")
     config = configure()
     tls = msgspec.structs.replace(config.tls, certificate=own.certificate, key=own.key)
     service = launch(msgspec.structs.replace(config, tls=tls))
@@ -753,7 +753,7 @@ def test_a_new_certificate_and_new_quotas_are_taken_over(
         return client_context(certificate=identity.certificate, key=identity.key, pins=(own.certificate,))
 
     client = connect(context=context(), to=service)
-    certificates.rotate(own.certificate, authority=None)
+    issuing.rotate(own.certificate, authority=None)
     text = service.config_file.read_text()
     service.config_file.write_text(text.replace("[tenants]", "[tenants.alice]\nrows_per_s = 1.0\n"))
     service.process.send_signal(signal.SIGHUP)

@@ -24,8 +24,8 @@ from provider.registry.cli import app
 from provider.registry.config import RegistryConfig
 from provider.registry.rates import Rates
 from provider.registry.server import RegistryServer
-from symbiosis_priv import certificates
-from symbiosis_priv.certificates import Kind
+from symbiosis_priv.certificates import issuing
+from symbiosis_priv.certificates.reading import Kind
 from symbiosis_priv.certificates.revocation import revoke
 from symbiosis_priv.errors import (
     CertificateError,
@@ -302,7 +302,7 @@ def test_a_client_talks_only_to_registries_of_its_federation(serve: Serve, vouch
     stranger = Vouching.in_folder(tmp_path)
     with pytest.raises(CertificateError, match="was refused"), stranger.client(server.address):
         pass
-    elsewhere = certificates.issue(
+    elsewhere = issuing.issue(
         tmp_path, authority=vouching.authority, kind=Kind.PROVIDER, name="far", hosts=["far.example"], operator="F"
     )
     other = serve(name="far", certificate=elsewhere.certificate, key=elsewhere.key)
@@ -321,7 +321,7 @@ def test_a_client_keeps_its_deadline(vouching: Vouching) -> None:
 
 
 def test_who_has_no_certificate_of_the_authority_runs_no_registry(vouching: Vouching, tmp_path: Path) -> None:
-    own = certificates.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="registry")
+    own = issuing.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="registry")
     config = RegistryConfig(
         listen="127.0.0.1:0", certificate=own.certificate, key=own.key, authority=vouching.authority.certificate
     )

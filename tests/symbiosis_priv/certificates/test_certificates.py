@@ -20,9 +20,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from symbiosis_priv import certificates
-from symbiosis_priv.certificates import Identity, Kind, alerts, clock, issuing, pem
+from symbiosis_priv.certificates import alerts, clock, issuing, pem, reading, requests
 from symbiosis_priv.certificates.keys_cli import app
+from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.errors import CertificateError, ConfigError, SymbiosisError
 from symbiosis_priv.network.tls import client_context, server_context
 
@@ -31,11 +31,11 @@ GOOD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 
 @pytest.fixture
 def authority(tmp_path: Path) -> Identity:
-    return certificates.create_authority(tmp_path)
+    return issuing.create_authority(tmp_path)
 
 
 def leaf(path: Path) -> x509.Certificate:
-    return certificates.load_certificates(path)[0]
+    return reading.load_certificates(path)[0]
 
 
 def usages(certificate: x509.Certificate) -> list[x509.ObjectIdentifier]:
@@ -47,33 +47,33 @@ def test_authority_signs_only_leaves(authority: Identity) -> None:
     constraints = certificate.extensions.get_extension_for_class(x509.BasicConstraints)
     assert constraints.critical
     assert constraints.value == x509.BasicConstraints(ca=True, path_length=0)
-    assert certificates.is_authority(certificate)
-    assert certificates.kind_of(certificate) is None
+    assert reading.is_authority(certificate)
+    assert reading.kind_of(certificate) is None
 
 
 def test_provider_names_its_hosts(tmp_path: Path, authority: Identity) -> None:
     hosts = ["gpu.example.org", "10.0.0.7", "::1"]
-    provider = certificates.issue(tmp_path, authority=authority, kind=Kind.PROVIDER, name="gpu", hosts=hosts)
+    provider = issuing.issue(tmp_path, authority=authority, kind=Kind.PROVIDER, name="gpu", hosts=hosts)
     certificate = leaf(provider.certificate)
     certificate.verify_directly_issued_by(leaf(authority.certificate))
     assert usages(certificate) == [ExtendedKeyUsageOID.SERVER_AUTH]
-    assert certificates.describe(provider.certificate).hosts == ("gpu.example.org", "10.0.0.7", "::1")
-    assert certificates.kind_of(certificate) is Kind.PROVIDER
-    assert certificates.tenant_name(certificate) is None
+    assert reading.describe(provider.certificate).hosts == ("gpu.example.org", "10.0.0.7", "::1")
+    assert reading.kind_of(certificate) is Kind.PROVIDER
+    assert reading.tenant_name(certificate) is None
 
 
 def test_tenant_is_named_by_a_uri(tmp_path: Path, authority: Identity) -> None:
-    tenant = certificates.issue(tmp_path, authority=authority, kind=Kind.TENANT, name="alice")
+    tenant = issuing.issue(tmp_path, authority=authority, kind=Kind.TENANT, name="alice")
     certificate = leaf(tenant.certificate)
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert list(names) == [x509.UniformResourceIdentifier("urn:symbiosis-priv:tenant:alice")]
     assert usages(certificate) == [ExtendedKeyUsageOID.CLIENT_AUTH]
     assert certificate.subject.rfc4514_string().startswith("CN=alice,")
-    assert certificates.tenant_name(certificate) == "alice"
+    assert reading.tenant_name(certificate) == "alice"
 
 
 def test_keys_are_p256_and_private_to_their_owner(tmp_path: Path, authority: Identity) -> None:
-    for identity in (authority, certificates.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")):
+    for identity in (authority, issuing.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")):
         assert stat.S_IMODE(identity.key.stat().st_mode) == 0o600
         key = identity.private_key()
         assert isinstance(key, ec.EllipticCurvePrivateKey)
@@ -81,8 +81,8 @@ def test_keys_are_p256_and_private_to_their_owner(tmp_path: Path, authority: Ide
 
 
 def test_certificate_does_not_outlive_its_authority(tmp_path: Path) -> None:
-    authority = certificates.create_authority(tmp_path, days=10)
-    tenant = certificates.issue(tmp_path, authority=authority, kind=Kind.TENANT, name="alice", days=365)
+    authority = issuing.create_authority(tmp_path, days=10)
+    tenant = issuing.issue(tmp_path, authority=authority, kind=Kind.TENANT, name="alice", days=365)
     assert leaf(tenant.certificate).not_valid_after_utc == leaf(authority.certificate).not_valid_after_utc
 
 
@@ -104,12 +104,12 @@ def test_names(name: str) -> None:
     with tempfile.TemporaryDirectory() as root:
         directory = Path(root, "keys")
         if GOOD_NAME.fullmatch(name) and not name.endswith(".previous"):
-            identity = certificates.create_self_signed(directory, kind=Kind.TENANT, name=name)
+            identity = issuing.create_self_signed(directory, kind=Kind.TENANT, name=name)
             assert {identity.certificate, identity.key} == set(directory.iterdir())
-            assert certificates.tenant_name(leaf(identity.certificate)) == name
+            assert reading.tenant_name(leaf(identity.certificate)) == name
         else:
             with pytest.raises(ConfigError, match=r"name .*: "):
-                certificates.create_self_signed(directory, kind=Kind.TENANT, name=name)
+                issuing.create_self_signed(directory, kind=Kind.TENANT, name=name)
             assert list(Path(root).rglob("*")) == []
 
 
@@ -119,19 +119,19 @@ def test_names(name: str) -> None:
 )
 def test_bad_hosts(tmp_path: Path, host: str) -> None:
     with pytest.raises(ConfigError, match="use a DNS name or an IP address"):
-        certificates.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p", hosts=[host])
+        issuing.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p", hosts=[host])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_tenant_has_no_hosts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="leave them out"):
-        certificates.create_self_signed(tmp_path, kind=Kind.TENANT, name="alice", hosts=["localhost"])
+        issuing.create_self_signed(tmp_path, kind=Kind.TENANT, name="alice", hosts=["localhost"])
 
 
 @pytest.mark.parametrize("days", [-1, 0, 36_501])
 def test_bad_lifetimes(tmp_path: Path, days: int) -> None:
     with pytest.raises(ConfigError, match="choose a lifetime"):
-        certificates.create_authority(tmp_path, days=days)
+        issuing.create_authority(tmp_path, days=days)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -142,7 +142,7 @@ def test_bad_lifetimes(tmp_path: Path, days: int) -> None:
 def test_existing_files_are_never_overwritten(tmp_path: Path, taken: str) -> None:
     (tmp_path / taken).write_bytes(b"precious")
     with pytest.raises(CertificateError, match=rf"{taken} exists and is never overwritten"):
-        certificates.create_self_signed(tmp_path, kind=Kind.TENANT, name="alice")
+        issuing.create_self_signed(tmp_path, kind=Kind.TENANT, name="alice")
     assert [path.name for path in tmp_path.iterdir()] == [taken]
     assert (tmp_path / taken).read_bytes() == b"precious"
 
@@ -151,7 +151,7 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     (tmp_path / "alice.key").symlink_to(elsewhere)
     with pytest.raises(CertificateError, match="never overwritten"):
-        certificates.create_self_signed(tmp_path, kind=Kind.TENANT, name="alice")
+        issuing.create_self_signed(tmp_path, kind=Kind.TENANT, name="alice")
     assert not elsewhere.exists()
 
 
@@ -174,7 +174,7 @@ def _encrypt(identity: Identity) -> None:
 
 
 def _swap(identity: Identity) -> None:
-    other = certificates.create_authority(identity.key.parent / "other")
+    other = issuing.create_authority(identity.key.parent / "other")
     identity.key.write_bytes(other.key.read_bytes())
 
 
@@ -192,20 +192,20 @@ def test_damaged_authority(
 ) -> None:
     damage(authority)
     with pytest.raises(CertificateError, match=message):
-        certificates.issue(tmp_path, authority=authority, kind=Kind.TENANT, name="alice")
+        issuing.issue(tmp_path, authority=authority, kind=Kind.TENANT, name="alice")
     assert not (tmp_path / "alice.pem").exists()
 
 
 def test_a_leaf_is_no_authority(tmp_path: Path, authority: Identity) -> None:
-    alice = certificates.issue(tmp_path, authority=authority, kind=Kind.TENANT, name="alice")
+    alice = issuing.issue(tmp_path, authority=authority, kind=Kind.TENANT, name="alice")
     with pytest.raises(CertificateError, match="is not a CA certificate"):
-        certificates.issue(tmp_path, authority=alice, kind=Kind.TENANT, name="bob")
+        issuing.issue(tmp_path, authority=alice, kind=Kind.TENANT, name="bob")
 
 
 def test_expired_authority(tmp_path: Path, authority: Identity, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock, "now", lambda: datetime.now(UTC) + timedelta(days=3651))
     with pytest.raises(CertificateError, match=r"authority\.pem is valid only from"):
-        certificates.issue(tmp_path, authority=authority, kind=Kind.TENANT, name="alice")
+        issuing.issue(tmp_path, authority=authority, kind=Kind.TENANT, name="alice")
 
 
 # Rotation
@@ -222,16 +222,16 @@ def test_rotation_changes_the_key_and_nothing_else(
 ) -> None:
     hosts = ["a.example.org", "10.0.0.7"] if kind is Kind.PROVIDER else []
     if self_signed:
-        identity = certificates.create_self_signed(tmp_path, kind=kind, name="node.1", hosts=hosts)
+        identity = issuing.create_self_signed(tmp_path, kind=kind, name="node.1", hosts=hosts)
     else:
-        identity = certificates.issue(tmp_path, authority=authority, kind=kind, name="node.1", hosts=hosts)
+        identity = issuing.issue(tmp_path, authority=authority, kind=kind, name="node.1", hosts=hosts)
     old, old_bytes = leaf(identity.certificate), pair_bytes(identity)
 
-    rotated = certificates.rotate(identity.certificate, authority=None if self_signed else authority)
+    rotated = issuing.rotate(identity.certificate, authority=None if self_signed else authority)
 
     new = leaf(rotated.certificate)
     assert rotated == identity
-    certificates.require_identity(rotated, kind=kind)
+    reading.require_identity(rotated, kind=kind)
     assert new.public_key() != old.public_key()
     assert (new.subject, new.issuer) == (old.subject, old.issuer)
     for kept in (x509.SubjectAlternativeName, x509.ExtendedKeyUsage, x509.KeyUsage, x509.BasicConstraints):
@@ -246,18 +246,18 @@ def test_rotation_changes_the_key_and_nothing_else(
 def test_a_prepared_pair_is_the_one_that_comes_next(tmp_path: Path, authority: Identity, self_signed: bool) -> None:
     """Tenants can pin it beforehand, and it needs no authority any more when its time has come."""
     if self_signed:
-        identity = certificates.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")
+        identity = issuing.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")
     else:
-        identity = certificates.issue(tmp_path, authority=authority, kind=Kind.PROVIDER, name="p")
+        identity = issuing.issue(tmp_path, authority=authority, kind=Kind.PROVIDER, name="p")
     signer = None if self_signed else authority
     present = pair_bytes(identity)
-    upcoming = certificates.prepare_rotation(identity.certificate, authority=signer)
+    upcoming = issuing.prepare_rotation(identity.certificate, authority=signer)
     promised = pair_bytes(upcoming)
     assert pair_bytes(identity) == present
-    assert certificates.load_pin(upcoming.certificate).public_key() != leaf(identity.certificate).public_key()
+    assert reading.load_pin(upcoming.certificate).public_key() != leaf(identity.certificate).public_key()
     with pytest.raises(CertificateError, match="exists"):
-        certificates.prepare_rotation(identity.certificate, authority=signer)
-    assert certificates.rotate(identity.certificate, authority=None) == identity
+        issuing.prepare_rotation(identity.certificate, authority=signer)
+    assert issuing.rotate(identity.certificate, authority=None) == identity
     assert pair_bytes(identity) == promised
     assert stat.S_IMODE(identity.key.stat().st_mode) == 0o600
     assert pair_bytes(Identity(tmp_path / "p.previous.pem", tmp_path / "p.previous.key")) == present
@@ -266,18 +266,18 @@ def test_a_prepared_pair_is_the_one_that_comes_next(tmp_path: Path, authority: I
 
 def test_rotating_twice_keeps_the_latest_previous(tmp_path: Path) -> None:
     """As a pair, with the certificates before it, which can be revoked."""
-    identity = certificates.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")
-    first = certificates.load_certificates(identity.certificate)
-    certificates.rotate(identity.certificate, authority=None)
-    second = certificates.load_certificates(identity.certificate)
-    certificates.rotate(identity.certificate, authority=None)
+    identity = issuing.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")
+    first = reading.load_certificates(identity.certificate)
+    issuing.rotate(identity.certificate, authority=None)
+    second = reading.load_certificates(identity.certificate)
+    issuing.rotate(identity.certificate, authority=None)
     previous = Identity(tmp_path / "p.previous.pem", tmp_path / "p.previous.key")
-    assert certificates.load_certificates(previous.certificate) == second + first
-    certificates.require_identity(previous, kind=Kind.PROVIDER)
+    assert reading.load_certificates(previous.certificate) == second + first
+    reading.require_identity(previous, kind=Kind.PROVIDER)
 
 
 def test_rotation_repairs_an_interrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    identity = certificates.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")
+    identity = issuing.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")
     original = pair_bytes(identity)
     replace = pem.replace_file
 
@@ -288,40 +288,40 @@ def test_rotation_repairs_an_interrupted_one(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(issuing, "replace_file", power_cut)
     with pytest.raises(OSError, match="power cut"):
-        certificates.rotate(identity.certificate, authority=None)
+        issuing.rotate(identity.certificate, authority=None)
     monkeypatch.undo()
     with pytest.raises(CertificateError, match="is not the key of"):
-        certificates.require_identity(identity, kind=Kind.PROVIDER)
+        reading.require_identity(identity, kind=Kind.PROVIDER)
 
-    certificates.rotate(identity.certificate, authority=None)
-    certificates.require_identity(identity, kind=Kind.PROVIDER)
+    issuing.rotate(identity.certificate, authority=None)
+    reading.require_identity(identity, kind=Kind.PROVIDER)
     assert pair_bytes(Identity(tmp_path / "p.previous.pem", tmp_path / "p.previous.key")) == original
 
 
 def test_an_expired_certificate_can_be_rotated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock, "now", lambda: datetime.now(UTC) - timedelta(days=30))
-    identity = certificates.create_self_signed(tmp_path, kind=Kind.TENANT, name="alice", days=1)
+    identity = issuing.create_self_signed(tmp_path, kind=Kind.TENANT, name="alice", days=1)
     monkeypatch.undo()
     with pytest.raises(CertificateError, match=r"alice\.pem is valid only from .*keys rotate --name alice"):
-        certificates.require_identity(identity, kind=Kind.TENANT)
-    certificates.rotate(identity.certificate, authority=None)
-    certificates.require_identity(identity, kind=Kind.TENANT)
+        reading.require_identity(identity, kind=Kind.TENANT)
+    issuing.rotate(identity.certificate, authority=None)
+    reading.require_identity(identity, kind=Kind.TENANT)
 
 
 def test_rotation_refusals(tmp_path: Path, authority: Identity) -> None:
-    alice = certificates.issue(tmp_path, authority=authority, kind=Kind.TENANT, name="alice")
+    alice = issuing.issue(tmp_path, authority=authority, kind=Kind.TENANT, name="alice")
     before = pair_bytes(alice)
     with pytest.raises(CertificateError, match="pass that authority"):
-        certificates.rotate(alice.certificate, authority=None)
+        issuing.rotate(alice.certificate, authority=None)
     with pytest.raises(CertificateError, match="create a second one"):
-        certificates.rotate(authority.certificate, authority=None)
+        issuing.rotate(authority.certificate, authority=None)
     with pytest.raises(CertificateError, match="not its key"):
-        certificates.rotate(alice.key, authority=authority)
+        issuing.rotate(alice.key, authority=authority)
     with pytest.raises(CertificateError, match="is not a CA certificate"):
-        certificates.rotate(alice.certificate, authority=alice)
-    certificates.rotate(alice.certificate, authority=authority)
+        issuing.rotate(alice.certificate, authority=alice)
+    issuing.rotate(alice.certificate, authority=authority)
     with pytest.raises(ConfigError, match="rotation uses that ending"):
-        certificates.rotate(tmp_path / "alice.previous.pem", authority=authority)
+        issuing.rotate(tmp_path / "alice.previous.pem", authority=authority)
     assert pair_bytes(Identity(tmp_path / "alice.previous.pem", tmp_path / "alice.previous.key")) == before
 
 
@@ -332,8 +332,8 @@ def test_fingerprint_is_that_of_the_der(tmp_path: Path, authority: Identity) -> 
     certificate = leaf(authority.certificate)
     expected = f"sha256:{certificate.fingerprint(hashes.SHA256()).hex()}"
     der = certificate.public_bytes(serialization.Encoding.DER)
-    assert certificates.fingerprint(authority.certificate) == certificates.fingerprint(der) == expected
-    assert certificates.describe(authority.certificate).fingerprint == expected
+    assert reading.fingerprint(authority.certificate) == reading.fingerprint(der) == expected
+    assert reading.describe(authority.certificate).fingerprint == expected
 
 
 @pytest.mark.parametrize("content", [b"", b"no pem", b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"])
@@ -341,12 +341,12 @@ def test_unreadable_certificates(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "broken.pem"
     path.write_bytes(content)
     with pytest.raises(CertificateError, match=r"broken\.pem holds no PEM certificate"):
-        certificates.fingerprint(path)
+        reading.fingerprint(path)
 
 
 def test_missing_certificate_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(CertificateError, match=r"cannot read .*missing\.pem.*symbiosis-priv keys"):
-        certificates.describe(tmp_path / "missing.pem")
+        reading.describe(tmp_path / "missing.pem")
 
 
 def test_strangers_have_no_kind(tmp_path: Path) -> None:
@@ -358,8 +358,8 @@ def test_strangers_have_no_kind(tmp_path: Path) -> None:
     )
     path = tmp_path / "stranger.pem"
     path.write_bytes(stranger.public_bytes(serialization.Encoding.PEM))
-    assert certificates.kind_of(stranger) is None
-    assert certificates.describe(path).kind == "other"
+    assert reading.kind_of(stranger) is None
+    assert reading.describe(path).kind == "other"
 
 
 # Warnings
@@ -386,8 +386,8 @@ def use_both_sides(provider: Identity, tenant: Identity, authority: Identity) ->
 def test_keys_that_others_can_read_are_warned_of_once(
     tmp_path: Path, authority: Identity, warned: Callable[[], list[str]]
 ) -> None:
-    provider = certificates.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")
-    tenant = certificates.issue(tmp_path, authority=authority, kind=Kind.TENANT, name="alice")
+    provider = issuing.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")
+    tenant = issuing.issue(tmp_path, authority=authority, kind=Kind.TENANT, name="alice")
     use_both_sides(provider, tenant, authority)
     assert warned() == []
     provider.key.chmod(0o644)
@@ -402,9 +402,9 @@ def test_keys_that_others_can_read_are_warned_of_once(
 def test_certificates_that_expire_within_days_are_warned_of_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warned: Callable[[], list[str]]
 ) -> None:
-    authority = certificates.create_authority(tmp_path, days=20)
-    provider = certificates.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p", days=20)
-    tenant = certificates.issue(tmp_path, authority=authority, kind=Kind.TENANT, name="alice", days=20)
+    authority = issuing.create_authority(tmp_path, days=20)
+    provider = issuing.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p", days=20)
+    tenant = issuing.issue(tmp_path, authority=authority, kind=Kind.TENANT, name="alice", days=20)
     use_both_sides(provider, tenant, authority)
     assert warned() == []
     later = datetime.now(UTC) + timedelta(days=10)
@@ -438,15 +438,15 @@ def test_keys_commands(tmp_path: Path) -> None:
     assert "10.0.0.7" in keys("provider", "--name", "cpu", "--host", "10.0.0.7")
     assert "[tenant]" in keys("tenant", "--name", "alice")
     assert 'next_certificate = "keys/gpu.next.pem"' in keys("rotate", "--name", "gpu", "--prepare")
-    old = certificates.fingerprint(tmp_path / "keys/gpu.pem")
-    upcoming = certificates.fingerprint(tmp_path / "keys/gpu.next.pem")
+    old = reading.fingerprint(tmp_path / "keys/gpu.pem")
+    upcoming = reading.fingerprint(tmp_path / "keys/gpu.next.pem")
     for name in ("gpu", "cpu", "alice"):
         assert f"{name}.pem" in keys("rotate", "--name", name)
-    assert certificates.fingerprint(tmp_path / "keys/gpu.previous.pem") == old
-    assert certificates.fingerprint(tmp_path / "keys/gpu.pem") == upcoming
+    assert reading.fingerprint(tmp_path / "keys/gpu.previous.pem") == old
+    assert reading.fingerprint(tmp_path / "keys/gpu.pem") == upcoming
     shown = keys("show")
     for path in (tmp_path / "keys").glob("*.pem"):
-        assert certificates.fingerprint(path) in shown
+        assert reading.fingerprint(path) in shown
     assert keys("show", "--name", "gpu").count("sha256:") == 1
     assert keys("show", str(tmp_path / "keys" / "gpu.pem")).endswith(keys("show", "--name", "gpu").partition("\n")[2])
 
@@ -464,7 +464,7 @@ def test_a_certificate_says_no_more_on_a_terminal_than_what_it_is(tmp_path: Path
     path.write_bytes(made.public_bytes(serialization.Encoding.PEM))
     output = CliRunner().invoke(app, ["show", "--name", "a", "--directory", str(tmp_path)]).output
     assert output.replace("\n", "").isprintable()
-    assert re.findall(r"(?m)^  fingerprint +(.*)$", output) == [certificates.fingerprint(path)]
+    assert re.findall(r"(?m)^  fingerprint +(.*)$", output) == [reading.fingerprint(path)]
 
 
 @settings(max_examples=300, deadline=None)
@@ -483,21 +483,21 @@ def test_an_altered_certificate_or_request_is_read_or_a_certificate_error(
     path.write_text(f"-----BEGIN {label}-----\n{base64.encodebytes(bytes(altered)).decode()}-----END {label}-----\n")
     with contextlib.suppress(CertificateError, ConfigError):
         if which is request:
-            certificates.load_request(path)
+            requests.load_request(path)
             return
-        (found,) = certificates.load_certificates(path)
-        certificates.describe(path)
-        certificates.key_fingerprint(found)
-        certificates.operator_of(found)
-        certificates.load_pin(path)
+        (found,) = reading.load_certificates(path)
+        reading.describe(path)
+        reading.key_fingerprint(found)
+        reading.operator_of(found)
+        reading.load_pin(path)
 
 
 @pytest.fixture(scope="module")
 def parsed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes, bytes]:
     """A folder, and DER of a certificate and of a request."""
     folder = tmp_path_factory.mktemp("parsed")
-    identity = certificates.create_self_signed(folder, kind=Kind.PROVIDER, name="gpu")
-    request = certificates.create_request(folder, name="alice")
+    identity = issuing.create_self_signed(folder, kind=Kind.PROVIDER, name="gpu")
+    request = requests.create_request(folder, name="alice")
     der = serialization.Encoding.DER
     return (
         folder,

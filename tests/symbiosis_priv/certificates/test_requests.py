@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from provider.config.provider_toml import template
-from symbiosis_priv import certificates
-from symbiosis_priv.certificates import Identity, Kind, clock
+from symbiosis_priv.certificates import clock, issuing, reading, requests
 from symbiosis_priv.certificates.keys_cli import app
+from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.certificates.revocation import load_revoked, mark_of
 from symbiosis_priv.errors import CertificateError, ConfigError, SymbiosisError
 from symbiosis_priv.network import tls
@@ -36,12 +36,12 @@ PEM = serialization.Encoding.PEM
 
 @pytest.fixture
 def authority(tmp_path: Path) -> Identity:
-    return certificates.create_authority(tmp_path / "operator")
+    return issuing.create_authority(tmp_path / "operator")
 
 
 def sign(authority: Identity, request: Path, *, renew: bool = False) -> Path:
-    return certificates.sign_request(
-        certificates.load_request(request), authority=authority, directory=authority.certificate.parent, renew=renew
+    return requests.sign_request(
+        requests.load_request(request), authority=authority, directory=authority.certificate.parent, renew=renew
     )
 
 
@@ -61,7 +61,7 @@ def foreign_request(path: Path, *, names: list[str], key: ec.EllipticCurvePrivat
 
 def test_a_signed_request_makes_a_tenant_that_a_provider_knows(tmp_path: Path, authority: Identity) -> None:
     tenant = tmp_path / "tenant"
-    request = certificates.create_request(tenant, name="alice")
+    request = requests.create_request(tenant, name="alice")
     assert stat.S_IMODE((tenant / "alice.key").stat().st_mode) == 0o600
     assert b"PRIVATE" not in request.read_bytes()
     assert not list(authority.certificate.parent.glob("alice*"))
@@ -69,7 +69,7 @@ def test_a_signed_request_makes_a_tenant_that_a_provider_knows(tmp_path: Path, a
     assert not (authority.certificate.parent / "alice.key").exists()
     (tenant / "alice.pem").write_bytes(signed.read_bytes())
 
-    provider = certificates.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")
+    provider = issuing.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")
     serving = tls.server_context(
         certificate=provider.certificate, key=provider.key, tenant_authority=authority.certificate
     )
@@ -78,7 +78,7 @@ def test_a_signed_request_makes_a_tenant_that_a_provider_knows(tmp_path: Path, a
     )
     found = handshake(serving, calling)
     assert found.name == "alice"
-    assert found.authority == certificates.key_fingerprint(certificates.load_certificates(authority.certificate)[0])
+    assert found.authority == reading.key_fingerprint(reading.load_certificates(authority.certificate)[0])
 
 
 def handshake(serving: ssl.SSLContext, calling: ssl.SSLContext) -> tls.TenantIdentity:
@@ -99,10 +99,10 @@ def handshake(serving: ssl.SSLContext, calling: ssl.SSLContext) -> tls.TenantIde
 
 
 def test_what_a_request_asks_for_beside_its_name_is_ignored(tmp_path: Path, authority: Identity) -> None:
-    signed = certificates.load_certificates(sign(authority, foreign_request(tmp_path / "r.csr", names=["alice"])))[0]
-    assert certificates.kind_of(signed) is Kind.TENANT
-    assert certificates.tenant_name(signed) == "alice"
-    assert not certificates.is_authority(signed)
+    signed = reading.load_certificates(sign(authority, foreign_request(tmp_path / "r.csr", names=["alice"])))[0]
+    assert reading.kind_of(signed) is Kind.TENANT
+    assert reading.tenant_name(signed) == "alice"
+    assert not reading.is_authority(signed)
     usage = signed.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
     assert list(usage) == [ExtendedKeyUsageOID.CLIENT_AUTH]
     assert signed.subject.rfc4514_string() == "CN=alice,OU=tenant,O=symbiosis-priv"
@@ -115,7 +115,7 @@ def test_ed25519_is_a_key_too(tmp_path: Path, authority: Identity) -> None:
     )
     path = tmp_path / "r.csr"
     path.write_bytes(request.public_bytes(PEM))
-    assert certificates.kind_of(certificates.load_certificates(sign(authority, path))[0]) is Kind.TENANT
+    assert reading.kind_of(reading.load_certificates(sign(authority, path))[0]) is Kind.TENANT
 
 
 def broken_signature(path: Path) -> None:
@@ -161,7 +161,7 @@ def test_bad_requests_are_refused(
     path = tmp_path / "bad.csr"
     write(path)
     with pytest.raises(error, match=words):
-        certificates.load_request(path)
+        requests.load_request(path)
 
 
 @given(st.binary(max_size=400))
@@ -169,12 +169,12 @@ def test_any_bytes_are_a_request_or_an_error_of_the_tree(tmp_path_factory: pytes
     path = tmp_path_factory.getbasetemp() / "any.csr"
     path.write_bytes(b"-----BEGIN CERTIFICATE REQUEST-----\n" + data)
     with pytest.raises(CertificateError):
-        certificates.load_request(path)
+        requests.load_request(path)
 
 
 def test_a_name_stays_with_its_key_unless_it_is_renewed(tmp_path: Path, authority: Identity) -> None:
-    first = certificates.create_request(tmp_path / "one", name="alice")
-    other = certificates.create_request(tmp_path / "two", name="alice")
+    first = requests.create_request(tmp_path / "one", name="alice")
+    other = requests.create_request(tmp_path / "two", name="alice")
     record = sign(authority, first)
     before = record.read_bytes()
     with pytest.raises(CertificateError, match=r"already gives the name alice to another key.*--renew"):
@@ -182,10 +182,7 @@ def test_a_name_stays_with_its_key_unless_it_is_renewed(tmp_path: Path, authorit
     assert record.read_bytes() == before
     sign(authority, first)  # the same key again: a renewal
     sign(authority, other, renew=True)
-    assert (
-        certificates.key_fingerprint(certificates.load_certificates(record)[0])
-        == certificates.load_request(other).fingerprint
-    )
+    assert reading.key_fingerprint(reading.load_certificates(record)[0]) == requests.load_request(other).fingerprint
     assert (record.parent / "alice.previous.pem").exists()
 
 
@@ -195,27 +192,27 @@ def test_no_request_takes_the_place_of_somebody_else(
     tmp_path: Path, authority: Identity, name: str, renew: bool
 ) -> None:
     operator = authority.certificate.parent
-    sign(authority, certificates.create_request(tmp_path / "one", name="alice"))
-    certificates.create_self_signed(operator, kind=Kind.PROVIDER, name="alpha")
-    sign(authority, certificates.create_request(tmp_path / "one", name="renamed"))
+    sign(authority, requests.create_request(tmp_path / "one", name="alice"))
+    issuing.create_self_signed(operator, kind=Kind.PROVIDER, name="alpha")
+    sign(authority, requests.create_request(tmp_path / "one", name="renamed"))
     (operator / "renamed.pem").rename(operator / "elsewhere.pem")
     before = {path: path.read_bytes() for path in operator.iterdir()}
     with pytest.raises(CertificateError):
-        sign(authority, certificates.create_request(tmp_path / "two", name=name), renew=renew and name != "renamed")
+        sign(authority, requests.create_request(tmp_path / "two", name=name), renew=renew and name != "renamed")
     assert {path: path.read_bytes() for path in operator.iterdir()} == before
 
 
 def test_a_request_keeps_the_key_that_is_there_and_never_a_providers(tmp_path: Path) -> None:
-    path = certificates.create_request(tmp_path, name="alice")
-    key, fingerprint = (tmp_path / "alice.key").read_bytes(), certificates.load_request(path).fingerprint
-    certificates.create_request(tmp_path, name="alice")
+    path = requests.create_request(tmp_path, name="alice")
+    key, fingerprint = (tmp_path / "alice.key").read_bytes(), requests.load_request(path).fingerprint
+    requests.create_request(tmp_path, name="alice")
     assert (tmp_path / "alice.key").read_bytes() == key
-    assert certificates.load_request(path).fingerprint == fingerprint
-    certificates.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="alpha")
+    assert requests.load_request(path).fingerprint == fingerprint
+    issuing.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="alpha")
     with pytest.raises(CertificateError, match=r"alpha\.pem is not the certificate of a tenant alpha"):
-        certificates.create_request(tmp_path, name="alpha")
+        requests.create_request(tmp_path, name="alpha")
     with pytest.raises(ConfigError, match=r"name '\.\./x'"):
-        certificates.create_request(tmp_path, name="../x")
+        requests.create_request(tmp_path, name="../x")
 
 
 # The command line
@@ -240,7 +237,7 @@ def test_request_and_sign_show_both_sides_the_same_fingerprint(tmp_path: Path, a
 
 def test_rotating_a_tenants_pair_without_the_authority_names_the_request(tmp_path: Path, authority: Identity) -> None:
     tenant = tmp_path / "tenant"
-    signed = sign(authority, certificates.create_request(tenant, name="alice"))
+    signed = sign(authority, requests.create_request(tenant, name="alice"))
     (tenant / "alice.pem").write_bytes(signed.read_bytes())
     with pytest.raises(CertificateError, match="keys request --name alice"):
         run("rotate", "--name", "alice", "--directory", tenant)
@@ -255,21 +252,21 @@ def test_the_command_that_an_expired_certificate_names_renews_it(
     folder, signed = authority.certificate.parent if signed_here else tmp_path / "own", authority.certificate.parent
     details: list[str] = ["--operator", "L", "--host", "l.example"] if kind is Kind.PROVIDER else []
     request: list[str | Path] = ["sign", folder / "late.csr", "--directory", signed, *details]
-    certificates.create_request(folder, name="late", kind=kind)
+    requests.create_request(folder, name="late", kind=kind)
     run(*request, "--days", "1")
     monkeypatch.setattr(clock, "now", lambda: datetime.now(UTC) + timedelta(days=2))
     late = Identity(folder / "late.pem", folder / "late.key")
     if not signed_here:
         shutil.copy(signed / "late.pem", folder)
     with pytest.raises(CertificateError, match="valid only") as caught:
-        certificates.require_identity(late, kind=kind)
+        reading.require_identity(late, kind=kind)
     assert "EXPIRED" in run("show", late.certificate)
     (command,) = re.findall(r"`symbiosis-priv keys ([^`]+)`", str(caught.value))
     run(*shlex.split(command))
     if not signed_here:
         run(*request)
         shutil.copy(signed / "late.pem", folder)
-    certificates.require_identity(late, kind=kind)
+    reading.require_identity(late, kind=kind)
 
 
 def test_all_that_a_tenant_was_ever_given_can_be_revoked(tmp_path: Path, authority: Identity) -> None:
@@ -277,8 +274,8 @@ def test_all_that_a_tenant_was_ever_given_can_be_revoked(tmp_path: Path, authori
     operator = authority.certificate.parent
     given = []
     for folder in ("one", "one", "one", "two"):
-        request = certificates.create_request(tmp_path / folder, name="alice")
-        given.append(mark_of(certificates.load_certificates(sign(authority, request, renew=True))[0]))
+        request = requests.create_request(tmp_path / folder, name="alice")
+        given.append(mark_of(reading.load_certificates(sign(authority, request, renew=True))[0]))
     assert len(set(given)) == 4
     run("revoke", "--name", "alice.previous", "--directory", operator, "--file", operator / "old.txt")
     assert load_revoked(operator / "old.txt") == set(given[:3])  # the new key works on
@@ -289,14 +286,14 @@ def test_all_that_a_tenant_was_ever_given_can_be_revoked(tmp_path: Path, authori
 def test_all_certificates_of_several_rotations_are_revoked(tmp_path: Path, authority: Identity) -> None:
     """Also the one that is prepared, and in whatever order pairs were rotated and requests were signed."""
     folder = authority.certificate.parent
-    alice = certificates.issue(folder, authority=authority, kind=Kind.TENANT, name="alice")
+    alice = issuing.issue(folder, authority=authority, kind=Kind.TENANT, name="alice")
     given = [alice.certificate.read_bytes()]
     for _ in range(3):
-        certificates.rotate(alice.certificate, authority=authority)
+        issuing.rotate(alice.certificate, authority=authority)
         given.append(alice.certificate.read_bytes())
-    sign(authority, certificates.create_request(tmp_path / "new", name="alice"), renew=True)
+    sign(authority, requests.create_request(tmp_path / "new", name="alice"), renew=True)
     given.append(alice.certificate.read_bytes())
-    given.append(certificates.prepare_rotation(alice.certificate, authority=authority).certificate.read_bytes())
+    given.append(issuing.prepare_rotation(alice.certificate, authority=authority).certificate.read_bytes())
     output = run("revoke", "--name", "alice", "--directory", folder)
     marks = {mark_of(x509.load_pem_x509_certificate(data)) for data in given}
     assert len(marks) == 6
@@ -309,11 +306,11 @@ def test_an_expired_certificate_is_not_kept(
     tmp_path: Path, authority: Identity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = authority.certificate.parent
-    alice = certificates.issue(folder, authority=authority, kind=Kind.TENANT, name="brief", days=1)
-    certificates.rotate(alice.certificate, authority=authority, days=30)
+    alice = issuing.issue(folder, authority=authority, kind=Kind.TENANT, name="brief", days=1)
+    issuing.rotate(alice.certificate, authority=authority, days=30)
     monkeypatch.setattr(clock, "now", lambda: datetime.now(UTC) + timedelta(days=2))
-    certificates.rotate(alice.certificate, authority=authority, days=30)
-    assert len(certificates.load_certificates(folder / "brief.previous.pem")) == 1
+    issuing.rotate(alice.certificate, authority=authority, days=30)
+    assert len(reading.load_certificates(folder / "brief.previous.pem")) == 1
 
 
 def test_what_is_printed_can_be_typed_and_pasted_as_it_is(tmp_path: Path) -> None:
@@ -321,7 +318,7 @@ def test_what_is_printed_can_be_typed_and_pasted_as_it_is(tmp_path: Path) -> Non
     folder = tmp_path / "keys"
     output = run("authority", "--name", "federation", "--directory", folder)
     assert load_revoked(folder / "revoked.txt") == frozenset()
-    certificates.create_request(tmp_path, name="alice")
+    requests.create_request(tmp_path, name="alice")
     (line,) = [line for line in output.splitlines() if line.startswith("symbiosis-priv keys sign")]
     words = shlex.split(line.replace("NAME.csr", str(tmp_path / "alice.csr")))[2:]
     run(*words)
@@ -341,24 +338,24 @@ def test_what_is_printed_can_be_typed_and_pasted_as_it_is(tmp_path: Path) -> Non
 
 def test_a_providers_operator_and_hosts_are_what_the_signer_says(tmp_path: Path, authority: Identity) -> None:
     federation = authority.certificate.parent
-    request = certificates.create_request(tmp_path / "gamma", name="gamma", kind=Kind.PROVIDER)
+    request = requests.create_request(tmp_path / "gamma", name="gamma", kind=Kind.PROVIDER)
     with pytest.raises(ConfigError, match=r"--operator 'Alpha GmbH' --host alpha\.example"):
         run("sign", request, "--directory", federation)
     run("sign", request, "--directory", federation, "--operator", "Gamma AG", "--host", "gamma.example")
-    signed = certificates.load_certificates(federation / "gamma.pem")[0]
-    assert certificates.kind_of(signed) is Kind.PROVIDER
-    assert (certificates.provider_name(signed), certificates.operator_of(signed)) == ("gamma", "Gamma AG")
-    assert certificates.hosts_of(signed) == ("gamma.example",)
-    other = certificates.create_request(tmp_path / "other", name="gamma", kind=Kind.PROVIDER)
+    signed = reading.load_certificates(federation / "gamma.pem")[0]
+    assert reading.kind_of(signed) is Kind.PROVIDER
+    assert (reading.provider_name(signed), reading.operator_of(signed)) == ("gamma", "Gamma AG")
+    assert reading.hosts_of(signed) == ("gamma.example",)
+    other = requests.create_request(tmp_path / "other", name="gamma", kind=Kind.PROVIDER)
     with pytest.raises(CertificateError, match="already gives the name gamma to another key"):
         run("sign", other, "--directory", federation, "--operator", "Other", "--host", "other.example")
-    tenant = certificates.create_request(tmp_path / "tenant", name="gamma")
+    tenant = requests.create_request(tmp_path / "tenant", name="gamma")
     with pytest.raises(CertificateError, match="another case of it"):
         run("sign", tenant, "--directory", federation)
 
 
 def test_a_tenants_certificate_never_names_an_operator_or_a_host(tmp_path: Path, authority: Identity) -> None:
-    request = certificates.create_request(tmp_path / "tenant", name="alice")
+    request = requests.create_request(tmp_path / "tenant", name="alice")
     for option in (("--operator", "Alice AG"), ("--host", "alice.example")):
         with pytest.raises(ConfigError, match="leave"):
             run("sign", request, "--directory", authority.certificate.parent, *option)
@@ -368,8 +365,8 @@ def test_a_tenants_certificate_never_names_an_operator_or_a_host(tmp_path: Path,
 def test_nobody_vouches_for_a_self_signed_operator(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--self-signed"):
         run("provider", "--name", "p", "--self-signed", "--operator", "P", "--directory", tmp_path)
-    own = certificates.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")
-    assert certificates.operator_of(certificates.load_certificates(own.certificate)[0]) is None
+    own = issuing.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")
+    assert reading.operator_of(reading.load_certificates(own.certificate)[0]) is None
 
 
 UNSAFE = [
@@ -390,7 +387,7 @@ UNSAFE = [
 @pytest.mark.parametrize("operator", ["", " A", "A\n", "Symbiosis-Priv", "x" * 65, *UNSAFE])
 def test_bad_operators_are_refused(tmp_path: Path, authority: Identity, operator: str) -> None:
     with pytest.raises(ConfigError, match="operator"):
-        certificates.issue(tmp_path, authority=authority, kind=Kind.PROVIDER, name="p", operator=operator)
+        issuing.issue(tmp_path, authority=authority, kind=Kind.PROVIDER, name="p", operator=operator)
     assert not (tmp_path / "p.pem").exists()
 
 
@@ -398,12 +395,12 @@ def test_an_operator_survives_rotation_and_a_listed_provider_can_be_revoked(
     tmp_path: Path, authority: Identity
 ) -> None:
     folder = authority.certificate.parent
-    issued = certificates.issue(folder, authority=authority, kind=Kind.PROVIDER, name="p", operator="Ünïcode & Söhne")
-    rotated = certificates.rotate(issued.certificate, authority=authority)
-    assert certificates.operator_of(certificates.load_certificates(rotated.certificate)[0]) == "Ünïcode & Söhne"
+    issued = issuing.issue(folder, authority=authority, kind=Kind.PROVIDER, name="p", operator="Ünïcode & Söhne")
+    rotated = issuing.rotate(issued.certificate, authority=authority)
+    assert reading.operator_of(reading.load_certificates(rotated.certificate)[0]) == "Ünïcode & Söhne"
     assert "[registry]" in run("revoke", "--name", "p", "--directory", folder)
     assert load_revoked(folder / "revoked.txt") == {
-        mark_of(certificates.load_certificates(path)[0]) for path in (rotated.certificate, folder / "p.previous.pem")
+        mark_of(reading.load_certificates(path)[0]) for path in (rotated.certificate, folder / "p.previous.pem")
     }
 
 
@@ -415,12 +412,12 @@ def test_an_operator_that_another_program_has_signed_is_one_plain_name_or_none(
 ) -> None:
     """It is logged, and what is compared with helpers' operators to keep companies apart."""
     key = ec.generate_private_key(ec.SECP256R1())
-    issued = certificates.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")
-    like = certificates.load_certificates(issued.certificate)[0]
+    issued = issuing.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")
+    like = reading.load_certificates(issued.certificate)[0]
     names = [x509.NameAttribute(NameOID.COMMON_NAME, "p")]
     subject = x509.Name([*names, *(x509.NameAttribute(NameOID.ORGANIZATION_NAME, operator) for operator in operators)])
     builder = x509.CertificateBuilder(subject, subject, key.public_key(), x509.random_serial_number())
     builder = builder.not_valid_before(like.not_valid_before_utc).not_valid_after(like.not_valid_after_utc)
     for extension in like.extensions:
         builder = builder.add_extension(extension.value, extension.critical)
-    assert certificates.operator_of(builder.sign(key, hashes.SHA256())) is None
+    assert reading.operator_of(builder.sign(key, hashes.SHA256())) is None

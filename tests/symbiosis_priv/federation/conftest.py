@@ -12,7 +12,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from symbiosis_priv.certificates import Identity, Kind, create_self_signed, load_certificates
+from symbiosis_priv.certificates.issuing import create_self_signed
+from symbiosis_priv.certificates.reading import Identity, Kind, load_certificates
 
 Write = Callable[..., Path]
 

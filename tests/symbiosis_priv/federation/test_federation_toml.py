@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from symbiosis_priv.certificates import create_authority
+from symbiosis_priv.certificates.issuing import create_authority
 from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.errors import CertificateError, ConfigError
 from symbiosis_priv.federation import load_federation

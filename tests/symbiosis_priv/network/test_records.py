@@ -17,7 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from symbiosis_priv.certificates import Kind, create_authority, issue
+from symbiosis_priv.certificates.issuing import create_authority, issue
+from symbiosis_priv.certificates.reading import Kind
 from symbiosis_priv.network import tls
 from symbiosis_priv.network.records import RecordStream
 

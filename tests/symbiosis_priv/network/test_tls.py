@@ -16,8 +16,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from symbiosis_priv import certificates
-from symbiosis_priv.certificates import Identity, Kind, clock
+from symbiosis_priv.certificates import clock, issuing, reading
+from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.errors import CertificateError, ConnectionLostError, SymbiosisError
 from symbiosis_priv.network import tls
 from symbiosis_priv.network.tls import TenantIdentity
@@ -59,28 +59,26 @@ def last_month() -> Iterator[None]:
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
     d = tmp_path_factory.mktemp("keys")
     with last_month():
-        authority = certificates.create_authority(d)
-        expired_tenant = certificates.issue(d, authority=authority, kind=Kind.TENANT, name="late", days=1)
-        expired_provider = certificates.issue(d, authority=authority, kind=Kind.PROVIDER, name="old", days=1)
+        authority = issuing.create_authority(d)
+        expired_tenant = issuing.issue(d, authority=authority, kind=Kind.TENANT, name="late", days=1)
+        expired_provider = issuing.issue(d, authority=authority, kind=Kind.PROVIDER, name="old", days=1)
     return Keys(
         directory=d,
         authority=authority,
-        provider=certificates.issue(d, authority=authority, kind=Kind.PROVIDER, name="provider"),
-        sibling=certificates.issue(d, authority=authority, kind=Kind.PROVIDER, name="sibling"),
-        lone=certificates.create_self_signed(d, kind=Kind.PROVIDER, name="lone"),
-        elsewhere=certificates.create_self_signed(d, kind=Kind.PROVIDER, name="elsewhere", hosts=["a.example.org"]),
-        tenant=certificates.issue(d, authority=authority, kind=Kind.TENANT, name="alice"),
-        lone_tenant=certificates.create_self_signed(d, kind=Kind.TENANT, name="mallory"),
-        stranger=certificates.issue(
-            d, authority=certificates.create_authority(d / "other"), kind=Kind.TENANT, name="stranger"
-        ),
+        provider=issuing.issue(d, authority=authority, kind=Kind.PROVIDER, name="provider"),
+        sibling=issuing.issue(d, authority=authority, kind=Kind.PROVIDER, name="sibling"),
+        lone=issuing.create_self_signed(d, kind=Kind.PROVIDER, name="lone"),
+        elsewhere=issuing.create_self_signed(d, kind=Kind.PROVIDER, name="elsewhere", hosts=["a.example.org"]),
+        tenant=issuing.issue(d, authority=authority, kind=Kind.TENANT, name="alice"),
+        lone_tenant=issuing.create_self_signed(d, kind=Kind.TENANT, name="mallory"),
+        stranger=issuing.issue(d, authority=issuing.create_authority(d / "other"), kind=Kind.TENANT, name="stranger"),
         expired_tenant=expired_tenant,
         expired_provider=expired_provider,
     )
 
 
 def signer(identity: Identity) -> str:
-    return certificates.key_fingerprint(certificates.load_certificates(identity.certificate)[0])
+    return reading.key_fingerprint(reading.load_certificates(identity.certificate)[0])
 
 
 def alice(keys: Keys) -> TenantIdentity:
@@ -208,9 +206,9 @@ def test_a_self_signed_tenant_that_the_provider_lists(keys: Keys) -> None:
 
 
 def test_namesakes_of_two_authorities_are_two_tenants(tmp_path: Path, keys: Keys) -> None:
-    other = certificates.create_authority(tmp_path / "other")  # of the same name as keys.authority
-    namesake = certificates.issue(tmp_path, authority=other, kind=Kind.TENANT, name="alice")
-    lone = certificates.create_self_signed(tmp_path / "lone", kind=Kind.TENANT, name="alice")
+    other = issuing.create_authority(tmp_path / "other")  # of the same name as keys.authority
+    namesake = issuing.issue(tmp_path, authority=other, kind=Kind.TENANT, name="alice")
+    lone = issuing.create_self_signed(tmp_path / "lone", kind=Kind.TENANT, name="alice")
     tenants = tmp_path / "tenants.pem"
     tenants.write_bytes(b"".join(i.certificate.read_bytes() for i in (lone, other, keys.authority)))
     serving, pins = server(keys, tenants=tenants), keys.provider.certificate
@@ -222,7 +220,7 @@ def test_namesakes_of_two_authorities_are_two_tenants(tmp_path: Path, keys: Keys
 
 def test_an_authority_renewed_with_its_key_keeps_its_tenants(tmp_path: Path, keys: Keys) -> None:
     """One more certificate for the authority's key: whichever is found first, the tenant stays who it is."""
-    old = certificates.load_certificates(keys.authority.certificate)[0]
+    old = reading.load_certificates(keys.authority.certificate)[0]
     key = keys.authority.private_key()
     assert isinstance(key, ec.EllipticCurvePrivateKey)
     builder = x509.CertificateBuilder(old.issuer, old.subject, key.public_key(), x509.random_serial_number())
@@ -245,7 +243,7 @@ def test_an_authority_in_between_must_be_listed(tmp_path: Path, keys: Keys) -> N
     issuer.key.write_bytes(
         key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     )
-    tenant = certificates.issue(tmp_path, authority=issuer, kind=Kind.TENANT, name="alice")
+    tenant = issuing.issue(tmp_path, authority=issuer, kind=Kind.TENANT, name="alice")
     tenant.certificate.write_bytes(tenant.certificate.read_bytes() + between)
     pins = keys.provider.certificate
     (tmp_path / "root.pem").write_bytes(root)
@@ -290,13 +288,13 @@ def authority_certificate(
 @pytest.mark.parametrize("old_first", [True, False])
 def test_rotation_with_both_pins(tmp_path: Path, keys: Keys, self_signed: bool, old_first: bool) -> None:
     if self_signed:
-        provider = certificates.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")
+        provider = issuing.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")
     else:
-        provider = certificates.issue(tmp_path, authority=keys.authority, kind=Kind.PROVIDER, name="p")
+        provider = issuing.issue(tmp_path, authority=keys.authority, kind=Kind.PROVIDER, name="p")
     old_pin = tmp_path / "old.pem"
     old_pin.write_bytes(provider.certificate.read_bytes())
     before = server(keys, provider)
-    certificates.rotate(provider.certificate, authority=None if self_signed else keys.authority)
+    issuing.rotate(provider.certificate, authority=None if self_signed else keys.authority)
     after = server(keys, provider)
 
     pins = [old_pin, provider.certificate] if old_first else [provider.certificate, old_pin]
@@ -308,8 +306,8 @@ def test_rotation_with_both_pins(tmp_path: Path, keys: Keys, self_signed: bool, 
 
 
 def test_authority_rotation_with_both_listed(tmp_path: Path, keys: Keys) -> None:
-    successor = certificates.create_authority(tmp_path)  # of the same name
-    bob = certificates.issue(tmp_path, authority=successor, kind=Kind.TENANT, name="bob")
+    successor = issuing.create_authority(tmp_path)  # of the same name
+    bob = issuing.issue(tmp_path, authority=successor, kind=Kind.TENANT, name="bob")
     pins = keys.provider.certificate
     tenants = tmp_path / "tenants.pem"
     tenants.write_bytes(keys.authority.certificate.read_bytes() + successor.certificate.read_bytes())
@@ -476,7 +474,7 @@ def test_no_trust_store_and_no_key_log(keys: Keys, tmp_path: Path, monkeypatch: 
         monkeypatch.setenv(name, str(keys.sibling.certificate))
     assert ssl.create_default_context().keylog_filename == str(keylog)  # or this test shows nothing
     keylog.unlink(missing_ok=True)
-    context = tls.registry_client_context(certificates.load_certificates(keys.authority.certificate))
+    context = tls.registry_client_context(reading.load_certificates(keys.authority.certificate))
     assert context.cert_store_stats()["x509"] == 1
     assert context.keylog_filename is None
     test_context_settings(keys)

@@ -16,8 +16,8 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from hypothesis import given
 from hypothesis import strategies as st
 
-from symbiosis_priv import certificates
-from symbiosis_priv.certificates import Identity, Kind
+from symbiosis_priv.certificates import issuing, reading
+from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.certificates.revocation import mark_of
 from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.errors import CertificateError, ConfigError, DescriptorError
@@ -54,7 +54,7 @@ class World:
 
     def said(self, identity: Identity | None = None, **changes: Any) -> Descriptor:
         now = round(MS * self.began)
-        certificate = certificates.load_certificates((identity or self.gamma).certificate)[0]
+        certificate = reading.load_certificates((identity or self.gamma).certificate)[0]
         values: dict[str, Any] = {
             "host": "gamma.example",
             "port": 7401,
@@ -81,24 +81,24 @@ def signed(body: bytes, identity: Identity, *, domain: bytes = DOMAIN) -> bytes:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     folder = tmp_path_factory.mktemp("registry")
-    authority = certificates.create_authority(folder, name="federation")
-    stranger = certificates.create_authority(folder, name="stranger")
+    authority = issuing.create_authority(folder, name="federation")
+    stranger = issuing.create_authority(folder, name="stranger")
 
     def issue(name: str, *, signer: Identity = authority, operator: str | None = "Gamma AG") -> Identity:
-        return certificates.issue(
+        return issuing.issue(
             folder, authority=signer, kind=Kind.PROVIDER, name=name, hosts=["gamma.example"], operator=operator
         )
 
     gamma = issue("gamma")
-    own = certificates.create_self_signed(folder / "own", kind=Kind.PROVIDER, name="gamma", hosts=["gamma.example"])
-    tenant = certificates.issue(folder, authority=authority, kind=Kind.TENANT, name="alice")
+    own = issuing.create_self_signed(folder / "own", kind=Kind.PROVIDER, name="gamma", hosts=["gamma.example"])
+    tenant = issuing.issue(folder, authority=authority, kind=Kind.TENANT, name="alice")
     others = {
         "its certificate is not one": issue("forger", signer=stranger),
         "not one that the federation": own,
         "is not a provider's": tenant,
         "names no operator": issue("nobody", operator=None),
     }
-    valid_from = certificates.load_certificates(gamma.certificate)[0].not_valid_before_utc
+    valid_from = reading.load_certificates(gamma.certificate)[0].not_valid_before_utc
     return World(Trust.load(authority.certificate), gamma, issue("delta"), others, valid_from.timestamp() + 1000)
 
 
@@ -106,7 +106,7 @@ def test_what_an_executor_has_signed_is_believed(world: World) -> None:
     vouched = verify(world.good, world.trust, now=world.began)
     assert vouched.descriptor == world.said()
     assert (vouched.name, vouched.operator, vouched.data) == ("gamma", "Gamma AG", world.good)
-    assert vouched.key == certificates.key_fingerprint(vouched.certificate)
+    assert vouched.key == reading.key_fingerprint(vouched.certificate)
     assert vouched.descriptor.layers == LayerRange(0, 15)
 
 
@@ -171,7 +171,7 @@ def test_a_signature_of_another_domain_is_none(world: World) -> None:
 
 
 def test_a_revoked_certificate_speaks_no_more(world: World) -> None:
-    revoked = frozenset({mark_of(certificates.load_certificates(world.gamma.certificate)[0])})
+    revoked = frozenset({mark_of(reading.load_certificates(world.gamma.certificate)[0])})
     with pytest.raises(DescriptorError, match="revoked"):
         verify(world.good, Trust(world.trust.authorities, revoked), now=world.began)
 
@@ -198,7 +198,7 @@ def test_it_counts_between_issue_and_expiry_and_the_clocks_tolerance(world: Worl
 
 
 def test_a_certificate_counts_as_long_as_it_is_valid(world: World) -> None:
-    end = certificates.load_certificates(world.gamma.certificate)[0].not_valid_after_utc.timestamp()
+    end = reading.load_certificates(world.gamma.certificate)[0].not_valid_after_utc.timestamp()
     for now, good in ((end - 10, True), (end + 10, False)):
         said = world.said(issued=round(MS * (end - 20)), expires=round(MS * (end + 600)))
         data = sign(said, world.gamma.private_key())
@@ -256,9 +256,9 @@ def test_what_cannot_vouch_is_no_authority(world: World, tmp_path: Path) -> None
 
 
 def test_too_many_hosts_do_not_fit(world: World, tmp_path: Path) -> None:
-    authority = certificates.create_authority(tmp_path)
+    authority = issuing.create_authority(tmp_path)
     hosts = [f"{number:03}.gamma.example" for number in range(70)]
-    many = certificates.issue(tmp_path, authority=authority, kind=Kind.PROVIDER, name="g", hosts=hosts, operator="G")
+    many = issuing.issue(tmp_path, authority=authority, kind=Kind.PROVIDER, name="g", hosts=hosts, operator="G")
     certificate = x509.load_pem_x509_certificate(many.certificate.read_bytes()).public_bytes(Encoding.DER)
     assert len(certificate) < MAX_CERTIFICATE
     verify(

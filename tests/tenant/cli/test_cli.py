@@ -23,7 +23,8 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from symbiosis_priv.certificates import Identity, Kind, issue
+from symbiosis_priv.certificates.issuing import issue
+from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.errors import CheckpointError, ConfigError, DeadlineExceededError
 from symbiosis_priv.harness.base_model import Pretraining, make_base_model
 from symbiosis_priv.harness.local import LocalFederation

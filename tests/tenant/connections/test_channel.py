@@ -15,7 +15,7 @@ import torch
 from msgspec.structs import replace as replace_struct
 from torch import Tensor
 
-from symbiosis_priv.certificates import Identity
+from symbiosis_priv.certificates.reading import Identity
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import (
     CertificateError,

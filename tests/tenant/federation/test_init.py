@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from symbiosis_priv.certificates import Kind, create_authority, create_request, create_self_signed, fingerprint, issue
+from symbiosis_priv.certificates.issuing import create_authority, create_self_signed, issue
+from symbiosis_priv.certificates.reading import Kind, fingerprint
+from symbiosis_priv.certificates.requests import create_request
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CertificateError, ConfigError, RoleConflictError, SymbiosisError
 from symbiosis_priv.federation import load_federation

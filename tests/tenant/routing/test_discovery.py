@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from symbiosis_priv import certificates
-from symbiosis_priv.certificates import Kind, load_certificates
+from symbiosis_priv.certificates import issuing
+from symbiosis_priv.certificates.reading import Kind, load_certificates
 from symbiosis_priv.certificates.revocation import revoke
 from symbiosis_priv.errors import CertificateError, ConfigError
 from symbiosis_priv.federation import Company, Federation, Peer, Registries
@@ -50,7 +50,7 @@ def federation(vouching: Vouching) -> Federation:
     folder = vouching.folder / "pinned"
 
     def pinned(name: str, role: str, port: int) -> Peer:
-        own = certificates.create_self_signed(folder, kind=Kind.PROVIDER, name=name)
+        own = issuing.create_self_signed(folder, kind=Kind.PROVIDER, name=name)
         assert role in ("executor", "helper")
         return Peer(name, f"{name} AG", role, "localhost", port, own.certificate)  # type: ignore[arg-type]
 
@@ -241,7 +241,7 @@ def test_operators_share_the_places(federation: Federation, vouching: Vouching) 
 def test_no_registry_leads_to_this_machine(federation: Federation, vouching: Vouching, host: str) -> None:
     """Unless everything in the file is on this machine. What a name resolves to is checked when it is dialled."""
     name = f"s{host.replace(':', '-')}"
-    vouching.known[name] = certificates.issue(
+    vouching.known[name] = issuing.issue(
         vouching.folder,
         authority=vouching.authority,
         kind=Kind.PROVIDER,

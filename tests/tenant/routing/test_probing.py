@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from symbiosis_priv.certificates import load_certificates
+from symbiosis_priv.certificates.reading import load_certificates
 from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.checkpoints.manifest import Manifest
 from symbiosis_priv.errors import ConnectionLostError

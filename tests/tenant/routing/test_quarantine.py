@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from symbiosis_priv.certificates import load_certificates
+from symbiosis_priv.certificates.reading import load_certificates
 from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.federation import Peer
 from tenant.core.gate import Quarantine

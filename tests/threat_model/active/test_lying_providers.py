@@ -9,7 +9,7 @@ import pytest
 from cryptography.hazmat.primitives.serialization import Encoding
 from transformers.quantizers.base import HfQuantizer
 
-from symbiosis_priv.certificates import fingerprint
+from symbiosis_priv.certificates.reading import fingerprint
 from symbiosis_priv.federation import Federation
 from symbiosis_priv.registry.trust import Trust
 from symbiosis_priv.system.private import PrivateFolder

@@ -92,11 +92,11 @@ class Gateway:
 
     @property
     def address(self) -> str:
-        """`host:port` as bound."""
+        """The bound address, as `host:port`."""
         return self._reception.address
 
     def start(self) -> None:
-        """Begin to accept."""
+        """Start to accept connections."""
         self._reception.start()
 
     @property
@@ -168,7 +168,7 @@ class Gateway:
             log.often("connection_opened", tenant=str(peer.tenant))
             reason = self._serve_accepted(link, connection, peer)
             log.often("connection_closed", tenant=str(peer.tenant), reason=reason)
-        except Exception as error:  # a bug must not take the provider with it
+        except Exception as error:  # a bug must not stop the provider
             log.failure("connection_failed", error)
         finally:
             link.close()

@@ -60,7 +60,7 @@ class Link:
             return self._take(view)
 
     def receive(self, view: memoryview, *, deadline: float) -> None:
-        """Fill `view`."""
+        """Read exactly the bytes that fill `view`."""
         while view:
             if not self._unread:
                 self._wait_up_to(min(_remaining(deadline), _SLICE_S))

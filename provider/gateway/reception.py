@@ -116,7 +116,7 @@ class Reception:
 
     @property
     def address(self) -> str:
-        """`host:port` as bound."""
+        """The bound address, as `host:port`."""
         return bound_address(self._listener)
 
     @property
@@ -134,7 +134,7 @@ class Reception:
         )
 
     def start(self) -> None:
-        """Begin to accept."""
+        """Start to accept connections."""
         self._thread.start()
 
     def renew(self, limits: Limits, credentials: Credentials) -> None:

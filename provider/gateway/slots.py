@@ -49,7 +49,7 @@ class Slot:
 
     @property
     def idle_since(self) -> float:
-        """When its last request was answered, by `time.monotonic`; infinity in the middle of a request."""
+        """Time of the last answer, by `time.monotonic`; infinity during a request."""
         return math.inf if self._busy else self._active
 
 

@@ -464,7 +464,7 @@ def test_a_database_that_cannot_be_used_is_said_at_the_start(tmp_path: Path) -> 
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
     try:
-        with pytest.raises(ConfigError, match="make room"):
+        with pytest.raises(ConfigError, match="free disk space"):
             Usage(whole)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

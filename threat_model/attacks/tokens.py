@@ -20,9 +20,15 @@ _RIDGE, _SHRINKAGE = 0.01, 0.05
 
 
 def nearest_tokens(rows: Mapping[int, Tensor], public: Public, orders: set[int]) -> dict[int, Tensor]:
-    """The vocabulary row of largest cosine, which no secret scale can change."""
+    """The vocabulary row of largest cosine, which no secret scale can change. A row of zeros is a token of zeros."""
     table = normalize(public.vocabulary_rows.double(), dim=1)
-    return {o: (normalize(r, dim=1) @ table.t()).argmax(dim=1) for o, r in rows.items() if o in orders}
+    empty = (table == 0).all(dim=1).to(table.dtype)  # padding
+    cosines = {
+        o: normalize(r, dim=1) @ table.t() + torch.outer((r == 0).all(dim=1).to(r.dtype), empty)
+        for o, r in rows.items()
+        if o in orders
+    }
+    return {o: c.argmax(dim=1) for o, c in cosines.items()}
 
 
 class FirstLayerTokens(FirstLayerAttack):

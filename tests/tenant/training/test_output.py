@@ -98,6 +98,7 @@ CHANGES = {
     "gradient_accumulation": 2,
     "sequence_length": 128,
     "seed": 1,
+    "pad_to_multiple_of": 8,
 }
 
 

@@ -1,8 +1,8 @@
 """Connections to providers. Read in this order:
 
-channel     one TLS connection: one request at a time; rows leave as `MaskedRows` only
+channel     one TLS connection, for one request at a time; it sends rows as `MaskedRows` only
 lanes       several channels to one provider
 executor    sends masked rows to an executor
-helper      asks a helper for effects
-notices     tells the user what is being waited for
+helper      requests effects from a helper
+notices     logs what a request waits for
 """

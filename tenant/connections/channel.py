@@ -1,11 +1,10 @@
-"""One TLS connection to one provider in one role: a request goes out, its answer comes back, or the deadline passes.
+"""One TLS connection to one provider in one role. It carries one request at a time and waits at most until a deadline.
 
-A request is a fixed run of bytes. `attempt` sends it once. `request` persists: if the connection breaks or the provider
-is busy, the *same bytes* are sent again on a new one, until the deadline. Providers keep no state between requests, so
-this is safe, and it never draws a second mask for the same row (rule 3). Memory for an answer is as large as the
-request makes it, whatever comes, and is taken while the answer is under way; what has come is checked against the
-request that it should answer (rule 7) before it is used. Waiting is always bounded by the request's deadline, and
-`tenant.connections.notices` may say what is being waited for.
+The bytes of a request are fixed. `attempt` sends a request once. `request` retries: if the connection breaks or the
+provider is busy, it sends the *same bytes* again, on a new connection, until the deadline. This is safe because
+providers keep no state between requests, and it draws no second mask for a row (rule 3). The request decides how much
+memory its answer takes, whatever the provider sends. The memory is allocated while the answer is awaited. An answer is
+checked against its request (rule 7) before it is used. `tenant.connections.notices` logs what a request waits for.
 """
 
 from __future__ import annotations
@@ -47,31 +46,31 @@ def _always() -> bool:
 
 
 class Wiretap(Protocol):
-    """Sees every frame exactly as it is on the wire, below encryption: for reviewers, attacks and tests.
+    """Observes every frame before encryption and after decryption, for reviewers, attacks and tests.
 
-    `payload` is the frame's matrix. A tap may change a received payload in place, as a dishonest provider would.
+    `payload` is the frame's matrix. A wiretap may change a received payload in place, as a dishonest provider would.
     """
 
     def sent(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
-        """A request is about to leave."""
+        """Called before a request is sent."""
 
     def received(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
-        """A reply has arrived and nothing has looked at it yet."""
+        """Called when a reply has arrived, before it is checked."""
 
 
 class Channel:
-    """A connection that comes back by itself. Threads that share one wait for each other.
+    """A connection that reconnects by itself. It serves one thread at a time; other threads wait.
 
     Args:
-        peer: whom to connect to, and the pinned certificate.
+        peer: the provider, with its address and pinned certificate.
         certificate: the tenant's certificate.
-        key: its private key.
-        model_digest: what the provider must serve.
-        deadline_s: how long one request may take, reconnecting included.
-        buffers: where answers lie; memory of their own if None.
-        notices: tells the user what is being waited for, and names the option for `deadline_s`.
+        key: the certificate's private key.
+        model_digest: digest of the model that the provider must serve.
+        deadline_s: seconds that one request may take, including reconnecting.
+        buffers: memory for answers; each answer has its own memory if None.
+        notices: logs what a request waits for, and names the option for `deadline_s`.
         wiretap: an observer of every frame, or None.
-        permit: called before every request leaves, with the provider and the rows; raises if it must not leave.
+        permit: called with the provider and the rows before a request is sent; raises if it must not be sent.
     """
 
     def __init__(
@@ -107,34 +106,42 @@ class Channel:
 
     @property
     def line(self) -> ClientConnection | None:
-        """The connection as it is now, if there is one."""
+        """The current connection, or None."""
         return self._line
 
     @property
     def closed(self) -> bool:
-        """Whether this side has closed it: then nobody else is to blame for what fails."""
+        """True if this side has closed the channel; a failure is then not counted against the provider."""
         return self._closed.is_set()
 
     def welcome(self, *, wanted: Callable[[], bool] = _always, refused_s: float = math.inf) -> wire.Welcome:
-        """The provider's limits; connects if need be.
+        """Connect unless there is a connection, with retries. Returns the layers and limits of the provider.
 
         Args:
-            wanted: whether anybody waits for it. If not, nothing is said about it, and it is not tried again.
+            wanted: returns True while a caller waits for the provider. Otherwise nothing is logged or tried again.
             refused_s: seconds after which a connection that is still refused is not tried again.
 
         Raises:
-            ConnectionLostError: nothing listens at the address.
+            ConnectionLostError: the address refuses connections.
+            DeadlineExceededError: there is no connection within the channel's deadline.
+            ProviderError: the provider refused.
+            ProtocolError: the provider does not serve the pinned model.
         """
         return self._used(self._persist, self._connect, wanted=wanted, refused_s=refused_s)
 
     def connect(
         self, *, deadline: float, since: float | None = None, wanted: Callable[[], bool] = _always
     ) -> wire.Welcome:
-        """Connects if need be, without a second try. Returns the provider's limits; see `attempt`."""
+        """Connect once, without retrying, unless there is a connection. Returns the provider's layers and limits.
+
+        Args:
+            deadline, since: as for `attempt`.
+            wanted: as for `welcome`.
+        """
         return self._used(self._once, self._connect, deadline, began=since, wanted=wanted)
 
     def probe(self) -> wire.Welcome | None:
-        """The provider's limits, without waiting: None if there is no connection, or the provider has closed it."""
+        """Return the provider's layers and limits without waiting; None without an open connection."""
         with self._lock:
             return self._probe()
 
@@ -147,7 +154,7 @@ class Channel:
             outputs: columns of the answer.
 
         Returns:
-            CPU matrix `[rows, outputs]`, int32 or float32 after the message's arithmetic. Unverified.
+            CPU matrix `[rows, outputs]`, int32 or float32 depending on the message's arithmetic. Unverified.
 
         Raises:
             DeadlineExceededError: no answer in time.
@@ -172,16 +179,20 @@ class Channel:
         since: float | None = None,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> Tensor:
-        """The same, tried once, right after it was heard: whether the provider has left is not looked at again.
+        """Send a request once, without retrying, on the current connection.
 
         Args:
-            deadline: on the clock of `time.monotonic`.
-            since: on the same clock, when the first attempt began, for what is said about a long wait.
-            meanwhile: called once the request has left, while the answer is under way.
+            message, payload, outputs: as for `request`.
+            deadline: time on the clock of `time.monotonic`.
+            since: start of the first attempt on the same clock, for log messages about a long wait.
+            meanwhile: called while the answer is awaited.
+
+        Returns:
+            As `request`.
 
         Raises:
-            TransportError: the provider is away, busy or too slow; the same bytes may be sent again, to anybody.
-            ProviderError, ProtocolError: as `request` says.
+            TransportError: the provider is away, busy or too slow. The same bytes may be sent to any provider.
+            ProviderError, ProtocolError: as for `request`.
         """
 
         def ask(deadline: float) -> Tensor:
@@ -190,29 +201,28 @@ class Channel:
         return self._used(self._once, ask, deadline, began=since)
 
     def close(self) -> None:
-        """Close for good, without waiting: a request in flight in another thread fails. `worker` is the caller's to
-        join."""
+        """Close for good, without waiting. A request in flight in another thread fails. The caller joins `worker`."""
         self._closed.set()
         self.worker.stop()
         if (line := self._line) is not None:
             line.shut()
-        self.drop_if_idle()  # else the request in flight does, as it ends
+        self.drop_if_idle()  # otherwise the request in flight drops the connection when it ends
 
     def drop_if_idle(self) -> None:
-        """Forget a connection that nobody uses just now: the next request makes a new one."""
+        """Close the connection unless a request uses it. The next request makes a new connection."""
         if self._lock.acquire(blocking=False):
             self._drop()
             self._lock.release()
 
     def abandon(self) -> None:
-        """In a forked child: let go of the parent's connection without a byte on it. This channel is not used again."""
+        """Close the parent's connection in a forked child, without sending a byte. The channel is not used again."""
         self._closed.set()
         self._drop()
 
     def _used(self, how: Callable[P, T], /, *arguments: P.args, **named: P.kwargs) -> T:
         with self._lock:
             result = how(*arguments, **named)
-        if self._closed.is_set():  # while the answer was already here: `close` has found the lock taken
+        if self._closed.is_set():  # `close` ran during the request, and could not take the lock
             self.drop_if_idle()
         return result
 
@@ -273,7 +283,7 @@ class Channel:
         meanwhile: Callable[[], None] = lambda: None,
     ) -> Tensor:
         if payload is not None and type(payload) is not MaskedRows:
-            raise TypeError("rows leave as MaskedRows, and as nothing else (tenant.core.masked)")
+            raise TypeError("only MaskedRows can be sent to a provider (tenant.core.masked)")
         if self._permit:
             self._permit(self.peer, payload)
         if self._line is None:
@@ -295,7 +305,7 @@ class Channel:
         if isinstance(reply, wire.Failure):
             raise self._failure(reply)
         if not isinstance(reply, wire.Result) or not reply.answers(message):
-            raise ProtocolError(f"{self._name} answered another request than the one it was asked")
+            raise ProtocolError(f"{self._name} answered another request than the one that was sent")
         return answer
 
     def _connect(self, deadline: float) -> wire.Welcome:
@@ -303,7 +313,7 @@ class Channel:
             return welcome
         self._drop()
         if self._closed.is_set():
-            raise ConnectionLostError(f"{self._name} is asked no more")
+            raise ConnectionLostError(f"the channel to {self._name} is closed")
         line = self._line = ClientConnection(
             self._name,
             host=self.peer.host,
@@ -314,7 +324,7 @@ class Channel:
             traffic=self.traffic,
             waiting=self._say,
         )
-        if self._closed.is_set():  # since: `close` has not seen this line
+        if self._closed.is_set():  # `close` ran before this connection existed
             line.shut()
         line.open(deadline)
         line.send(self._hello, deadline=deadline)
@@ -330,14 +340,14 @@ class Channel:
         return None if self._line is None or self._line.peer_left() else self._welcome
 
     def _receive(self, line: ClientConnection, space: memoryview, deadline: float) -> wire.Reply:
-        """A reply; the payload of a result is written to `space`."""
+        """Receive a reply, and write the payload of a result to `space`."""
         reply, payload_size = line.receive(max_payload=len(space), deadline=deadline)
         if not isinstance(reply, wire.Result):
             if payload_size:
-                raise ProtocolError(f"{self._name} sent a payload where none belongs")
+                raise ProtocolError(f"{self._name} sent a payload with a reply that has none")
             return reply
         if payload_size != len(space):
-            raise ProtocolError(f"{self._name} sent {payload_size} bytes where {len(space)} belong")
+            raise ProtocolError(f"{self._name} sent {payload_size} bytes of payload instead of {len(space)}")
         line.fill(space, deadline=deadline)
         return reply
 
@@ -362,5 +372,5 @@ class Channel:
 
 
 def fresh_nonce() -> bytes:
-    """16 random bytes that bind an answer to its request."""
+    """Return 16 random bytes that bind an answer to its request."""
     return os.urandom(wire.NONCE_BYTES)

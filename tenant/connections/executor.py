@@ -1,4 +1,4 @@
-"""An executor as a process sees it: connections for masked rows, and threads to use several of them for one product."""
+"""The client of one executor: connections for masked rows, and threads that use several of them for one product."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from tenant.routing.route import Route
 from tenant.worker import Worker
 
 LANES: Final = 2
-"""Connections for one product: on one something travels while the other's rows are multiplied."""
+"""Connections for one product: one connection transfers data while the rows of the other are multiplied."""
 MOST_LANES: Final = 8
-"""For products of several threads; a provider allows one tenant 64 by default."""
-_REMEMBERED: Final = 1024  # widths times providers
+"""Maximum number of connections for products of several threads. A provider's default limit per tenant is 64."""
+_REMEMBERED: Final = 1024  # cached row limits, one per width and provider
 
 
 class ExecutorClient:
-    """One executor.
+    """The client of one executor.
 
     Args:
-        route: what the session knows about it.
-        new_channel: makes a connection to it.
+        route: the session's knowledge of the executor.
+        new_channel: makes a channel to the executor.
     """
 
     def __init__(self, route: Route, new_channel: Callable[[], Channel]) -> None:
@@ -42,18 +42,22 @@ class ExecutorClient:
 
     @property
     def channels(self) -> tuple[Channel, ...]:
-        """Its connections so far."""
+        """The connections made so far."""
         return self.lanes.channels
 
     def close(self) -> None:
-        """Close its connections and stop its threads, for good and without waiting."""
+        """Close all connections and stop the threads, for good and without waiting."""
         for worker in self.workers:
             worker.stop()
         self.lanes.close()
 
     def welcome(self, *, until: float, wanted: Callable[[], bool], refused_s: float) -> wire.Welcome:
-        """What it serves, and its limits; connects if need be, and persists until its channel's deadline, or for as
-        long as it is wanted; for `refused_s` seconds if the connection is refused."""
+        """Connect unless there is a connection. Returns the layers and limits of the executor.
+
+        Args:
+            until: latest time on the clock of `time.monotonic` to wait for a free connection.
+            wanted, refused_s: as for `Channel.welcome`.
+        """
         with self.lanes.take(until=until) as channel:
             return channel.welcome(wanted=wanted, refused_s=refused_s)
 
@@ -67,23 +71,24 @@ class ExecutorClient:
         since: float,
         meanwhile: Callable[[], None],
     ) -> tuple[Tensor, float]:
-        """Send masked rows once, in as many requests as its limits make of them.
+        """Send masked rows once, without retrying, in as many requests as the executor's limits need.
 
         Args:
-            part: the rows; they do not change meanwhile.
-            facts: of their layer group.
-            patience_s: how long it may take, once there is a connection that nobody else here uses.
-            deadline: of all, and since: when it was first asked, by `time.monotonic`.
-            meanwhile: called while an answer is under way.
+            part: the rows; they must not change during the call.
+            facts: facts of the layer group.
+            patience_s: seconds that the answer may take once a connection is free.
+            deadline: latest end of the call, on the clock of `time.monotonic`.
+            since: time of the first attempt, on the same clock.
+            meanwhile: called while an answer is awaited.
 
         Returns:
-            The answer, unverified; how many seconds it took once there was a connection.
+            The answer, unverified, and the seconds that it took once there was a connection.
 
         Raises:
-            LanesInUseError: there was no such connection until the deadline; it has been asked for nothing.
-            TransportError: it is away, busy, too slow, or serves the group no more.
-            ProviderError: it has refused.
-            ProtocolError: it breaks the protocol.
+            LanesInUseError: no connection was free until the deadline. No request was sent.
+            TransportError: the executor is away, busy, too slow, or no longer serves the layer group.
+            ProviderError: the executor refused.
+            ProtocolError: the executor broke the protocol.
         """
         answers, before = [], self.route.health.state
         channel = self.lanes.acquire(until=deadline)
@@ -93,7 +98,7 @@ class ExecutorClient:
             until = min(deadline, time.monotonic() + patience_s)
             welcome = self.route.welcome = channel.probe() or channel.connect(deadline=until, since=since)
             if not self.route.serves(part.index):
-                raise ConnectionLostError(f"{self.route} does not serve {facts.entry.name} any more")
+                raise ConnectionLostError(f"{self.route} no longer serves {facts.entry.name}")
             started = time.monotonic()
             limit = row_limit(facts.widest, welcome)
             pieces = part.sent.split(limit) if part.count > limit else [part.sent]
@@ -124,11 +129,11 @@ class ExecutorClient:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """The rows of several matrices as one; no copy if there is one."""
+    """Concatenate the rows of several matrices. A single matrix is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-@functools.lru_cache(_REMEMBERED)  # every product asks it of everybody
+@functools.lru_cache(_REMEMBERED)  # called for each executor and product
 def row_limit(widest: int, welcome: wire.Welcome) -> int:
-    """Rows of one request that fit a provider's limits, both ways; of so many columns."""
+    """Return the number of rows that fit a provider's limits, for request and answer, at most `widest` columns wide."""
     return max(1, min(welcome.max_rows, welcome.max_payload // wire.RING32.size(1, widest)))

@@ -1,4 +1,4 @@
-"""The connections to a helper, which holds a seed and computes the effects of the masks that the seed expands to.
+"""The client of one helper, which expands a seed to masks and computes the effects of the masks.
 
 While there are spare helpers, a request is tried once and for a limited time, and a helper that has just failed gets no
 request: the pad is drawn with other helpers. Without spares a request is repeated until its deadline.
@@ -25,13 +25,13 @@ from tenant.worker import Promise
 
 
 class HelperClient:
-    """One helper: a seed of its own, and a connection each for waiting requests and for those made ahead.
+    """The client of one helper. It has its own seed and two connections: for pads needed now and for pads made ahead.
 
     Args:
-        route: what the session knows about it.
-        routes: knows whether there are spares.
-        new_channel: makes a connection to it.
-        secret: its seed comes from.
+        route: the session's knowledge of the helper.
+        routes: tells whether other helpers can replace this one.
+        new_channel: makes a channel to the helper.
+        secret: the session secret from which the helper's seed is derived.
     """
 
     def __init__(self, route: Route, routes: Routes, new_channel: Callable[[], Channel], secret: SessionSecret) -> None:
@@ -44,7 +44,15 @@ class HelperClient:
     def submit(
         self, index: int, direction: Direction, facts: GroupFacts, *, first_row: int, rows: int, ahead: bool
     ) -> Promise[Tensor]:
-        """Ask for the effect of rows of its keystream; unverified."""
+        """Request the effect of rows of the helper's keystream. The result is unverified.
+
+        Args:
+            index: group index.
+            direction: direction of the product.
+            facts: facts of the layer group.
+            first_row, rows: rows of the keystream.
+            ahead: True for a pad that is made ahead, False if a product waits for the pad.
+        """
         channel = self.channels[ahead]
         return channel.worker.submit(self._effect, channel, index, direction, facts, first_row, rows)
 
@@ -54,7 +62,7 @@ class HelperClient:
         persists = not self._routes.can_replace(index, [self.peer])
         size = wire.RING32.size(rows, facts.outputs(direction))
         if not persists and self.route.health.state is State.DOWN:
-            raise ConnectionLostError(f"{self.route} is away; pads are made elsewhere meanwhile")
+            raise ConnectionLostError(f"{self.route} is away; other helpers make the pads")
         began = time.monotonic()
         until = began + self._routes.patience_with_helpers_s(index, [self.peer], size)
         try:
@@ -85,6 +93,6 @@ class HelperClient:
         return joined(effects)
 
     def close(self) -> None:
-        """Close its connections, for good and without waiting."""
+        """Close both connections, for good and without waiting."""
         for channel in self.channels:
             channel.close()

@@ -1,4 +1,4 @@
-"""Connections to one provider, of which each serves one request at a time.
+"""A pool of connections to one provider. Each connection serves one request at a time.
 
 A request takes a free lane, the one that was used last. If no lane is free, another one is opened, up to a limit; then
 the request waits for a lane. So several threads of a tenant reach a provider at once, and one thread opens no more
@@ -17,15 +17,15 @@ from tenant.connections.channel import Channel
 
 
 class LanesInUseError(DeadlineExceededError):
-    """Every connection that this side opens to a provider was in use until the deadline: not the provider's doing."""
+    """All connections to a provider were in use until the deadline. The provider is not at fault."""
 
 
 class Lanes:
-    """See the module's text. Thread-safe.
+    """A pool of channels to one provider. Thread-safe.
 
     Args:
-        new: makes a channel, which connects when it is first used.
-        most: channels at the same time.
+        new: makes a channel, which connects on its first request.
+        most: maximum number of channels.
     """
 
     def __init__(self, new: Callable[[], Channel], *, most: int) -> None:
@@ -34,23 +34,23 @@ class Lanes:
         self._free: list[Channel] = []
         self._lock = threading.Lock()
         self._returned = threading.Condition(self._lock)
-        self._waiting = 0  # for one to come free
+        self._waiting = 0  # threads that wait for a free channel
         self._closed = False
 
     @property
     def channels(self) -> tuple[Channel, ...]:
-        """All of them, the oldest first."""
+        """All channels, the oldest first."""
         return tuple(self._channels)
 
     @contextmanager
     def take(self, *, until: float) -> Iterator[Channel]:
-        """A channel that nobody else uses meanwhile.
+        """Context manager for the exclusive use of a channel.
 
         Args:
-            until: how long to wait for one, on the clock of `time.monotonic`.
+            until: latest time to wait for a free channel, on the clock of `time.monotonic`.
 
         Raises:
-            LanesInUseError: all of them were in use for so long.
+            LanesInUseError: no channel was free until then.
         """
         channel = self.acquire(until=until)
         try:
@@ -59,13 +59,13 @@ class Lanes:
             self.release(channel)
 
     def acquire(self, *, until: float) -> Channel:
-        """A channel that the caller gives back with `release`; see `take`."""
+        """Take a channel as `take` does. The caller must `release` it."""
         with self._lock:
             while not self._free and len(self._channels) >= self._most:
                 self._waiting += 1
                 try:
                     if not self._returned.wait(until - time.monotonic()):
-                        raise LanesInUseError(f"all {self._most} connections to it were in use")
+                        raise LanesInUseError(f"all {self._most} connections to the provider were in use")
                 finally:
                     self._waiting -= 1
             if self._free:
@@ -77,14 +77,14 @@ class Lanes:
             return channel
 
     def release(self, channel: Channel) -> None:
-        """Others may take it now."""
+        """Return a channel, so that another thread can take it."""
         with self._lock:
             self._free.append(channel)
             if self._waiting:
                 self._returned.notify()
 
     def drop_idle(self) -> None:
-        """Forget connections that nobody uses just now: their provider has just been lost."""
+        """Close the connections that are not in use, after their provider was lost."""
         for channel in self._channels:
             channel.drop_if_idle()
 
@@ -96,6 +96,6 @@ class Lanes:
             channel.close()
 
     def abandon(self) -> None:
-        """In a forked child: let go of the parent's connections. No lock: a thread of the parent may have held it."""
+        """Close the parent's connections in a forked child. Takes no lock: a thread of the parent may have held it."""
         for channel in self._channels:
             channel.abandon()

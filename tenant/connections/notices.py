@@ -1,7 +1,7 @@
-"""Saying what a program is waiting for: whom, since when, and until when at most.
+"""Logs which provider a request waits for, since when, and until when at most.
 
-After two seconds without an answer, and again while it lasts, as warnings in the log of this module (which Python shows
-on a terminal unless the program has set up logging of its own), and once more when the answer comes.
+The module logs a warning after two seconds without an answer, repeats it during the wait, and logs another one when the
+answer arrives. Python shows warnings on a terminal unless the program configures logging.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from symbiosis_priv.network.wire import QuotaLimit
 log = logging.getLogger(__name__)
 
 FIRST_S = 2.0
-"""How long nothing is said."""
-_AGAIN_S = 10.0
-_SLOW_S = 300.0  # between two words about one that does answer, only slowly
-_LIMITED_AGAIN_S = 60.0
-_REMEMBERED = 256  # names: executors of registries choose their addresses
+"""Seconds of waiting before the first warning."""
+_AGAIN_S = 10.0  # between two warnings about a provider that has not answered
+_SLOW_S = 300.0  # between two warnings about a provider that answers slowly
+_LIMITED_AGAIN_S = 60.0  # between two warnings about a provider's quota
+_REMEMBERED = 256  # names kept; the bound is needed because executors from registries choose their addresses
 
 
 @dataclass
@@ -31,10 +31,10 @@ class _Said:
 
 
 class Notices:
-    """What has been said, so that nothing is said too often: the connections of a session share one.
+    """Logs warnings about waiting, each at most once per interval. The connections of a session share one instance.
 
     Args:
-        option: what sets the deadline, as the user would write it.
+        option: text with which the user sets the deadline.
     """
 
     def __init__(self, *, option: str) -> None:
@@ -44,13 +44,13 @@ class Notices:
         self._lock = threading.Lock()
 
     def waiting(self, whom: str, *, since: float, until: float, why: str) -> None:
-        """Say it if it is time to.
+        """Log that a request waits, if a warning is due.
 
         Args:
             whom: the provider.
-            since: when the request began, by `time.monotonic`.
-            until: its deadline.
-            why: what has happened so far.
+            since: start of the request, on the clock of `time.monotonic`.
+            until: deadline of the request, on the same clock.
+            why: the reason for the wait.
         """
         now = time.monotonic()
         if now - since < FIRST_S:
@@ -63,7 +63,7 @@ class Notices:
             if len(self._said) > _REMEMBERED:
                 del self._said[next(iter(self._said))]
         log.warning(
-            "waiting for %s since %s (%.0f s), until %s at most: %s. %s changes how long.",
+            "waiting for %s since %s (%.0f s), until %s at most: %s. %s sets the time limit.",
             whom,
             _clock(since - now),
             now - since,
@@ -73,11 +73,11 @@ class Notices:
         )
 
     def limited(self, whom: str, limit: QuotaLimit) -> None:
-        """Say that a provider's quota slows the work down, at once and then once a minute at most.
+        """Log that a provider's quota delays requests: at once, and then at most once a minute.
 
         Args:
             whom: the provider's name.
-            limit: what it has told.
+            limit: the limit that the provider reported.
         """
         now = time.monotonic()
         with self._lock:
@@ -87,14 +87,14 @@ class Notices:
             if len(self._limited) > _REMEMBERED:
                 del self._limited[next(iter(self._limited))]
         log.warning(
-            "%s limits you to %s, and requests wait for that: ask its operator for a larger quota, or go on slower",
+            "%s limits you to %s, so requests wait: ask the operator for a larger quota, or accept the lower speed",
             whom,
             limit,
         )
 
     def answered(self, whom: str) -> None:
-        """Say that the wait is over, if anything was said about it."""
-        said = self._said.get(whom)  # without the lock: this is asked for every answer
+        """Log that the wait is over, if a warning was logged about it."""
+        said = self._said.get(whom)  # without the lock, because this runs for every answer
         if said is not None and not said.answered:
             said.answered = True
             log.warning("%s has answered after %.0f s", whom, time.monotonic() - said.since)

@@ -269,7 +269,7 @@ def test_a_wait_is_announced_and_announced_again_but_not_too_often(
         said.append(len(caplog.messages))
     assert [second for second in range(1, 60) if said[second] > said[second - 1]] == [2, 12, 22, 32, 42, 52]
     assert said[-1] == 12
-    for part in ("helper 'beta' since", "(2 s), until", "it has not answered yet. --deadline-s changes how long"):
+    for part in ("helper 'beta' since", "(2 s), until", "it has not answered yet. --deadline-s sets the time limit"):
         assert part in caplog.messages[0]
     assert {record.levelname for record in caplog.records} == {"WARNING"}
     notices.answered("helper 'beta'")

@@ -107,6 +107,14 @@ class Attack(ABC, Generic[V, G]):
         """Compare with what happened."""
 
 
+class DirectedAttack(Attack[V, G]):
+    """An attack on the requests of one direction, which its name then ends with."""
+
+    def __init__(self, direction: Direction) -> None:
+        self.direction = direction
+        self.name = f"{type(self).name}, {direction}"
+
+
 def score_labels(guess: Labels, truth: Mapping[int, Tensor], *, ignore: int | None = None) -> Outcome:
     """Tokens or labels: exact matches, against guesses dealt to random rows."""
     orders = [order for order in truth if order in guess]

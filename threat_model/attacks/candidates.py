@@ -11,17 +11,17 @@ from dataclasses import replace
 
 import torch
 
-from symbiosis_priv.arithmetic.ring import Direction
-from threat_model.attacks.base import Attack, Outcome, Rows, score_rows
+from threat_model.attacks.base import DirectedAttack, Outcome, Rows, score_rows
 from threat_model.attacks.reading import Subtraction, subtract_candidates
 from threat_model.evidence.public import Public
 from threat_model.evidence.truth import Truth
 from threat_model.evidence.views import ExecutorView
 
 
-class CandidateSubtraction(Attack[ExecutorView, Subtraction]):
+class CandidateSubtraction(DirectedAttack[ExecutorView, Subtraction]):
     """x' minus the noise that leaves the likeliest remainder; where no noise was shown, x' itself."""
 
+    name = "candidate subtraction"
     family = "noise removal"
     party = "executor"
     decisive = True
@@ -29,10 +29,6 @@ class CandidateSubtraction(Attack[ExecutorView, Subtraction]):
     source = "against Symbiosis §3.8"
     metric = "rows within 1 %"
     chance = "0; the verdict uses a line-up with chance 1/2"
-
-    def __init__(self, direction: Direction) -> None:
-        self.direction = direction
-        self.name = f"candidate subtraction, {direction}"
 
     def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Subtraction:
         return subtract_candidates(view)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.keystream import expand, mask_key
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
-from threat_model.attacks.base import Attack, Outcome, Rows, score_rows
+from threat_model.attacks.base import DirectedAttack, Outcome, Rows, score_rows
 from threat_model.attacks.reading import deal
 from threat_model.attacks.uniformity import Distinguisher, Verdicts
 from threat_model.evidence.public import Public
@@ -24,15 +24,12 @@ from threat_model.evidence.views import CollusionView, ExecutorView, HelperView
 _SMALL, _COLUMNS, _RING = 1 << 23, 4, 1 << 32
 
 
-class _Collusion(Attack[CollusionView, Rows]):
+class _Collusion(DirectedAttack[CollusionView, Rows]):
     """Every pad row that any seed and request implies, tried on every masked row."""
 
     family = "collusion"
     metric = "rows within 1 %"
     chance = "0; the verdict uses a line-up with chance 1/2"
-
-    def __init__(self, direction: Direction) -> None:
-        self.direction = direction
 
     def run(self, view: CollusionView, public: Public, rng: torch.Generator) -> Rows | None:
         rows: dict[int, Tensor] = {}
@@ -53,33 +50,28 @@ class _Collusion(Attack[CollusionView, Rows]):
 class Collusion(_Collusion):
     """The executor and every helper."""
 
+    name = "collusion"
     party = "executor+helper"
     decisive = True
     sees = "masked rows, every seed and row range"
     source = "rule 8"
 
-    def __init__(self, direction: Direction) -> None:
-        super().__init__(direction)
-        self.name = f"collusion, {direction}"
-
 
 class PartialCollusion(_Collusion):
     """Collusion of the executor and all helpers except one. The missing helper's seed hides the rows."""
 
+    name = "one helper is honest"
     party = "all but a helper"
     sees = "masked rows, seeds and row ranges of all helpers but one"
     source = "threat model, pad"
 
-    def __init__(self, direction: Direction) -> None:
-        super().__init__(direction)
-        self.name = f"one helper is honest, {direction}"
 
-
-class Coalition(Attack[CollusionView, Verdicts]):
+class Coalition(DirectedAttack[CollusionView, Verdicts]):
     """A two-row distinguisher for a coalition that knows all shares except one. The coalition is also told which row of
     a share belongs to which request, which a real coalition does not know.
     """
 
+    name = "distinguisher of a coalition"
     family = "statistics"
     party = "all but a helper"
     sees = "rows of a game with two rows that it chose, less the shares of all helpers but one"
@@ -88,8 +80,7 @@ class Coalition(Attack[CollusionView, Verdicts]):
     chance = "1/2"
 
     def __init__(self, direction: Direction) -> None:
-        self.direction = direction
-        self.name = f"distinguisher of a coalition, {direction}"
+        super().__init__(direction)
         self._inner = Distinguisher(direction)
 
     def run(self, view: CollusionView, public: Public, rng: torch.Generator) -> Verdicts | None:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.ring import Direction
-from threat_model.attacks.base import RECOVERED, Attack, Outcome
+from threat_model.attacks.base import RECOVERED, DirectedAttack, Outcome
 from threat_model.attacks.reading import noises
 from threat_model.evidence.public import Public
 from threat_model.evidence.truth import Truth
@@ -36,19 +35,16 @@ class Differences:
     value: Tensor
 
 
-class Differencing(Attack[ExecutorView, list[Differences]]):
+class Differencing(DirectedAttack[ExecutorView, list[Differences]]):
     """Claims differences for the pairs whose difference is too small for two masks."""
 
+    name = "differencing"
     family = "noise removal"
     party = "executor"
     sees = "rows, no noise"
     source = "rule 3; two-time pad"
     metric = "claimed differences within 1 %"
     chance = "0: no pair of one-time masks is close"
-
-    def __init__(self, direction: Direction) -> None:
-        self.direction = direction
-        self.name = f"differencing, {direction}"
 
     def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> list[Differences]:
         claims: list[Differences] = []

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.ring import FORWARD, Direction
-from threat_model.attacks.base import Attack, Outcome, Rows, score_rows
+from symbiosis_priv.arithmetic.ring import FORWARD
+from threat_model.attacks.base import DirectedAttack, Outcome, Rows, score_rows
 from threat_model.attacks.reading import deal, noises, stack
 from threat_model.evidence.public import Public
 from threat_model.evidence.truth import Truth
@@ -19,19 +19,16 @@ from threat_model.evidence.views import Exchange, ExecutorView
 _MAX_NOISES, _MAX_ROWS, _SAME = 64, 2000, 1e-3
 
 
-class RepeatedRows(Attack[ExecutorView, Rows]):
+class RepeatedRows(DirectedAttack[ExecutorView, Rows]):
     """The rows that arrive again and again are taken for noises; never looks at the requests for effects."""
 
+    name = "zero and padding rows"
     family = "noise removal"
     party = "executor"
     sees = "rows, no noise"
     source = "threat model, paper-pool"
     metric = "rows within 1 %"
     chance = "0; the verdict uses a line-up with chance 1/2"
-
-    def __init__(self, direction: Direction) -> None:
-        self.direction = direction
-        self.name = f"zero and padding rows, {direction}"
 
     def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Rows:
         rows: dict[int, Tensor] = {}

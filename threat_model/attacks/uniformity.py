@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.ring import Direction
-from threat_model.attacks.base import Attack, Outcome
+from threat_model.attacks.base import Attack, DirectedAttack, Outcome
 from threat_model.evidence.public import Public
 from threat_model.evidence.statistics import binomial_tail, clopper_pearson, normal_tail, roc
 from threat_model.evidence.truth import Truth
@@ -77,13 +76,14 @@ class Verdicts:
     scores: Tensor
 
 
-class Distinguisher(Attack[ExecutorView, Verdicts]):
+class Distinguisher(DirectedAttack[ExecutorView, Verdicts]):
     """Ridge regression from a row's words and bits to which of two chosen rows lies under the mask.
 
     Real-or-random in miniature: the adversary picks two rows, the tenant masks one of them by a coin, thousands of
     times.
     """
 
+    name = "two-row distinguisher"
     family = "statistics"
     party = "executor"
     decisive = True
@@ -91,10 +91,6 @@ class Distinguisher(Attack[ExecutorView, Verdicts]):
     source = "indistinguishability under chosen plaintext"
     metric = "coins called right"
     chance = "1/2"
-
-    def __init__(self, direction: Direction) -> None:
-        self.direction = direction
-        self.name = f"two-row distinguisher, {direction}"
 
     def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Verdicts | None:
         game = view.games.get(self.direction)

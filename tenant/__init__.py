@@ -2,9 +2,9 @@
 
     model = AutoModelForCausalLM.from_pretrained(path, quantization_config=RemoteConfig(federation="federation.toml"))
 
-Read in this order: `remote_linear` (where the model meets this package), `backend` (the arithmetic around a product),
-`session` (masked, verified products), `noise` (pads), `verifier`, `connections.channel` (TLS). `hf` plugs into
-`from_pretrained`; `connect` goes from the user's options to a working backend.
+Read in this order: `model` (where a Hugging Face model meets this package), `core` (pads, masked rows, verification),
+`session` (masked, verified products and failover), `routing` (which provider is asked), `connections` (TLS). The
+docstring of each folder names its modules.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ LONGEST = (
     "tests/compatibility/",
     "tests/symbiosis_priv/kernels/",
 )
-ONE_REPORT = ("tests/threat_model/test_active.py", "tests/threat_model/test_suite.py")
+ONE_REPORT = ("tests/threat_model/active/test_lying_providers.py", "tests/threat_model/test_suite.py")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,4 +1,4 @@
-"""Starts whole federations on one machine, for the demo, the benchmarks and the tests. No trust rests on this folder.
+"""Starts whole federations on one machine, for the demo, the benchmarks and the tests. Product code does not use it.
 
 local        executors, helpers and registries as processes on loopback
 service      a process that is started, watched and stopped

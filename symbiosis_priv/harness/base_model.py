@@ -1,4 +1,4 @@
-"""A small Llama, pretrained on the spot on public text: for the demo, the threat model and the tests.
+"""Pretrains a small Llama on synthetic public text, for the demo, the threat model and the tests.
 
 The result is an ordinary Hugging Face checkpoint (safetensors, `config.json`, `tokenizer.json`).
 """
@@ -35,7 +35,7 @@ _WARM_UP = 20  # steps
 
 @dataclass(frozen=True, kw_only=True)
 class Pretraining:
-    """How the base model is made.
+    """Sizes, training settings and seed of the base model.
 
     Attributes:
         steps: optimizer steps.
@@ -44,10 +44,10 @@ class Pretraining:
         peak_lr: AdamW's learning rate after warm-up; a cosine takes it to zero.
         sentences: sentences of public text to learn from.
         vocab: tokens of the byte-level BPE, at least 259 (the bytes and three special tokens).
-        width: of the model, a multiple of 32.
-        blocks: of the model.
+        width: width of the model, a multiple of 32.
+        blocks: number of blocks of the model.
         tied: True if the LM head is the embedding, and therefore stays with the tenant.
-        seed: of the text, the initial weights and the order of the windows.
+        seed: seed of the text, the initial weights and the order of the windows.
     """
 
     steps: int = 120
@@ -62,7 +62,7 @@ class Pretraining:
     seed: int = 0
 
     def text(self) -> str:
-        """What the model learns from."""
+        """The text that the model is trained on."""
         return public_text(seed=self.seed, sentences=self.sentences)
 
 
@@ -75,8 +75,8 @@ def cached_base_model(
     used.
 
     Args:
-        cache: where base models are kept; made if it is missing.
-        scratch: an empty folder for a model that is not in the cache yet.
+        cache: folder of base models; created if it is missing.
+        scratch: empty folder for a model that is not in the cache yet.
         on_progress: see `Progress`.
         recipe: sizes and seed.
     """
@@ -97,11 +97,11 @@ def make_base_model(
 ) -> Path:
     """Pretrain the base model, and return the folder of its checkpoint.
 
-    The checkpoint appears whole or not at all. Its weights are deterministic on one machine, and close but not equal
-    across machines.
+    The checkpoint is written atomically. Its weights are deterministic on one machine, and close but not equal across
+    machines.
 
     Args:
-        directory: where the checkpoint goes; missing or empty.
+        directory: folder of the checkpoint; missing or empty.
         on_progress: see `Progress`.
         recipe: sizes and seed.
 

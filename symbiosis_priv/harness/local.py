@@ -1,11 +1,11 @@
-"""A federation on this machine: real provider processes, real TLS, certificates of their own, gone when the block ends.
+"""A federation on this machine: provider processes with TLS and certificates, which stop when the `with` block ends.
 
     with LocalFederation(Path("model"), Path("run")) as local:
         config = RemoteConfig(federation=local.federation)
         model = AutoModelForCausalLM.from_pretrained("model", quantization_config=config)
 
-It is for the demo, benchmarks and tests; `kill` and `restart` show what happens when a provider goes away. Providers
-are started through the command line, as an operator starts them (`service`), and none of their code is imported.
+The demo, benchmarks and tests use it; `kill` and `restart` show what happens when a provider fails. Providers are
+started through the command line (`service`), as by an operator, and none of their code is imported.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.checkpoints.weights import Progress, WeightStore
 from symbiosis_priv.errors import ConfigError, ConnectionLostError, DeadlineExceededError
-from symbiosis_priv.harness.service import Service
+from symbiosis_priv.harness.service import ManagedProcess
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
 from symbiosis_priv.network.addresses import parse_address
 from symbiosis_priv.network.tls import registry_client_context
@@ -51,14 +51,14 @@ class _Provider:
     name: str
     role: Role
     identity: Identity
-    service: Service
-    address: str  # the port that it got stays its own when it is started again
+    service: ManagedProcess
+    address: str  # a restarted provider uses the same port
     layers: str | None = None
     listed: bool = True
 
 
 class LocalFederation:
-    """Executors and helpers as separate processes, each with a key and an operator of its own.
+    """Executors and helpers as separate processes, each with its own key and operator.
 
     Everything is written into `directory`: `keys/`, one `NAME.toml` and `NAME.log` per provider, `federation.toml`, the
     quantised weights. Providers are called `executor` and `helper`, or `executor-1`, `executor-2`, ... where there are
@@ -67,18 +67,18 @@ class LocalFederation:
         LocalFederation(model, run, executors=3, layers={"executor-1": "0-15", "executor-2": "16-31"})
 
     Args:
-        model: the base checkpoint that they serve.
-        directory: new or empty; it stays afterwards.
+        model: base checkpoint that the providers serve.
+        directory: new or empty folder; it is not deleted.
         helpers: number of helpers; 0 for masking without one.
         executors: number of executors.
-        weight_bits: b.
-        layers: what providers serve of the model, by name; the others serve all of it.
+        weight_bits: bits of a quantised weight.
+        layers: range of layers that a provider serves, by its name; the other providers serve all layers.
         companies: names of providers that count as one party, by the name of their company.
-        pad_helpers: how many helpers share each pad; all of them if None.
-        registry: also run a registry. All executors announce themselves to it, and tenants find those there that
+        pad_helpers: number of helpers that share each pad; all helpers if None.
+        registry: also run a registry. All executors announce themselves to it, and tenants find executors there that
             `federation.toml` does not list.
-        host: the IP address at which providers listen; by default loopback.
-        cache: of quantised weights; in `directory` if None.
+        host: IP address at which providers listen; by default loopback.
+        cache: folder of quantised weights; in `directory` if None.
         provider_options: further entries of each provider.toml.
         deadline_s: time for all providers to become ready.
         progress: called during the first quantisation of the checkpoint.
@@ -111,7 +111,7 @@ class LocalFederation:
         self._companies = companies or {}
         self._pad_helpers = pad_helpers
         self._registry: str | None = None
-        self._registry_service = Service("the registry", self.directory, _REGISTRY) if registry else None
+        self._registry_service = ManagedProcess("the registry", self.directory, _REGISTRY) if registry else None
         self._host = host
         self._options = provider_options or {}
         self._deadline_s = deadline_s
@@ -125,7 +125,7 @@ class LocalFederation:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The providers, executors first."""
+        """The names of the providers, executors first."""
         return tuple(self._providers)
 
     @property
@@ -143,7 +143,7 @@ class LocalFederation:
         return self._provider(name).service.pid
 
     def logs(self, name: str) -> str:
-        """What a provider, or the registry, has printed over all starts."""
+        """The output of a provider or the registry since the first start."""
         if name == _REGISTRY and self._registry_service is not None:
             return self._registry_service.logs()
         return self._provider(name).service.logs()
@@ -165,11 +165,11 @@ class LocalFederation:
         return status
 
     def issue_tenant(self, name: str) -> Identity:
-        """A key and a certificate for one more tenant."""
+        """Issue a key and a certificate to one more tenant."""
         return issue(self._keys, authority=self._authority, kind=Kind.TENANT, name=name)
 
     def kill(self, name: str) -> None:
-        """End a provider at once (SIGKILL), as a crash would."""
+        """End a provider with SIGKILL, like a crash."""
         self._provider(name).service.kill()
 
     def restart(self, name: str) -> None:
@@ -183,7 +183,7 @@ class LocalFederation:
         """Issue certificates, start every provider, write `federation.toml`.
 
         Raises:
-            ConfigError: a provider ended at once; the message quotes its log. Or `layers` names none of them.
+            ConfigError: a provider ended during its start (the message quotes its log), or `layers` names no provider.
             DeadlineExceededError: a provider was not ready in time.
             CertificateError, CheckpointError, UnsupportedModelError: keys or the checkpoint cannot be used.
         """
@@ -213,16 +213,16 @@ class LocalFederation:
         return self
 
     def add(self, name: str, role: Role = "executor", *, layers: str | None = None, listed: bool = True) -> None:
-        """One more provider joins: it is started, and `federation.toml` names it from now on.
+        """Start one more provider and add it to `federation.toml`.
 
         Args:
-            name: of its own.
-            layers: what it serves of the model; all of it if None.
-            listed: if false, the registry lists it, and not the file.
+            name: name of the new provider.
+            layers: range of layers that the provider serves; all layers if None.
+            listed: if False, the registry lists the provider, and `federation.toml` does not.
 
         Raises:
-            ConfigError: the name is taken, or the provider ended at once; the message quotes its log.
-            DeadlineExceededError: it was not ready in time.
+            ConfigError: the name is taken, or the provider ended during its start; the message quotes its log.
+            DeadlineExceededError: the provider was not ready in time.
         """
         if name in self._providers:
             raise ConfigError(f"there is a provider {name!r} here: give the new one a name of its own")
@@ -270,7 +270,7 @@ class LocalFederation:
 
     def _make(self, name: str, role: Role, layers: str | None, *, listed: bool = True) -> _Provider:
         identity = self._issue(name)
-        service = Service(f"provider {name!r}", self.directory, name)
+        service = ManagedProcess(f"provider {name!r}", self.directory, name)
         provider = _Provider(name, role, identity, service, f"{self._host}:0", layers, listed)
         self._providers[name] = provider
         return provider
@@ -282,7 +282,7 @@ class LocalFederation:
             self._keys, authority=self._authority, kind=Kind.PROVIDER, name=name, hosts=hosts, operator=operator
         )
 
-    def _run_registry(self, service: Service, deadline: float) -> str:
+    def _run_registry(self, service: ManagedProcess, deadline: float) -> str:
         identity = self._issue(_REGISTRY)
         options = {
             "--listen": f"{self._host}:0",
@@ -317,7 +317,7 @@ class LocalFederation:
         provider.service.launch(["provider", "serve", "--config", str(config)])
 
     def _wait_until_found(self, provider: _Provider, deadline: float) -> None:
-        """Until the registry lists an executor, if there is one."""
+        """Wait until the registry, if there is one, lists an executor."""
         if self._registry is None or provider.role != "executor":
             return
         trust = Trust.load(self._authority.certificate)
@@ -341,7 +341,9 @@ class LocalFederation:
                 "weight_bits": self._weight_bits,
                 "cache": self.cache,
             },
-            "executor": {"threads": max(1, (os.cpu_count() or 1) // len(self._providers))},  # they share this machine
+            "executor": {
+                "threads": max(1, (os.cpu_count() or 1) // len(self._providers))
+            },  # all providers share this machine's cores
             "tls": {
                 "certificate": provider.identity.certificate,
                 "key": provider.identity.key,

@@ -16,17 +16,17 @@ from subprocess import PIPE, STDOUT, Popen, TimeoutExpired
 from symbiosis_priv.errors import ConfigError, DeadlineExceededError
 
 _POLL_S = 0.02
-_STOP_S = 10.0  # until it is killed
+_STOP_S = 10.0  # time between SIGTERM and SIGKILL
 _TAIL = 2000  # characters of a log that an error quotes
 
 
-class Service:
+class ManagedProcess:
     """A provider or a registry as a child process.
 
     Args:
-        what: the service, for messages.
-        folder: for `NAME.log`, of all starts, and `NAME.ready`, while the service is ready.
-        name: of these files.
+        what: description of the service for messages.
+        folder: folder of `NAME.log`, which all starts append to, and `NAME.ready`, which exists while it is ready.
+        name: base name of these files.
     """
 
     def __init__(self, what: str, folder: Path, name: str) -> None:
@@ -40,7 +40,7 @@ class Service:
         return self._process.pid if self._process else None
 
     def logs(self) -> str:
-        """What the service has printed over all starts."""
+        """The output of the service since its first start."""
         return self._log.read_text(encoding="utf-8", errors="replace") if self._log.exists() else ""
 
     def launch(self, words: Sequence[str]) -> None:
@@ -53,18 +53,18 @@ class Service:
                 stdout=log,
                 stderr=STDOUT,
                 env={**os.environ, "HF_HUB_OFFLINE": "1"},
-                start_new_session=True,  # Ctrl-C is for the parent: the tenant finishes before its providers end
+                start_new_session=True,  # Ctrl-C must only reach the parent, which stops the providers later
             )
 
     def wait_ready(self, until: float) -> str:
         """Wait until the service is ready, and return its address.
 
         Args:
-            until: on the clock of `time.monotonic`.
+            until: deadline by `time.monotonic`.
 
         Raises:
             ConfigError: the service has ended; the message quotes its log.
-            DeadlineExceededError: it is not ready in time; the message quotes its log.
+            DeadlineExceededError: the service is not ready in time; the message quotes its log.
         """
         assert self._process is not None
         while not self._ready.exists():
@@ -85,14 +85,14 @@ class Service:
             self._process.terminate()
 
     def stop(self) -> None:
-        """Wait some seconds for the end of the service, then kill it."""
+        """Wait `_STOP_S` seconds for the end of the service, then kill it."""
         if self._process is not None:
             with contextlib.suppress(TimeoutExpired):
                 self._process.wait(_STOP_S)
             self.kill()
 
     def kill(self) -> None:
-        """End the service at once (SIGKILL), as a crash would."""
+        """End the service with SIGKILL, like a crash."""
         if (process := self._process) is not None:
             process.kill()
             process.wait(_STOP_S)

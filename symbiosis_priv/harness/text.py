@@ -1,8 +1,8 @@
 """Two synthetic corpora: public prose for the base model, private clinic notes for the tenant.
 
 Both are drawn from a seeded `random.Random`: the same seed gives the same text. Choices follow Zipf's law, as words do,
-so most next tokens have a clear favourite. Top-1 agreement between two models then compares the models, and not how
-ties between equally likely words fall.
+so most next tokens have one clearly most likely value. So top-1 agreement between two models does not depend on ties
+between equally likely words.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _SURNAMES = ("Okafor", "Vasquez", "Lindqvist", "Habib", "Yamada", "Kowalski", "D
 def public_text(*, seed: int, sentences: int) -> str:
     """Return `sentences` sentences of prose, in paragraphs separated by a blank line.
 
-    The facts about towns are the same for every seed, so text of another seed is an honest held-out set.
+    The facts about towns are the same for every seed, so text of another seed is a valid held-out set.
     """
     rng = random.Random(seed)
     paragraphs: list[str] = []
@@ -99,8 +99,8 @@ def public_text(*, seed: int, sentences: int) -> str:
 def private_text(*, seed: int, records: int) -> list[str]:
     """Return `records` clinic notes, one line each, about invented patients and invented drugs.
 
-    The public text lacks their form, words and facts: the complaint determines the ward and the drug, the severity the
-    dose and the review.
+    The form, words and facts of the notes do not occur in the public text. The complaint determines the ward and the
+    drug; the severity determines the dose and the review.
     """
     rng = random.Random(seed)
     return [_note(rng) for _ in range(records)]
@@ -121,12 +121,12 @@ def _pick(rng: random.Random, options: Sequence[_T]) -> _T:
 
 
 def _number(rng: random.Random) -> str:
-    """Two digits."""
+    """A random number with two digits."""
     return _pick(rng, "4635728") + _pick(rng, "5207418369")
 
 
 def _name(rng: random.Random) -> str:
-    """A made-up name, so that the base model learns to spell words that it has never met."""
+    """An invented name, so that the base model learns to spell unknown words."""
     syllables = [
         _pick(rng, "lrmntksvdbgzphjwcfyqx") + _pick(rng, "aeiou") + _pick(rng, ("", "n", "r", "l", "x", "s"))
         for _ in range(_pick(rng, (3, 2)))

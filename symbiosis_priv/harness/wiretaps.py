@@ -21,16 +21,16 @@ class AnswerTimes:
         self._lock = threading.Lock()
 
     def sent(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
-        """Ignore requests."""
+        """Does nothing: requests are not recorded."""
 
     def received(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
-        """Record an answer."""
+        """Record the time of an executor's answer."""
         if isinstance(message, wire.Result) and peer.role == "executor":
             with self._lock:
                 self._answers.append((time.monotonic(), peer.name))
 
     def answered(self, *, since: float) -> list[tuple[float, str]]:
-        """The time and the executor's name of each answer since then."""
+        """The time and the executor's name of each answer since the time `since`."""
         with self._lock:
             return [answer for answer in self._answers if answer[0] >= since]
 
@@ -45,7 +45,7 @@ class ExecutorKiller(AnswerTimes):
     """Kills one executor, once, just before a request to it is sent, so that the request is lost.
 
     Args:
-        kill: ends the provider of that name.
+        kill: function that ends the provider with the given name.
     """
 
     def __init__(self, kill: Callable[[str], None]) -> None:
@@ -62,7 +62,7 @@ class ExecutorKiller(AnswerTimes):
             self._left = requests
 
     def sent(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
-        """Count a request that is about to be sent, and kill its executor if it is the one."""
+        """Count a request to an executor, and kill the executor if the count of `arm` is reached."""
         if not isinstance(message, wire.Execute):
             return
         with self._arming:
@@ -77,12 +77,12 @@ class ExecutorKiller(AnswerTimes):
 
     @property
     def successor(self) -> str | None:
-        """The other executor that has answered first since then; None if none has."""
+        """The first other executor that has answered after the kill; None if none has answered."""
         return self._next_answer()[1]
 
     @property
     def recovery_s(self) -> float:
-        """Seconds from the kill to that answer; 0 if there is none."""
+        """Seconds from the kill to the answer of `successor`; 0 if there is none."""
         return self._next_answer()[0] - self.at
 
     def _next_answer(self) -> tuple[float, str | None]:

@@ -1,8 +1,8 @@
-"""`symbiosis-priv bench`: what the split costs, measured beside what it replaces, by turns and in one run.
+"""`symbiosis-priv bench`: measures the cost of split execution against whole-model execution, by turns in one run.
 
-Absolute times say something about one machine only; the ratios are what to look at.
+Absolute times are valid for one machine only. Compare the ratios.
 
-cli                 the commands; cli_options has what they share, kernels_cli those about kernels
+cli                 the commands; cli_options has their common options, kernels_cli the commands about kernels
 steps_and_tokens    `bench step` and `bench token`, and scaling, `bench scale`: a contest of tenants with a whole and a
                     split model (contest, tenant_process)
 masked_linear       `bench linear`: beside a bare TLS echo of the same bytes (echo)
@@ -10,7 +10,7 @@ slow_network        `bench network`: over an emulated link (link), beside the de
 many_tenants        `bench provider` and `bench bits`: many tenants that only send requests (request_load)
 startup             `bench start`
 kernels             `bench kernels` and `bench gpu`
-llama               the models that are measured
-children            processes that answer questions; process_costs reads what they cost
-result_file         what --json writes; tables shows it, goals says what is wanted of it
+llama               the measured models
+children            processes that answer questions; process_costs reads their processor time and memory
+result_file         the file of --json; tables renders it, goals compares it with the goals
 """

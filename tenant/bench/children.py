@@ -1,4 +1,4 @@
-"""Functions in processes of their own that answer their parent's questions: the one protocol of all benchmarks.
+"""Runs functions in child processes that answer their parent's questions. All benchmarks use this protocol.
 
     with Child("tenant", serve_tenant, setup) as tenant:
         costs = tenant.ask(Step(batch=4, tokens=128), timeout_s=60)
@@ -36,13 +36,13 @@ _NEW_NETWORK = 0x40000000  # CLONE_NEWNET of unshare(2) and setns(2)
 
 
 class Child(Generic[Q, A]):
-    """A process that answers questions. A context manager, which ends it.
+    """A process that answers questions. A context manager that ends the process.
 
     Args:
-        name: for messages.
-        serve: a function of a module that makes the context manager.
-        arguments: of `serve`.
-        network: the network namespace to run in, a file of /proc; the parent's if None.
+        name: name of the child for messages.
+        serve: module-level function that returns the context manager.
+        arguments: arguments of `serve`.
+        network: network namespace of the child, a file of /proc; the parent's if None.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Child(Generic[Q, A]):
     def send(self, question: Q) -> None:
         """Send a question without waiting for the answer."""
         self.wait_ready()
-        with contextlib.suppress(BrokenPipeError):  # `receive` says why
+        with contextlib.suppress(BrokenPipeError):  # `receive` raises the child's error
             self._pipe.send(question)
 
     def receive(self, *, timeout_s: float) -> A:
@@ -149,7 +149,7 @@ def _run(
 
 
 def _fail(pipe: Connection, reason: str) -> None:
-    with contextlib.suppress(OSError):  # the parent has gone
+    with contextlib.suppress(OSError):  # the parent has ended
         pipe.send(_Answer(None, reason))
 
 

@@ -1,4 +1,4 @@
-"""`symbiosis-priv bench`: the commands. Measurements import torch, so a command imports its own when it runs."""
+"""The commands of `symbiosis-priv bench`. A command imports its measurement when it runs, because that needs torch."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ def provider(
         Path | None, typer.Option(callback=output_file, help="Also draw tokens per second and latency, as SVG.")
     ] = None,
 ) -> None:
-    """Let many tenants ask one provider, with each batching policy by turns; answers are compared bit by bit."""
+    """Let many tenants send requests to one provider, with each batching policy by turns; compare all answers."""
     from tenant.bench import many_tenants
 
     if hidden % 8:
@@ -334,8 +334,8 @@ def bits(
     seconds: Seconds = 1.0,
     json: Json = None,
 ) -> None:
-    """Compare every tenant's answers beside others with those that it gets alone, at one kind of provider after the
-    other: policies, ranks, shardings. Status 1 if one bit differs."""
+    """Compare the answers of concurrent tenants with the answers of the same tenants alone, for each combination of
+    policy, ranks and sharding. Status 1 if one bit differs."""
     from tenant.bench.many_tenants import compare_bits
 
     scenarios, variants = _scenarios(tenants), _variants(policies, ranks, shardings)
@@ -370,7 +370,7 @@ def _scenarios(tenants: str) -> list[Scenario]:
 
 
 def _variants(policies: str, ranks: str, shardings: str) -> list[Variant]:
-    """All combinations; a single process divides nothing, so one sharding stands for all."""
+    """All combinations. A single process does not divide products, so it is measured with one sharding only."""
     from tenant.bench.many_tenants import Variant
 
     ways = names(shardings, _SHARDINGS.split(","), "--shardings")

@@ -1,4 +1,4 @@
-"""What the benchmarks' commands share: options, how their text is read, and what is around every measurement."""
+"""Common code of the benchmark commands: options, parsers of their text, and the frame of every measurement."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Tell = Callable[[str], None]
 
 
 def scheme(name: str) -> str:
-    """The name of a masking scheme that a session can run."""
+    """Parse the name of a masking scheme that has a session."""
     from tenant.masking.registry import session_scheme
 
     return session_scheme(name.strip()).name
@@ -102,8 +102,8 @@ def measure(benchmark: str, json: Path | None, work: Callable[[Path, Tell], Iter
 
     Args:
         benchmark: name of the command.
-        json: the file, if there is one.
-        work: makes the rows, given an empty folder and a function that shows what is going on.
+        json: file to write; None for no file.
+        work: returns the rows; called with an empty folder and a function that shows the progress.
     """
     rows = []
     with measuring() as (folder, tell):
@@ -120,7 +120,7 @@ def measure(benchmark: str, json: Path | None, work: Callable[[Path, Tell], Iter
 
 @contextmanager
 def measuring() -> Iterator[tuple[Path, Tell]]:
-    """A temporary folder, and a function that shows what is going on."""
+    """A temporary folder and a function that shows the progress."""
     quiet()
     console = terminal.console(stderr=True)
     with (

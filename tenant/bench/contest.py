@@ -1,6 +1,7 @@
-"""The same work by the whole model here and by split ones, each in a process of its own, by turns.
+"""Runs the same work with the whole model and with split models by turns, each in a separate process.
 
-A turn ends when all processes are idle again: the pads that a session draws for its next step are part of its cost.
+A turn ends when all processes are idle again, so a turn's cost includes the pads that a session draws for its next
+step.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from tenant.bench.tenant_process import Cost, Setup, Task, serve_tenant
 
 WHOLE = "whole"
 START_S, TURN_S = 900.0, 600.0
-_POLL_S, _IDLE_S, _IDLE_POLLS = 0.1, 0.02, 3  # idle: less CPU than this in each of so many polls
+_POLL_S, _IDLE_S, _IDLE_POLLS = 0.1, 0.02, 3  # idle: less CPU time than _IDLE_S in each of _IDLE_POLLS polls
 
 
 @dataclass(frozen=True, kw_only=True)
-class Turn:
-    """What one task has cost.
+class TurnCost:
+    """The cost of one task.
 
     Args:
-        seconds: of each step or token, by the tenant's clock.
-        tenant_cpu_s, executor_cpu_s, helper_cpu_s: until all processes were idle again.
+        seconds: duration of each step or token, by the tenant's clock.
+        tenant_cpu_s, executor_cpu_s, helper_cpu_s: CPU seconds until all processes were idle again.
     """
 
     seconds: list[float]
@@ -40,19 +41,19 @@ class Turn:
 
 
 class Contest:
-    """Providers and tenants that run; from `contest`."""
+    """Running providers and tenants; made by `contest`."""
 
     def __init__(self, local: LocalFederation, tenants: dict[str, Child[Task, list[Cost]]]) -> None:
         self._providers = [local.pid("executor") or 0, local.pid("helper") or 0]
         self._tenants = tenants
 
-    def turn(self, name: str, task: Task) -> Turn:
+    def turn(self, name: str, task: Task) -> TurnCost:
         """Let one tenant do a task while the others wait."""
         pids = self._pids(name)
         before = _cpu(pids)
         seconds = [cost.seconds for cost in self._tenants[name].ask(task, timeout_s=TURN_S)]
         spent = [now - then for now, then in zip(_cpu_when_idle(pids), before, strict=True)]
-        return Turn(seconds=seconds, tenant_cpu_s=spent[0], executor_cpu_s=spent[1], helper_cpu_s=spent[2])
+        return TurnCost(seconds=seconds, tenant_cpu_s=spent[0], executor_cpu_s=spent[1], helper_cpu_s=spent[2])
 
     def peaks_mib(self, name: str) -> list[float]:
         """Peak memory so far of a tenant, the executor and the helper."""
@@ -86,11 +87,11 @@ def contest(
     """Start an executor, a helper, the whole model (WHOLE), and a tenant for each masking, by its name.
 
     Args:
-        directory: new or empty.
-        shape: of the model.
-        maskings: of the split tenants.
+        directory: new or empty folder.
+        shape: shape of the model.
+        maskings: masking schemes of the split tenants.
         threads: torch threads of each process.
-        pool_memory_mib: of each split tenant, for pads drawn ahead.
+        pool_memory_mib: memory of each split tenant for pads drawn ahead.
     """
     process_costs.check_supported()
     model = shape.save(directory / "model")

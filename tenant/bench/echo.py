@@ -1,4 +1,4 @@
-"""The floor of a round trip: TLS 1.3 with the same certificates, the same bytes in each direction, and nothing else."""
+"""The lower bound of a round trip: TLS 1.3 with the same certificates and the same bytes, without any computation."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def echo_connection(
     """A connection to the echo server; calling what it yields makes one round trip.
 
     Args:
-        federation: whose certificates to use.
+        federation: federation with the tenant's certificate.
         peer: the provider whose certificate the server shows.
-        port: of the server.
-        up, down: bytes of one exchange.
-        repetitions: exchanges to come.
+        port: port of the server.
+        up, down: bytes of one exchange in each direction.
+        repetitions: number of exchanges.
     """
     context = client_context(certificate=federation.tenant_certificate, key=federation.tenant_key, pins=peer.pins)
     raw = socket.create_connection((peer.host, port), timeout=_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""What the figures of a benchmark should be on two cores that all processes share, and whether they are.
+"""Goals for the figures of benchmarks on two cores that all processes share.
 
 Every goal is a ratio of figures that one run has measured side by side, so that it means the same on any machine. A
 benchmark that has not measured certain rows has no goals for them.
@@ -18,7 +18,7 @@ class Goal:
     """A limit for one figure.
 
     Args:
-        what: is measured.
+        what: the measured quantity, in words.
         measured: the figure.
         at_most, at_least: the limit; the other one is None.
     """
@@ -35,14 +35,14 @@ class Goal:
 
     @property
     def reached(self) -> bool:
-        """True if the figure keeps to its limit; NaN does not."""
+        """True if the figure is within its limit; False for NaN."""
         if self.at_most is not None:
             return self.measured <= self.at_most
         return self.at_least is not None and self.measured >= self.at_least
 
     @property
     def verdict(self) -> str:
-        """`reached` in a word."""
+        """`reached` as a word."""
         return "reached" if self.reached else "missed"
 
 

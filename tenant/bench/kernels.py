@@ -1,7 +1,7 @@
-"""What exact products cost beside float32's, by kernel, instruction set, shape, row count and direction.
+"""Times exact products against float32 products, by kernel, instruction set, shape, row count and direction.
 
-Every repetition takes each of them once, one after the other, so that whatever else the machine does meanwhile hits all
-of them alike.
+Every repetition measures each product once, one after the other, so that other work on the machine affects all of them
+alike.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tenant.bench.result_file import Row
 
 log = logging.getLogger(__name__)
 
-_SLOW_S = 0.5  # what takes longer is measured once
+_SLOW_S = 0.5  # a product that takes longer is measured once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +34,9 @@ class KernelTiming:
     Args:
         inputs: input features of the weight.
         outputs: its output features.
-        kernels: median microseconds by name; kernels that are not exact or do not run here are missing.
-        chosen: what `RingMatrix` picks.
-        float32: median microseconds of the ordinary product.
+        kernels: median microseconds by kernel; kernels that are not exact or do not run here are missing.
+        chosen: the kernel that `RingMatrix` chooses.
+        float32: median microseconds of the float32 product.
     """
 
     inputs: int
@@ -49,7 +49,7 @@ class KernelTiming:
     float32: float
 
     def ratio(self, kernel: str) -> float:
-        """A kernel's time to float32's."""
+        """A kernel's time divided by float32's."""
         return self.kernels[kernel] / self.float32
 
 
@@ -131,12 +131,12 @@ def _is_exact(
 
 def _median_us(runs: dict[str, Callable[[], object]], *, repeat: int, device: torch.device) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in runs}
-    # one thread's own time is free of other processes' turns
+    # The CPU time of one thread does not include the time of other processes.
     clock = time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     names = list(runs)
     order = random.Random(0)
     for _ in range(1 + repeat):
-        order.shuffle(names)  # kernels share packed weights: none always comes after one that has just read them
+        order.shuffle(names)  # kernels share packed weights: shuffling changes which kernel finds them in the cache
         for name in names:
             if times[name] and times[name][0] > _SLOW_S:
                 continue

@@ -1,4 +1,4 @@
-"""`bench kernels` and `bench gpu`: every exact kernel."""
+"""The commands `bench kernels` and `bench gpu`, which time every exact kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Llamas that are measured: random weights, and a small vocabulary because the head stays with the tenant."""
+"""The measured Llamas: random weights, and a small vocabulary because the head stays with the tenant."""
 
 from __future__ import annotations
 
@@ -53,5 +53,5 @@ class Llama:
 
 
 def small_llama(width: int, *, inner: int, layers: int = 1) -> Llama:
-    """A Llama of four heads whose layer groups alone matter, for benchmarks that send requests without a model."""
+    """A Llama with four heads, for benchmarks that send requests to its layer groups without running the model."""
     return Llama(width=width, layers=layers, inner=inner, heads=4, key_heads=4, vocabulary=64)

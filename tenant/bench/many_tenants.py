@@ -1,8 +1,8 @@
-"""Many tenants at one provider: batching policies and shardings beside each other, by turns and in one run.
+"""Many tenants at one provider: compares batching policies and shardings by turns in one run.
 
-Every variant has a provider of its own, all of them of the same synthetic model, and at any time one of them has work
-to do. Each tenant is a process with a TLS connection (`request_load`); it sends requests and computes with an adapter,
-so that what is measured is the provider. On a machine that both share, the tenants' processor time counts too.
+Each variant has its own provider. All providers serve the same synthetic model, and only one provider has work at any
+time. Each tenant is a process with a TLS connection (`request_load`) that sends requests and computes with an adapter,
+but has no model. Tenants and providers share one machine, so the tenants' processor time affects the figures.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _POLICIES: Final = ("none", "lockstep", "opportunistic")
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """How many tenants of each kind send requests at once."""
+    """The number of concurrent tenants of each kind."""
 
     generating: int
     training: int
@@ -41,11 +41,11 @@ class Scenario:
 
 @dataclass(frozen=True, kw_only=True)
 class Mix:
-    """What the tenants of a kind ask for, in rotation.
+    """Request sizes and adapter ranks, which the tenants of a kind use in rotation.
 
     Args:
-        generating_rows, training_rows: of each request.
-        ranks: of their adapters.
+        generating_rows, training_rows: rows of each request.
+        ranks: ranks of the adapters.
     """
 
     generating_rows: tuple[int, ...]
@@ -66,11 +66,11 @@ class Mix:
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """How a provider computes.
+    """A configuration of a provider.
 
     Args:
-        policy: of its scheduler.
-        ranks: processes that hold the model together.
+        policy: policy of the scheduler.
+        ranks: number of processes that share the model.
         sharding: how the ranks divide a product.
     """
 
@@ -96,13 +96,13 @@ def measure_tenants(
     """Start a provider per variant and let the tenants of each scenario send requests to each of them by turns.
 
     Args:
-        directory: new or empty.
-        scenarios: how many tenants there are.
-        mixes: what they ask for: every scenario with the first one, then with the next.
-        variants: of providers.
+        directory: new or empty folder.
+        scenarios: numbers of tenants.
+        mixes: request sizes and adapter ranks: all scenarios run with the first mix, then with the next.
+        variants: configurations of providers.
         hidden: width of the model.
         layers: blocks of the model, of four layer groups each.
-        seconds: of each measurement.
+        seconds: duration of each measurement.
         threads: torch threads of a provider.
 
     Yields:
@@ -121,10 +121,11 @@ def measure_tenants(
 def compare_bits(
     directory: Path, *, scenarios: Sequence[Scenario], variants: Sequence[Variant], seconds: float
 ) -> Iterator[Row]:
-    """Start one small provider after the other and compare what tenants get there.
+    """Start one small provider after the other and compare the tenants' answers.
 
-    Every answer that a tenant gets beside others is compared with the one that it got alone, and what it got alone with
-    what it got alone at the first provider (`tenants_with_other_answers_alone`). Arguments and errors as above.
+    Each answer to a concurrent tenant is compared with the answer that the tenant got alone. The answers that a tenant
+    got alone are compared with those from the first provider (`tenants_with_other_answers_alone`). Arguments and errors
+    as for `measure_tenants`.
     """
     mix = Mix(generating_rows=(1, 3, 8), training_rows=(2, 17, 64), ranks=(8,))
     first: dict[str, str] = {}
@@ -249,7 +250,7 @@ class _Bench:
         )
 
     def _executor(self) -> dict[str, Any]:
-        """What the provider's `/status` says of its executor."""
+        """The entry of the executor in the provider's `/status`."""
         executor: dict[str, Any] = self._local.status("executor")["executor"]
         return executor
 

@@ -1,4 +1,4 @@
-"""What processes of a benchmark have cost so far, read from /proc, and how they leave the cores to others."""
+"""Reads processor time and memory of processes from /proc, and lowers the priority of processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KIB_PER_MIB = 1024
 
 
 class Held(NamedTuple):
-    """What some processes hold at one moment: their number, threads, open files and resident bytes."""
+    """Resources of some processes at one moment: their number, threads, open files and resident bytes."""
 
     processes: int
     threads: int
@@ -45,7 +45,7 @@ def peak_mib(pids: Iterable[int]) -> float:
 
 
 def held(pids: Iterable[int]) -> Held:
-    """What processes and their living descendants hold."""
+    """Resources of processes and their living descendants."""
     members = tree(pids)
     threads = files = pages = 0
     for pid in members:

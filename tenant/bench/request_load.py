@@ -1,8 +1,8 @@
-"""A tenant that only sends requests, for a `Child`: a real TLS client without a model, for `bench provider`.
+"""A tenant that sends requests without a model, over TLS, in a `Child`, for `bench provider`.
 
-The tenant first gets its answers alone. Beside the others it then compares every answer with the one that it got alone
-for a while. During the measurement it compares one row of each answer, because a tenant should cost less than what it
-measures.
+The tenant first gets its answers alone. Then, while other tenants send requests too, the tenant compares every answer
+with the answer that it got alone. During the measurement it compares one row of each answer only, because the tenant
+should use little processor time.
 
 A generating tenant sends its rows through every layer group, forward: a token of a batch. A training tenant sends them
 forward and then backward: a step. Between two requests a tenant computes with its adapter.
@@ -33,7 +33,7 @@ from tenant.core.masked import UNMASKED_BY_CHOICE, mask
 
 Kind = Literal["generating", "training"]
 DEADLINE_S = 120.0
-_NICE = 10  # a tenant's machine would not use the provider's cores, so a tenant uses what the provider leaves
+_NICE = 10  # in practice a tenant has its own machine, so here the provider has priority over the tenant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +41,14 @@ class Load:
     """One tenant, and the requests that it sends.
 
     Args:
-        name, identity: of the tenant.
-        kind: of its work.
-        rows: of each request: sequences of a batch.
-        rank: of its adapter on every layer group.
-        federation: where the provider is.
+        name, identity: name and certificate of the tenant.
+        kind: generating or training.
+        rows: rows of each request: sequences of a batch.
+        rank: rank of the adapter on every layer group.
+        federation: file that names the provider.
         groups: (inputs, outputs) of each layer group.
-        seconds: of the measurement.
-        checked_s: of the part before it, in which every answer is compared.
+        seconds: duration of the measurement.
+        checked_s: duration of the part before it, in which every answer is compared.
     """
 
     name: str
@@ -64,12 +64,12 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What a tenant has seen.
+    """Times and comparisons of a tenant.
 
     Args:
         turns: seconds of each token or step.
-        answers: that were compared, in full or one row of them.
-        wrong: how many of them differ from the answers that the tenant got alone.
+        answers: number of answers that were compared, in full or by one row.
+        wrong: number of those that differ from the answers that the tenant got alone.
     """
 
     turns: list[float]
@@ -161,6 +161,6 @@ class _Tenant:
         return self._channel.request(request, mask(rows, UNMASKED_BY_CHOICE), outputs=outputs)
 
     def _compute(self, group: int, direction: Direction) -> None:
-        """Compute what a LoRA adapter of this group takes beside the base model."""
+        """Compute the products of this group's LoRA adapter."""
         inputs, outputs = self._columns(group, direction)
         _ = (self._hidden[inputs] @ self._adapters[inputs]) @ self._adapters[outputs].T

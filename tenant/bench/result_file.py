@@ -1,4 +1,4 @@
-"""The file that every benchmark writes with --json: where, when, by which command, and rows of named figures.
+"""The file that every benchmark writes with --json: machine, date, command, and rows of named figures.
 
 The name of a figure ends in its unit (`wall_s`, `echo_p50_us`, `tenant_peak_mib`); a figure without a unit is a ratio,
 a count or a word.
@@ -22,7 +22,7 @@ from symbiosis_priv.system.files import UNDECODABLE, write_atomically
 
 SCHEMA = 1
 _DISTRIBUTIONS = ("symbiosis-priv", "torch", "transformers", "peft")
-_INTERESTING = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "amx_int8", "asimddp")  # what kernels are chosen by
+_INTERESTING = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "amx_int8", "asimddp")  # kernels are chosen by these
 
 Value = float | int | str | None
 Row = dict[str, Value]
@@ -39,16 +39,16 @@ class Machine(msgspec.Struct, frozen=True):
     system: str
 
 
-class Report(msgspec.Struct, frozen=True):
+class ResultFile(msgspec.Struct, frozen=True):
     """A file of figures.
 
     Args:
-        schema: number of this format.
-        benchmark: the command's name.
+        schema: version of this format.
+        benchmark: name of the command.
         date: UTC, ISO 8601.
-        command: as it was typed.
-        machine, versions: that it ran on.
-        rows: figures by name; all rows of a report have the same names.
+        command: the command line.
+        machine, versions: the machine, and the versions of the packages.
+        rows: figures by name; all rows of a file have the same names.
     """
 
     schema: int
@@ -61,14 +61,14 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def number(value: Value) -> float:
-    """A figure that must be a number."""
+    """The value, which must be a number."""
     assert isinstance(value, int | float)
     return value
 
 
-def report(benchmark: str, rows: Sequence[Row]) -> Report:
+def report(benchmark: str, rows: Sequence[Row]) -> ResultFile:
     """The figures of this run of this program."""
-    return Report(
+    return ResultFile(
         schema=SCHEMA,
         benchmark=benchmark,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -103,8 +103,8 @@ def _cpu_facts() -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
-def write(path: Path, figures: Report) -> None:
-    """Write a report, for people and programs to read.
+def write(path: Path, figures: ResultFile) -> None:
+    """Write a result file as indented JSON.
 
     Raises:
         StorageError: it cannot be written.
@@ -112,14 +112,14 @@ def write(path: Path, figures: Report) -> None:
     write_atomically(path, msgspec.json.format(msgspec.json.encode(figures)) + b"\n")
 
 
-def read(path: Path) -> Report:
-    """Read a report.
+def read(path: Path) -> ResultFile:
+    """Read a result file.
 
     Raises:
-        ConfigError: the file is no report, or was written by another release.
+        ConfigError: the file cannot be read, is not a result file, or was written by another release.
     """
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Report)
+        found = msgspec.json.decode(path.read_bytes(), type=ResultFile)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except UNDECODABLE as error:

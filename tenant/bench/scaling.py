@@ -35,9 +35,9 @@ def measure_scale(
     The first of each list stays fixed while another one grows.
 
     Args:
-        directory: new or empty.
-        rows, widths, depths: the points; multiples of 64 for widths.
-        masking: of the split tenant.
+        directory: new or empty folder.
+        rows, widths, depths: the points; widths must be multiples of 64.
+        masking: masking scheme of the split tenant.
         repeat, threads, pool_memory_mib, on_turn: see `measure_step` and `contest`.
     """
     measured: dict[tuple[int, int], list[Row]] = {}

@@ -1,8 +1,8 @@
-"""`bench network`: a step and a token over an emulated link, beside what the design's round trips and bytes predict.
+"""`bench network`: times a step and a token over an emulated link, and compares them with a prediction.
 
-The prediction is the time that the same work takes over the link without limits, plus its turns times the round trip,
-plus its bytes over the bandwidth, as if nothing happened at the same time. Every condition has a tenant of its own,
-because what TCP has learnt under one condition would be wrong under the next.
+The prediction is the time of the same work over a link without limits, plus the number of turns times the round trip,
+plus the bytes divided by the bandwidth, without any overlap. Each condition uses a new tenant process, because TCP
+keeps an estimate of the link's state.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Measured:
     """One kind of work under one condition.
 
     Args:
-        first_s: the first step or token: connections are new.
-        costs: of the others, but for those that warm up.
-        emulation_s: CPU seconds of the emulation for one of them.
+        first_s: seconds of the first step or token, which uses new connections.
+        costs: costs of the others, without the warm-up.
+        emulation_s: CPU seconds of the emulation per step or token.
     """
 
     first_s: float
@@ -68,19 +68,19 @@ def measure_network(
     pool_memory_mib: int,
     on_turn: Callable[[str], None],
 ) -> tuple[list[Row], str]:
-    """A row per condition and kind of work, the link without limits first; and how the link was emulated, and why so.
+    """A row per condition and kind of work, the link without limits first; also the kind of emulation and its reason.
 
     Args:
-        directory: new or empty.
-        shape: of the model.
-        batch, tokens: of a fine-tuning step.
-        conditions: of the link.
-        masking: a scheme with providers.
-        kind: of the link; the best that this machine has if None.
-        repeat: steps, and generated tokens, of each measurement.
+        directory: new or empty folder.
+        shape: shape of the model.
+        batch, tokens: size of a fine-tuning step.
+        conditions: conditions of the link.
+        masking: a masking scheme with providers.
+        kind: kind of the link; the best that this machine has if None.
+        repeat: number of steps, and of generated tokens, of each measurement.
         threads: torch threads of each process.
-        pool_memory_mib: of the tenant, for pads drawn ahead.
-        on_turn: told what is being measured.
+        pool_memory_mib: memory of the tenant for pads drawn ahead.
+        on_turn: called with the name of the current measurement.
     """
     process_costs.check_supported()
     model = shape.save(directory / "model")
@@ -169,9 +169,9 @@ def explain(difference_s: float, effects_s: float, *, turns: int, emulation_s: f
     """Explain the difference between a measured time and the prediction.
 
     Args:
-        difference_s: measured less predicted.
-        effects_s: what effects take of the bandwidth, which is part of the prediction.
-        turns: requests one after the other.
+        difference_s: measured minus predicted seconds.
+        effects_s: predicted seconds for the bytes of effects.
+        turns: number of consecutive requests.
         emulation_s: CPU seconds of the emulation.
     """
     if difference_s >= 0:

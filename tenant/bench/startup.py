@@ -1,7 +1,7 @@
-"""What happens before the first request: a provider's start, and the tenant's verification keys.
+"""Times the work before the first request: a provider's start, and the tenant's verification keys.
 
-Both are measured beside reading the checkpoint, which is their floor. Where the system can drop its cache of a file,
-every measurement reads the checkpoint from the disk.
+Reading the checkpoint is measured too, as the lower bound of both. If the system can drop a file from its cache, every
+measurement reads the checkpoint from the disk.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def measure_start(
     """Measure one model with random weights in bfloat16; a row per kind of start.
 
     Args:
-        directory: new or empty, on the disk that is measured; it takes 4 bytes per weight.
-        threads: of a provider, and of this process while it makes keys.
-        repeat: turns; the rows hold medians.
-        on_turn: told what is being measured.
+        directory: new or empty folder on the measured disk; needs 4 bytes per weight.
+        threads: torch threads of a provider, and of this process while it makes keys.
+        repeat: number of turns; the rows contain medians.
+        on_turn: called with the name of the current measurement.
     """
     on_turn("writing a checkpoint")
     model = directory / "model"
@@ -106,7 +106,7 @@ def forget(model: Path) -> None:
 
 
 def save_in_pieces(shape: Llama, folder: Path) -> int:
-    """Write such a model in bfloat16, one file per layer and never all in memory; returns its number of weights."""
+    """Write a random model in bfloat16, one file per layer, with one layer in memory. Returns its number of weights."""
     folder.mkdir(parents=True)
     config = shape.config()
     config.dtype = torch.bfloat16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 
-from tenant.bench.contest import WHOLE, Contest, Turn
+from tenant.bench.contest import WHOLE, Contest, TurnCost
 from tenant.bench.llama import Llama
 from tenant.bench.result_file import Row
 from tenant.bench.tenant_process import Generate, Step, Task
@@ -16,15 +16,15 @@ _WARM_UP = 1
 def measure_step(
     running: Contest, shape: Llama, task: Step, maskings: Sequence[str], *, repeat: int, on_turn: Callable[[str], None]
 ) -> list[Row]:
-    """A row per variant; medians over `repeat` turns, after one that warms up.
+    """A row per variant with medians over `repeat` turns, after a warm-up turn.
 
     Args:
-        running: with a tenant per masking.
-        shape: of its model.
+        running: a contest with a tenant per masking scheme.
+        shape: shape of the model.
         task: the batch.
-        maskings: of the split tenants.
-        repeat: turns.
-        on_turn: told what is being measured.
+        maskings: masking schemes of the split tenants.
+        repeat: number of turns.
+        on_turn: called with the name of the current measurement.
     """
     turns = _turns(running, task, [WHOLE, *maskings], repeat=repeat, on_turn=on_turn)
     cpu = {name: _median(turns[name], lambda turn: turn.tenant_cpu_s) for name in turns}
@@ -79,8 +79,8 @@ def measure_token(
 
 def _turns(
     running: Contest, task: Task, names: Sequence[str], *, repeat: int, on_turn: Callable[[str], None]
-) -> dict[str, list[Turn]]:
-    turns: dict[str, list[Turn]] = {name: [] for name in names}
+) -> dict[str, list[TurnCost]]:
+    turns: dict[str, list[TurnCost]] = {name: [] for name in names}
     for turn in range(_WARM_UP + repeat):
         for name in names:
             on_turn(f"{_variant(name)}, turn {turn + 1} of {_WARM_UP + repeat}")
@@ -92,12 +92,12 @@ def _variant(name: str) -> str:
     return "whole, fp32" if name == WHOLE else f"split, {name}"
 
 
-def _median(turns: Sequence[Turn], figure: Callable[[Turn], float]) -> float:
+def _median(turns: Sequence[TurnCost], figure: Callable[[TurnCost], float]) -> float:
     return statistics.median(map(figure, turns))
 
 
 def _ratio(part: float, whole: float) -> float | None:
-    """None if the clock, which counts hundredths of a second, has counted none."""
+    """The ratio; None if `whole` is 0, because the CPU clock counts hundredths of a second."""
     return part / whole if whole else None
 
 

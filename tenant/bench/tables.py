@@ -1,7 +1,7 @@
-"""Reports as the tables of docs/benchmarks-detail.md: each kind between its own pair of markers. Other text stays.
+"""Writes result files as tables into docs/benchmarks-detail.md: each kind between its own pair of markers.
 
-The goals of all kinds stand in one table, if the document has its markers. The lines of a kind stay until there is a
-new report of that kind.
+The goals of all kinds are in one table, if the document has its markers. The lines of a kind are kept until there is a
+new result file of that kind.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.system.files import read_text, write_atomically
 from tenant.bench.goals import goals
-from tenant.bench.result_file import Report, Row, Value
+from tenant.bench.result_file import ResultFile, Row, Value
 
 _UNITS = {"_per_s": "/s", "_s": " s", "_ms": " ms", "_us": " µs", "_mib": " MiB"}
 _MARK = "<!-- bench:{kind}:{end} -->"
@@ -22,7 +22,7 @@ _GOALS = "goals"
 _GOAL_HEADINGS = ("benchmark", "what", "wanted", "measured", "")
 
 
-def update(path: Path, reports: Sequence[Report]) -> None:
+def update(path: Path, reports: Sequence[ResultFile]) -> None:
     """Replace the tables of a document by those of reports; kinds without a report stay.
 
     Raises:
@@ -58,7 +58,7 @@ def _replaced(text: str, block: re.Match[str], tables: Sequence[str]) -> str:
     return text[: block.start("lines")] + "\n".join(tables) + text[block.end("lines") :]
 
 
-def _goal_lines(report: Report) -> list[str]:
+def _goal_lines(report: ResultFile) -> list[str]:
     return [
         _line([report.benchmark, goal.what, goal.wanted, _cell(goal.measured), goal.verdict])
         for goal in goals(report.benchmark, report.rows)
@@ -71,7 +71,7 @@ def _kind_of(goal_line: str) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of a report as text; what is the same in all rows stands apart in `shared`."""
+    """Rows of a report as text; `shared` has the columns with one value in all rows."""
 
     shared: dict[str, str]
     headings: list[str]
@@ -89,8 +89,8 @@ class Table:
         )
 
 
-def render(report: Report) -> str:
-    """A report as a table, below its command, date, machine and versions."""
+def render(report: ResultFile) -> str:
+    """A result file as a table, below its command, date, machine and versions."""
     machine, table = report.machine, Table.of(report.rows)
     head = (
         f"{report.date[:10]}, {machine.cpu}, {machine.cores} cores "

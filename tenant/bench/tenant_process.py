@@ -1,4 +1,4 @@
-"""A tenant with a model, for a `Child`: it takes steps and generates tokens, and says what each of them has cost."""
+"""A tenant with a model in a `Child`: takes steps, generates tokens, and returns the cost of each."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from tenant.session.tally import Ledger
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What to load.
+    """The model to load, and how to run it.
 
     Args:
         model: checkpoint folder.
-        masking: the scheme; None for the whole model in float32 in this process.
-        federation: federation.toml.
+        masking: the masking scheme; None for the whole model in float32 in this process.
+        federation: path of federation.toml.
         cache: folder for verification keys.
-        threads: of torch.
-        pool_memory_mib: for pads drawn ahead.
+        threads: torch threads.
+        pool_memory_mib: memory for pads drawn ahead.
     """
 
     model: Path
@@ -64,12 +64,12 @@ Task = Step | Generate
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What one step, or one token, has cost.
+    """The cost of one step or one token.
 
     Args:
-        seconds: on the clock.
-        parts: seconds by the session's own account (`tenant.session.spans`).
-        counted: what the session's ledger counted meanwhile; nothing for the whole model.
+        seconds: elapsed time.
+        parts: seconds of each part, measured by the session (`tenant.session.spans`).
+        counted: the increase of the session's ledger; empty for the whole model.
     """
 
     seconds: float

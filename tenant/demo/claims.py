@@ -1,4 +1,4 @@
-"""The demo's figures and claims. Every claim is computed from the run that has just happened."""
+"""The demo's measurements and claims. Every claim is computed from measurements of the current run."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ MAX_PERPLEXITY_CHANGE = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figures:
-    """Everything the demo measured.
+class Measurements:
+    """All measurements of the demo.
 
     Args:
-        losses: of every step of the masked run, nats per token.
-        simulated_losses: of the reference run.
-        perplexity_before, perplexity_after: on private text, masked.
-        held_out: True if that text was kept out of training; a text of a few lines is too short for that.
-        adapter_tensors, adapter_tensors_equal: of the two final adapters.
+        losses: loss of every step of the masked run, in nats per token.
+        simulated_losses: loss of every step of the reference run.
+        perplexity_before, perplexity_after: perplexity of the masked model on private text, before and after training.
+        held_out: True if that text was not trained on; a text of a few lines is too short to hold out a part.
+        adapter_tensors, adapter_tensors_equal: number of adapter tensors, and how many are equal in both runs.
         tokens_before, tokens_after: greedy continuation by the masked model, without and with the adapter.
-        tokens_simulated: the same as `tokens_after` by the reference.
-        text_before, text_after: the same, decoded.
-        quality: masked model with adapter beside the unquantised fp32 model with the same adapter.
-        ledger: of masked training.
-        trained_tokens: tokens that masked training covered.
+        tokens_simulated: greedy continuation by the reference with its adapter.
+        text_before, text_after: `tokens_before` and `tokens_after`, decoded.
+        quality: the masked model with adapter compared with the unquantised fp32 model with the same adapter.
+        ledger: ledger of masked training.
+        trained_tokens: number of tokens in masked training.
         generation: ledger of generating `tokens_after`.
         killed: the executor that was killed in the middle of training.
         successor: the executor that answered in its place.
-        recovery_s: from the kill to the first answer of the successor.
-        tampered, tampered_rejected: answers altered on purpose, and how many of them were refused.
-        tenant_bytes: base model tensors on the tenant.
-        offloaded_bytes: part of them, of offloaded layers.
-        full_bytes: the whole base model's, in the same precision.
-        seconds: per stage.
+        recovery_s: seconds from the kill to the first answer of the successor.
+        tampered, tampered_rejected: number of altered answers, and how many of them were refused.
+        tenant_bytes: bytes of base model tensors on the tenant.
+        offloaded_bytes: bytes of offloaded layers among `tenant_bytes`.
+        full_bytes: bytes of the whole base model in the same precision.
+        seconds: duration of each stage.
     """
 
     losses: tuple[float, ...]
@@ -76,8 +76,8 @@ class Claim:
     holds: bool
 
 
-def claims(f: Figures) -> list[Claim]:
-    """The claims about these figures."""
+def claims(f: Measurements) -> list[Claim]:
+    """The claims about these measurements."""
     steps = len(f.losses)
     return [
         Claim(
@@ -135,8 +135,8 @@ def claims(f: Figures) -> list[Claim]:
     ]
 
 
-def to_json(figures: Figures) -> dict[str, Any]:
-    """Every figure and every claim, as plain values."""
+def to_json(figures: Measurements) -> dict[str, Any]:
+    """All measurements and claims as JSON values."""
     judged = claims(figures)
     return {
         "passed": all(claim.holds for claim in judged),
@@ -146,8 +146,8 @@ def to_json(figures: Figures) -> dict[str, Any]:
     }
 
 
-def per_token(f: Figures) -> dict[str, float]:
-    """Cost on the wire per trained token, forward and backward, and per generated one."""
+def per_token(f: Measurements) -> dict[str, float]:
+    """Network traffic per trained token, forward and backward, and per generated token."""
     trained, generated = max(f.trained_tokens, 1), max(len(f.tokens_after), 1)
     return {
         "training_round_trips": f.ledger.executor_round_trips / trained,

@@ -1,4 +1,4 @@
-"""`symbiosis-priv demo`."""
+"""The command `symbiosis-priv demo`."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def demo(
 
 
 class _Bars:
-    """One bar per stage."""
+    """Shows one progress bar per stage."""
 
     def __init__(self, bars: Progress) -> None:
         self._bars = bars
@@ -89,7 +89,7 @@ class _Bars:
 
 
 class _Lines:
-    """A line for each stage, and one every few seconds while it lasts, for a pipe or a log file."""
+    """Prints a line at the start and end of each stage and every few seconds in between, for a pipe or a log file."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

@@ -1,4 +1,4 @@
-"""What `make demo` runs: the whole job, start to finish, on one machine with real processes."""
+"""The stages of `make demo`: fine-tuning, generation and tampering on one machine, with provider processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from symbiosis_priv.harness.base_model import cached_base_model
 from symbiosis_priv.harness.local import LocalFederation
 from symbiosis_priv.harness.text import PRIVATE_PROMPT, private_text
 from symbiosis_priv.harness.wiretaps import ExecutorKiller
-from tenant.demo.claims import Figures
+from tenant.demo.claims import Measurements
 from tenant.demo.tamper import rejected
 from tenant.model.hf import RemoteConfig, backend_of
 from tenant.model.ledger import ledger_of, since
@@ -41,12 +41,12 @@ Report = Callable[[str, int, int, str], None]
 """Called with (stage, done, in all, a short remark)."""
 
 _TAMPERED = 48
-_REQUESTS = 7  # of a step, before its executor is killed in the middle of a pass
+_REQUESTS = 7  # number of a step's requests after which an executor is killed
 _PRIVATE_RECORDS = 750
 _SEQUENCE_LENGTH = 96
 _NEW_TOKENS = 48
 _PROMPT_TOKENS = 8
-# the demo's own model is tiny and learns fast; a real one wants the usual rate
+# The demo's own model is tiny and needs a higher learning rate than a user's model.
 _OWN_RATE, _USUAL_RATE = 1e-2, 2e-4
 
 
@@ -74,16 +74,16 @@ def run(
     text: Path | None,
     steps: int,
     report: Report,
-) -> Figures:
-    """Fine-tune, generate, tamper, compare.
+) -> Measurements:
+    """Fine-tune, generate, tamper with answers, and compare with a run without providers.
 
     Args:
         work: an empty folder for keys, logs and adapters.
-        cache: where the demo's own base model is kept between runs.
-        model: a user's checkpoint instead of it.
+        cache: folder that keeps the demo's base model between runs.
+        model: a user's checkpoint instead of the demo's base model.
         text: a user's private text instead of the demo's.
-        steps: optimizer steps.
-        report: told about progress.
+        steps: number of optimizer steps.
+        report: called with the progress.
 
     Raises:
         ConfigError: the text is empty or too short.
@@ -93,7 +93,7 @@ def run(
     if text is None:
         text = work / "private.txt"
         text.write_text("\n\n".join(private_text(seed=0, records=_PRIVATE_RECORDS)), encoding="utf-8")
-    documents = read_documents(text)  # errors of the user's files come before anything that takes long
+    documents = read_documents(text)  # first, so that an error in the user's file is reported before a long stage
     with stages.stage("base model") as progress:
         path = resolve(model) if model else cached_base_model(cache, work, on_progress=progress)
         to_blocks(documents, load_tokenizer(path), length=_sequence_length(path))
@@ -135,7 +135,7 @@ def run(
 
 
 def _arming(killer: ExecutorKiller, report: Progress, *, after: int) -> Progress:
-    """Report the steps, and have an executor killed in the middle of the step that follows `after` steps."""
+    """Report the steps, and arrange to kill an executor in the middle of the step after `after` steps."""
     if not after:
         killer.arm(requests=_REQUESTS)
 
@@ -148,7 +148,7 @@ def _arming(killer: ExecutorKiller, report: Progress, *, after: int) -> Progress
 
 
 def _tamper(local: LocalFederation, work: Path, *, without: str | None) -> int:
-    """Count the refused answers of one executor; a second one would be asked after a refusal."""
+    """Count the refused answers of one executor. `without` is removed: else it would be asked after a refusal."""
     federation = load_federation(local.federation)
     federation = replace(federation, peers=tuple(peer for peer in federation.peers if peer.name != without))
     config = RemoteConfig(federation=local.federation, cache=work / "cache")
@@ -166,7 +166,7 @@ def _figures(
     refused: int,
     killer: ExecutorKiller,
     stages: _Stages,
-) -> Figures:
+) -> Measurements:
     with _opened(path, remote, None) as (model, tokenizer):
         prompt = _prompt(text, tokenizer)
         before, _ = _continue(model, tokenizer, prompt)
@@ -179,12 +179,12 @@ def _figures(
     train, held_out = hold_out(blocks)
     with _opened(path, remote, masked.adapter) as (model, _):
         after, generation = _continue(model, tokenizer, prompt)
-        # the adapter that was trained on masked rows, in plain PEFT on the ordinary model
+        # The adapter was trained on masked rows. Here plain PEFT loads it on the ordinary model.
         quality = compare(load_adapter(full, masked.adapter), model, held_out or train)
     adapters = [load_file(a / "adapter_model.safetensors") for a in (masked.adapter, reference.adapter)]
     equal = sum(name in adapters[1] and torch.equal(t, adapters[1][name]) for name, t in adapters[0].items())
     assert masked.ledger is not None  # a masked run has a session
-    return Figures(
+    return Measurements(
         losses=masked.losses,
         simulated_losses=reference.losses,
         perplexity_before=math.exp(masked.loss_before),
@@ -231,7 +231,7 @@ def _prompt(text: Path, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _continue(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[tuple[int, ...], Ledger]:
-    """Greedy tokens, the same number for any text, so that there is always something to compare."""
+    """Greedy tokens. Their number is fixed, so end tokens do not shorten the comparison."""
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     started = ledger_of(model) or Ledger()
     count = min(_NEW_TOKENS, _positions(model.config) - inputs["input_ids"].shape[1])
@@ -241,7 +241,7 @@ def _continue(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: str) -> tu
 
 
 def _decoded(tokens: tuple[int, ...], tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text up to its end token."""
+    """The decoded text up to its end token."""
     end = tokens.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in tokens else len(tokens)
     return str(tokenizer.decode(list(tokens[:end]), skip_special_tokens=True))
 
@@ -251,7 +251,7 @@ def _sequence_length(path: Path) -> int:
 
 
 def _positions(config: Any) -> int:
-    """The longest text of a model in tokens; a guess for models without absolute positions."""
+    """The model's largest number of positions in tokens; a default for models without absolute positions."""
     limit = getattr(config, "max_position_embeddings", None)
     return _SEQUENCE_LENGTH + _NEW_TOKENS if limit is None else int(limit)
 

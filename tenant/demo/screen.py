@@ -1,4 +1,4 @@
-"""The demo's last screen: a loss curve, a before and after, the claims and what it cost, in 80 columns."""
+"""The demo's summary in 80 columns: loss curve, texts before and after training, claims and costs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from symbiosis_priv.errors import one_line
-from tenant.demo.claims import Claim, Figures, claims, per_token
+from tenant.demo.claims import Claim, Measurements, claims, per_token
 from tenant.model.ledger import size
 
 _WIDTH = 80
@@ -20,8 +20,8 @@ _BLOCKS, _ASCII_BLOCKS = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
 _TEXT_LINES = 2
 
 
-def show(console: Console, f: Figures) -> bool:
-    """Print everything; True if every claim holds."""
+def show(console: Console, f: Measurements) -> bool:
+    """Print the summary. Returns True if every claim holds."""
     ascii_only = console.options.ascii_only
     judged = claims(f)
     width = min(console.width, _WIDTH)
@@ -44,7 +44,7 @@ def show(console: Console, f: Figures) -> bool:
 
 
 def _curve(values: Sequence[float], blocks: str) -> Text:
-    """A bar chart in text: every column a step (or the mean of a few), labelled with its highest and lowest value."""
+    """A bar chart in text. A column is one step, or the mean of several; labels show the highest and lowest value."""
     per_column = -(-len(values) // _CURVE_WIDTH)
     groups = [values[i : i + per_column] for i in range(0, len(values), per_column)]
     means = [sum(group) / len(group) for group in groups]
@@ -63,12 +63,12 @@ def _curve(values: Sequence[float], blocks: str) -> Text:
     return Text("\n".join(rows), style="cyan", no_wrap=True, overflow="crop")
 
 
-def _perplexity_title(f: Figures) -> str:
+def _perplexity_title(f: Measurements) -> str:
     where = "held-out private text" if f.held_out else "the training text (too short to split)"
     return f"perplexity {f.perplexity_before:.2f} before, {f.perplexity_after:.2f} after, on {where}"
 
 
-def _before_after(f: Figures, width: int) -> Table:
+def _before_after(f: Measurements, width: int) -> Table:
     table = _grid()
     table.add_column(style="dim")
     table.add_column(ratio=1)
@@ -95,7 +95,7 @@ def _claims(judged: Sequence[Claim], marks: str) -> Table:
     return table
 
 
-def _cost(f: Figures) -> Group:
+def _cost(f: Measurements) -> Group:
     per = per_token(f)
     table = Table(box=box.SIMPLE_HEAD, expand=True, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.add_column("per token", ratio=1)

@@ -1,4 +1,4 @@
-"""Dishonest providers for the demo: real answers, altered between the provider and the tenant's checks."""
+"""Dishonest providers for the demo: a wiretap alters real answers before the tenant checks them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tenant.session.options import SessionOptions
 from tenant.session.session import Session
 
 _ROWS = 4
-_LARGEST = 64  # of a row's entries; the check does not depend on them
+_LARGEST = 64  # largest entry of a row; the check does not depend on the entries
 
 ALTERATIONS: dict[str, Callable[[Tensor, random.Random], object]] = {
     "one bit": lambda answer, rng: _entry(answer, rng).bitwise_xor_(1 << rng.randrange(31)),
@@ -39,20 +39,22 @@ class Tamper:
         self.role, self.alter, self.rng = role, alter, rng
 
     def sent(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
-        """Leave requests as they are."""
+        """Does nothing: requests are not altered."""
 
     def received(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
-        """Alter an answer."""
+        """Alter the answer of a provider with the chosen role."""
         if payload is not None and peer.role == self.role:
             self.alter(payload, self.rng)
 
 
 def rejected(federation: Federation, preparation: Preparation, *, trials: int) -> int:
-    """Send `trials` real requests, alter each answer (of executor and helper in turn), and count those refused."""
+    """Send `trials` requests, alter the executor's or the helper's answers in turn, and count the refused answers."""
     rng = random.Random(0)
     alterations = list(ALTERATIONS.values())
-    preparation = replace(preparation, forget_keys=lambda: None)  # the demo itself lies: the keys stay secret
-    # the gate would report every one of these lies
+    preparation = replace(
+        preparation, forget_keys=lambda: None
+    )  # the demo alters the answers itself, so the keys stay secret and can be kept
+    # Silenced: the session logs every altered answer.
     logging.getLogger("tenant.core.gate").setLevel(logging.CRITICAL)
     refused = 0
     for trial in range(trials):

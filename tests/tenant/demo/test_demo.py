@@ -23,7 +23,7 @@ from symbiosis_priv.cli import app
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.harness.text import private_text
 from symbiosis_priv.network.addresses import parse_address
-from tenant.demo.claims import Figures, claims
+from tenant.demo.claims import Measurements, claims
 from tenant.demo.screen import show
 from tenant.session.tally import Ledger
 from tenant.training.quality import Quality
@@ -54,13 +54,13 @@ def test_every_claim_holds_on_a_users_own_model(report: dict[str, Any]) -> None:
     assert len(report["figures"]["losses"]) == 2
 
 
-def _figures(report: dict[str, Any], **changes: Any) -> Figures:
+def _figures(report: dict[str, Any], **changes: Any) -> Measurements:
     plain = dict(report["figures"])
     for name in ("losses", "simulated_losses", "tokens_before", "tokens_after", "tokens_simulated"):
         plain[name] = tuple(plain[name])
     plain["quality"] = Quality(**plain["quality"])
     plain["ledger"], plain["generation"] = Ledger(**plain["ledger"]), Ledger(**plain["generation"])
-    return replace(Figures(**plain), **changes)
+    return replace(Measurements(**plain), **changes)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`symbiosis-priv federation`: write a federation file, and look at the providers that it names."""
+"""`symbiosis-priv federation`: writes a federation file, and checks the providers that the file lists."""
 
 from __future__ import annotations
 
@@ -19,46 +19,45 @@ from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.federation import load_federation
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
 
-if TYPE_CHECKING:  # what imports torch is imported by the commands: not for --help
+if TYPE_CHECKING:  # importing torch would delay --help
     from symbiosis_priv.federation import Federation
     from tenant.core.facts import Preparation
     from tenant.federation.probe import Finding
     from tenant.routing.discovery import Found
 
-app = typer.Typer(no_args_is_help=True, help="Write a federation file, and look at the providers that it names.")
+app = typer.Typer(no_args_is_help=True, help="Write a federation file, and check the providers that it lists.")
 
 
 @app.command()
 def init(
-    path: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("federation.toml"),
+    path: Annotated[Path, typer.Argument(help="The file to write.")] = Path("federation.toml"),
     *,
-    executor: Annotated[
-        list[str], typer.Option(help='"ADDRESS,CERTIFICATE,OPERATOR" of who sees masked rows; repeatable.')
-    ],
+    executor: Annotated[list[str], typer.Option(help='"ADDRESS,CERTIFICATE,OPERATOR" of an executor; repeatable.')],
     helper: Annotated[
-        list[str] | None, typer.Option(help="The same of who sees a seed: another operator; repeatable.")
+        list[str] | None, typer.Option(help="The same of a helper, which has another operator; repeatable.")
     ] = None,
     company: Annotated[
         list[str] | None,
-        typer.Option(help='"NAME,MEMBER,MEMBER": providers that count as one party, by their names; repeatable.'),
+        typer.Option(help='"NAME,MEMBER,MEMBER": names of providers that count as one party; repeatable.'),
     ] = None,
     pad_helpers: Annotated[
-        int | None, typer.Option(min=1, help="How many helpers share each pad, others being spares; all if left out.")
+        int | None,
+        typer.Option(min=1, help="Number of helpers that share each pad; the others are spares. Default: all."),
     ] = None,
-    tenant: Annotated[str, typer.Option(help="Your name: of the certificate and the key in --directory.")],
-    directory: Annotated[Path, typer.Option("--directory", "-d", help="Where your keys are.")] = Path("keys"),
+    tenant: Annotated[str, typer.Option(help="Your name, which is the name of certificate and key in --directory.")],
+    directory: Annotated[Path, typer.Option("--directory", "-d", help="Folder of your keys.")] = Path("keys"),
     digest: Annotated[
         str | None,
-        typer.Option(help="Of the model, as an operator gave it; compared with your own copy in every session."),
+        typer.Option(help="The model's digest, from an operator. Every session compares it with your own copy."),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Your own copy of the checkpoint, to compute the digest from.")
+        str | None, typer.Option(help="Your own copy of the checkpoint; the digest is computed from it.")
     ] = None,
     weight_bits: Annotated[
         int, typer.Option(min=MIN_WEIGHT_BITS, max=MAX_WEIGHT_BITS, help="Bits of a quantised weight.")
     ] = DEFAULT_WEIGHT_BITS,
 ) -> None:
-    """Write federation.toml from what the providers' operators have handed out; shows each pinned fingerprint."""
+    """Write federation.toml from the addresses and certificates that operators gave you; print each fingerprint."""
     from tenant.federation.init import ProviderArgument, parse_company, write_federation
 
     if (digest is None) == (model is None):
@@ -82,12 +81,12 @@ def init(
         typer.echo(f"{peer.role} {peer.name}: {fingerprint(peer.certificate)}")
     typer.echo(f"wrote {path}. Compare these fingerprints with their operators, then:")
     if not certificate.exists():
-        typer.echo(f"  put {certificate.name}, which the executor's operator signs, into {directory}")
+        typer.echo(f"  let the executor's operator sign {certificate.name}, and put the file into {directory}")
     typer.echo(f"  symbiosis-priv federation check --federation {shlex.quote(str(path))}")
 
 
 def _digest(model: str, weight_bits: int) -> str:
-    import torch  # not for --help
+    import torch  # importing torch would delay --help
 
     from symbiosis_priv.checkpoints.weights import WeightStore
     from tenant.progress import progress_bar
@@ -104,12 +103,13 @@ def check(
     federation: Annotated[Path, typer.Option("--federation", "-f", help="federation.toml")],
     model: Annotated[
         str | None,
-        typer.Option(help="Your own checkpoint: what layers are counted and products compared with, the first time."),
+        typer.Option(help="Your own full checkpoint, to check layers and products. Needed once per model."),
     ] = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for each provider.")] = 10.0,
 ) -> None:
-    """Probe every provider: certificate, role, digest, layers, right products, clock, speed. Status 1 if one fails, or
-    if a layer or a helper is missing.
+    """Check every provider: certificate, role, digest, layers, products, clock and speed.
+
+    The exit status is 1 if a provider fails, or if a layer or a helper is missing.
     """
     loaded = load_federation(federation)
     if model is not None:
@@ -125,7 +125,7 @@ def check(
 
 
 def _found(federation: Federation, timeout: float) -> Found:
-    """What the registries know; nothing without any."""
+    """Ask the registries of a federation for executors. Returns an empty result without registries."""
     from tenant.routing.discovery import DEADLINE_S, Discovery, Found
 
     if federation.registries is None:
@@ -141,13 +141,16 @@ def top(
     *,
     federation: Annotated[Path, typer.Option("--federation", "-f", help="federation.toml")],
     status: Annotated[
-        Path | None, typer.Option(help="What a running session writes: `tenant finetune --status FILE`.")
+        Path | None, typer.Option(help="Status file of a running session: `tenant finetune --status FILE`.")
     ] = None,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two updates.")] = 2.0,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for each provider.")] = 10.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one look, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one update and end.")] = False,
 ) -> None:
-    """Show a federation, live: who serves what, round trips, load, and what a session has verified. Ctrl-C ends it."""
+    """Show a federation, live: layers, round trips and load of each provider, and a session's counters.
+
+    Ctrl-C ends the command.
+    """
     loaded = load_federation(federation)
     with terminal.working("loading torch"):
         from tenant.federation.top import watch
@@ -156,7 +159,11 @@ def top(
 
 
 def _preparation(federation: Federation, model: str | None) -> Preparation | None:
-    """Of the pinned model, made from a checkpoint or found on this machine; None without either."""
+    """Load the preparation of the pinned model, or make it from `model`. Returns None if neither is possible.
+
+    Raises:
+        CheckpointError: `model` is not the pinned model.
+    """
     from symbiosis_priv.checkpoints.weights import WeightStore
     from symbiosis_priv.errors import CheckpointError
     from tenant.core.verifier import DEFAULT_COLUMNS
@@ -199,14 +206,14 @@ def _show(federation: Federation, findings: Sequence[Finding], preparation: Prep
     for finding in findings:
         if finding.failure and finding.peer not in found.executors:
             failures.append(f"{finding.peer.name}: {finding.failure}")
-        elif finding.failure:  # who is in no file may come and go
+        elif finding.failure:  # an executor from a registry may leave at any time
             console.print(escape(f"{finding.peer.name}: {finding.failure}"), style="yellow", soft_wrap=True)
     for name, why in found.refused.items():
-        console.print(escape(f"{name}, from a registry, is not taken on: {why}"), style="yellow", soft_wrap=True)
+        console.print(escape(f"{name}, from a registry, is not used: {why}"), style="yellow", soft_wrap=True)
     if preparation is None:
         console.print(
-            "no verification keys of this model on this machine: no product was compared and no layer counted; add "
-            "--model CHECKPOINT, your own copy",
+            "this machine has no verification keys of the model, so products and layers were not checked; add "
+            "--model CHECKPOINT with your own full checkpoint",
             soft_wrap=True,
         )
     else:
@@ -215,10 +222,10 @@ def _show(federation: Federation, findings: Sequence[Finding], preparation: Prep
         console.print(escape(failure), style="red", soft_wrap=True)
     if failures:
         raise typer.Exit(1)
-    console.print("every provider showed its pinned certificate, accepts its role, serves the model")
+    console.print("every provider shows its pinned certificate, accepts its role and serves the model")
     if preparation is not None:
         products = sum(finding.verified for finding in findings)
-        console.print(f"every layer is served in both directions; {products} products are those of the pinned weights")
+        console.print(f"every layer is served in both directions; {products} products match the pinned weights")
 
 
 def _cells(finding: Finding, preparation: Preparation | None) -> list[str]:

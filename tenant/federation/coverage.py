@@ -1,4 +1,4 @@
-"""What a federation lacks: layers that nobody serves, and pads that too few helpers could share. Pure."""
+"""Finds the gaps of a federation: layers without an executor, and pads with too few helpers. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from symbiosis_priv.federation import Federation, Peer
 
 @dataclass(frozen=True)
 class Serving:
-    """A provider that works, and the layer groups that it serves in each direction."""
+    """A working provider, and the layer groups that it serves in each direction."""
 
     peer: Peer
     groups: Mapping[Direction, range]
 
 
 def lacking(federation: Federation, serving: Sequence[Serving], layers: Sequence[int]) -> list[str]:
-    """What is missing, each with its fix; nothing if every layer can be computed under every pad that it needs.
+    """Return a message with a fix for each gap; empty if providers can compute every layer under every pad it needs.
 
     Args:
-        serving: the providers that work, of both roles.
+        federation: the federation file.
+        serving: the working providers of both roles.
         layers: the layer number of every layer group of the model (`layers.layers_of`).
     """
     executors = [s for s in serving if s.peer.role == "executor"]
@@ -37,7 +38,7 @@ def lacking(federation: Federation, serving: Sequence[Serving], layers: Sequence
 
 
 def layer_text(groups: Collection[int], layers: Sequence[int]) -> str:
-    """`layers 0-3, 8` for layer groups of a model."""
+    """Return the layers of some layer groups as text, such as `layers 0-3, 8`."""
     found = spans(layers[group] for group in groups)
     several = len(found) > 1 or any(span != LayerRange(span.first, span.first) for span in found)
     return f"layer{'s' * several} {', '.join(map(str, found))}"
@@ -46,7 +47,7 @@ def layer_text(groups: Collection[int], layers: Sequence[int]) -> str:
 def _gaps(executors: Sequence[Serving], layers: Sequence[int], direction: Direction) -> Iterator[str]:
     served = {group for executor in executors for group in executor.groups[direction]}
     if gap := [group for group in range(len(layers)) if group not in served]:
-        yield f"{layer_text(gap, layers)} {direction}: nobody; list, start or mend an executor that serves them"
+        yield f"{layer_text(gap, layers)} {direction}: no executor; list, start or repair an executor that serves them"
 
 
 def _unmasked(
@@ -56,7 +57,7 @@ def _unmasked(
     layers: Sequence[int],
     direction: Direction,
 ) -> Iterator[str]:
-    """Where an executor's rows could not be masked, and for want of whom."""
+    """Yield a message for each set of an executor's layer groups whose rows cannot be masked."""
     short: dict[str, list[int]] = {}
     for group in executor.groups[direction]:
         there = [helper.peer for helper in helpers if group in helper.groups[direction]]
@@ -73,14 +74,14 @@ def _want(federation: Federation, executor: Peer, there: Sequence[Peer]) -> str 
         if not absent:
             return None
         return (
-            f"no pads without helper {', '.join(map(repr, absent))}: all helpers share every pad. Start or mend it, or "
-            f"say with [pads] helpers = {max(1, len(there))} that the others are enough"
+            f"no pads without helper {', '.join(map(repr, absent))}: all helpers share every pad. Start or repair it, "
+            f"or set [pads] helpers = {max(1, len(there))} to use the others only"
         )
     admissible = [helper for helper in there if federation.admissible(executor, [helper])]
     companies = federation.companies_of(admissible)
     if companies >= k:
         return None
     return (
-        f"helpers of {companies} companies other than its own, and [pads] helpers = {k}: start, mend or list "
+        f"helpers of {companies} companies other than its own, but [pads] helpers = {k}: start, repair or list "
         f"another helper that serves them"
     )

@@ -1,4 +1,4 @@
-"""Writes a federation.toml from what providers' operators hand out: address, certificate, operator."""
+"""Writes a federation.toml from the address, certificate and operator of each provider."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ _EXAMPLE = "alpha.example:7401,keys/alpha.pem,Alpha GmbH"
 
 @dataclass(frozen=True)
 class ProviderArgument:
-    """One provider.
+    """One provider, as given on the command line.
 
     Args:
+        role: role of the provider.
         address: host:port.
-        certificate: its pinned certificate; the file's name is the provider's name in the federation.
-        operator: who runs it.
+        certificate: file of the pinned certificate; its name is the provider's name in the federation.
+        operator: name of the operator.
     """
 
     role: Role
@@ -32,7 +33,11 @@ class ProviderArgument:
 
     @classmethod
     def parse(cls, text: str, *, role: Role) -> ProviderArgument:
-        """`ADDRESS,CERTIFICATE,OPERATOR`; an operator's name may hold commas. ConfigError for less."""
+        """Parse `ADDRESS,CERTIFICATE,OPERATOR`. The operator's name may contain commas.
+
+        Raises:
+            ConfigError: a part is missing.
+        """
         parts = [part.strip() for part in text.split(",", 2)]
         if len(parts) < 3 or not all(parts):
             raise ConfigError(f"--{role} {text!r}: write ADDRESS,CERTIFICATE,OPERATOR, such as {_EXAMPLE!r}")
@@ -41,7 +46,11 @@ class ProviderArgument:
 
 
 def parse_company(text: str) -> Company:
-    """`NAME,MEMBER,MEMBER,...`; members are providers' names. ConfigError without members."""
+    """Parse `NAME,MEMBER,MEMBER,...`, where members are names of providers.
+
+    Raises:
+        ConfigError: the name or the members are missing.
+    """
     name, *members = [part.strip() for part in text.split(",")]
     if not members or not all((name, *members)):
         raise ConfigError(f"--company {text!r}: write NAME,MEMBER,MEMBER, such as 'Holding SE,alpha,gamma'")
@@ -59,15 +68,20 @@ def write_federation(
     pad_helpers: int | None = None,
     companies: Sequence[Company] = (),
 ) -> Federation:
-    """Write a new federation.toml and read it back; what is not a good federation leaves no file.
+    """Write a new federation.toml and read it back. An invalid federation leaves no file.
 
     Args:
-        path: must not exist. The other paths are relative to the working folder, and in the file to its own.
-        pad_helpers: how many helpers share each pad; all of them if None.
-        companies: who counts as one party.
+        path: the file, which must not exist.
+        providers: the executors and helpers. Relative paths of certificates are relative to the working folder; the
+            file gets paths relative to its own folder.
+        digest: digest of the model.
+        weight_bits: weight bits of the model.
+        tenant_certificate, tenant_key: the tenant's certificate and private key, with paths as above.
+        pad_helpers: number of helpers that share each pad; all helpers if None.
+        companies: groups of providers that count as one party.
 
     Raises:
-        ConfigError, RoleConflictError, CertificateError: as `load_federation` says, or the file exists.
+        ConfigError, RoleConflictError, CertificateError: `load_federation` refuses the federation, or `path` exists.
     """
 
     def table(header: str, **entries: object) -> str:
@@ -100,7 +114,7 @@ def write_federation(
     try:
         text = "\n".join(tables).encode()
     except UnicodeEncodeError:
-        raise ConfigError("a name or a path is not UTF-8: write it on a terminal that is, or rename the file") from None
+        raise ConfigError("a name or a path is not UTF-8: use a terminal with UTF-8, or rename the file") from None
     try:
         with path.open("xb") as file:
             file.write(text)

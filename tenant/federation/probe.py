@@ -1,7 +1,7 @@
-"""Whether a provider is there, is who it should be, serves what it should, answers rightly, and how fast.
+"""Probes providers: certificate, role, model, layers, correct products, clock and speed.
 
-Everything that is sent is random: rows and seeds of this probe alone. An executor gets rows that no mask covers and
-no helper knows of; a helper gets a seed under which nothing is ever masked.
+A probe sends random rows and seeds only, and no tenant data. An executor receives random rows without a mask. A helper
+receives a seed that masks no row.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ GLANCE_ROUND_TRIPS = 5
 _ROUND_TRIPS = 20
 _TIMED_ROWS = 64
 _TIMED_PRODUCTS = 3
-_PAUSE_S = 0.05  # before a busy provider is asked again
-_SLACK_S = 1.0  # for what no deadline reaches: looking a name up
+_PAUSE_S = 0.05  # before a request to a busy provider is repeated
+_SLACK_S = 1.0  # for looking up a host name, which has no deadline
 _CLOCKS_APART_S = 60.0
 _DAY_S = 86_400.0
 _LOST = "check its address, and with its operator whether it runs"
@@ -51,18 +51,19 @@ _judging = threading.Lock()  # verification keys are read from one file
 
 @dataclass
 class Finding:
-    """What a probe found out about one provider, as far as it got.
+    """The result of probing one provider. Fields that the probe did not reach keep their defaults.
 
     Args:
-        failure: why it cannot be used, with the fix; None if it can.
-        warnings: what will be trouble.
-        days_left: of the certificate that it shows.
-        groups: the layer groups that it serves in each direction.
-        verified: products that were compared with the verification keys.
-        clock_ahead_s: how far its clock is ahead of ours.
-        round_trip_s: of a request without rows, median.
-        rows_per_s, bytes_per_s: through its largest layer group; bytes both ways.
-        report: its own word.
+        peer: the provider.
+        failure: the reason why the provider cannot be used, with the fix; None if it can be used.
+        warnings: problems that do not prevent use.
+        days_left: days until the provider's certificate expires.
+        groups: the layer groups that the provider serves in each direction.
+        verified: number of products that were compared with the verification keys.
+        clock_ahead_s: seconds that the provider's clock is ahead of this machine's clock.
+        round_trip_s: median time of a request without rows.
+        rows_per_s, bytes_per_s: throughput of the largest layer group; bytes sent and received.
+        report: the provider's health report.
     """
 
     peer: Peer
@@ -79,19 +80,20 @@ class Finding:
 
     @property
     def serving(self) -> Serving | None:
-        """For `coverage`; None if it cannot be used."""
+        """The provider and its layer groups, for `coverage`; None if the provider cannot be used."""
         return None if self.failure or not self.groups else Serving(self.peer, self.groups)
 
 
 def probe_all(
     federation: Federation, preparation: Preparation | None, *, timeout: float, peers: Sequence[Peer] | None = None
 ) -> list[Finding]:
-    """Probe providers at the same time; then, one after the other, how much each of the good ones takes.
+    """Probe providers in parallel, and then measure the throughput of each usable provider, one after the other.
 
     Args:
-        preparation: of the pinned model; without it nobody's products are compared, and layers have no numbers.
-        timeout: seconds for each provider, and for its throughput.
-        peers: of the federation; all of them if None.
+        federation: the federation.
+        preparation: facts and keys of the pinned model; if None, products and layers are not checked.
+        timeout: seconds for each provider, and again for its throughput.
+        peers: the providers to probe; all providers of the federation if None.
     """
     probes = [ProviderProbe(federation, peer, preparation) for peer in (federation.peers if peers is None else peers)]
     threads = [threading.Thread(target=probe.look, args=(timeout,), daemon=True) for probe in probes]
@@ -102,7 +104,7 @@ def probe_all(
         thread.join(max(0.0, deadline - time.monotonic()))
         if thread.is_alive():
             probe.give_up(f"{probe.name} did not answer within {timeout:g} s; {_SLOW}")
-    for probe in probes:  # one at a time: they would share this machine's line and its cores
+    for probe in probes:  # one at a time, because parallel measurements would share network and cores
         if preparation is not None and probe.finding.failure is None:
             probe.measure(timeout)
         probe.close()
@@ -110,7 +112,7 @@ def probe_all(
 
 
 class ProviderProbe:
-    """One provider being probed: whatever goes wrong ends up in its finding. For one thread, `give_up` for another."""
+    """Probes one provider and records failures in `finding`. For one thread; another thread may call `give_up`."""
 
     def __init__(self, federation: Federation, peer: Peer, preparation: Preparation | None) -> None:
         self.finding = Finding(peer)
@@ -122,15 +124,15 @@ class ProviderProbe:
         self._deadline = 0.0
 
     def look(self, timeout: float) -> None:
-        """Everything but throughput."""
+        """Probe everything except throughput."""
         self._guarded(timeout, self._look)
 
     def measure(self, timeout: float) -> None:
-        """Throughput."""
+        """Measure throughput."""
         self._guarded(timeout, self._measure)
 
     def glance(self, timeout: float) -> Finding:
-        """How it is now, on the connection of the glance before where that still works. Sends no row."""
+        """Probe health and round trip again, on the earlier connection if it still works. Sends no row."""
         before = self.finding
         self.finding = Finding(before.peer, days_left=before.days_left, groups=before.groups)
         self._guarded(timeout, self._glance)
@@ -139,14 +141,14 @@ class ProviderProbe:
         return self.finding
 
     def give_up(self, failure: str) -> None:
-        """Its thread still waits: it keeps its finding, and ends when it may."""
+        """Replace the finding by a failure and break the connection, while the probing thread still waits."""
         self.finding = Finding(self.finding.peer, failure)
         line, self._line = self._line, None
         if line is not None:
             line.shut()
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         line, self._line = self._line, None
         if line is not None:
             line.close()
@@ -154,7 +156,7 @@ class ProviderProbe:
     def _guarded(self, timeout: float, step: Callable[[Finding], None]) -> None:
         finding = self.finding
         self._deadline = time.monotonic() + timeout
-        finding.failure = f"{self.name} was not probed to the end"  # whatever ends this thread, it is not found good
+        finding.failure = f"{self.name} was not probed to the end"  # in case an unexpected exception ends this thread
         try:
             step(finding)
             finding.failure = None
@@ -172,8 +174,8 @@ class ProviderProbe:
         if abs(finding.clock_ahead_s) > _CLOCKS_APART_S:
             finding.warnings.append(
                 f"the clock of {finding.peer.name} is {abs(finding.clock_ahead_s):,.0f} s "
-                f"{'ahead of' if finding.clock_ahead_s > 0 else 'behind'} yours: each side judges certificates, which "
-                f"begin and end at a moment, by its own clock. Set both by NTP"
+                f"{'ahead of' if finding.clock_ahead_s > 0 else 'behind'} yours: each side checks the validity of "
+                f"certificates by its own clock. Set both by NTP"
             )
         welcome = self._greet()
         groups = self._check_groups(welcome.groups)
@@ -187,7 +189,7 @@ class ProviderProbe:
             finding.days_left = _days_left(self._open())
             finding.groups = dict.fromkeys(DIRECTIONS, self._greet().groups)
         finding.report, finding.clock_ahead_s = self._health()
-        assert self._welcome is not None  # since there was a line
+        assert self._welcome is not None  # set when the connection was opened
         self._round_trips(finding, self._welcome.first_group, count=GLANCE_ROUND_TRIPS)
 
     def _open(self) -> ClientConnection:
@@ -207,7 +209,7 @@ class ProviderProbe:
         return self._line
 
     def _health(self) -> tuple[wire.HealthReport, float]:
-        """The report, and how far the provider's clock is ahead."""
+        """Return the health report, and the seconds that the provider's clock is ahead."""
         began = time.time()
         reply, _ = self._ask(wire.Health())
         if not isinstance(reply, wire.HealthReport):
@@ -223,18 +225,22 @@ class ProviderProbe:
         return reply
 
     def _check_groups(self, groups: range) -> range:
-        """What it serves, if the model has that and the federation file expects no more."""
+        """Return `groups` if the model has these layer groups and they include those of the federation file.
+
+        Raises:
+            ProtocolError: a layer group is not in the model, or a listed layer is missing.
+        """
         if self._preparation is None:
             return groups
         layers = self._preparation.manifest.layers
         if groups.stop > len(layers):
-            raise ProtocolError(f"{self.name} says it serves layer groups that the pinned model has not")
+            raise ProtocolError(f"{self.name} says it serves layer groups that the pinned model does not have")
         if (wanted := self.finding.peer.layers) is not None:
             expected = wanted.groups(layers)
             if absent := set(expected) - set(groups):
                 raise ProtocolError(
                     f"{self.name} serves {layer_text(groups, layers)}, and federation.toml expects {wanted}: "
-                    f"{layer_text(absent, layers)} cannot be had there. Ask its operator, or correct `layers`"
+                    f"it lacks {layer_text(absent, layers)}. Ask the operator, or correct `layers`"
                 )
         return groups
 
@@ -247,9 +253,12 @@ class ProviderProbe:
         finding.round_trip_s = statistics.median(seconds() for _ in range(count))
 
     def _verify(self, finding: Finding, groups: range, preparation: Preparation) -> None:
-        """One row through the first and the last layer group, in both directions.
+        """Verify a product of one row at the first and the last layer group, in both directions.
 
-        Raises ProtocolError for a wrong product. A direction that is refused is one that is not served.
+        A direction that the provider refuses counts as not served.
+
+        Raises:
+            ProtocolError: a product is wrong.
         """
         for direction in DIRECTIONS:
             for group in dict.fromkeys((groups[0], groups[-1])):
@@ -264,11 +273,11 @@ class ProviderProbe:
                 with _judging:
                     right = preparation.blame.accepts(group, direction, rows=rows, answer=answer)
                 if not right:
-                    preparation.forget_keys()  # as a session does after a lie
+                    preparation.forget_keys()  # as a session does after a wrong product
                     name = preparation.manifest.groups[group].name
                     raise ProtocolError(
-                        f"{self.name} answers with something else than the product of the pinned weights ({name}, "
-                        f"{direction}): remove it from the federation file, or ask its operator"
+                        f"{self.name} gives a wrong product: it is not that of the pinned weights ({name}, "
+                        f"{direction}). Remove the provider from the federation file, or ask its operator"
                     )
                 finding.verified += 1
 
@@ -294,7 +303,7 @@ class ProviderProbe:
         finding.bytes_per_s = wire.RING32.size(rows, sent + outputs) / seconds
 
     def _product(self, group: int, direction: Direction, rows: int) -> tuple[Tensor, Tensor]:
-        """(rows, their product as it was answered) of random rows."""
+        """Request the product of random rows. Returns the rows and the answer."""
         inputs, outputs = self._columns(group, direction)
         if self.finding.peer.role == "executor":
             sent = expand(secrets.token_bytes(SEED_BYTES), first_row=0, rows=rows, width=inputs)
@@ -320,7 +329,7 @@ class ProviderProbe:
         return expand(key, first_row=0, rows=rows, width=inputs), answer
 
     def _columns(self, group: int, direction: Direction) -> tuple[int, int]:
-        if self._preparation is None:  # then no row is ever sent
+        if self._preparation is None:  # only requests without rows are sent
             return 1, 1
         return self._preparation.manifest.groups[group].columns(direction)
 
@@ -328,13 +337,17 @@ class ProviderProbe:
         size = request.encoding.size(request.rows, outputs)
         reply, body = self._ask(request, payload, size=size)
         if not isinstance(reply, wire.Result) or not reply.answers(request) or len(body) != size:
-            raise ProtocolError(f"{self.name} answered another request than the one it was asked")
+            raise ProtocolError(f"{self.name} answered another request than the one that was sent")
         return request.encoding.unpack(body, rows=request.rows).view(request.rows, outputs)
 
     def _ask(
         self, message: wire.Request, payload: MaskedRows | None = None, *, size: int = 0
     ) -> tuple[wire.Reply, bytearray]:
-        """The reply; a busy provider is asked again until the deadline. ProviderError if it refuses."""
+        """Send a request and return the reply with its payload. Repeats the request while the provider is busy.
+
+        Raises:
+            ProviderError: the provider refuses, or is busy until the deadline.
+        """
         assert self._line is not None
         while True:
             self._line.send(message, None if payload is None else payload.masked_words, deadline=self._deadline)

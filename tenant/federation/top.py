@@ -1,7 +1,7 @@
-"""`symbiosis-priv federation top`: a federation as its tenant finds it, as a screen.
+"""`symbiosis-priv federation top`: shows the state of each provider of a federation on one screen.
 
-Every provider has a thread of its own that looks at it again and again, on one connection; the screen shows each one's
-latest finding, so that nobody waits for anybody.
+One thread per provider probes it repeatedly on one connection. The screen shows the latest finding of each provider, so
+a slow provider does not delay the others.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from tenant.routing.discovery import DEADLINE_S, Discovery
 from tenant.routing.route import ProviderFigures
 from tenant.session.published import SessionStatus, read_status
 
-_STALE_S = 10.0  # a session that has written nothing for so long is not running any more, or is stuck
+_STALE_S = 10.0  # a session that has not written for this long has ended or hangs
 _POLL_S = 0.02
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A finding, when it was made, and the one before it."""
+    """A finding and the one before it, with the times when they were made (`time.monotonic`)."""
 
     finding: Finding
     when: float
@@ -45,7 +45,7 @@ class Seen:
 
     @property
     def requests_per_s(self) -> float | None:
-        """Of this tenant, all its sessions together, without those of looking; None before the second look."""
+        """Requests per second of all sessions of this tenant, without those of `top`; None after one finding."""
         now, before = self.finding.report, None if self.before is None else self.before.report
         if now is None or before is None:
             return None
@@ -54,11 +54,13 @@ class Seen:
 
 
 class Watcher:
-    """Looks at one provider until closed.
+    """Probes one provider repeatedly in a thread.
 
     Args:
-        interval: seconds between two looks.
-        timeout: seconds for one.
+        federation: the federation.
+        peer: the provider.
+        interval: seconds between two probes.
+        timeout: seconds for one probe.
     """
 
     def __init__(self, federation: Federation, peer: Peer, *, interval: float, timeout: float) -> None:
@@ -70,11 +72,11 @@ class Watcher:
         self._thread = threading.Thread(target=self._watch, name=f"watch-{peer.name}", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """End soon; a look in flight ends at its deadline, and nobody waits for it."""
+        """Stop the thread without waiting for a probe in flight, which ends at its deadline."""
         self._closed.set()
         self._thread.join(_POLL_S)
 
@@ -95,18 +97,22 @@ def watch(
     timeout: float,
     once: bool,
 ) -> None:
-    """Show it until Ctrl-C, or once, when every provider has been looked at or its time has passed.
+    """Show the screen until Ctrl-C; with `once`, print it once all providers were probed or `timeout` has passed.
 
     Args:
-        preparation: for the layers' numbers; without it they are layer groups.
-        status: a running session's file (`published`).
+        federation: the federation.
+        preparation: maps layer groups to layer numbers; if None, the screen shows layer groups.
+        status: the status file of a running session (`published`).
+        interval: seconds between two updates.
+        timeout: seconds for one probe.
+        once: True to print the screen once.
     """
     discovery = Discovery(federation, deadline_s=min(timeout, DEADLINE_S)) if federation.registries else None
     watchers: dict[Peer, Watcher] = {}
     console = terminal.console()
 
     def everybody() -> Federation:
-        """With whom registries know by now; each of them is watched."""
+        """Return the federation with the executors of registries, and watch each of its providers."""
         found = discovery.executors if discovery else ()
         now = replace(federation, peers=(*federation.peers, *found))
         for peer in now.peers:
@@ -149,11 +155,13 @@ def render(
     preparation: Preparation | None,
     status: SessionStatus | str | None,
 ) -> RenderableType:
-    """The screen.
+    """Return the contents of the screen.
 
     Args:
-        seen: of every peer, in the federation's order; None if it has not been looked at yet.
-        status: a session's, or why there is none; None if nobody has asked for it.
+        federation: the federation.
+        seen: the findings of each provider, in the federation's order; None if a provider has not been probed yet.
+        preparation: maps layer groups to layer numbers; if None, the screen shows layer groups.
+        status: the status of a session, or the reason why there is none; None if no status file was given.
     """
     parts: list[RenderableType] = [_headline(federation, status), _providers(federation, seen, preparation, status)]
     for one in seen:
@@ -213,7 +221,7 @@ def _providers(
 def _cells(peer: Peer, one: Seen | None, preparation: Preparation | None) -> list[str]:
     who = [peer.name, peer.operator, peer.role]
     if one is None:
-        return [*who, "not heard yet", *[""] * 6]
+        return [*who, "not probed yet", *[""] * 6]
     finding, rate = one.finding, one.requests_per_s
     report = None if finding.failure else finding.report
     return [
@@ -238,6 +246,6 @@ def _served(finding: Finding, preparation: Preparation | None) -> str:
 
 def _figures(own: ProviderFigures | None) -> list[str]:
     if own is None:
-        return ["not in it", *[""] * 4]
+        return ["not used", *[""] * 4]
     latency = "" if own.latency_s is None else f"{1e3 * own.latency_s:,.2f} ms"
     return [own.state, latency, f"{own.requests:,}", f"{own.verified:,}", f"{own.rejected:,}"]

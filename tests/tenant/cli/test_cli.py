@@ -309,7 +309,7 @@ def changed(local: LocalFederation, path: Path, pattern: str, replacement: str) 
 def test_federation_check_passes(local: LocalFederation) -> None:
     result = checked(federation_check(local.federation))
     assert result.exit_code == 0
-    assert "every provider showed its pinned certificate" in result.output
+    assert "every provider shows its pinned certificate" in result.output
 
 
 def test_federation_check_names_the_provider_that_serves_another_model(local: LocalFederation, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_a_gap_is_named_with_its_direction() -> None:
     one, two = peer("alpha", "executor"), peer("gamma", "executor")
     there = [serving(one, range(2)), serving(two, range(4, 6), range(2, 6))]
     found = lacking(federation([one, two]), there, LAYERS)
-    assert found == ["layer 1 forward: nobody; list, start or mend an executor that serves them"]
+    assert found == ["layer 1 forward: no executor; list, start or repair an executor that serves them"]
     assert [line.partition(":")[0] for line in lacking(federation([one, two]), there[:1], LAYERS)] == [
         "layers 1-2 forward",
     ]
@@ -65,7 +65,7 @@ def test_too_few_companies_are_named_with_their_executor_and_layers() -> None:
     there = [serving(peers[0]), serving(peers[1], range(4), ALL), serving(peers[2])]
     found = lacking(federation(peers, pad_helpers=1), there, LAYERS)
     assert [line.partition(",")[0] for line in found] == ["executor 'alpha'"]
-    assert "layer 2 forward: helpers of 0 companies other than its own, and [pads] helpers = 1: start" in found[0]
+    assert "layer 2 forward: helpers of 0 companies other than its own, but [pads] helpers = 1: start" in found[0]
 
 
 groups = st.tuples(st.integers(0, len(LAYERS)), st.integers(0, len(LAYERS))).map(lambda pair: range(*sorted(pair)))

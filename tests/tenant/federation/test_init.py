@@ -55,7 +55,7 @@ def test_the_file_says_what_was_given(folder: Path) -> None:
     assert federation.tenant_key.samefile(folder / "keys/alice.key")
     for name in ("alpha", "beta"):
         assert fingerprint(folder / "keys" / f"{name}.pem") in shown
-    assert "put alice.pem" in shown
+    assert "operator sign alice.pem" in shown
     assert "federation check --federation federation.toml" in shown
 
 

@@ -111,7 +111,7 @@ def test_a_wrong_product_is_found_in_either_role_and_direction(
     for finding in probe_all(new_federation([executor], [helper]), watched, timeout=TIMEOUT_S):
         if finding.peer.role == role:
             assert finding.failure is not None
-            assert f"something else than the product of the pinned weights (lm_head, {direction})" in finding.failure
+            assert f"not that of the pinned weights (lm_head, {direction})" in finding.failure
             assert finding.serving is None
         else:
             assert finding.failure is None
@@ -140,7 +140,7 @@ def test_clocks_that_differ_are_a_warning_that_says_why(
         executor.clock_ahead_s = ahead
         finding = only(new_federation([executor]), preparation)
         assert finding.failure is None
-        assert f"{word} yours: each side judges certificates" in finding.warnings[0]
+        assert f"{word} yours: each side checks the validity" in finding.warnings[0]
 
 
 def test_fewer_layers_than_the_file_expects(
@@ -151,7 +151,7 @@ def test_fewer_layers_than_the_file_expects(
         finding = only(new_federation([dataclasses.replace(peer, layers=LayerRange.parse(expected))]), preparation)
         assert (finding.failure is None) == good
         if finding.failure:
-            assert f"serves layer 1, and federation.toml expects {expected}: layer 0 cannot be had" in finding.failure
+            assert f"serves layer 1, and federation.toml expects {expected}: it lacks layer 0" in finding.failure
     finding = only(new_federation([dataclasses.replace(peer, layers=LayerRange(0, 7))]), preparation)
     assert finding.failure is not None
     assert "goes beyond this model, whose layers are 0-1" in finding.failure
@@ -249,7 +249,7 @@ def test_executors_from_a_registry_are_probed_too(
     prepare(WeightStore(llama), digest=federation.model_digest, columns=DEFAULT_COLUMNS)
     result = check(path)
     assert result.exit_code == 0, result.output
-    assert "own, from a registry, is not taken on: " in result.output
+    assert "own, from a registry, is not used: " in result.output
     assert "every layer is served in both directions; 12 products" in result.output
     shown = CliRunner().invoke(federation_cli.app, ["top", "-f", str(path), "--once"], env={"COLUMNS": "250"})
     assert shown.exit_code == 0, shown.output
@@ -258,7 +258,7 @@ def test_executors_from_a_registry_are_probed_too(
     result = check(path)
     assert result.exit_code == 1
     assert "cannot reach executor 'gamma'" in result.output
-    assert "layer 1 forward: nobody" in result.output
+    assert "layer 1 forward: no executor" in result.output
 
 
 def check(path: Path) -> Any:
@@ -279,10 +279,10 @@ def test_the_command_prints_gaps_and_ends_with_status_1(
     result = CliRunner().invoke(federation_cli.app, arguments, env={"COLUMNS": "250"})
     assert result.exit_code == 1, result.output
     for direction in DIRECTIONS:
-        assert f"layer 1 {direction}: nobody; list, start or mend an executor" in result.output
+        assert f"layer 1 {direction}: no executor; list, start or repair an executor" in result.output
     result = check(federation_file(new_federation([first, second], [helper])))
     assert result.exit_code == 0, result.output
-    assert "every layer is served in both directions; 12 products are those of the pinned weights" in result.output
+    assert "every layer is served in both directions; 12 products match the pinned weights" in result.output
     absent = dataclasses.replace(helper.peer("helper", name="absent"), port=1, certificate=first.certificate)
     result = check(federation_file(new_federation([second], [helper, absent])))
     assert result.exit_code == 1

@@ -113,7 +113,7 @@ def test_the_screen_says_who_serves_what_and_what_is_missing(
     shown = text_of(render(federation, seen_now(federation), preparation, None))
     assert "cannot reach helper" in shown
     assert "no pads without helper" in shown
-    assert "not heard yet" in text_of(render(federation, [None, good[1]], preparation, None))
+    assert "not probed yet" in text_of(render(federation, [None, good[1]], preparation, None))
 
 
 def test_figures_of_a_session_stand_beside(new_federation: NewFederation, executor: ScriptedProvider) -> None:

@@ -1,4 +1,4 @@
-"""Lazy reading of Hugging Face safetensors checkpoints: one tensor at a time, nothing unpickled."""
+"""Reads Hugging Face safetensors checkpoints lazily: one tensor at a time, without unpickling."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def resolve(model: str | Path) -> Path:
-    """The local folder of a checkpoint: a path as it is, a hub name through the Hugging Face cache.
+    """The local folder of a checkpoint: a path unchanged, or the Hugging Face cache folder of a hub name.
 
     Raises:
-        CheckpointError: neither a folder with a config.json nor a model that the hub client can fetch, or a folder that
-            would decide what only its user may (`trust.vet`).
+        CheckpointError: neither a folder with a config.json nor a model that the hub client can download, or a folder
+            that `vetting.vet` refuses.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -36,9 +36,9 @@ def resolve(model: str | Path) -> Path:
         return path.resolve()
     if path.is_file():
         raise CheckpointError(f"{path} is a file; name the folder that holds the checkpoint's config.json")
-    if path.is_absolute() or len(path.parts) > 2 or str(model).startswith("."):  # no name on the hub looks like that
+    if path.is_absolute() or len(path.parts) > 2 or str(model).startswith("."):  # not a valid name on the hub
         raise CheckpointError(f"the folder {path} does not exist; name one that holds a config.json")
-    # only for those who fetch: it takes as long to import as a folder takes to look at
+    # imported only for a download, because the import takes as long as reading a local folder
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -53,13 +53,13 @@ def resolve(model: str | Path) -> Path:
 
 
 class _Index(msgspec.Struct):
-    """What matters of model.safetensors.index.json: which file holds which tensor."""
+    """The used part of model.safetensors.index.json: the file of each tensor."""
 
     weight_map: dict[str, str]
 
 
 def check_index(path: Path) -> dict[str, str]:
-    """Read the index of a sharded checkpoint: which file, beside the index, holds which tensor.
+    """Read the index of a sharded checkpoint. Returns the file name of each tensor, relative to the index.
 
     Raises:
         CheckpointError: the index is damaged, or names a file in another folder.
@@ -119,11 +119,11 @@ class Checkpoint:
         return list(self._location)
 
     def files(self) -> list[str]:
-        """The names of the files that hold them."""
+        """The names of the files that hold the tensors."""
         return sorted(set(self._location.values()))
 
     def tensor(self, name: str) -> Tensor:
-        """Read one tensor, in the dtype it is stored in."""
+        """Read one tensor in its stored dtype."""
         try:
             file_name = self._location[name]
         except KeyError:
@@ -131,14 +131,14 @@ class Checkpoint:
         try:
             tensor: Tensor = self._file(file_name).get_tensor(name)
         except (SafetensorError, RuntimeError, ValueError, TypeError, AttributeError) as error:
-            # the index promised it; or it is of a dtype that this torch does not know
+            # The index names a missing tensor, or this torch does not know the tensor's dtype.
             raise CheckpointError(f"{self.path / file_name} holds no tensor {name} ({error})") from error
         return tensor
 
     def identity(self) -> str:
-        """Changes whenever a file is replaced or written to: a hash of inodes, sizes and times, and of the JSON files.
+        """A hash of inodes, sizes, times and the JSON files, which changes when a file is replaced or written to.
 
-        The change time is among them: unlike the modification time, nobody can set it back.
+        The times include the change time, because a user cannot set it back, unlike the modification time.
         """
         rows = []
         for name in self.files():

@@ -1,9 +1,10 @@
-"""What a checkpoint folder may decide, and what not (rule 10 of the threat model).
+"""Refuses checkpoint and adapter folders that override the user's choices (rule 10 of the threat model).
 
-transformers lets a folder override what its user asked for: its `quantization_config` goes before the caller's, it can
-point to other files, name kernels to fetch and run, or bring an adapter that is loaded unasked. Whoever wrote the
-folder is no party that the tenant trusts with that. `vet` refuses such a folder by name; `on_this_machine` keeps
-transformers from asking the hub about a folder that is here. Loading also passes `trust_remote_code=False` everywhere.
+transformers lets a folder override the caller's arguments: its `quantization_config` takes precedence, and the folder
+can refer to other files, name kernels to download and run, or contain an adapter that is loaded without being asked
+for. The tenant does not trust the author of a folder with these decisions. `vet` refuses such a folder with an error
+that names the entry; `on_this_machine` keeps transformers from asking the hub about a local folder. Loading also passes
+`trust_remote_code=False` everywhere.
 """
 
 from __future__ import annotations
@@ -30,23 +31,25 @@ _QUANTISED = ("quantization_config", "compression_config")
 _OTHER_FILES = ("configuration_files", "transformers_weights")
 _LAYERS = re.compile(r"(?:layers?|blocks|stages|depths?)$")
 _COUNTS = re.compile(r"(?:experts|labels)$")
-_MAX_COUNT = 1 << 14  # of experts, ...: models are built of that many pieces, in Python
-_MAX_LAYERS = 1 << 10  # each of which is many pieces; also of an adapter that repeats a model's
+_MAX_COUNT = 1 << 14  # limit of experts and the like, because Python builds a module for each
+_MAX_LAYERS = 1 << 10  # limit of layers, each of many modules; also for an adapter that repeats a model's layers
 _SIMPLE_PATTERN = re.compile(r"[\w.^$\\*+/-]{1,256}")
 _MAX_REPEATS = 2
 _KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object that somebody else wrote.
+    """Reads an untrusted JSON object.
 
     Raises:
-        CheckpointError: unreadable, too large, too deep, or no JSON object.
+        CheckpointError: the file is unreadable, too large, too deeply nested, or not a JSON object.
     """
     try:
         if path.stat().st_size > _MAX_JSON_BYTES:
             raise CheckpointError(f"{path} has more than {_MAX_JSON_BYTES >> 20} MiB; is it the right file?")
-        content = json.loads(path.read_text(encoding="utf-8"))  # the parser that transformers uses: no two readings
+        content = json.loads(
+            path.read_text(encoding="utf-8")
+        )  # transformers uses this parser too, so both read the same values
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}); fetch it again") from error
     except (ValueError, RecursionError) as error:
@@ -57,7 +60,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def vet(folder: Path) -> dict[str, Any]:
-    """Refuse a checkpoint folder that would decide what only its user may decide; returns its config.json.
+    """Refuse a checkpoint folder that overrides decisions of its user. Returns its config.json.
 
     Raises:
         CheckpointError: config.json is damaged, or something in the folder overrides the user.
@@ -101,12 +104,12 @@ def vet(folder: Path) -> dict[str, Any]:
 
 
 def vet_adapter(folder: Path) -> dict[str, Any]:
-    """Refuse a PEFT folder that would run code, be unpickled, load more than itself, or take memory for more than it
-    holds; returns its adapter_config.json.
+    """Refuse a PEFT folder that would run code, be unpickled, load other files, or allocate more memory than its
+    tensors need. Returns its adapter_config.json.
 
     Raises:
-        ConfigError: it is no PEFT folder.
-        CheckpointError: it would, or a file of it is damaged.
+        ConfigError: not a PEFT folder.
+        CheckpointError: the folder is refused, or one of its files is damaged.
     """
     path = folder / "adapter_config.json"
     if not path.is_file():
@@ -151,12 +154,10 @@ def _check_patterns(path: Path, key: str, value: Any) -> None:
 
 
 def _sizes(config: dict[str, Any], tensors: Path) -> dict[str, tuple[Any, int]]:
-    """What PEFT makes of a configuration alone, before it looks at the tensors (all else it makes when it has read
-    them), and how much of that there may be.
-    """
+    """The sizes that PEFT allocates from the configuration alone, before it reads the tensors, each with its limit."""
     repeated = config.get("layer_replication")
     tokens = config.get("num_virtual_tokens")
-    entries = config.get("theta_d_length")  # of a vector that Uni-LoRA makes with numpy
+    entries = config.get("theta_d_length")  # length of a vector that Uni-LoRA creates with numpy
     if not repeated and not tokens and not entries:
         return {}
     try:
@@ -209,9 +210,9 @@ _switch = threading.RLock()
 
 @contextmanager
 def on_this_machine() -> Iterator[None]:
-    """Nothing is looked up on the hub inside, whatever the files say: as with HF_HUB_OFFLINE=1, for the whole process.
+    """Disables requests to the hub inside this context, like HF_HUB_OFFLINE=1, for the whole process.
 
-    Every request of the hub's client and every decision of transformers to make one goes by this switch.
+    The hub's client and transformers check this switch before every request.
     """
     with _switch:
         before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True

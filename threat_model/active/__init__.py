@@ -1,6 +1,6 @@
-"""Adversaries that act instead of only looking.
+"""Active adversaries, which change data instead of only reading it.
 
-lying_providers  providers that answer wrongly, and watch when the tenant stops
-folders          checkpoint, cache and adapter folders left for the tenant to load
+lying_providers  providers that answer wrongly and observe when the tenant stops
+folders          manipulated checkpoint, cache and adapter folders that the tenant loads
 registries       registries that invent, withhold or replay executors
 """

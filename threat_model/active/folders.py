@@ -1,7 +1,7 @@
-"""An adversary who writes folders that the tenant loads: checkpoints, adapters and the tenant's cache (rule 10).
+"""An adversary that writes folders which the tenant loads: checkpoints, adapters and the tenant's cache (rule 10).
 
-The adversary does not change what providers serve, so every answer would verify. It attacks masking itself, and the
-tensors and facts that the tenant computes with.
+The adversary does not change what providers serve, so every answer would pass verification. It attacks the masking, and
+the tensors and facts that the tenant computes with.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def attack_folders(lab: Lab) -> dict[str, bool]:
     """Attack the tenant with folders. Returns whether the tenant refused, by attack.
 
     Raises:
-        SymbiosisError: the tenant refused an honest copy, so that the attacks would prove nothing.
+        SymbiosisError: the tenant refused an honest copy, so refused attacks would prove nothing.
     """
     cache = lab.folder / "cache"
     prepare(lab.store, digest=lab.federation.model_digest, columns=16, cache=cache)
@@ -76,7 +76,7 @@ def _refused(lab: Lab, folder: Path, cache: Path) -> bool:
         _load(lab, folder, cache)
     except SymbiosisError:
         return True
-    except Exception:  # an accidental error of foreign code is not a refusal
+    except Exception:  # an accidental error of a library is not a refusal
         return False
     return False
 
@@ -88,7 +88,7 @@ def _load(lab: Lab, folder: Path, cache: Path) -> None:
 
 
 def _refuses_facts(lab: Lab, cache: Path) -> bool:
-    """One bit of one weight scale, and no checkpoint at hand to make the facts from again."""
+    """Returns True if the tenant refuses one flipped bit of one weight scale, without a checkpoint to compare with."""
     for path in cache.glob("tenant/*/facts.safetensors"):
         tensors = load_file(path)
         name = next(name for name in tensors if name.endswith("channel_scale"))
@@ -102,7 +102,7 @@ def _refuses_facts(lab: Lab, cache: Path) -> bool:
 
 
 def _refuses_planted_keys(lab: Lab, shared: Path) -> bool:
-    """Whole and sealed, by an attacker who can write to the folder above the cache and knows the secret."""
+    """Returns True if the tenant refuses complete, sealed keys in a cache whose parent folder others can write to."""
     prepare(lab.store, digest=lab.federation.model_digest, columns=16, cache=shared / "cache")
     shared.chmod(0o777)
     try:
@@ -117,13 +117,13 @@ def _add_adapter(folder: Path) -> None:
 
 
 def _repeat_text(folder: Path) -> None:
-    """Executors would count the rows, and read the first letter of a private message off them."""
+    """Adds a chat template that makes the number of rows depend on the first letter of a private message."""
     template = "{% for m in messages %}{{ m.content * (m.content | first | length) }}{% endfor %}"
     (folder / "chat_template.jinja").write_text(template)
 
 
 def _redirect(folder: Path) -> None:
-    """The honest checkpoint goes into `inner`; another config.json stays beside an index that names its tensors."""
+    """Moves the honest checkpoint to `inner`, and leaves another config.json with an index of `inner`."""
     inner = Path(shutil.copytree(folder, folder / "inner"))
     (folder / "model.safetensors").unlink()
     weight_map = dict.fromkeys(load_file(inner / "model.safetensors"), "inner/model.safetensors")

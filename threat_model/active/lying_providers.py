@@ -1,4 +1,4 @@
-"""Adversaries that answer wrongly and watch the tenant's reaction.
+"""Adversaries that answer wrongly and observe the tenant's reaction.
 
 Privacy against a lying provider needs integrity (rule 6): a provider that adds an error and sees whether the tenant
 continues learns something about the secret product. With verification every wrong answer ends the session, whatever
@@ -109,17 +109,17 @@ class Liar:
         self._role, self._lie = role, lie
 
     def sent(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
-        """Only answers are changed."""
+        """Does nothing: only answers are changed."""
 
     def received(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
-        """Change the answer."""
+        """Change the answer of a provider with the chosen role."""
         if peer.role == self._role and isinstance(message, wire.Result) and payload is not None:
             self._lie(payload)
 
 
 @contextmanager
 def plausible_is_enough() -> Iterator[None]:
-    """The planted fault: while this lasts, a tenant takes what looks like a product for one."""
+    """The planted fault: inside this context, a tenant accepts every answer that is a plausible product."""
 
     def decode(self: RingRows, start: int, answer: Tensor, *, effects: Sequence[Tensor] = (), **_: object) -> bool:
         product = unmask(answer, effects=effects, column=None, expected=None)
@@ -140,7 +140,7 @@ def attack_actively(lab: Lab, *, repeats: int, rng: torch.Generator) -> ActiveRe
     """
     logger = logging.getLogger("tenant")
     before = logger.level
-    logger.setLevel(logging.CRITICAL)  # every session here ends in a quarantine, and would say so
+    logger.setLevel(logging.CRITICAL)  # every session here ends in a quarantine, which would be logged
     try:
         return _attack(lab, repeats, rng)
     finally:
@@ -161,7 +161,7 @@ def _attack(lab: Lab, repeats: int, rng: torch.Generator) -> ActiveReport:
 
 @dataclass(frozen=True)
 class _Kind:
-    """Lies of one role that are counted together; taken in turn."""
+    """Lies of one role, which are counted together and used in turn."""
 
     name: str
     role: wire.Role
@@ -252,7 +252,7 @@ def _session(
 
 
 def _leak(lab: Lab, preparation: Preparation, name: str, trials: int, rng: torch.Generator) -> AbortLeak:
-    """Makes one entry so large that it is plausible no more, exactly when the secret entry is positive."""
+    """Changes one entry so that the result is implausibly large exactly if the secret entry is positive."""
 
     def probe(answer: Tensor) -> None:
         answer[0, 0] += _PLAUSIBLE - 1
@@ -266,7 +266,7 @@ def _leak(lab: Lab, preparation: Preparation, name: str, trials: int, rng: torch
 
 
 def mutual_information(a: Sequence[bool], b: Sequence[bool]) -> float:
-    """Plug-in estimate in bits; exactly 0 when one of them is constant."""
+    """Plug-in estimate of the mutual information in bits; exactly 0 if one of the sequences is constant."""
     n = len(a)
     total = 0.0
     for x in (False, True):

@@ -1,8 +1,8 @@
-"""An adversary who runs a registry: it may say what it likes about executors, and hold back what it likes.
+"""An adversary that runs a registry: it may list any executors, and may withhold descriptors.
 
-What it wants is an executor of its own choice before a tenant's rows: one that nobody vouches for, one of a helper's
-company, one in the place of a provider that the tenant has pinned, one that has left, or one that was revoked. Or it
-wants connections from the tenant to the tenant's own machine.
+The adversary wants the tenant to send rows to an executor that the tenant should refuse: an executor without an
+authority's certificate, of a helper's company, in place of a pinned provider, no longer running, or revoked. Or the
+adversary wants the tenant to connect to its own machine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _INTERNAL = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "169.254.169.254", "fe8
 
 @dataclass(frozen=True)
 class _Scene:
-    """An authority, and executors that it vouches for."""
+    """An authority, and executors whose certificates it has issued."""
 
     federation: Federation
     folder: Path
@@ -71,14 +71,13 @@ class _Scene:
 
 
 def attack_registry(federation: Federation) -> dict[str, bool]:
-    """By what the registry listed: whether the tenant refused it. An honest listing must be taken, or nothing here
-    means anything.
+    """Attack a tenant with dishonest listings. Returns True for each attack that the tenant refused, by name.
 
     Args:
-        federation: a tenant's, with a pinned executor and a helper.
+        federation: a tenant's federation with a pinned executor and a helper.
 
     Raises:
-        SymbiosisError: the honest listing was not taken.
+        SymbiosisError: the tenant refused an honest listing, so refused attacks would prove nothing.
     """
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -104,7 +103,7 @@ def attack_registry(federation: Federation) -> dict[str, bool]:
 
 
 def _takes(federation: Federation, listed: list[bytes]) -> set[str]:
-    """Whom a tenant takes on that hears this, one descriptor after the other."""
+    """The names of the executors that a tenant accepts from these descriptors, received one after the other."""
     discovery = Discovery(federation, clock=lambda: _NOW)
     for data in listed:
         discovery.hear([data])

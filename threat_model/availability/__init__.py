@@ -1,7 +1,7 @@
-"""Attacks on availability, with real providers: abuse by other tenants, killed providers, lost ranks.
+"""Attacks on availability, with provider processes: abuse by other tenants, killed providers, lost ranks.
 
-abuse         `bench abuse`: an honest tenant's requests beside each abuse
-abusers       what an abuser does
+abuse         `bench abuse`: measures an honest tenant's requests during each abuse
+abusers       the kinds of abuse
 chaos         `bench chaos`: providers are killed while a tenant trains and generates
 ranks         `bench ranks`: a sharded executor loses a rank while tenants send requests
 request_loop  the tenants of `bench ranks`

@@ -1,9 +1,9 @@
-"""`bench abuse`: what one tenant's abuse costs another tenant, in waiting time and in memory of the provider.
+"""`bench abuse`: measures how one tenant's abuse affects another tenant's waiting time and the provider's memory.
 
-An honest tenant asks for one row after the other, first alone and then beside each abuse, and compares every answer
-with the first. An abuser would have a machine of its own: here it is a process that gets only the processor time that
-other processes leave. The control, a process that only computes, shows what sharing caches and cores costs by itself.
-The provider's counters are read before and after.
+An honest tenant requests one row after the other, first alone and then during each abuse, and compares every answer
+with its first answer. In practice an abuser has its own machine; here an abuser is a process with the lowest priority.
+As a control, a process that only computes shows the effect of shared caches and cores. The provider's counters are read
+before and after each abuse.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _MIB = 1 << 20
 
 
 def measure_abuse(directory: Path, *, hidden: int, seconds: float, visits: int, threads: int) -> Iterator[Row]:
-    """Start a provider and let an honest tenant ask it beside each abuse.
+    """Start a provider and measure an honest tenant's requests during each abuse.
 
     Args:
-        directory: new or empty.
+        directory: new or empty folder.
         hidden: width of the model.
-        seconds: of each measurement.
-        visits: connections of the abuser that connects and leaves.
+        seconds: duration of each measurement.
+        visits: number of connections of the abuser that connects and disconnects.
         threads: torch threads of the provider.
     """
     model = small_llama(hidden, inner=hidden).save(directory / "model")
@@ -84,7 +84,7 @@ class _Bench:
         self._wrong = 0
 
     def run(self, name: str, abuse: Abuse, *, seconds: float) -> Row:
-        """Measure the honest tenant alone, then beside the abuse."""
+        """Measure the honest tenant alone, then during the abuse."""
         self._wrong = 0
         alone = self.honest(seconds)
         before, held = self._status(), self._held()
@@ -132,7 +132,7 @@ class _Bench:
         self._channel.close()
 
     def honest(self, seconds: float) -> list[float]:
-        """Send requests for so long; returns the seconds of each."""
+        """Send requests for `seconds` seconds. Returns the duration of each."""
         waits, end = [], time.monotonic() + seconds
         while (begun := time.monotonic()) < end:
             answer = self._ask()
@@ -144,13 +144,13 @@ class _Bench:
         return self._channel.request(request_of(1), mask(self._row, UNMASKED_BY_CHOICE), outputs=self._outputs)
 
     def _abuser(self) -> Abuser:
-        """A new tenant with a good certificate."""
+        """A new tenant with a valid certificate."""
         identity = self._local.issue_tenant(f"abuser-{time.monotonic_ns()}")
         peer, digest = self._federation.executors[0], self._federation.model_digest
         return Abuser(identity, peer, digest, self._inputs, self._outputs, self._visits)
 
     def _counted(self, abuser: Abuser, before: dict[str, Any]) -> dict[str, int]:
-        """What the provider has counted since then of an abuser and of connections without a name."""
+        """The increase of the provider's counters for an abuser and for unauthenticated connections since `before`."""
         name = abuser.identity.certificate.stem
         then, now = _counts(before, name), _counts(self._status(), name)
         return {what: now[what] - then[what] for what in now if now[what] > then[what]}
@@ -167,7 +167,7 @@ class _Bench:
         return process_costs.held([self._local.pid("executor") or 0])
 
     def _left(self, before: Held) -> Held:
-        """What the provider holds once the others have gone."""
+        """The provider's resources after the abuser's connections have ended."""
         end = time.monotonic() + _SETTLE_S
         while True:
             alone, now = self._alone(), self._held()

@@ -1,4 +1,4 @@
-"""The abuses of a provider in `bench abuse`. An abuser has a good certificate and a process of its own."""
+"""The abuses of a provider in `bench abuse`. An abuser is a process with a valid tenant certificate."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from tenant.core.masked import UNMASKED_BY_CHOICE, mask
 
 DEADLINE_S = 60.0
 _GROUP = 0  # q, k and v
-_ROWS = 256  # of an abuser's request
-_CONNECTIONS = 4  # of a flood
+_ROWS = 256  # rows of an abuser's request
+_CONNECTIONS = 4  # connections of a flood
 _READERS = 16
 _SILENT_A_SECOND, _SILENT_FROM, _SILENT = 400, 250, 2000
 _NICE = 19
@@ -37,14 +37,14 @@ _NICE = 19
 
 @dataclass(frozen=True)
 class Abuser:
-    """A tenant with a good certificate, and the provider that it abuses.
+    """A tenant with a valid certificate, and the provider that the tenant abuses.
 
     Args:
-        identity: of the abuser.
+        identity: certificate and key of the abuser.
         peer: the provider.
-        digest: of the model.
+        digest: digest of the model.
         inputs, outputs: columns of a request's rows and of its answer's rows.
-        visits: connections of the abuser that connects and leaves.
+        visits: number of connections of the abuser that connects and disconnects.
     """
 
     identity: Identity
@@ -59,7 +59,7 @@ class Abuser:
         return client_context(certificate=self.identity.certificate, key=self.identity.key, pins=self.peer.pins)
 
     def channel(self) -> Channel:
-        """A connection as an honest tenant has it."""
+        """A `Channel`, which an honest tenant uses too."""
         return Channel(
             self.peer,
             certificate=self.identity.certificate,
@@ -158,11 +158,11 @@ class Abuse:
     """One kind of abuse.
 
     Args:
-        attack: what an abuser does; it may return.
-        threads: of one process, that do it at the same time.
-        seen: counts that the provider must have reached before anything is measured.
-        ends: measure until the abuse has ended, however long that takes.
-        revoked: revoke the abuser's certificate meanwhile.
+        attack: function of the abuser; it may return.
+        threads: number of threads that run `attack` at the same time.
+        seen: counters that the provider must have reached before the measurement starts.
+        ends: measure until the abuse has ended.
+        revoked: revoke the abuser's certificate during the abuse.
     """
 
     attack: Callable[[Abuser], None]
@@ -176,7 +176,7 @@ def abuses(visits: int) -> dict[str, Abuse]:
     """Every kind of abuse, by its name in the report.
 
     Args:
-        visits: connections of the abuser that connects and leaves.
+        visits: number of connections of the abuser that connects and disconnects.
     """
     flooding = {"connections": _CONNECTIONS, "requests": _CONNECTIONS}
     return {
@@ -193,7 +193,7 @@ def abuses(visits: int) -> dict[str, Abuse]:
 
 @contextmanager
 def serve_abuse(abuse: Abuse, abuser: Abuser) -> Iterator[Callable[[None], bool]]:
-    """For `Child`: starts the abuse with the lowest priority, and answers whether it still goes on."""
+    """For `Child`: starts the abuse with the lowest priority; the answer is True while the abuse runs."""
     process_costs.lower_own_priority(_NICE)
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     torch.set_num_threads(1)

@@ -1,10 +1,10 @@
-"""`bench chaos`: providers are killed with SIGKILL at random while a tenant trains and generates, and every bit is
-compared with the undisturbed run.
+"""`bench chaos`: kills providers with SIGKILL at random times while a tenant trains and generates, and compares every
+bit with an undisturbed run.
 
-Executors and helpers are processes of their own. Every few seconds one of them is killed, whatever it is doing, and
-started again, which takes its time: several may be away at once. One executor and as many helpers as a pad needs are
-left alone at any time, so that pauses are those of failover, unless `merciless`: then the tenant also waits until a
-provider is back. The undisturbed run comes second and is the simulation: the same arithmetic without any provider.
+Executors and helpers are separate processes. Every few seconds one of them is killed and started again. A start takes
+time, so several may be down together. One executor and the helpers of one pad always stay up, so that the measured
+pauses are those of failover. With `merciless`, these are killed too, and the tenant waits until a provider is up again.
+The undisturbed run comes second and is the simulation: the same arithmetic without any provider.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _SHAPE, _VOCABULARY = Llama(width=256, layers=2, inner=704), 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a tenant does: optimizer steps of LoRA on all linears, and greedy texts afterwards.
+    """The tenant's work: optimizer steps of LoRA on all linears, and then greedy texts.
 
     Args:
-        steps: the least number of steps.
+        steps: smallest number of steps.
         generations: number of texts.
-        kills: the tenant trains on until this number of providers has been killed.
+        kills: the tenant continues to train until this number of providers has been killed.
     """
 
     steps: int
@@ -61,11 +61,11 @@ class Outcome:
     """The results of a run.
 
     Args:
-        losses: of every step.
+        losses: loss of every step.
         adapter: the trained tensors.
         texts: token ids of every generation.
-        ledger: of the session; zeros without one.
-        seconds: of the work.
+        ledger: ledger of the session; zeros without a session.
+        seconds: duration of the work.
     """
 
     losses: list[float]
@@ -96,12 +96,12 @@ class Kill:
 
 @dataclass(frozen=True, kw_only=True)
 class Chaos:
-    """A disturbed run beside the undisturbed one.
+    """A disturbed run and the undisturbed run.
 
     Args:
-        kills: in order.
-        pauses_s: the longest time without an executor's answer around each kill.
-        usual_s: the same before the first kill.
+        kills: the kills in order.
+        pauses_s: longest time without an executor's answer around each kill.
+        usual_s: longest time without an executor's answer before the first kill.
     """
 
     disturbed: Outcome
@@ -116,7 +116,7 @@ class Chaos:
         return self.disturbed.equals(self.undisturbed)
 
     def rows(self, *, every_s: float) -> list[Row]:
-        """A row for each role of provider."""
+        """One row per role."""
         rows: list[Row] = []
         for role in ("executor", "helper"):
             pauses = [
@@ -151,17 +151,17 @@ def run_chaos(
     seed: int = 0,
     on_event: Callable[[str], None] = lambda _: None,
 ) -> Chaos:
-    """Start the providers, do the work twice, and disturb it once.
+    """Start the providers, do the work once while providers are killed, and once undisturbed.
 
     Args:
-        directory: new or empty.
-        work: what the tenant does.
+        directory: new or empty folder.
+        work: the tenant's work.
         executors, helpers: numbers of providers.
-        pad_helpers: helpers that share each pad; the others are spares.
-        every_s: between two kills, on average.
+        pad_helpers: number of helpers that share each pad; the others are spares.
+        every_s: average time between two kills.
         merciless: kill also the last provider of a role.
-        seed: of the victims and times; what a victim does at that moment is chance all the same.
-        on_event: told what happens.
+        seed: seed of the choice of providers and times; a killed provider's state still depends on timing.
+        on_event: called with a description of each event.
 
     Raises:
         SymbiosisError: the disturbed run did not finish.
@@ -262,9 +262,9 @@ def _killing(
     """Kill a provider every few seconds and start it again; wait for all of them at the end.
 
     Args:
-        least: the number of providers of each role that are left alone.
+        least: number of providers of each role that are never down.
 
-    Raises what starting a provider raised.
+    Raises the error of a provider's start.
     """
     kills: list[Kill] = []
     over = threading.Event()

@@ -1,4 +1,4 @@
-"""`symbiosis-priv bench abuse`, `bench chaos` and `bench ranks`. A command imports its measurement when it runs."""
+"""The commands `bench abuse`, `bench chaos` and `bench ranks`. A command imports its measurement when it runs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def chaos(
     seed: Annotated[int, typer.Option(help="Of the choice of the victims and times.")] = 0,
     json: Json = None,
 ) -> None:
-    """SIGKILL random providers while a tenant trains and generates; status 1 if one bit comes out differently."""
+    """Kill random providers (SIGKILL) while a tenant trains and generates. Status 1 if one bit differs."""
     from threat_model.availability.chaos import Work, run_chaos
 
     found = measure(
@@ -100,9 +100,9 @@ def ranks(
     ] = True,
     json: Json = None,
 ) -> None:
-    """Kill a rank of a sharded executor, and stop one, while tenants ask: with that group alone and with a second one.
+    """Kill and stop ranks of a sharded executor while tenants send requests, with one group and with two groups.
 
-    Status 1 if one bit comes out differently, or the log does not say which rank was lost.
+    Status 1 if one bit of the results differs, or if the log does not name the lost rank.
     """
     from threat_model.availability.ranks import measure_ranks
 

@@ -1,10 +1,10 @@
-"""`bench ranks`: what tenants notice when a rank of a sharded executor is killed, or hangs.
+"""`bench ranks`: measures how a killed or hanging rank of a sharded executor affects tenants.
 
-Tenants, each a process with a session of its own, request one product after the other without a pause, and compare
-each of them with their own. A rank of the busiest group is killed (SIGKILL) or stopped (SIGSTOP). The provider must
-notice that, name the rank, and start the group again. With one group all tenants wait for its return; with two groups
-they can use the other one. A second group would have a machine of its own, so the group that has lost a rank starts
-again with low priority, unless told otherwise, and takes longer.
+Each tenant is a process with its own session. It requests one product after the other and compares each answer with the
+product that it has computed itself. A rank of the busiest group is killed (SIGKILL) or stopped (SIGSTOP). The provider
+must detect the loss, name the rank, and restart the group. With one group, all tenants wait for the restart; with two
+groups, they can use the other group. In practice a second group has its own machine. So the restarting group has low
+priority here, unless `apart` is False, and its restart takes longer.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class _Loss:
-    """The course of a loss.
+    """The loss of a rank and the restart of its group.
 
     Args:
-        what: happened.
-        at, back: when the group lost the rank, and when it was ready again.
+        what: name of the loss.
+        at, back: times at which the group lost the rank and at which the group was ready again.
         named: True if the provider's log names the rank.
-        before, after: what the provider and its ranks held.
+        before, after: resources of the provider and its ranks.
     """
 
     what: str
@@ -78,21 +78,21 @@ def measure_ranks(
     """A row for each number of groups and each loss.
 
     Args:
-        directory: new or empty.
-        shape: of the model.
+        directory: new or empty folder.
+        shape: shape of the model.
         groups: numbers of executors.
         losses: names of LOSSES.
-        ranks: of each group.
-        tenants: that send requests at once.
-        rows: of each request.
-        masking: the scheme.
-        seconds: before each loss, and after each return.
-        pause_s: of a tenant between two requests, which leaves the machine to the group that starts again.
-        apart: if there is another group, let the lost one start again with low priority.
-        on_event: told what happens.
+        ranks: number of ranks of each group.
+        tenants: number of concurrent tenants.
+        rows: rows of each request.
+        masking: the masking scheme.
+        seconds: time before each loss, and after each restart.
+        pause_s: pause of a tenant between two requests, so that the restarting group gets processor time.
+        apart: restart a group with low priority if there is another group.
+        on_event: called with a description of each event.
 
     Raises:
-        DeadlineExceededError: a group did not come back.
+        DeadlineExceededError: a group did not restart in time.
         SymbiosisError: a tenant has failed.
     """
     process_costs.check_supported()
@@ -135,7 +135,7 @@ def measure_ranks(
 
 
 def _lose(local: LocalFederation, what: str, *, seconds: float, apart: bool) -> _Loss:
-    """Take a rank from the executor with the most requests, and wait until it is ready again."""
+    """Kill or stop a rank of the executor with the most requests, and wait until the executor is ready again."""
     executors = [name for name in local.names if name.startswith("executor")]
     earlier = {name: local.status(name) for name in executors}
     time.sleep(seconds)
@@ -198,7 +198,7 @@ def _requests(status: dict[str, Any]) -> int:
 
 
 def _lower_priority(gateway: int) -> None:
-    """Give a provider, and what it starts from now on, the lowest priority."""
+    """Give the lowest priority to a provider and to the processes that it will start."""
     for task in Path(f"/proc/{gateway}/task").iterdir():
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, int(task.name), _NICE)

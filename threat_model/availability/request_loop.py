@@ -1,4 +1,4 @@
-"""A tenant that requests one product after the other in a process of its own, for `bench ranks`."""
+"""A tenant process that requests one product after the other, for `bench ranks`."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from tenant.session.session import Session
 
 PATIENCE_S = 120.0
 _GROUP = 0  # q, k and v
-_LARGEST = 100  # of a row's entries: the true product is in the range
+_LARGEST = 100  # largest entry of a row, so that the exact product is in the range
 
 
 @dataclass(frozen=True, kw_only=True)
 class Requests:
-    """What a tenant requests.
+    """The requests of a tenant.
 
     Args:
-        federation, model, cache: where things are.
-        identity: of the tenant.
-        masking: the scheme.
-        rows: of each product.
-        pause_s: between two products.
+        federation, model, cache: paths of the federation file, the checkpoint and the cache.
+        identity: certificate and key of the tenant.
+        masking: the masking scheme.
+        rows: rows of each product.
+        pause_s: pause between two products.
     """
 
     federation: Path
@@ -50,7 +50,7 @@ class Requests:
 
 
 class Answer(NamedTuple):
-    """Times by `time.monotonic`, which all processes of a machine share."""
+    """The times of one answer by `time.monotonic`, a clock that all processes of a machine share."""
 
     asked: float
     answered: float
@@ -59,7 +59,7 @@ class Answer(NamedTuple):
 
 @contextmanager
 def serve_requests(requests: Requests) -> Iterator[Callable[[None], list[Answer]]]:
-    """For `Child`: sends requests until the first question, and answers it with what came back."""
+    """For `Child`: sends requests until the first question. The answer to the question lists all answers."""
     torch.set_num_threads(1)
     federation = replace(
         load_federation(requests.federation),

@@ -1,20 +1,21 @@
-"""What an honest provider does, as properties that a live one can be held to.
+"""Properties of an honest provider, which are tested against a running provider.
 
-`symbiosis-priv verify` runs them all. Anybody may run them against a provider of their own:
+`symbiosis-priv verify` tests all properties. To test a provider from Python:
 
     oracle = CheckpointOracle(WeightStore(path), seed=seed)
     for outcome in verify([Subject(dialler, oracle)], PROPERTIES, examples=30, seed=seed): ...
 
 Theory of operation. A property has a name, a claim of one sentence, and a check that raises `Violation` when a request
 refutes the claim. Checks draw requests with Hypothesis, which shrinks what it finds to the smallest request that
-still fails; the sweep over all layers is systematic instead, and bisects a failing row. Answers are judged by an
-`Oracle` made from the tenant's own checkpoint. Each check judges its own claim and nothing else, so that a provider
-is named with the property that it breaks: values are judged whether or not the reply is bound to its request, and the
-other way round. A provider that is busy is asked again; one that is gone is reported as gone, not as a liar.
+still fails; the sweep over all layers is systematic instead, and bisects a failing row. An `Oracle` computes the
+correct answers from the tenant's checkpoint. Each check tests its own claim only, so that a failure names the property
+that the provider breaks: a check of values ignores whether the reply is bound to its request, and the check of the
+binding ignores values. A request is sent again to a busy provider. A provider that stops answering is reported as
+unreachable, not as dishonest.
 
-Passing says that *these* requests were answered truly. A provider could answer them truly and lie later; what binds it
-then is Freivalds' check of every answer in every session (`tenant.core.verifier`). Rows and seeds are random
-test data: no tenant's data, and never used as masks.
+A pass means that *these* requests were answered correctly. A provider could still answer wrongly later; in a session,
+Freivalds' check of every answer detects that (`tenant.core.verifier`). Rows and seeds are random test data: they are
+not a tenant's data, and are never used as masks.
 """
 
 from threat_model.conformance.oracle import CheckpointOracle as CheckpointOracle

@@ -1,4 +1,4 @@
-"""Several connections at once: whatever a provider batches must not show."""
+"""Concurrent requests on several connections: batching must not change an answer."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from threat_model.conformance.subject import Case, NotTested, Subject, effect_ca
 from threat_model.conformance.trials import Run
 
 _CONNECTIONS = 4
-_BURSTS = 3  # of each example: whether requests meet in the provider's queue is up to the machine
+_BURSTS = 3  # repetitions of each example, because timing decides whether requests meet in the provider's queue
 _PLUG_WORK = 20_000_000  # multiplications that keep an executor busy while the other requests arrive
 _PLUG_ROWS = 4096
 
 
 def check_batching(subject: Subject, run: Run) -> None:
-    """Requests for one layer group from several connections, queued up behind one that keeps the executor busy.
+    """Sends requests for one layer group on several connections while a long request keeps the executor busy.
 
-    A provider serves every connection on its own, so it is enough to send to all before reading from any: while the
-    long request is computed the others queue up, and a provider that batches takes them together. Ring answers
-    must have the same bits as alone; float sums may be taken in another order, which moves them by twice their bound at
-    most. Whether they are right, alone or together, is for other properties to say.
+    A provider serves each connection independently, so all requests are sent before any answer is read. While the long
+    request is computed, the others wait in the queue, and a provider that batches computes them together. Ring answers
+    must have the same bits as the answers to single requests. Float sums may be computed in another order, so two float
+    answers differ by twice their error bound at most. Other properties check whether the answers are correct.
     """
 
     def check(cases: list[Case]) -> None:
@@ -52,7 +52,7 @@ def check_batching(subject: Subject, run: Run) -> None:
 
 
 def _reordering(subject: Subject, case: Case) -> Array | None:
-    """How far two float answers to one request may be apart; None for ring answers, which must be equal."""
+    """Largest difference between two float answers to one request; None for ring answers, which must be equal."""
     if case.arithmetic == "ring":
         return None
     assert isinstance(subject.oracle, CheckpointOracle)  # nothing else is asked for float answers
@@ -61,7 +61,7 @@ def _reordering(subject: Subject, case: Case) -> Array | None:
 
 
 def _plug(subject: Subject, case: Case) -> Case:
-    """A long request for the same layer group in the other direction: in nobody's batch."""
+    """A long request for the same layer group in the other direction, so that it joins no batch of `case`."""
     direction = next(d for d in DIRECTIONS if d != case.direction)
     width, other = subject.oracle.widths(case.index, direction)
     rows = max(1, min(_PLUG_WORK // (width * other), subject.row_limit(case.index), _PLUG_ROWS))
@@ -71,7 +71,7 @@ def _plug(subject: Subject, case: Case) -> Case:
 
 
 def _at_once(subject: Subject, probes: Sequence[Probe], cases: Sequence[Case]) -> list[Tensor]:
-    """The answers to requests that are all under way together."""
+    """The answers to requests that are sent before any answer is read."""
     for probe, case in zip(probes, cases, strict=True):
         probe.send(case.header(subject.role), case.payload(subject.role))
     answers = []
@@ -81,7 +81,7 @@ def _at_once(subject: Subject, probes: Sequence[Probe], cases: Sequence[Case]) -
         except ProtocolError as error:
             raise subject.violation(f"answers with a broken frame: {error}", case) from error
         if isinstance(reply, wire.Failure) and reply.code in wire.RETRYABLE:
-            answers.append(subject.answer(case))  # too much at once for it, which it may say: nothing to learn
+            answers.append(subject.answer(case))  # the provider was busy, which is allowed: repeat the request alone
         else:
             answers.append(subject.matrix(reply, body, case))
     return answers

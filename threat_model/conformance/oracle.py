@@ -1,4 +1,4 @@
-"""What a provider should answer, computed from the tenant's own checkpoint and from nothing of the provider's.
+"""Computes correct answers from the tenant's checkpoint, without any data of the provider.
 
     CheckpointOracle   integers from `quantise`, products in numpy; floats in float64 with an error bound
     PreparedOracle     no checkpoint: the verification keys of an earlier session (Freivalds); ring arithmetic only
@@ -38,7 +38,7 @@ _MEMORY = 512 << 20
 
 @dataclass(frozen=True)
 class Difference:
-    """The first entry of an answer that is not what it should be. `column` is None where only the row is known."""
+    """The first wrong entry of an answer. `column` is None if only the row is known."""
 
     row: int
     column: int | None = None
@@ -57,8 +57,8 @@ class Oracle(ABC):
     """Judges answers for one model.
 
     Args:
-        manifest: what the model is.
-        sampled: the layer groups that random examples are drawn from; the sweep visits all of them.
+        manifest: manifest of the model.
+        sampled: layer groups that random examples use; the sweep uses all layer groups.
     """
 
     floats = False
@@ -88,16 +88,16 @@ class Oracle(ABC):
 
     @abstractmethod
     def has_bias(self, index: int) -> bool:
-        """Whether a member of the group has a bias."""
+        """Returns True if a member of the group has a bias."""
 
 
 class CheckpointOracle(Oracle):
     """Exact products of a local checkpoint's weights.
 
     Args:
-        store: the checkpoint. Its groups are quantised here, not taken from the cache that a provider on
-            the same machine may have written.
-        seed: chooses which layer groups to keep in memory where not all fit.
+        store: the checkpoint. The oracle quantises its groups again instead of reading the cache, because a provider on
+            the same machine may have written the cache.
+        seed: seed of the choice of layer groups that stay in memory if not all fit.
     """
 
     floats = True
@@ -149,7 +149,7 @@ class CheckpointOracle(Oracle):
     def float_product(
         self, index: int, direction: Direction, rows: Tensor, *, arithmetic: Arithmetic
     ) -> tuple[Array, Array]:
-        """(the product in float64, how far a float32 product may be from it), both `[r, o]`."""
+        """The product in float64 and the error bound of a float32 product, both `[r, o]`."""
         group = self._group(index)
         matrix = (group.weight.T if direction == FORWARD else group.weight).astype(np.float64)
         x = rows.numpy().astype(np.float64)
@@ -184,7 +184,7 @@ class CheckpointOracle(Oracle):
 
 
 class PreparedOracle(Oracle):
-    """Judges by the verification keys that the tenant's sessions use; knows what is wrong, not what would be right."""
+    """Checks answers with the verification keys of the tenant's sessions. Finds wrong rows, computes no products."""
 
     def __init__(self, preparation: Preparation) -> None:
         super().__init__(preparation.manifest, tuple(range(len(preparation.manifest.groups))))
@@ -194,7 +194,7 @@ class PreparedOracle(Oracle):
         keys = self._preparation.blame
         if keys.accepts(index, direction, rows=rows, answer=answer):
             return None
-        # Whoever sees which requests are shrunk learns verdicts: these keys have served.
+        # The shrunk requests tell the provider which checks failed, so these keys must not be used again.
         self._preparation.forget_keys()
         row = next(
             r

@@ -1,7 +1,7 @@
-"""A bare connection to a live provider: sends what it is told, right or wrong, and judges nothing.
+"""A connection to a provider that sends valid and invalid messages and checks no answer.
 
-`tenant.connections.channel.Channel` reconnects, resends and refuses whatever is not bound to its request: what a tenant
-wants, and what would hide the faults that `properties` looks for. Every wait ends at a deadline.
+`tenant.connections.channel.Channel` reconnects, resends and refuses replies that are not bound to their request. A
+tenant needs that, but it would hide the faults that `properties` looks for. Every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _PAUSE_S = 0.05
 
 
 class OutOfTime(Exception):
-    """The time that one provider's tests may take is over."""
+    """The tests of one provider have exceeded their time limit."""
 
 
 @dataclass
 class Dialler:
-    """How to reach one provider as one tenant.
+    """Opens connections to one provider as one tenant.
 
     Args:
         peer: address, role and pinned certificate.
@@ -51,10 +51,10 @@ class Dialler:
         return f"{self.peer.role} {self.peer.name!r} at {self.peer.host}:{self.peer.port}"
 
     def connect(self) -> Probe:
-        """An authenticated connection, nothing said yet.
+        """An authenticated connection without a hello.
 
         Raises:
-            CertificateError: either side's certificate is not the right one.
+            CertificateError: the provider refuses the tenant's certificate, or shows one that is not pinned.
             TransportError: no provider answers at the address.
             OutOfTime: `until` has passed.
         """
@@ -79,7 +79,7 @@ class Dialler:
         return Probe(line, dialler=self)
 
     def deadline(self) -> float:
-        """Returns the moment at which an exchange that begins now must have ended; raises OutOfTime."""
+        """The deadline of an exchange that starts now. Raises OutOfTime."""
         self.check_time()
         return min(time.monotonic() + self.deadline_s, self.until)
 
@@ -102,24 +102,24 @@ class Probe:
         self.close()
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._line.close()
 
     def send(self, message: wire.Message, payload: Tensor | None = None) -> None:
         """Send one frame.
 
         Raises:
-            TransportError: the connection is gone, or the provider does not read.
+            TransportError: the connection was closed, or the provider does not read.
         """
         with self._told():
             self._line.send(message, payload, deadline=self._dialler.deadline())
 
     def receive(self, *, max_payload: int) -> tuple[wire.Reply, bytearray]:
-        """Wait for one frame: its header and the bytes behind it.
+        """Wait for one frame. Returns its header and its payload.
 
         Raises:
-            ProtocolError: not a frame, or it announces more than `max_payload` bytes. The connection is of no more use.
-            TransportError: the connection is gone, or nothing came in time.
+            ProtocolError: not a frame, or its payload exceeds `max_payload` bytes. The connection cannot be used again.
+            TransportError: the connection was closed, or no frame arrived in time.
         """
         deadline = self._dialler.deadline()
         with self._told():
@@ -131,10 +131,10 @@ class Probe:
     def ask(
         self, message: wire.Message, payload: Tensor | None = None, *, max_payload: int = 0
     ) -> tuple[wire.Reply, bytearray]:
-        """Send one frame and wait for the reply. A busy provider is asked again with the same bytes until the deadline.
+        """Send one frame and wait for the reply. If the provider is busy, send the same bytes again until the deadline.
 
         Raises:
-            ProtocolError, TransportError: as `receive` and `send` say.
+            ProtocolError, TransportError: see `receive` and `send`.
         """
         deadline = self._dialler.deadline()
         while True:
@@ -149,7 +149,7 @@ class Probe:
 
     @contextmanager
     def _told(self) -> Iterator[None]:
-        """Name the option that waits longer."""
+        """Add the option for longer waits to a deadline's message."""
         try:
             yield
         except DeadlineExceededError as error:

@@ -1,4 +1,4 @@
-"""The properties by name. Each check judges its own claim and nothing else."""
+"""The properties by name. Each check tests its own claim only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from threat_model.conformance.sweep import bisect, check_every_layer, split
 from threat_model.conformance.trials import Property, Run
 
 _LARGEST_PAYLOAD = 64 << 20
-_JUDGED_WORK = 2_000_000_000  # multiplications that judging the largest request may take
+_JUDGED_WORK = 2_000_000_000  # limit of multiplications for checking the largest answer
 
 
 def _check_digest(subject: Subject, run: Run) -> None:
@@ -129,7 +129,7 @@ def _check_linear(subject: Subject, run: Run) -> None:
 
 
 def _times(rows: Tensor, factor: int) -> Tensor:
-    """Modulo 2^32."""
+    """The rows times a factor, modulo 2^32."""
     return (rows.to(torch.int64) * factor).to(torch.int32)
 
 
@@ -143,9 +143,9 @@ def _check_resend(subject: Subject, run: Run) -> None:
 
 
 def _check_row_counts(subject: Subject, run: Run) -> None:
-    """The cheapest layer group, up to the most rows of one request (64 MiB at most); of many, a sample is judged.
+    """Requests the cheapest layer group with increasing row counts, up to the limit of one request (64 MiB at most).
 
-    A count that fails is bisected to the least.
+    Of an answer with many rows, a sample is checked. If a row count fails, bisection finds the smallest that fails.
     """
     oracle = subject.oracle
     index = min(subject.sampled, key=lambda i: oracle.entry(i).inputs * oracle.entry(i).stacked_outputs)

@@ -1,4 +1,4 @@
-"""Bad requests: refused with a reason, on a connection that goes on working."""
+"""Bad requests: the provider must refuse them with a reason, and the connection must stay usable."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ _BAD: Mapping[wire.Role, Mapping[str, Callable[[Subject, Case], Frame]]] = {
 
 
 def check_refusals(subject: Subject, run: Run) -> None:
-    """Bad requests in any order, then a good one on the same connection."""
+    """Sends bad requests in random order, then a good request on the same connection."""
     kinds = st.lists(st.sampled_from(list(_BAD[subject.role])), min_size=1, max_size=4)
 
     def check(drawn: tuple[list[str], Case]) -> None:
@@ -90,10 +90,10 @@ def check_refusals(subject: Subject, run: Run) -> None:
             _refuses(subject, names, case)
         except ConnectionLostError:
             try:
-                _refuses(subject, names, case)  # once is the network's doing
+                _refuses(subject, names, case)  # one lost connection may be a network fault
             except ConnectionLostError:
                 subject.close()
-                subject.answer(case)  # raises if it is gone altogether
+                subject.answer(case)  # raises if the provider is unreachable
                 raise subject.violation(f"hangs up on {' or '.join(names)}", case) from None
 
     run.for_all(st.tuples(kinds, requests(subject).filter(lambda case: len(case.rows) > 0)), check)

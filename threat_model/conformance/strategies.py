@@ -25,9 +25,9 @@ def arithmetics(subject: Subject) -> tuple[wire.Arithmetic, ...]:
 
 @st.composite
 def windowed(draw: DrawFn, rows: Tensor) -> Tensor:
-    """The rows, or only some neighbouring columns of them: shrinks to the one column that a fault needs."""
+    """All columns of the rows, or only some neighbouring columns. Shrinks to the one column that shows a fault."""
     width = rows.shape[1]
-    # Twice the width: the whole row is drawn often, and shrinking has two numbers to make smaller, one after the other.
+    # Twice the width: so the whole row is drawn often, and Hypothesis can shrink the two numbers independently.
     last = min(width - 1, draw(st.integers(0, 2 * width)))
     first = last - min(last, draw(st.integers(0, 2 * width)))
     out = torch.zeros_like(rows)
@@ -37,12 +37,12 @@ def windowed(draw: DrawFn, rows: Tensor) -> Tensor:
 
 @st.composite
 def rows(draw: DrawFn, subject: Subject, index: int, direction: Direction, arithmetic: wire.Arithmetic) -> Tensor:
-    """Rows for one layer group: none, one, odd counts; the whole ring, its corners, zeros, few columns."""
+    """Rows for one layer group: zero, one and odd counts; uniform entries, extreme entries, zeros, few columns."""
     width, _ = subject.oracle.widths(index, direction)
     if arithmetic == "ring":
         drawn = draw(testing.ring_rows(width=width, count=_counts(subject, index)))
     else:
-        # Sums of products must stay below 2^128: a bound says nothing about what overflows.
+        # Sums of products must stay below 2^128: the error bound does not hold after an overflow.
         floats = (torch.float32,)
         drawn = draw(testing.float_rows(width=width, count=_counts(subject, index), dtypes=floats, largest=2.0**96))
     return draw(windowed(drawn))
@@ -52,7 +52,7 @@ def rows(draw: DrawFn, subject: Subject, index: int, direction: Direction, arith
 def products(
     draw: DrawFn, subject: Subject, *, arithmetics: tuple[wire.Arithmetic, ...] = ("ring",), biased: bool = False
 ) -> Case:
-    """Requests to an executor; with `biased`, forward through groups that have a bias."""
+    """Requests to an executor; with `biased`, forward requests for groups that have a bias."""
     oracle = subject.oracle
     index = draw(st.sampled_from([i for i in subject.sampled if not biased or oracle.has_bias(i)]))
     direction: Direction = FORWARD if biased else draw(testing.directions())

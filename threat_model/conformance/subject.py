@@ -1,4 +1,4 @@
-"""A provider under test, the requests it is sent, and what refutes a property."""
+"""A provider under test, the requests to it, and the exceptions that refute a property."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Case:
     """One request.
 
     Args:
-        rows: what is multiplied: the payload for an executor, what the seed expands to for a helper.
-        seed: for a helper, 32 bytes.
-        first_row: for a helper.
+        rows: rows of the product: the payload for an executor, the expanded seed for a helper.
+        seed: 32 bytes for a helper.
+        first_row: first row of the seed's stream, for a helper.
     """
 
     index: int
@@ -61,7 +61,7 @@ class Case:
 
 
 def effect_case(oracle: Oracle, index: int, direction: Direction, *, seed: bytes, first_row: int, rows: int) -> Case:
-    """A helper's request, with the mask rows that it stands for."""
+    """A helper's request, with the mask rows that its seed expands to."""
     key = mask_key(seed, group_name=oracle.entry(index).name, direction=direction)
     width, _ = oracle.widths(index, direction)
     mask = expand(key, first_row=first_row, rows=rows, width=width)
@@ -72,7 +72,7 @@ class Violation(Exception):
     """A request that refutes a property.
 
     Args:
-        what: what the provider did, in one clause.
+        what: the provider's fault, in one clause.
         case: the smallest request found.
         group: the layer group's name.
         difference: the first wrong entry of the answer.
@@ -93,7 +93,7 @@ class Violation(Exception):
         self.difference, self.culprit = difference, culprit
 
     def lines(self) -> list[str]:
-        """The counterexample, for people."""
+        """The counterexample as lines of text."""
         out = [self.what]
         if self.case is not None:
             case = self.case
@@ -112,11 +112,11 @@ class Violation(Exception):
 
 
 class NotTested(Exception):
-    """The property says nothing about this provider; the message says why."""
+    """The property does not apply to this provider; the message says why."""
 
 
 class WrongRole(NotTested):
-    """The provider refuses the role that it is tested in, so no property says anything about it."""
+    """The provider refuses the role that it is tested in, so no property can be tested."""
 
 
 @dataclass
@@ -124,10 +124,10 @@ class Subject:
     """One provider in one role, under test.
 
     Args:
-        dialler: how to reach it.
-        oracle: what it should answer.
+        dialler: opens connections to the provider.
+        oracle: checks the provider's answers.
         executors: for a helper: executors to compare its effects with.
-        require_floats: whether an executor has to serve floats; else one that says that it serves none is not asked.
+        require_floats: if True, an executor must serve floats; if False, floats are tested only if it serves them.
     """
 
     dialler: Dialler
@@ -144,12 +144,12 @@ class Subject:
 
     @property
     def role(self) -> wire.Role:
-        """The role it is tested in."""
+        """The role in which the provider is tested."""
         return self.dialler.peer.role
 
     @property
     def welcome(self) -> wire.Welcome:
-        """What it allows; connects the first time."""
+        """The provider's welcome with its limits. The first use connects."""
         if self._welcome is None:
             self._connected()
             assert self._welcome is not None
@@ -157,23 +157,23 @@ class Subject:
 
     @property
     def groups(self) -> range:
-        """The layer groups of the checkpoint that it says it serves; connects the first time."""
+        """The layer groups that the provider claims to serve. The first use connects."""
         return range(self.welcome.first_group, min(self.welcome.end_group, len(self.oracle.manifest.groups)))
 
     @property
     def sampled(self) -> tuple[int, ...]:
-        """Those of them that random examples are drawn from."""
+        """The layer groups among `groups` that random examples use."""
         return tuple(index for index in self.oracle.sampled if index in self.groups) or (self.groups[0],)
 
     @functools.cached_property
     def floats(self) -> bool:
-        """Whether float answers are asked for and judged; asks the provider the first time."""
+        """True if float answers are requested and checked. The first use asks the provider."""
         if self.role != "executor" or not self.oracle.floats:
             return False
         return self.require_floats or self._serves_floats()
 
     def _serves_floats(self) -> bool:
-        """Only its own word that it does not counts; whatever else it answers, the properties shall find."""
+        """False only if the provider says that it serves no floats. The properties check any other answer."""
         index = self.sampled[0]
         width, _ = self.oracle.widths(index, FORWARD)
         nothing = Case(index, FORWARD, "float", torch.empty((0, width), dtype=torch.float32))
@@ -184,30 +184,30 @@ class Subject:
         return not (isinstance(reply, wire.Failure) and reply.code == wire.ErrorCode.NOT_SERVED)
 
     def row_limit(self, index: int) -> int:
-        """How many rows of a group one request may have."""
+        """Largest number of rows of one request for a group."""
         widest = wire.RING32.size(1, max(self.oracle.widths(index, FORWARD)))
         return max(1, min(self.welcome.max_rows, self.welcome.max_payload // widest))
 
     def answer(self, case: Case) -> Tensor:
-        """The provider's answer to a valid request, `[rows, width]`; bound to it or not.
+        """The provider's answer to a valid request, `[rows, width]`. Does not check that the reply is bound to it.
 
         Raises:
-            Violation: it refused, answered with something else, or hung up twice.
-            TransportError: it cannot be reached, or gives no answer in time.
+            Violation: the provider refused, sent another kind of reply, or closed the connection twice.
+            TransportError: the provider cannot be reached, or does not answer in time.
         """
         reply, body = self.exchange(case, case.header(self.role))
         return self.matrix(reply, body, case)
 
     def exchange(self, case: Case, header: wire.Message) -> tuple[wire.Reply, bytearray]:
-        """The reply to a case sent under a header, whatever it is. A lost connection is replaced once."""
+        """The reply to a case sent with a header, of any kind. After a lost connection, the case is sent once more."""
         try:
             return self._exchange(case, header)
-        except ConnectionLostError:  # once is the network's doing
+        except ConnectionLostError:  # one lost connection may be a network fault
             pass
         try:
             return self._exchange(case, header)
         except ConnectionLostError:
-            self._connected()  # raises if it is gone altogether
+            self._connected()  # raises if the provider is unreachable
             raise self.violation("hangs up instead of answering", case) from None
 
     def _exchange(self, case: Case, header: wire.Message) -> tuple[wire.Reply, bytearray]:
@@ -222,12 +222,12 @@ class Subject:
             raise
 
     def answer_bytes(self, case: Case) -> int:
-        """Bytes of the right answer's matrix."""
+        """Number of bytes of the correct answer's matrix."""
         _, width = self.oracle.widths(case.index, case.direction)
         return wire.encoding_of(case.arithmetic).size(len(case.rows), width)
 
     def matrix(self, reply: wire.Reply, body: bytearray, case: Case) -> Tensor:
-        """The matrix of a result; a Violation if the reply is none."""
+        """The matrix of a result. Raises `Violation` for another kind of reply."""
         if isinstance(reply, wire.Failure):
             raise self.violation(f"refuses a valid request: {describe(reply)}", case)
         if not isinstance(reply, wire.Result):
@@ -241,7 +241,7 @@ class Subject:
         """The first wrong entry of an answer."""
         if case.arithmetic == "ring":
             return self.oracle.judge_ring(case.index, case.direction, case.rows, answer)
-        assert isinstance(self.oracle, CheckpointOracle)  # nothing else is asked for float answers
+        assert isinstance(self.oracle, CheckpointOracle)  # only subjects with this oracle get float requests
         return self.oracle.judge_float(case.index, case.direction, case.rows, answer, arithmetic=case.arithmetic)
 
     def violation(self, what: str, case: Case, *, difference: Difference | None = None) -> Violation:
@@ -250,7 +250,7 @@ class Subject:
 
     @contextmanager
     def connections(self, count: int) -> Iterator[list[Probe]]:
-        """New connections, greeted; as many of `count` as the provider grants, at least one."""
+        """New connections after their hello: at most `count`, as the provider permits, and at least one."""
         with ExitStack() as open_probes:
             probes: list[Probe] = []
             for _ in range(count):
@@ -265,7 +265,7 @@ class Subject:
             yield probes
 
     def close(self) -> None:
-        """Hang up; the next request connects again."""
+        """Close the connection. The next request connects again."""
         if self._probe is not None:
             self._probe.close()
         self._probe = None
@@ -284,7 +284,7 @@ class Subject:
     def _greet(self, probe: Probe) -> wire.Welcome:
         reply = hello(probe, self.role, self.oracle.manifest.digest)
         if isinstance(reply, wire.Failure) and reply.code == wire.ErrorCode.WRONG_MODEL:
-            # It says so itself, and `digest` reports it; the other properties show what differs.
+            # The provider names another digest. The property `digest` reports that; the others show what differs.
             health, _ = probe.ask(wire.Health())
             if isinstance(health, wire.HealthReport):
                 reply = hello(probe, self.role, health.model_digest)
@@ -297,7 +297,7 @@ class Subject:
         return reply
 
     def wrong_role(self, reply: wire.Failure) -> WrongRole:
-        """What to say of a provider that refuses the role."""
+        """The exception for a provider that refuses the role."""
         other = "helper" if self.role == "executor" else "executor"
         return WrongRole(
             f"it does not serve this tenant as {self.role} ({one_line(reply.detail)}): test it with --role {other}, or "
@@ -306,7 +306,7 @@ class Subject:
 
 
 def hello(probe: Probe, role: wire.Role, digest: str) -> wire.Reply:
-    """Greet; the provider's reply, whatever it is."""
+    """Sends a hello. Returns the provider's reply, of any kind."""
     return probe.ask(wire.Hello(version=wire.VERSION, role=role, model_digest=digest))[0]
 
 

@@ -1,4 +1,4 @@
-"""Every weight of every layer group that a provider serves, in a handful of rows each."""
+"""Tests every weight of every layer group that a provider serves, with a few rows per layer group."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _UNIFORM_ROWS = 4
 
 
 def check_every_layer(subject: Subject, run: Run) -> None:
-    """Ask for every (layer group, direction, arithmetic) served, with rows that an altered weight cannot hide from.
+    """Requests every served (layer group, direction, arithmetic) with rows whose product shows an altered weight.
 
     The ring. Let the served matrix differ from the pinned one by D != 0. The answer to x is right only if
     `x @ D.T == 0` modulo 2^32. The first row has *odd* entries only. Odd numbers are units of the ring, so one altered
@@ -73,7 +73,7 @@ def _case(
 
 
 def _isolated(subject: Subject, case: Case, difference: Difference) -> Violation:
-    """The wrong row alone, of it the fewest neighbouring columns that still fail (two binary searches); ones there."""
+    """The wrong row alone, reduced by two binary searches to the fewest neighbouring columns that fail; ones there."""
     smallest, wrong = case, difference
     if subject.role == "executor":
         row = case.rows[difference.row : difference.row + 1]
@@ -97,7 +97,7 @@ def _isolated(subject: Subject, case: Case, difference: Difference) -> Violation
 
 
 def bisect(fails: Callable[[int], bool], high: int) -> int:
-    """The smallest n in 0..high with `fails(n)`, where that is monotone and `fails(high)`."""
+    """The smallest n in 0..high with `fails(n)`. Needs a monotone `fails` and `fails(high)`."""
     low = 0
     while low < high:
         middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""Holding providers to properties: runs a check, counts, shrinks, and says what became of it."""
+"""Tests providers against properties: runs checks, counts examples, and reports results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from threat_model.conformance.subject import NotTested, Subject, Violation, Wron
 
 Verdict = Literal["holds", "broken", "not served", "not tested", "no answer", "out of time"]
 T = TypeVar("T")
-_PATIENCE = 2  # properties without an answer, after which the rest is not waited for
+_PATIENCE = 2  # after this number of consecutive properties without an answer, the rest is skipped
 _SHRINKING_S = 8.0
 _NO_FLOATS = (
     "it serves no floats, which only masking = 'paper-pool' needs; its operator sets float = true under [executor]"
@@ -37,14 +37,14 @@ class Run:
     tick: Callable[[], None] = field(default=lambda: None)
 
     def for_all(self, strategy: SearchStrategy[T], check: Callable[[T], None], *, examples: int | None = None) -> None:
-        """Try `check` on examples; the smallest failing one's Violation is raised.
+        """Run `check` on examples. Raises the Violation of the smallest failing example.
 
         Raises:
-            Violation: shrunk by Hypothesis. Of a provider that fails only sometimes, the last one seen.
-            TransportError: the provider cannot be reached: the rest of the examples is skipped, nothing is shrunk.
-            OutOfTime: the provider's time is over before any example has failed.
+            Violation: shrunk by Hypothesis. If the provider fails only sometimes: the last violation.
+            TransportError: the provider cannot be reached: the other examples are skipped, and nothing is shrunk.
+            OutOfTime: the provider's time limit has passed before an example failed.
         """
-        failed: list[Violation] = []  # the last one is the smallest: nothing larger is tried once one has failed
+        failed: list[Violation] = []  # the last one is the smallest: after a failure only smaller examples are tried
         until = float("inf")
         lost: list[Exception] = []
 
@@ -78,7 +78,7 @@ class Run:
 
         try:
             body()
-        except Flaky:  # out of time, or out of luck
+        except Flaky:  # the time limit has passed, or the provider fails only sometimes
             if time.monotonic() < until and not lost:
                 failed[-1].what += " (not every time)"
             raise failed[-1] from None
@@ -93,7 +93,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Property:
-    """A claim about a provider, and how to refute it."""
+    """A claim about a provider, and the check that may refute it."""
 
     name: str
     claim: str
@@ -104,12 +104,12 @@ class Property:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one property at one provider.
+    """The result of one property at one provider.
 
     Args:
-        reason: why it was not tested, or why there was no answer.
-        culprit: who broke it.
-        wrong_role: whether it refuses the role, and so every property.
+        reason: the reason why the property was not tested, or why there was no answer.
+        culprit: the provider that breaks the property.
+        wrong_role: True if the provider refuses the role, so that no property can be tested.
     """
 
     provider: str
@@ -127,7 +127,7 @@ class Outcome:
 def run_property(
     chosen: Property, subject: Subject, *, examples: int, seed: int, tick: Callable[[], None] = lambda: None
 ) -> Outcome:
-    """Hold one provider to one property. Never raises for what a provider does."""
+    """Test one provider against one property. Raises no error that a provider causes."""
     run = Run(examples, seed, tick=tick)
     begun = time.monotonic()
     verdict: Verdict = "holds"
@@ -136,7 +136,7 @@ def run_property(
     try:
         if chosen.floats and not subject.oracle.floats:
             raise NotTested("needs the checkpoint (--model)")
-        _ = subject.welcome, subject.floats  # now, and not in the middle of drawing an example
+        _ = subject.welcome, subject.floats  # connect now: Hypothesis must not see an error while it draws an example
         if chosen.floats and not subject.floats:
             verdict, reason = "not served", _NO_FLOATS
         else:
@@ -146,9 +146,9 @@ def run_property(
     except NotTested as why:
         verdict, reason, wrong_role = "not tested", str(why), isinstance(why, WrongRole)
     except OutOfTime:
-        subject.close()  # an answer may still be under way
+        subject.close()  # an answer to an earlier request may still arrive on this connection
         verdict, reason = "out of time", "its time was over; --budget gives each provider more"
-    except SymbiosisError as error:  # refused certificates, silence, a frame that ends in the middle
+    except SymbiosisError as error:  # for instance a refused certificate, a timeout, or an incomplete frame
         subject.close()
         verdict, reason = "no answer", str(error)
     return Outcome(
@@ -174,12 +174,12 @@ def verify(
     budget_s: float = math.inf,
     tick: Callable[[], None] = lambda: None,
 ) -> Iterator[Outcome]:
-    """Hold every subject to every property of its role, in order; each outcome comes as soon as it is known.
+    """Test every subject against every property of its role, in order. Yields each result immediately.
 
     Args:
-        examples: Hypothesis examples of a property.
-        budget_s: seconds that the tests of one subject may take. The rest is not tested.
-        seed: of Hypothesis and of the rows; the same seed repeats a run. A provider should not know it beforehand.
+        examples: number of Hypothesis examples of a property.
+        budget_s: time limit in seconds for the tests of one subject. Properties after it are not tested.
+        seed: seed of Hypothesis and of the rows; the same seed repeats a run. A provider should not know it beforehand.
         tick: called once per example.
     """
     for subject in subjects:
@@ -196,7 +196,7 @@ def verify(
                 outcome = run_property(chosen, subject, examples=examples, seed=seed, tick=tick)
                 silent = silent + 1 if outcome.verdict == "no answer" else 0
                 answered = answered or not silent
-                if silent == _PATIENCE:  # it is gone: do not wait for every deadline
+                if silent == _PATIENCE:  # unreachable: do not wait for the deadline of every property
                     hopeless = "it has stopped answering" if answered else "it has not answered at all"
                 elif outcome.wrong_role or outcome.verdict == "out of time":
                     hopeless = outcome.reason

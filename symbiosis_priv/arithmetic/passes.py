@@ -18,12 +18,10 @@ from torch import Tensor
 
 from symbiosis_priv import native
 from symbiosis_priv.arithmetic.modular import Column, dot
-from symbiosis_priv.arithmetic.ring import Bound, dequantise, quantise_rows
+from symbiosis_priv.arithmetic.ring import Bound, dequantise, quantise_rows, row_blocks
 from symbiosis_priv.errors import NonFiniteError, RangeError
 from symbiosis_priv.native import pointer
 from symbiosis_priv.native.parts import FORMATS, addresses, all_rows, has_rows_in_one_piece, layout, readable
-
-_BLOCK = 1 << 16  # entries that torch's chain of operations takes at a time: they stay in the cache
 
 
 def encode(
@@ -59,7 +57,7 @@ def encode(
     scale = torch.empty(rows, dtype=torch.float64, device="cpu")
     library = native.library()
     if library is None:
-        for start, stop in _blocks(rows, width):
+        for start, stop in row_blocks(rows, width):
             block = inputs[0][start:stop] if len(inputs) == 1 else torch.cat([p[start:stop] for p in inputs], dim=1)
             out[start:stop], block_scale = quantise_rows(block, bound, fold=fold)
             scale[start:stop] = block_scale[:, 0]
@@ -117,7 +115,7 @@ def decode(
     rows, width = answer.shape
     library = native.library()
     if library is None:
-        for start, stop in _blocks(rows, width):
+        for start, stop in row_blocks(rows, width):
             block = unmask(
                 answer[start:stop],
                 effects=[effect[start:stop] for effect in effects],
@@ -176,11 +174,6 @@ def _are_float_rows(parts: Sequence[Tensor], rows: int, width: int) -> bool:
             return False
         width -= part.shape[1]
     return width == 0
-
-
-def _blocks(rows: int, width: int) -> list[tuple[int, int]]:
-    step = max(1, torch.get_num_threads() * _BLOCK // max(1, width))
-    return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
 def _writable(out: Tensor) -> Tensor:

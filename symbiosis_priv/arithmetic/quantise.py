@@ -18,14 +18,13 @@ from torch import Tensor
 
 from symbiosis_priv import native
 from symbiosis_priv.arithmetic.buffers import large_tensor
-from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Bound, Direction
+from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Bound, Direction, row_blocks
 from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
 from symbiosis_priv.native import pointer
 from symbiosis_priv.native.parts import all_rows, layout, readable
 
 _TINY = torch.finfo(torch.float64).tiny
-_BLOCK = 1 << 16  # entries per thread
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ def _quantise(weight: Tensor, *, levels: int, out: Tensor, scale: Tensor) -> boo
     library = native.library()
     rows, width = out.shape
     if library is None:
-        for start, stop in _blocks(rows, width):
+        for start, stop in row_blocks(rows, width):
             w = weight[start:stop].to(torch.float64)
             peak = w.abs().amax(dim=1)
             if not bool(torch.isfinite(peak).all()):
@@ -133,7 +132,7 @@ def _norms(weight: Tensor) -> tuple[int, int, int]:
     if library is None:
         low, high = weight.aminmax()
         columns, row = torch.zeros(inputs, dtype=torch.float64, device="cpu"), 0.0
-        for start, stop in _blocks(outputs, inputs):
+        for start, stop in row_blocks(outputs, inputs):
             squares = weight[start:stop].to(torch.float64).square_()  # integers: sums are exact
             row = max(row, float(squares.sum(dim=1).amax()))
             columns += squares.sum(dim=0)
@@ -144,9 +143,3 @@ def _norms(weight: Tensor) -> tuple[int, int, int]:
     library.ring_norms(native.best(library), pointer(weight), outputs, inputs, pointer(columns), pointer(largest))
     absmax, row, column = largest.tolist()
     return absmax, row, column
-
-
-def _blocks(rows: int, width: int) -> list[tuple[int, int]]:
-    """Ranges of rows: the float64 values of one range stay in the cache."""
-    step = max(1, torch.get_num_threads() * _BLOCK // max(1, width))
-    return [(start, min(start + step, rows)) for start in range(0, rows, step)]

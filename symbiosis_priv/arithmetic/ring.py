@@ -150,3 +150,9 @@ def dequantise(product: Tensor, *, scale: Tensor, channel_scale: Tensor | None =
     if channel_scale is not None:
         y = y.mul_(channel_scale)  # before the row scale: cannot overflow where the result does not
     return y.mul_(scale)
+
+
+def row_blocks(rows: int, width: int) -> list[tuple[int, int]]:
+    """Ranges of rows: the float64 values of one range stay in the cache."""
+    step = max(1, torch.get_num_threads() * _BLOCK // max(1, width))
+    return [(start, min(start + step, rows)) for start in range(0, rows, step)]

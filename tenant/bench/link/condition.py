@@ -68,11 +68,3 @@ class Condition:
 
 def _rate(mbit_per_s: float) -> str:
     return f"{mbit_per_s / 1000:g} Gbit/s" if mbit_per_s >= 1000 else f"{mbit_per_s:g} Mbit/s"
-
-
-PETALS = (
-    Condition(mbit_per_s=1000, round_trip_ms=5),
-    Condition(mbit_per_s=100, round_trip_ms=5),
-    Condition(mbit_per_s=100, round_trip_ms=100),
-)
-"""The conditions of PETALS' table; its "< 5 ms" are 5."""

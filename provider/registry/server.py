@@ -15,7 +15,6 @@ import ssl
 import threading
 import time
 from datetime import UTC, datetime
-from types import TracebackType
 from typing import Final, Self
 
 from provider import logs
@@ -104,9 +103,7 @@ class RegistryServer:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _reload(self) -> None:

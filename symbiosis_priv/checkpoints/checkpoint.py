@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 import msgspec
@@ -105,9 +104,7 @@ class Checkpoint:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._files.close()
         self._open.clear()
 

@@ -10,8 +10,6 @@ to 8 weight bits. `RingMatrix` is what products are taken of.
     limbs      int8 matrix units, product by product: CUDA tensor cores, AMX (limbs)
 """
 
-from __future__ import annotations
-
 from symbiosis_priv.kernels.base import Kernel as Kernel
 from symbiosis_priv.kernels.base import Packed as Packed
 from symbiosis_priv.kernels.choice import Choice as Choice

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ssl
 import time
-from types import TracebackType
 from typing import Self
 
 from symbiosis_priv.errors import ProtocolError, ProviderError
@@ -52,9 +51,7 @@ class RegistryClient:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._line.close()
 
     def announce(self, data: bytes) -> None:

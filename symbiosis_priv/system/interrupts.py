@@ -11,7 +11,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NoReturn, Self
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -67,9 +67,7 @@ class Interrupts:
             self._before = {number: signal.signal(number, self._arrived) for number in heeded}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

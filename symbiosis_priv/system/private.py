@@ -16,7 +16,6 @@ import os
 import shutil
 import stat
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from symbiosis_priv.errors import ConfigError
@@ -140,9 +139,7 @@ class PrivateFolder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _child(self, name: str) -> Self:

@@ -1,7 +1,5 @@
 """`symbiosis-priv tenant`: finetune, generate, prepare, check."""
 
-from __future__ import annotations
-
 import typer
 
 from tenant.cli.check import check

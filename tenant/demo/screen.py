@@ -101,20 +101,9 @@ def _cost(f: Measurements) -> Group:
     table.add_column("per token", ratio=1)
     for name in ("round trips", "to executor", "from executor", "effects"):
         table.add_column(name, justify="right")
-    table.add_row(
-        "in training",
-        f"{per['training_round_trips']:.3f}",
-        size(per["training_bytes_up"]),
-        size(per["training_bytes_down"]),
-        size(per["training_effect_bytes"]),
-    )
-    table.add_row(
-        "in generation",
-        f"{per['generation_round_trips']:.1f}",
-        size(per["generation_bytes_up"]),
-        size(per["generation_bytes_down"]),
-        size(per["generation_effect_bytes"]),
-    )
+    for stage, decimals in (("training", 3), ("generation", 1)):
+        sizes = [size(per[f"{stage}_{name}"]) for name in ("bytes_up", "bytes_down", "effect_bytes")]
+        table.add_row(f"in {stage}", f"{per[f'{stage}_round_trips']:.{decimals}f}", *sizes)
     share = f.tenant_bytes / f.full_bytes
     memory = f"\nbase model in memory: {size(f.tenant_bytes)} on the tenant, of {size(f.full_bytes)} ({share:.1%})"
     visible = "visible to providers: row counts, timing, stage, when generation ends"

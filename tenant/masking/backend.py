@@ -67,7 +67,7 @@ class RingProduct(Protocol):
         """Encode the rows, multiply them, and have them decode what is verified."""
 
     def close(self) -> None:
-        """Release resources."""
+        """Close connections and threads, if the backend has any."""
 
 
 class RingBackend(Backend):

@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 class NoMasking(SessionScheme):
-    """Hides rows from nobody but outsiders: for a provider you trust, your own for instance. Bit-exact, verified."""
+    """Shows rows to every executor and hides them from the network only. For providers that you trust. Bit-exact."""
 
     name = "none"
     summary = "every executor; for providers you trust"

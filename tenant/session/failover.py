@@ -74,10 +74,10 @@ class Failover:
             self.routes.given_up(route)
 
     def after(self, error: BaseException, route: Route, part: Part, retry: RetryState) -> None:
-        """A request was not answered. Returns if the part may be sent again.
+        """Handle a request that was not answered. Returns if the part may be sent again.
 
         Raises:
-            BaseException: `error`, or one that explains it, if nobody else can be asked.
+            BaseException: `error`, or an error that explains it, if no other provider can be asked.
         """
         waited_s = min(retry.patience_s, time.monotonic() - retry.asked_at)  # the rest was spent waiting for a lane
         if isinstance(error, QuarantinedError):
@@ -156,7 +156,7 @@ class Failover:
         retry.failed(route, error)
 
     def _wait_for_effects(self, part: Part, retry: RetryState) -> None:
-        """Until all effects are there, or the missing ones are late and can be replaced."""
+        """Wait until all effects have arrived, or the missing effects are late and their pads can be replaced."""
         missing = {share for share in part.shares if not share.effect.done()}
         longest = self.options.deadline_s  # ordered ahead: behind many that an absent helper owes
         began = time.monotonic()

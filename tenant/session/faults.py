@@ -25,7 +25,7 @@ from tenant.session.tally import Tally
 
 @dataclass(frozen=True)
 class Faults:
-    """Quarantines providers at fault, and says when nobody is left.
+    """Quarantines providers at fault, and raises an error when no provider is left.
 
     Args:
         preparation: has the keys that attribute faults.

@@ -45,7 +45,7 @@ class Pieces:
             return self._waiting.popleft()
 
     def clear(self) -> None:
-        """Begin no other piece."""
+        """Discard the pieces that have not begun."""
         with self._lock:
             self._waiting.clear()
 

@@ -118,7 +118,7 @@ class Products:
         return encoded, expected
 
     def _bucketed(self, rows: Rows) -> int:
-        """How many rows are sent for these."""
+        """Return the number of rows that are sent for `rows`: rounded up to a multiple of `row_bucket`."""
         return rows.count + -rows.count % self.options.row_bucket
 
     def _sharers(self, index: int, encoded: Tensor, limit: int) -> list[ExecutorClient]:

@@ -43,7 +43,7 @@ class SessionStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def status_of(session: Session) -> SessionStatus:
-    """What a session's routes say now."""
+    """Return the current figures of a session's providers."""
     return SessionStatus(
         pid=os.getpid(),
         written=time.time(),

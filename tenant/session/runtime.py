@@ -105,7 +105,7 @@ class Runtime:
 
     @property
     def executors(self) -> tuple[ExecutorClient, ...]:
-        """Those in use so far."""
+        """The clients of all executors used so far."""
         return tuple(self._executors.values())
 
     @property
@@ -161,8 +161,10 @@ class Runtime:
         return self.source.draw(index, direction, rows, ahead=False, executor=peer)
 
     def row_limit(self, index: int) -> int:
-        """Rows of one request: what the limits of some executor allow, both ways. Whoever takes fewer, in either role,
-        is asked several times for them: nobody's limits decide what is sent to others."""
+        """Return the rows of one request: as many as the limits of some executor allow, for request and answer.
+
+        A provider with lower limits gets several requests, so its limits do not change what other providers receive.
+        """
         widest = self._facts[index].widest
         limits = [row_limit(widest, route.welcome) for route in self._routes.executors if route.welcome is not None]
         return max(limits, default=1)
@@ -189,13 +191,13 @@ class Runtime:
         _open.discard(self)
 
     def close_in_background(self) -> None:
-        """The same for a finaliser, which may run on a thread that closing would wait for."""
+        """Close in a new thread. For a finaliser, which may run on a thread that `close` would wait for."""
         if not self.closing.is_set():
             with contextlib.suppress(RuntimeError):  # no more threads: the program ends, and `_close_all` is next
                 threading.Thread(target=self.close, name="close").start()
 
     def abandon(self) -> None:
-        """Let go of connections that a forked child shares with its parent, without a word to the other side."""
+        """Drop the connections that a forked child shares with its parent, without sending a byte."""
         if self._discovery is not None:
             self._discovery.abandon()
         for executor in self._executors.values():
@@ -223,7 +225,7 @@ class Runtime:
             )
 
     def _discover(self) -> None:
-        """Ask the registries, now and from now on: again whenever somebody is missing."""
+        """Ask the registries now, and again whenever an executor is missing."""
         if self._discovery is not None:
             self._discovery.refresh()
             if not self._discovering:

@@ -36,16 +36,16 @@ from tenant.session.tally import Ledger, Tally
 
 
 class Session:
-    """See the module's text. Thread-safe.
+    """A masked, verified session with the providers of a federation. Thread-safe.
 
     Args:
-        federation: whom to talk to.
+        federation: the providers.
         preparation: facts and verification keys of the pinned model; an attribute of the same name.
         options: masking, deadline, memory.
         store: the tenant's own copy of the weights, for schemes that need it.
 
     Attributes:
-        routes: who may be asked.
+        routes: the providers that may be asked.
 
     Raises:
         RoleConflictError, ConfigError: the scheme does not go with these providers (`Scheme.check`).
@@ -74,27 +74,27 @@ class Session:
         _sessions.add(self)
 
     def multiply(self, index: int, direction: Direction, rows: Rows) -> None:
-        """One exact product, masked and verified."""
+        """Compute one exact product, masked and verified."""
         self._open().multiply(index, direction, rows)
 
     def product(self, index: int, direction: Direction, rows: Tensor) -> Tensor:
-        """The same for integers whose true product is in the range: int32 `[r, d]` in, int32 `[r, o]` out."""
+        """Multiply integer rows, int32 `[r, d]`, whose true product is in the range. Returns int32 `[r, o]`."""
         ring_rows = RingRows(rows, outputs=self.preparation.facts[index].outputs(direction))
         self.multiply(index, direction, ring_rows)
         return ring_rows.product
 
     @property
     def closed(self) -> bool:
-        """Whether it has been closed for good."""
+        """True if the session was closed."""
         return self._closed
 
     @property
     def runtime(self) -> Runtime:
-        """What belongs to this process; made if need be."""
+        """The secret, pads, threads and connections of this process. The first access makes them."""
         return self._open().runtime
 
     def ledger(self) -> Ledger:
-        """Counters so far."""
+        """Return the counters of the session so far."""
         ledger = self._tally.ledger()
         ledger.providers = self.routes.figures()
         if (products := self._products) is None:
@@ -136,7 +136,7 @@ class Session:
                 runtime = Runtime(
                     self._federation, self.preparation, self._scheme, self._options, self._store, self.routes
                 )
-                # for those who do not call `backend_of(model).close()`
+                # closes the connections if the caller does not call `backend_of(model).close()`
                 self._finalizer = weakref.finalize(self, runtime.close_in_background)
                 self._finalizer.atexit = False  # `runtime` closes what is open then, and waits for it
                 own_weights = None if self._store is None else self._store.cache
@@ -146,7 +146,7 @@ class Session:
             return self._products
 
     def _begin_again(self) -> None:
-        """In a forked child: nothing of the parent's is used or disturbed, nor a lock that one of its threads held."""
+        """Drop everything of the parent in a forked child, and replace locks that the parent's threads may have held."""
         self._lock = threading.RLock()
         self._tally.begin_again()
         self.routes.begin_again()

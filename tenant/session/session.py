@@ -146,7 +146,7 @@ class Session:
             return self._products
 
     def _begin_again(self) -> None:
-        """Drop everything of the parent in a forked child, and replace locks that the parent's threads may have held."""
+        """Drop everything of the parent in a forked child, and replace locks that its threads may have held."""
         self._lock = threading.RLock()
         self._tally.begin_again()
         self.routes.begin_again()

@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 class NoMasking(SessionScheme):
-    """Shows rows to every executor and hides them from the network only. For providers you trust. Bit-exact, verified."""
+    """Shows rows to every executor, so only for providers that you trust. Bit-exact, verified."""
 
     name = "none"
     summary = "every executor; for providers you trust"

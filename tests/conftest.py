@@ -66,6 +66,7 @@ def pytest_configure() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in this hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With pytest-xdist, one worker runs all tests of a file, because they share its fixtures."""
     if not config.pluginmanager.hasplugin("xdist"):

@@ -40,7 +40,7 @@ class Remote:
     """Options that say where the base model runs and how rows are masked."""
 
     federation: Federation
-    masking: Annotated[str, typer.Option(help="Masking scheme: pad, local, none, paper-pool or simulate.")] = "pad"
+    masking: Annotated[str, typer.Option(help="pad, local, none, paper-pool, simulate: the masking scheme.")] = "pad"
     deadline_s: Annotated[
         float, typer.Option(help="Seconds that one request may take, including a provider's restart.")
     ] = 120.0

@@ -222,7 +222,7 @@ def _show(federation: Federation, findings: Sequence[Finding], preparation: Prep
         console.print(escape(failure), style="red", soft_wrap=True)
     if failures:
         raise typer.Exit(1)
-    console.print("every provider shows its pinned certificate, accepts its role and serves the model")
+    console.print("every provider shows its pinned certificate, accepts its role and serves the model", soft_wrap=True)
     if preparation is not None:
         products = sum(finding.verified for finding in findings)
         console.print(f"every layer is served in both directions; {products} products match the pinned weights")

@@ -7,6 +7,7 @@ dishonest, forgetful or absent provider, and can look at the tenant with a provi
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import socket
 import ssl
@@ -21,6 +22,7 @@ import pytest
 from torch import Tensor
 
 from provider.products.model import ServedModel
+from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from symbiosis_priv.certificates import issuing
 from symbiosis_priv.certificates.reading import Identity, Kind
 from symbiosis_priv.checkpoints.weights import WeightStore
@@ -62,7 +64,10 @@ def gpt2_store(gpt2: Path) -> WeightStore:
 
 @pytest.fixture(scope="session")
 def preparation(store: WeightStore, tmp_path_factory: pytest.TempPathFactory) -> Preparation:
-    return prepare(store, digest=store.manifest().digest, columns=16, cache=tmp_path_factory.mktemp("prepared"))
+    prepared = prepare(store, digest=store.manifest().digest, columns=16, cache=tmp_path_factory.mktemp("prepared"))
+    for index, direction in itertools.product(range(len(prepared.facts)), DIRECTIONS):
+        prepared.keys.columns(index, direction)  # expanded now: a test may patch the keystream
+    return prepared
 
 
 # Providers

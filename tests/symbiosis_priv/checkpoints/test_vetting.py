@@ -219,7 +219,7 @@ def loading_calls(source: str) -> list[ast.Call]:
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and node.func.attr == "from_pretrained"
-        and ast.unparse(node.func.value) != "PeftModel"
+        and ast.unparse(node.func.value) not in ("PeftConfig", "PeftModel")
     ]
 
 

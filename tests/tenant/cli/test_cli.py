@@ -217,7 +217,7 @@ def test_a_prompt_need_not_stand_in_the_list_of_processes(
         with pytest.raises(ConfigError, match="--prompt-file FILE"):
             tenant("generate", *where, *wrong)
     shown = CliRunner().invoke(cli.app, ["generate", "--help"], env={"COLUMNS": "200"}).output
-    assert "list of processes" in shown
+    assert "process list" in shown
 
 
 def test_more_than_can_be_computed_is_refused_before_it_is(model: Path, text: Path, local: LocalFederation) -> None:

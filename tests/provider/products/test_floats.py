@@ -147,7 +147,7 @@ def test_one_row_requests_do_not_keep_the_model_in_memory(
     store = WeightStore(forty_eight_mib, cache=cache)
     assert sum(sizes(store)) > 48 * MIB
     executor = ExecutorConfig(threads=1, warm_up=False, float_path=on, float_memory_mib=bound)
-    service = launch(configure(checkpoint=forty_eight_mib, executor=executor))
+    service = launch(configure(checkpoint=forty_eight_mib, executor=executor), forked=False)
     client = connect(to=service)
     grown = ask_every_group(service, client, store, requests)
     assert grown < (2 * bound if on else 2) * MIB  # while a group is loaded, its checkpoint dtype lies beside it

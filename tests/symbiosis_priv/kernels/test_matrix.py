@@ -174,7 +174,8 @@ class Pages(NamedTuple):
 def test_one_packed_copy_serves_both_directions(kernel: str, pages: Pages) -> None:
     """2 bytes per weight, 1 at up to 8 bits, and nothing else as large: no original, no second layout, no candidate."""
     outputs, inputs = 192, 320
-    before = {id(t) for t in tensors_of_at_least(outputs * inputs)}
+    others = tensors_of_at_least(outputs * inputs)  # kept, so that no new tensor has the id of one of them
+    before = set(map(id, others))
     matrix = RingMatrix(uniform((outputs, inputs), bits=pages.bits), weight_bits=pages.bits, kernel=kernel)
     for count in (1, 64):
         for direction in DIRECTIONS:

@@ -61,6 +61,7 @@ class Announcer:
         self._lock = threading.Lock()  # two descriptors are never issued in one millisecond
         self._wake = threading.Event()
         self._leaving = False
+        self._asking: str | None = None
         try:
             verify(self._describe(), trust_of(self._registry), now=time.time())
         except DescriptorError as error:
@@ -92,7 +93,7 @@ class Announcer:
         threads = [
             threading.Thread(target=self._announce, args=(address, _LEAVE_S), name="leave", daemon=True)
             for address, taken in self._taken.items()
-            if taken
+            if taken or address == self._asking  # a registry may list an executor before its answer has arrived
         ]
         for thread in threads:
             thread.start()
@@ -103,7 +104,9 @@ class Announcer:
         while not self._leaving:
             for address in self._taken:
                 if not self._leaving:
+                    self._asking = address
                     self._taken[address] = self._announce(address, _DEADLINE_S)
+                    self._asking = None
             pause = self._registry.lifetime_s / 3
             if not all(self._taken.values()):
                 pause = min(pause, _RETRY_S)

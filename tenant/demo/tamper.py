@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -47,6 +48,19 @@ class Tamper:
             self.alter(payload, self.rng)
 
 
+@contextmanager
+def _silenced(name: str) -> Iterator[None]:
+    """Log no warnings and errors of a module inside this block: the session logs every altered answer."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+@_silenced("tenant.core.gate")
 def rejected(federation: Federation, preparation: Preparation, *, trials: int) -> int:
     """Send `trials` requests, alter the executor's or the helper's answers in turn, and count the refused answers."""
     rng = random.Random(0)
@@ -54,8 +68,6 @@ def rejected(federation: Federation, preparation: Preparation, *, trials: int) -
     preparation = replace(
         preparation, forget_keys=lambda: None
     )  # the demo alters the answers itself, so the keys stay secret and can be kept
-    # Silenced: the session logs every altered answer.
-    logging.getLogger("tenant.core.gate").setLevel(logging.CRITICAL)
     refused = 0
     for trial in range(trials):
         role: Role = "helper" if trial % 2 else "executor"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import itertools
-import warnings
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from types import FunctionType, ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -174,21 +175,36 @@ class Pages(NamedTuple):
 def test_one_packed_copy_serves_both_directions(kernel: str, pages: Pages) -> None:
     """2 bytes per weight, 1 at up to 8 bits, and nothing else as large: no original, no second layout, no candidate."""
     outputs, inputs = 192, 320
-    others = tensors_of_at_least(outputs * inputs)  # kept, so that no new tensor has the id of one of them
-    before = set(map(id, others))
+    before = {id(t) for t in tensors_reached_from(kernel_modules(), outputs * inputs)}
     matrix = RingMatrix(uniform((outputs, inputs), bits=pages.bits), weight_bits=pages.bits, kernel=kernel)
     for count in (1, 64):
         for direction in DIRECTIONS:
             matrix.product(uniform((count, matrix.columns(direction)[0]), bits=32), direction)
-    held = [t for t in tensors_of_at_least(outputs * inputs) if id(t) not in before]
+    reached = tensors_reached_from([matrix, *kernel_modules()], outputs * inputs)
+    held = [t for t in reached if id(t) not in before]
     assert sum(t.nbytes for t in held) == matrix.nbytes == outputs * inputs * pages.bytes_per_weight
 
 
-def tensors_of_at_least(size: int) -> list[Tensor]:
-    gc.collect()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # looking at some objects' classes warns
-        return [o for o in gc.get_objects() if isinstance(o, Tensor) and o.numel() >= size]
+def kernel_modules() -> list[object]:
+    """The variables of every module that could keep a tensor."""
+    return [vars(module) for name, module in sys.modules.items() if name.startswith("symbiosis_priv.")]
+
+
+def tensors_reached_from(roots: Sequence[object], size: int) -> list[Tensor]:
+    """Tensors of at least `size` entries that objects refer to, not through modules, classes or functions.
+
+    A walk over all objects of the process would meet those that other threads are just making.
+    """
+    seen, waiting, found = {id(root) for root in roots}, list(roots), list[Tensor]()
+    while waiting:
+        thing = waiting.pop()
+        if isinstance(thing, Tensor) and thing.numel() >= size:
+            found.append(thing)
+        for other in gc.get_referents(thing):
+            if id(other) not in seen and not isinstance(other, ModuleType | type | FunctionType):
+                seen.add(id(other))
+                waiting.append(other)
+    return found
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

@@ -6,4 +6,5 @@ strategies   Hypothesis strategies for rows and weights
 text         a small synthetic corpus
 base_model   pretrains a small base model on that corpus
 wiretaps     record when executors answer, and kill one of them
+silence      silences expected log messages
 """

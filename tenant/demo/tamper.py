@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -14,6 +12,7 @@ from torch import Tensor
 from symbiosis_priv.arithmetic.ring import DIRECTIONS
 from symbiosis_priv.errors import VerificationError
 from symbiosis_priv.federation import Federation, Peer
+from symbiosis_priv.harness.silence import silenced
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.wire import Role
 from tenant.core.facts import Preparation
@@ -48,19 +47,7 @@ class Tamper:
             self.alter(payload, self.rng)
 
 
-@contextmanager
-def _silenced(name: str) -> Iterator[None]:
-    """Log no warnings and errors of a module inside this block: the session logs every altered answer."""
-    logger = logging.getLogger(name)
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
-@_silenced("tenant.core.gate")
+@silenced("tenant.core.gate")
 def rejected(federation: Federation, preparation: Preparation, *, trials: int) -> int:
     """Send `trials` requests, alter the executor's or the helper's answers in turn, and count the refused answers."""
     rng = random.Random(0)

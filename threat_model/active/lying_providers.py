@@ -8,7 +8,6 @@ plausible: its aborts depend on the secret.
 
 from __future__ import annotations
 
-import logging
 import math
 import secrets
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from symbiosis_priv.arithmetic.passes import unmask
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, RANGE, Direction
 from symbiosis_priv.errors import QuarantinedError, VerificationError
 from symbiosis_priv.federation import Peer
+from symbiosis_priv.harness.silence import silenced
 from symbiosis_priv.network import wire
 from tenant.core.facts import Preparation
 from tenant.core.rows import RingRows
@@ -138,13 +138,8 @@ def attack_actively(lab: Lab, *, repeats: int, rng: torch.Generator) -> ActiveRe
     Args:
         repeats: sessions per lie.
     """
-    logger = logging.getLogger("tenant")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)  # every session here ends in a quarantine, which would be logged
-    try:
+    with silenced("tenant"):  # every session here ends in a quarantine, which would be logged
         return _attack(lab, repeats, rng)
-    finally:
-        logger.setLevel(before)
 
 
 def _attack(lab: Lab, repeats: int, rng: torch.Generator) -> ActiveReport:

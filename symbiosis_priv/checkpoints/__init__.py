@@ -1,11 +1,11 @@
 """Public checkpoints: which linears are offloaded, and their quantised weights. Read in this order:
 
-checkpoint       tensors of a checkpoint folder, read from safetensors
-vetting          what a checkpoint folder may not contain
-metadata         which files of a folder describe a model
-layer_discovery  finds the linears of a model, and which of them share an input
-layers           the layer groups of a model
-manifest         the digest that pins a quantised model
-weights          quantised weights by layer group
-packed           packed weights on disk, mapped into memory
+checkpoint  tensors of a checkpoint folder, read from safetensors
+vetting     what a checkpoint folder may not contain
+metadata    the operations that read a tensor's metadata and none of its values
+layers      layer groups, and the layers that people count
+discovery   finds the linears of a model, and which of them share an input
+manifest    the digest that pins a quantised model
+weights     quantised weights by layer group
+packed      packed weights on disk, mapped into memory
 """

@@ -31,7 +31,7 @@ from symbiosis_priv.system.files import default_cache, read_limited, replace_ato
 from symbiosis_priv.system.private import PrivateFolder
 
 if TYPE_CHECKING:  # importing transformers takes longer than the rest of a provider's start
-    from symbiosis_priv.checkpoints.layer_discovery import Skeleton
+    from symbiosis_priv.checkpoints.discovery.skeleton import Skeleton
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class WeightStore:
     def skeleton(self) -> Skeleton:
         """The model's layer groups, traced on first use."""
         if self._skeleton is None:
-            from symbiosis_priv.checkpoints.layer_discovery import discover
+            from symbiosis_priv.checkpoints.discovery.skeleton import discover
 
             self._skeleton = discover(self.path)
         return self._skeleton

@@ -39,7 +39,7 @@ def check(
     with loading():
         import torch
 
-        from symbiosis_priv.checkpoints.layer_discovery import architecture, load_config
+        from symbiosis_priv.checkpoints.discovery.architecture import architecture, load_config
         from tenant.model.hf import RemoteConfig, backend_of
         from tenant.model.loading import is_language_model, load_model, load_tokenizer
         from tenant.progress import progress_bar

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from symbiosis_priv.checkpoints.layer_discovery import is_linear, widths
+from symbiosis_priv.checkpoints.discovery.linears import is_linear, widths
 from symbiosis_priv.errors import CheckpointError
 
 _PATIENCE_S = 5.0  # a Python interpreter starts in 20 ms, and an honest pattern takes a few ms more

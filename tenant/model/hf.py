@@ -28,7 +28,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint, check_index
-from symbiosis_priv.checkpoints.layer_discovery import is_linear, widths
+from symbiosis_priv.checkpoints.discovery.linears import is_linear, widths
 from symbiosis_priv.checkpoints.vetting import QUANT_METHOD, vet
 from symbiosis_priv.errors import CheckpointError, ConfigError, SymbiosisError, UnsupportedMethodError
 from tenant.masking.backend import Backend

@@ -27,7 +27,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
-from symbiosis_priv.checkpoints.layer_discovery import architecture, load_config
+from symbiosis_priv.checkpoints.discovery.architecture import architecture, load_config
 from symbiosis_priv.checkpoints.vetting import on_this_machine, vet_adapter
 from symbiosis_priv.errors import CheckpointError, SymbiosisError, UnsupportedModelError, one_line
 from tenant.model.adapter_limits import MemoryLimit, bounded_config

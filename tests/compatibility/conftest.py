@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from symbiosis_priv.checkpoints.layer_discovery import is_linear
+from symbiosis_priv.checkpoints.discovery.linears import is_linear
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import UnsupportedMethodError
 from tenant import RemoteConfig

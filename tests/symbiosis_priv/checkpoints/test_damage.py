@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint, resolve
-from symbiosis_priv.checkpoints.layer_discovery import discover
+from symbiosis_priv.checkpoints.discovery.skeleton import discover
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError, SymbiosisError
 

@@ -20,8 +20,9 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedModel
 from transformers.core_model_loading import Chunk, WeightConverter
 
 from symbiosis_priv.arithmetic.quantise import Layer, QuantisedGroup, quantise
-from symbiosis_priv.checkpoints import layer_discovery as discovery
 from symbiosis_priv.checkpoints import weights
+from symbiosis_priv.checkpoints.discovery import skeleton as skeletons
+from symbiosis_priv.checkpoints.discovery import stored_names
 from symbiosis_priv.checkpoints.layers import GroupSpec, LayerRange
 from symbiosis_priv.checkpoints.manifest import GroupEntry, Manifest
 from symbiosis_priv.checkpoints.weights import WeightStore
@@ -163,7 +164,7 @@ def test_weights_that_transformers_rearranges_are_refused(
 ) -> None:
     """A tensor may even keep its name and change its rows' order: reading it as it stands would be silently wrong."""
     rule = WeightConverter(["q_proj.weight"], ["q_proj.weight"], operations=[Chunk(dim=0)])
-    monkeypatch.setattr(discovery, "get_model_conversion_mapping", lambda _: [rule])
+    monkeypatch.setattr(stored_names, "get_model_conversion_mapping", lambda _: [rule])
     with pytest.raises(UnsupportedModelError, match=r"q_proj\.weight .*rearranges"):
         WeightStore(llama_path, cache=tmp_path / "cache").manifest()
 
@@ -333,13 +334,13 @@ def test_what_another_transformers_finds_is_not_hidden_by_the_cache(
     llama_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert max(len(entry.members) for entry in WeightStore(llama_path, cache=cache).manifest().groups) == 3
-    skeleton = discovery.discover(llama_path)
+    skeleton = skeletons.discover(llama_path)
     alone = [
         GroupSpec((member,), group.inputs, (outputs,))
         for group in skeleton.groups
         for member, outputs in zip(group.members, group.outputs, strict=True)
     ]
-    monkeypatch.setattr(discovery, "discover", lambda _: dataclasses.replace(skeleton, groups=tuple(alone)))
+    monkeypatch.setattr(skeletons, "discover", lambda _: dataclasses.replace(skeleton, groups=tuple(alone)))
     monkeypatch.setattr(weights, "version", lambda _: "99.0")
     assert max(len(entry.members) for entry in WeightStore(llama_path, cache=cache).manifest().groups) == 1
 

@@ -41,7 +41,7 @@ def test_hostile_folders_are_refused_by_what_is_there_to_refuse_them(lab: Lab, m
     for module in (
         "tenant.model.hf",
         "symbiosis_priv.checkpoints.checkpoint",
-        "symbiosis_priv.checkpoints.layer_discovery",
+        "symbiosis_priv.checkpoints.discovery.architecture",
     ):
         monkeypatch.setattr(f"{module}.vet", lambda folder: {})
     monkeypatch.setattr("tenant.model.hf._check_not_redirected", lambda folder, config: None)

@@ -39,7 +39,8 @@ from transformers import (
     Zamba2Config,
 )
 
-from symbiosis_priv.checkpoints.layer_discovery import Skeleton, discover, is_linear, widths
+from symbiosis_priv.checkpoints.discovery.linears import is_linear, widths
+from symbiosis_priv.checkpoints.discovery.skeleton import Skeleton, discover
 from symbiosis_priv.errors import UnsupportedModelError
 
 SIZES: dict[str, Any] = {

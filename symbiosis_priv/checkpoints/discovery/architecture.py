@@ -1,0 +1,55 @@
+"""The model class of a checkpoint, from its configuration, and its modules without weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from symbiosis_priv.checkpoints.vetting import on_this_machine, vet
+from symbiosis_priv.errors import UnsupportedModelError
+
+
+def load_config(path: Path) -> PreTrainedConfig:
+    """The configuration of the checkpoint in `path`, as transformers understands it.
+
+    Raises:
+        CheckpointError: the folder would decide what only its user may (`trust.vet`).
+        UnsupportedModelError: transformers does not know the model type, or the weights are quantised already.
+    """
+    vet(path)
+    with on_this_machine():
+        try:
+            config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        except Exception as error:  # transformers may raise anything on a foreign file
+            raise UnsupportedModelError(f"{path} is of no model type that transformers knows: {error}") from error
+    return config
+
+
+def architecture(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The model class of a checkpoint, from its configuration.
+
+    Raises:
+        UnsupportedModelError: transformers knows no class that the configuration names.
+    """
+    match config.architectures:
+        case [str(name), *_]:
+            kind = getattr(transformers, name, None)
+            if isinstance(kind, type) and issubclass(kind, PreTrainedModel):
+                return kind
+    raise UnsupportedModelError(
+        f"config.json names the architectures {config.architectures}, none known to transformers"
+    )
+
+
+def build(config: PreTrainedConfig) -> PreTrainedModel:
+    kind = architecture(config)
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = kind._from_config(config, attn_implementation="eager")
+    except Exception as error:  # an architecture's code may raise anything on a foreign configuration
+        raise UnsupportedModelError(f"{kind.__name__} cannot be built from its config.json: {error}") from error
+    model.eval()
+    return model

@@ -1,9 +1,10 @@
-"""How an offloaded layer group gets its product. `Backend.multiply` is the one seam that `RemoteLinear` calls.
+"""Backends compute the products of offloaded layer groups. `Backend.multiply` is the only function that `RemoteLinear`
+calls.
 
 RingBackend       quantise -> exact integer product -> dequantise. The product comes from
-                    Simulation            the tenant's own copy, no network: the reference
+                    Simulation            the tenant's own copy of the weights; no network; the reference
                     session.Session       providers, masked and verified
-PaperPoolBackend  floats with reused Gaussian noise, as in the paper; weak, kept for comparison (masking.paper_pool)
+PaperPoolBackend  float rows with reused Gaussian noise, as in the paper; weak, kept for comparison (masking.paper_pool)
 """
 
 from __future__ import annotations
@@ -23,26 +24,27 @@ from tenant.core.rows import FloatRows, Rows
 
 
 class Backend(ABC):
-    """Float rows in, float rows out, for one layer group and direction."""
+    """Multiplies float rows by the weights of a layer group, forward or backward."""
 
     facts: Sequence[GroupFacts]
 
     @abstractmethod
     def multiply(self, index: int, direction: Direction, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        """The product of a layer group.
+        """Compute the product of a layer group.
 
         Args:
             index: the group's index in the manifest.
-            direction: forward gives `rows @ W.T + b`, backward gives `rows @ W`.
-            inputs: float matrices `[r, w_k]` that stand side by side, one dtype and device; r may be 0.
-            outputs: float matrices `[r, w_k]` that stand side by side, one dtype, on the same device; written.
+            direction: forward computes `rows @ W.T + b`, backward computes `rows @ W`.
+            inputs: float matrices `[r, w_k]`, the column blocks of the rows; all have one dtype and device; r may be 0.
+            outputs: float matrices `[r, w_k]`, the column blocks of the product; all have one dtype, and the inputs'
+                device. They are overwritten.
 
         Raises:
             NonFiniteError: inf or nan in `inputs`; nothing was sent.
         """
 
     def linear(self, index: int, direction: Direction, rows: Tensor) -> Tensor:
-        """The product of one matrix: float `[r, d]` in, float64 `[r, o]` out."""
+        """Multiply one matrix: float `[r, d]` in, float64 `[r, o]` out."""
         shape = (rows.shape[0], self.facts[index].outputs(direction))
         y = torch.empty(shape, dtype=torch.float64, device=rows.device)
         self.multiply(index, direction, [rows], [y])
@@ -53,7 +55,7 @@ class Backend(ABC):
         """Release threads and connections. A closed backend cannot be used again."""
 
     def __enter__(self) -> Self:
-        """`with backend_of(model):` closes it at the end of the block, whatever happens in it."""
+        """`with backend_of(model):` closes the backend at the end of the block, also after an error."""
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -61,17 +63,17 @@ class Backend(ABC):
 
 
 class RingProduct(Protocol):
-    """An exact integer product."""
+    """Computes exact integer products."""
 
     def multiply(self, index: int, direction: Direction, rows: Rows) -> None:
-        """Encode the rows, multiply them, and have them decode what is verified."""
+        """Encode the rows, multiply them, verify the product, and let `rows` decode it."""
 
     def close(self) -> None:
-        """Close connections and threads, if the backend has any."""
+        """Close connections and threads, if there are any."""
 
 
 class RingBackend(Backend):
-    """The ring path around any exact product: bit-identical for every scheme."""
+    """The ring path: quantises, calls a `RingProduct`, dequantises. Its results are the same bits for every scheme."""
 
     def __init__(self, facts: Sequence[GroupFacts], products: RingProduct) -> None:
         self.facts = facts
@@ -92,7 +94,7 @@ class RingBackend(Backend):
 
 
 def _on_host(parts: Sequence[Tensor]) -> list[Tensor]:
-    """The same values on the CPU; all copies are under way before the first is waited for."""
+    """Copy tensors to the CPU. All copies are started before the first one is waited for."""
     near = [part if part.is_cpu else _host_like(part).copy_(part.detach(), non_blocking=True) for part in parts]
     for device in {part.device for part in parts if part.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
@@ -100,12 +102,14 @@ def _on_host(parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _host_like(tensor: Tensor) -> Tensor:
-    """CPU memory of a tensor's shape and dtype; page-locked for CUDA, whose copies of other memory are slow."""
+    """Allocate CPU memory of a tensor's shape and dtype. For CUDA it is page-locked, because copies are slow otherwise.
+    """
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
 
 
 class Simulation:
-    """`RingProduct` on the tenant's own copy of the weights: no network, no masks. The reference for all schemes."""
+    """A `RingProduct` that uses the tenant's own copy of the weights: no network, no masks. The reference for all
+    schemes."""
 
     def __init__(self, store: WeightStore) -> None:
         self._store = store
@@ -118,7 +122,7 @@ class Simulation:
         rows.decode(0, self.product(index, direction, xq))
 
     def product(self, index: int, direction: Direction, rows: Tensor) -> Tensor:
-        """The product modulo 2^32: int32 `[r, d]` in, int32 `[r, o]` out."""
+        """Compute a product modulo 2^32: int32 `[r, d]` in, int32 `[r, o]` out."""
         if index not in self._matrices:
             self._matrices[index] = self._store.matrix(index)
         return self._matrices[index].product(rows, direction)

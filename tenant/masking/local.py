@@ -19,7 +19,8 @@ from tenant.worker import Worker
 
 
 class Local(SessionScheme):
-    """Hides rows from every provider, under no assumption. Bit-exact, verified. Moves work in time, saves none."""
+    """Hides rows from every provider without an assumption. Bit-exact, verified. It computes effects earlier, but saves
+    no work."""
 
     name = "local"
     summary = "nobody at all, but the tenant needs the full checkpoint and does the providers' work ahead of time"
@@ -29,12 +30,12 @@ class Local(SessionScheme):
     assumption = "none"
 
     def effects(self, materials: Materials) -> EffectSource:
-        assert materials.store is not None  # `own_weights`
+        assert materials.store is not None  # because of `own_weights`
         return LocalSource(materials.facts, materials.secret, materials.store)
 
 
 class LocalSource(EffectSource):
-    """Computes effects from the tenant's own copy of the weights, ahead of time."""
+    """Computes effects ahead of time from the tenant's own copy of the weights."""
 
     def __init__(self, facts: Sequence[GroupFacts], secret: SessionSecret, store: WeightStore) -> None:
         super().__init__(facts, secret)

@@ -1,4 +1,4 @@
-"""`masking = "none"`: rows go out as they are, quantised."""
+"""`masking = "none"`: rows are quantised and sent without a mask."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 class NoMasking(SessionScheme):
-    """Shows rows to every executor, so only for providers that you trust. Bit-exact, verified."""
+    """Shows rows to every executor. Use it only with providers that you trust. Bit-exact, verified."""
 
     name = "none"
     summary = "every executor; for providers you trust"

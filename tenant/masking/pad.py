@@ -1,7 +1,8 @@
-"""`masking = "pad"`: one-time pads whose effects helpers compute from a seed.
+"""`masking = "pad"`: one-time pads, whose effects helpers compute from a seed.
 
-Helper j expands its seed to shares n_j and returns e_j = n_j @ W.T; n = sum n_j, e = sum e_j. The executor and all
-helpers but one, pooled, still see uniform rows. The check of the product covers every e_j.
+Helper j expands its seed to a share n_j of the pad and returns the effect e_j = n_j @ W.T. The pad is n = sum n_j, its
+effect e = sum e_j. The executor together with all helpers but one still sees uniform rows. The check of the product
+covers every e_j.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from tenant.masking.scheme import Holders, Materials, SessionScheme
 
 
 class OneTimePads(SessionScheme):
-    """Hides rows from the executor, from each helper and from every proper subset of them, if at least one of
-    {executor, helpers} does not collude. Bit-exact, verified."""
+    """Hides rows from the executor, from each helper, and from the executor and helpers together unless all of them
+    collude. Bit-exact, verified."""
 
     name = "pad"
     summary = "nobody, unless the executor and every helper collude (default)"
@@ -31,7 +32,7 @@ class OneTimePads(SessionScheme):
 
 
 class PadSource(EffectSource):
-    """Effects from helpers: one-time pads in shares.
+    """Gets effects from helpers. A pad is the sum of one share for each helper.
 
     Args:
         holders: chooses the helpers of a group's next pad.

@@ -1,9 +1,9 @@
 """The paper's own masking (Symbiosis §3.8), kept so that it can be measured and attacked. Do not rely on it.
 
-A few float Gaussian noises per (layer, direction); the executor itself computes their bias-free effect once and so
-knows them all; each row is sent as `x + n` for one of them, and `n @ W.T` is subtracted from the answer. The rows
-fall to subtraction of candidates, differencing, projection and the rounding of float32 (docs/threat-model.md), and
-float answers cannot be verified exactly. `masking = "pad"` has none of these problems.
+Each (layer group, direction) has a few float Gaussian noise rows. The executor computes their effect without the bias
+once, so it knows them all. Each row is sent as `x + n` for one noise row n, and the tenant subtracts `n @ W.T` from the
+answer. Four attacks recover the rows: subtraction of candidates, differencing, projection, and the rounding of float32
+(docs/threat-model.md). Float answers cannot be verified exactly. `masking = "pad"` has none of these problems.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class PaperPoolOptions:
     """Options of the scheme.
 
     Args:
-        pool_size: noises per (layer group, direction).
+        pool_size: number of noise rows per (layer group, direction).
         noise_scale: standard deviation of the noise, as a multiple of the activations'.
 
     Raises:
-        ConfigError: no noises, or no noise.
+        ConfigError: `pool_size` is below 1, or `noise_scale` is not above 0.
     """
 
     pool_size: int = 4
@@ -59,7 +59,8 @@ class PaperPoolOptions:
 
 
 class PaperPool(BackendScheme):
-    """Hides rows from no executor that looks (broken). Results are within a floating-point bound, and not verified."""
+    """Hides rows from no executor that attacks (broken). Results are within a floating-point bound of the reference,
+    and are not verified."""
 
     name = "paper-pool"
     summary = "every executor, in practice (opt-in)"
@@ -86,11 +87,12 @@ class PaperPool(BackendScheme):
 
 
 class PaperPoolBackend(Backend):
-    """Float path with a reused noise pool, at one executor: the first of the file that is not listed with a part of the
-    layers. There is no other one to take over: who is asked knows the noises.
+    """A float path that reuses a pool of noise, at one executor: the first in the federation file that has all layers.
+
+    No other executor can take over, because the executor that is asked knows the noise.
 
     Args:
-        pool_size: noises per (layer group, direction).
+        pool_size: number of noise rows per (layer group, direction).
         noise_scale: standard deviation of the noise, as a multiple of the first rows' root mean square.
         row_bucket: row counts are rounded up to a multiple of this before anything is sent.
 
@@ -144,7 +146,7 @@ class PaperPoolBackend(Backend):
         noise, effect = self._pools[index, direction]
         x = padded(x, bucket=self._row_bucket)
         picks = self._picks(index, direction, len(x))
-        # the online request is the biased forward; only the noise's own product is bias-free
+        # the online request adds the bias; only the request for the noise's product does not
         answer = self._ask(index, direction, x + noise[picks], "float" if direction == FORWARD else "float_bias_free")
         y = (answer - effect[picks])[: len(rows)].split([out.shape[1] for out in outputs], dim=1)
         for part, out in zip(y, outputs, strict=True):
@@ -179,19 +181,19 @@ class PaperPoolBackend(Backend):
             request = wire.Execute(
                 nonce=fresh_nonce(), group=index, direction=direction, arithmetic=arithmetic, rows=len(part)
             )
-            sent = mask(part, UNMASKED_BY_CHOICE)  # float noises are no one-time pads
+            sent = mask(part, UNMASKED_BY_CHOICE)  # a float noise row is not a one-time pad
             parts.append(self._channel.request(request, sent, outputs=facts.outputs(direction)))
         return torch.cat(parts)
 
 
 def padded(rows: Tensor, *, bucket: int) -> Tensor:
-    """`rows`, and rows of zeros up to a multiple of `bucket`; no copy if none are needed."""
+    """Append rows of zeros to `rows`, up to a multiple of `bucket`. Copies only if rows are appended."""
     missing = -len(rows) % bucket
     return torch.cat([rows, rows.new_zeros(missing, rows.shape[1])]) if missing else rows
 
 
 def gaussian(words: Tensor) -> Tensor:
-    """Standard normal float64 `[r, d]` from uniform int32 words `[r, 2 d]` (Box-Muller)."""
+    """Make standard normal float64 `[r, d]` from uniform int32 words `[r, 2 d]` (Box-Muller)."""
     uniform = (words.to(torch.float64) + 2.0**31 + 0.5) / 2.0**32
     radius, angle = uniform.chunk(2, dim=1)
     return torch.sqrt(-2.0 * torch.log(radius)) * torch.cos(2.0 * math.pi * angle)

@@ -27,12 +27,12 @@ def register(scheme: AnyScheme) -> None:
 
 
 def unregister(name: str) -> None:
-    """Forget a scheme that was registered for a while."""
+    """Remove a scheme that was registered."""
     del _schemes[name]
 
 
 def registered() -> tuple[AnyScheme, ...]:
-    """All schemes, in the order in which they were registered."""
+    """Return all schemes in the order in which they were registered."""
     return tuple(_schemes.values())
 
 
@@ -40,7 +40,7 @@ def scheme_named(name: str) -> AnyScheme:
     """Look up a scheme.
 
     Raises:
-        ConfigError: no scheme has this name; the message lists those that there are.
+        ConfigError: no scheme has this name; the message lists the schemes.
     """
     if name not in _schemes:
         raise ConfigError(f"masking = {name!r} is unknown; choose one of {', '.join(_schemes)}")

@@ -1,12 +1,12 @@
-"""What a masking scheme says about itself, and what it does.
+"""Declares what a masking scheme promises and needs, and what it must implement.
 
 `RemoteConfig`, the session, the threat model and the README's table read these declarations. No code outside a scheme's
 own module decides anything by the scheme's name; documents, messages and defaults may name it
-(`tests/tenant/masking/test_registry.py`). A scheme may have
+(`tests/tenant/masking/test_registry.py`). A scheme may
 
-* options of its own: `options_type`, a frozen dataclass that checks its values;
-* an own way to open an answer before the check: its pads override `tenant.core.pads.Pad.open`;
-* no pads at all: `effects` then returns `UNMASKED_BY_CHOICE`.
+* have its own options: `options_type`, a frozen dataclass that checks its values; * open an answer in its own way
+before the check: its pads override `tenant.core.pads.Pad.open`; * use no pads at all: `effects` then returns
+`UNMASKED_BY_CHOICE`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tenant.masking.backend import Backend
 from tenant.preparation.opening import Opening
 
 Observer = Literal["executor", "helper", "all but a helper", "executor+helper"]
-"""Parties that could read rows: one party, or several that pool what they have seen. TLS keeps outsiders out."""
+"""One party that could read rows, or several parties that combine what they have seen. TLS excludes everybody else."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +47,9 @@ class Scheme(ABC):
         own_weights: whether the tenant needs the full checkpoint all the time, not only to make verification keys.
         hides_from: the parties that learn nothing about rows.
         assumption: what `hides_from` rests on.
-        error: how far results are from the reference ("simulate"); None if they are the same bits.
+        error: the difference of the results from the reference ("simulate"); None if they are the same bits.
         verified: whether a wrong answer raises an error instead of being used.
-        headroom_bits: bits of the range ±2^31 that the scheme needs for itself; rows are scaled to the rest.
+        headroom_bits: bits of the range ±2^31 that the scheme uses itself; rows are scaled to the other bits.
         options_type: a frozen dataclass of its own options, `RemoteConfig(masking_options={...})`.
     """
 
@@ -66,14 +66,14 @@ class Scheme(ABC):
 
     @property
     def exact(self) -> bool:
-        """Returns True if results are the reference's, bit for bit."""
+        """Returns True if results are the same bits as the reference's."""
         return self.error is None
 
     def read_options(self, values: Mapping[str, object]) -> Any:
-        """The scheme's options, an `options_type`.
+        """Check the options of the scheme, and return them as an `options_type`.
 
         Args:
-            values: by name; options that are not named have their defaults.
+            values: option values by name; an option that is missing has its default.
 
         Raises:
             ConfigError: the scheme has no option of a name, or a value is out of range.
@@ -90,8 +90,9 @@ class Scheme(ABC):
         """Check that the scheme keeps its promises with these providers.
 
         Raises:
-            RoleConflictError: it needs a helper, and there is none.
-            ConfigError: a registry may bring executors that it would show rows to, or whose answers it would believe.
+            RoleConflictError: the scheme needs a helper, and there is none.
+            ConfigError: the file has a registry, and the scheme would show rows to its executors or use their answers
+                unverified.
         """
         if "helper" in self.roles and not federation.helpers:
             raise RoleConflictError(
@@ -125,10 +126,12 @@ class Materials:
     """What a session gives to a scheme. All of it belongs to one process.
 
     Args:
-        facts: of every layer group.
+        facts: facts of all layer groups.
         secret: the source of seeds and row numbers.
-        holders: returns the helpers of the next pad of a layer group, for one executor or for any. Raises if they are
-            fewer than a pad needs; returns none unless the scheme's `roles` name helpers.
+        holders: returns the helpers of the next pad of a layer group, for a given executor, or for any executor if it
+            is
+            None. Raises if there are fewer helpers than a pad needs. Returns none if the scheme's `roles` name no
+                helpers.
         store: the tenant's own copy of the weights, if it has one.
     """
 
@@ -139,8 +142,8 @@ class Materials:
 
 
 class SessionScheme(Scheme):
-    """A scheme for the ring: executors multiply, a session masks, verifies and unmasks."""
+    """A scheme for the ring: executors multiply, and a session masks, verifies and unmasks."""
 
     @abstractmethod
     def effects(self, materials: Materials) -> EffectSource | UnmaskedByChoice:
-        """Where pads come from. A scheme without pads says so by name: it returns `UNMASKED_BY_CHOICE`."""
+        """Return the source of pads. A scheme without pads returns `UNMASKED_BY_CHOICE`."""

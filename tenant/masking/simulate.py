@@ -1,4 +1,5 @@
-"""`masking = "simulate"`: the ring's arithmetic on the tenant, no provider, no masks. The reference for all others."""
+"""`masking = "simulate"`: the ring's arithmetic on the tenant, without providers or masks. The reference for all
+schemes."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from tenant.preparation.opening import Opening
 
 
 class Simulate(BackendScheme):
-    """Nothing leaves the machine, so there is nobody to hide from and no answer to verify."""
+    """Sends nothing. No provider could read rows, and there is no answer to verify."""
 
     name = "simulate"
     summary = "nobody: the same arithmetic on this machine, no providers"

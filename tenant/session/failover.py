@@ -1,10 +1,10 @@
-"""What a product does when a provider fails: another executor, or other pads.
+"""What a product does when a provider fails: ask another executor, or replace pads.
 
-An executor that is lost, late, busy or refuses is followed by another one that may see rows under the same pads, and
-gets identical bytes. If there is none, or if an effect is lost or late while helpers are to spare, the rows get fresh
-pads and are sent again. `retry.RetryState` remembers what has gone wrong, and until when to go on.
+If an executor is lost, late, busy or refuses, another executor that may see rows under the same pads gets identical
+bytes. If there is no such executor, or if an effect is lost or late and another helper could compute one, the rows get
+fresh pads and are sent again. `retry.RetryState` records the failures and the deadline.
 
-Nothing here can weaken a promise: rows leave only as `MaskedRows`, past the gate, and results only through the check.
+Nothing here can weaken a promise: rows leave only as `MaskedRows`, past the gate, and results pass the check.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _LOOK_AGAIN_S = 1.0  # how often a waiting request looks for another helper
 
 @dataclass(frozen=True)
 class Failover:
-    """Decides who is asked next, and under which pads.
+    """Decides which executor is asked next, and under which pads.
 
     Args:
         options: the deadline.
         routes: the providers that may be asked.
         runtime: connections and pads.
-        tally: where replaced pads are counted.
-        faults: settles wrong results.
+        tally: counts replaced pads.
+        faults: handles wrong results.
     """
 
     options: SessionOptions
@@ -56,14 +56,15 @@ class Failover:
     faults: Faults
 
     def choose(self, part: Part, preferred: Route | None, retry: RetryState) -> Route:
-        """The executor to ask now. Waits until there is one, and replaces pads if only that makes one admissible.
+        """Choose the executor to ask now. Waits until there is one. Replaces pads if no executor may see rows under
+        them.
 
         Args:
             preferred: the executor to ask if it is open.
 
         Raises:
             DeadlineExceededError: no executor came back in time.
-            SymbiosisError: the fault of the last executor that was left.
+            SymbiosisError: the error of the last executor that was asked.
         """
         while True:
             self._replace_spoilt_pads(part, retry)
@@ -79,7 +80,8 @@ class Failover:
         Raises:
             BaseException: `error`, or an error that explains it, if no other provider can be asked.
         """
-        waited_s = min(retry.patience_s, time.monotonic() - retry.asked_at)  # the rest was spent waiting for a lane
+        # the rest of the time was spent waiting for a connection
+        waited_s = min(retry.patience_s, time.monotonic() - retry.asked_at)
         if isinstance(error, QuarantinedError):
             self.routes.given_up(route)
         elif isinstance(error, LanesInUseError):
@@ -104,7 +106,7 @@ class Failover:
             raise error
 
     def effects_are_there(self, part: Part, retry: RetryState) -> bool:
-        """Waits for the effects of the part's pads. False if pads have to be replaced.
+        """Wait for the effects of the part's pads. Returns False if pads have to be replaced.
 
         Raises:
             SymbiosisError: effects are missing, and no other helper can compute them.
@@ -116,7 +118,8 @@ class Failover:
             error = share.effect.exception()
             if error is None:
                 continue
-            assert share.holder is not None or not isinstance(error, ProtocolError)  # the tenant's own has no protocol
+            # the tenant's own effects use no protocol
+            assert share.holder is not None or not isinstance(error, ProtocolError)
             if share.holder is not None and isinstance(error, ProtocolError):
                 self.faults.malformed_effect(share.holder, part, error, retry)
                 return False
@@ -156,9 +159,9 @@ class Failover:
         retry.failed(route, error)
 
     def _wait_for_effects(self, part: Part, retry: RetryState) -> None:
-        """Wait until all effects have arrived, or the missing effects are late and their pads can be replaced."""
+        """Wait until all effects have arrived, or until the missing effects are late and their pads can be replaced."""
         missing = {share for share in part.shares if not share.effect.done()}
-        longest = self.options.deadline_s  # ordered ahead: behind many that an absent helper owes
+        longest = self.options.deadline_s  # this pad was ordered ahead, so an absent helper may owe many before it
         began = time.monotonic()
         until = began + longest
         while missing:
@@ -186,9 +189,9 @@ class Failover:
                 return
 
     def _replace_spoilt_pads(self, part: Part, retry: RetryState) -> None:
-        """Replace pads with a helper that was lost or late, or is quarantined."""
+        """Replace pads whose helper was lost or late, or is quarantined."""
 
-        suspicion = bool(retry.late or self.routes.quarantined)  # hardly ever
+        suspicion = bool(retry.late or self.routes.quarantined)  # rare
 
         def spoilt(pad: Pad) -> bool:
             return is_lost(pad) or (

@@ -29,10 +29,10 @@ class Faults:
 
     Args:
         preparation: has the keys that attribute faults.
-        routes: quarantines providers, and knows which are left.
-        gate: closed while a fault is attributed.
-        tally: where rejected answers are counted.
-        own_weights: folder of the tenant's own packed weights, for messages; None if it has none.
+        routes: quarantines providers, and knows which ones are left.
+        gate: is closed while a fault is attributed.
+        tally: counts rejected answers.
+        own_weights: folder of the tenant's own packed weights, for messages; None if the tenant has none.
     """
 
     preparation: Preparation
@@ -42,15 +42,16 @@ class Faults:
     own_weights: Path | None = None
 
     def product_refused(self, route: Route, part: Part, answer: Tensor, retry: RetryState) -> None:
-        """The check refused a product: the executor's answer, int32 `[r, o]`, or an effect of the part's pads is wrong.
+        """Handle a product that failed the check: the executor's answer, int32 `[r, o]`, or an effect of its pads is
+        wrong.
 
         Raises:
-            VerificationError: the providers that are left cannot make the product.
+            VerificationError: the remaining providers cannot compute the product.
             CheckpointError: the tenant's own packed weights are damaged.
         """
         with self.gate.settling:
             involved = [executor := route.peer, *part.sent.holders]
-            # another part may have found the fault just now; then the keys that attribute it are deleted already
+            # another part may have found the same fault already; then the keys that attribute faults are deleted
             found = [peer for peer in involved if peer in self.routes.quarantined]
             if not found:
                 found, own = attribute(self.preparation, executor, part, answer)
@@ -68,7 +69,8 @@ class Faults:
         self.check(part, retry)
 
     def malformed_answer(self, route: Route, part: Part, error: Exception, retry: RetryState) -> None:
-        """An executor broke the protocol. Raises its error if the providers that are left cannot make the product."""
+        """Handle a broken protocol of an executor. Raises its error if the remaining providers cannot compute the
+        product."""
         self.tally.add(answers_rejected=1)
         self._quarantine(route.peer)
         retry.faulted(error)
@@ -76,10 +78,10 @@ class Faults:
         self.check(part, retry)
 
     def malformed_effect(self, holder: Peer, part: Part, error: Exception, retry: RetryState) -> None:
-        """A helper broke the protocol.
+        """Handle a broken protocol of a helper.
 
         Raises:
-            VerificationError: the providers that are left cannot make the product.
+            VerificationError: the remaining providers cannot compute the product.
         """
         self.tally.add(answers_rejected=1)
         self._quarantine(holder)
@@ -89,13 +91,14 @@ class Faults:
         self.check(part, retry)
 
     def check(self, part: Part, retry: RetryState) -> None:
-        """Raises the last fault if the providers that are not quarantined cannot make the product."""
+        """Raise the last fault if the providers that are not quarantined cannot compute the product."""
         try:
             self.routes.check(part.index)
         except QuarantinedError as error:
             raise retry.fault or error from None
         if retry.fault is not None and retry.faults > len(self.routes.executors) + len(self.routes.helpers):
-            raise retry.fault  # each provider faults at most once: a quarantined one is being asked
+            # each provider is found at fault once at most; another fault means that a quarantined provider was asked
+            raise retry.fault
 
     def _quarantine(self, *suspects: Peer) -> None:
         if suspects:

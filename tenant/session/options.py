@@ -1,5 +1,3 @@
-"""How a session behaves."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -10,16 +8,16 @@ from tenant.routing.health import USUAL, Tolerance
 
 @dataclass(frozen=True, kw_only=True)
 class SessionOptions:
-    """How a session behaves.
+    """Options of a session.
 
     Args:
         masking: the name of a `SessionScheme`.
-        deadline_s: how long one request may take, reconnecting included.
-        deadline_option: the user's name for it, for messages.
+        deadline_s: maximum duration of one request, reconnecting included.
+        deadline_option: the option that sets `deadline_s`, for messages.
         pool_memory: bytes for pads that are drawn ahead.
         row_bucket: row counts are rounded up to a multiple of this before anything is sent.
-        piece_bytes: products of more than twice this, rows and answers together, go out in pieces of about so many
-            bytes, over several connections.
+        piece_bytes: products of more than twice this size, rows and answers together, are sent in pieces of about this
+            size, over several connections.
         tolerance: when a provider counts as late, and for how long a failed one is not asked.
         wiretap: an observer of every frame (tests, reviewers), or None.
     """

@@ -1,8 +1,8 @@
 """A large product in pieces, sent at the same time over several connections to several executors.
 
-Each connection is a slot with a thread; the first slot has the caller's own thread. A slot takes the next piece when
-its last one is done, so a faster executor gets more pieces. Towards the end a slow executor takes no piece that the
-others would finish earlier. The caller's slot is at the executor that costs least, and takes every piece that is left.
+Each slot is one connection and one thread; the first slot uses the caller's thread. A slot takes the next piece when
+its previous piece is done, so a faster executor gets more pieces. Towards the end, a slow executor takes no piece that
+the other slots would finish earlier. The caller's slot uses the cheapest executor, and takes every piece that is left.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tenant.connections.executor import LANES, ExecutorClient
 from tenant.core.parts import Part
 from tenant.routing.route import Route
 
-_MOST_PIECES = 4  # of a product, per executor: many small ones cost more than they hide
+_MOST_PIECES = 4  # limit of pieces of a product per executor: many small pieces cost more than they save
 
 
 class Pieces:
@@ -31,10 +31,10 @@ class Pieces:
         self._lock = threading.Lock()
 
     def take(self, route: Route, *, picky: bool) -> Part | None:
-        """The next piece for a slot at an executor; None if none is left.
+        """Return the next piece for a slot at an executor; None if no piece is left.
 
         Args:
-            picky: also return None if the other slots would finish all pieces earlier; the slot is then given up.
+            picky: also return None if the other slots would finish all pieces earlier; the slot then ends.
         """
         with self._lock:
             if not self._waiting:
@@ -70,7 +70,7 @@ def share(
         work: gets a part and the executor to ask first; None if any may be asked.
 
     Raises:
-        Exception: the error of the first part that fails. Then no other part begins, and none is still being sent.
+        Exception: the error of the first part that fails. By then, no part is being sent, and no other part will begin.
     """
     if len(parts) == 1 or not executors:
         for part in parts:
@@ -89,7 +89,8 @@ def share(
             pieces.clear()
             raise
 
-    inference = torch.is_inference_mode_enabled()  # a property of the thread, and of the results that parts write
+    # context variables of the thread, and of the results that parts write
+    inference = torch.is_inference_mode_enabled()
 
     def work_beside(route: Route) -> None:
         with torch.inference_mode(inference):
@@ -97,21 +98,21 @@ def share(
 
     jobs = [executor.workers[lane].submit(work_beside, executor.route) for executor, lane in others]
     try:
-        work_off(own[0].route, picky=False)  # so that nothing is left: the others may never begin
-    except Exception:  # an interrupt need not wait
+        work_off(own[0].route, picky=False)  # so that no piece is left for the slots that have not begun
+    except Exception:  # an interrupt ends the wait at once
         wait([job for job in jobs if not job.cancel()])  # bounded by the deadlines of their requests
         raise
     for job in jobs:
-        if not job.cancel():  # those that have not begun never will
+        if not job.cancel():  # parts that have not begun will not begin
             job.result()
 
 
 def piece_rows(count: int, group: GroupEntry, *, piece_bytes: int, executors: int = 1) -> int:
-    """Rows of each piece of a product of `count` rows. It depends on sizes and on the number of executors alone
-    (rule 5)."""
+    """Return the rows of each piece of a product of `count` rows. It depends only on sizes and on the number of
+    executors (rule 5)."""
     return -(-count // max(1, min(_MOST_PIECES * executors, product_bytes(count, group) // piece_bytes)))
 
 
 def product_bytes(count: int, group: GroupEntry) -> int:
-    """Bytes of a product of `count` rows, both ways."""
+    """Return the bytes of a product of `count` rows: request and answer."""
     return wire.RING32.size(count, group.inputs + group.stacked_outputs)

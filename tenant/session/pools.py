@@ -1,8 +1,8 @@
 """Pads drawn ahead, in the background and within a memory budget.
 
-A `PadPool` per (layer group, direction) draws pads for the next product while the answer to the present one is under
-way. An empty pool draws on the spot: the mask is there at once, and the effect is fetched while the executor works. A
-pad that a pool handed out twice by mistake would raise `BurntRowError` (`tenant.core.pads`).
+A `PadPool` per (layer group, direction) draws pads for the next product while the current product waits for its answer.
+If the pool is empty, it draws a pad immediately: the mask is ready at once, and the effect is fetched while the
+executor computes. If a pool handed out a pad twice by mistake, `tenant.core.pads` would raise `BurntRowError`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from tenant.worker import Worker
 log = logging.getLogger(__name__)
 
 _MIN_BLOCK_ROWS, _MIN_BLOCK_BYTES = 64, 1 << 20
-# An effect whose promise failed with one of these will never come.
+# An effect whose promise failed with one of these errors will not arrive.
 _GONE = (TransportError, ProviderError, CertificateError, QuarantinedError)
 
 
 @dataclass
 class PoolMemory:
-    """A budget in bytes that the pools of a session share."""
+    """A memory budget in bytes, shared by the pools of a session."""
 
     limit: int
     used: int = 0
@@ -55,7 +55,7 @@ class PadPool:
         refill: runs a refill in the background.
         memory: the shared budget.
         row_bytes: memory of one pad row: its effects.
-        max_rows: returns how many rows one draw may have; the number changes with the providers.
+        max_rows: returns the largest number of rows of one draw, which depends on the providers in use.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class PadPool:
         self.taken = self.dry = 0
 
     def take(self, rows: int) -> list[Pad]:
-        """Pads for `rows` rows together. The pool keeps none of them."""
+        """Return pads for `rows` rows in total. The pool does not keep them."""
         pads, missing = [], rows
         with self._lock:
             while missing and self._ready:
@@ -101,18 +101,19 @@ class PadPool:
         return pads
 
     def order(self, rows: int) -> None:
-        """Draw pads in the background until `rows` rows are there or under way, or memory runs out."""
+        """Draw pads in the background until `rows` rows are ready or being drawn, or until the memory budget is used
+        up."""
         block = min(max(rows, self._min_block), self._max_rows())
         while self._is_short_of(rows, block):
             self._refill.submit(self._draw_ahead, block)
 
     def ready(self) -> int:
-        """Rows of pads whose effects are there."""
+        """Number of pad rows whose effects have arrived."""
         with self._lock:
             return sum(pad.rows for pad in self._ready if all(share.effect.done() for share in pad.shares))
 
     def _is_short_of(self, rows: int, block: int) -> bool:
-        """Returns True if another block is wanted, and counts that block as under way."""
+        """Returns True if the pool needs another block, and counts that block as being drawn."""
         with self._lock:
             wanted = self._ahead < rows and self._memory.take(block * self._row_bytes)
             self._ahead += block if wanted else 0
@@ -135,9 +136,9 @@ class PadPool:
 
 
 def is_lost(pad: Pad) -> bool:
-    """Returns True if an effect of the pad will never come: its helper was away, refused, or is quarantined.
+    """Returns True if an effect of the pad will never arrive: its helper was away, refused, or is quarantined.
 
-    A malformed effect does not count as lost, so that the fault is noticed when the pad is used.
+    A malformed effect does not count as lost, so that the fault is found when the pad is used.
     """
     for share in pad.shares:
         try:

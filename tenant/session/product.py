@@ -1,13 +1,13 @@
-"""One masked, verified product: the happy path, from top to bottom.
+"""One masked, verified product: the normal path, from top to bottom.
 
-    quantise            inf or nan ends it here                  core.rows
+    quantise            inf or nan is refused                  core.rows
     take pads           burnt before anything leaves             pools, core.pads
     mask                the rows are `MaskedRows` from here on   core.masked
     send                one round trip, with a deadline          connections.executor, past core.gate
     open and check      before anything is used                  core.parts, core.verifier
 
-Whatever goes wrong on the way is settled in `failover` (an executor or an effect is lost, late or refused) or in
-`faults` (a result is wrong), and the part is sent again. The result is the same bits in every case.
+`failover` handles executors and effects that are lost, late or refused, and `faults` handles wrong results. The part is
+then sent again. The result is the same bits in every case.
 
 A large product goes out in pieces (`pieces`). Each piece is a request with its own rows, pads, deadline and check.
 """
@@ -48,8 +48,8 @@ class Products:
         options: deadline, row bucket, size of pieces.
         routes: the providers that may be asked.
         runtime: connections and pads.
-        tally: where products are counted.
-        failover: goes on after a failure.
+        tally: counts products.
+        failover: handles failures.
     """
 
     preparation: Preparation
@@ -60,7 +60,7 @@ class Products:
     failover: Failover
 
     def multiply(self, index: int, direction: Direction, rows: Rows) -> None:
-        """One exact product; see `backend.RingProduct`."""
+        """Compute one exact product; see `backend.RingProduct`."""
         self.routes.check(index)
         column, products = self.preparation.keys.columns(index, direction)
         encoded, expected = self._encode(index, direction, rows, products)
@@ -73,7 +73,7 @@ class Products:
         self.tally.add(products=1, rows=rows.count)
 
     def _multiply(self, part: Part, preferred: Route | None) -> None:
-        """The product of one part; `preferred` is the executor to ask first."""
+        """Compute the product of one part. `preferred` is the executor to ask first."""
         began = clock()
         part.mask()
         record("mask", since=began)
@@ -105,7 +105,8 @@ class Products:
             return
 
     def _encode(self, index: int, direction: Direction, rows: Rows, products: Column) -> tuple[Tensor, Tensor]:
-        """All rows in the ring, then zeros up to the bucket; and R applied to their true product, by V."""
+        """Encode all rows in the ring, with zero rows up to the bucket. Also return the expected check value of the
+        product: R applied to the true product, computed with V."""
         count = self._bucketed(rows)
         encoded = self.runtime.buffers.matrix(count, self.preparation.facts[index].inputs(direction))
         expected = torch.empty(count, dtype=torch.int64, device="cpu")
@@ -122,7 +123,7 @@ class Products:
         return rows.count + -rows.count % self.options.row_bucket
 
     def _sharers(self, index: int, encoded: Tensor, limit: int) -> list[ExecutorClient]:
-        """The executors that may share a product; none if it goes out as one request."""
+        """Return the executors that may share a product; none if it is sent as one request."""
         count, entry = encoded.shape[0], self.preparation.facts[index].entry
         if count <= limit and piece_rows(count, entry, piece_bytes=self.options.piece_bytes) == count:
             return []
@@ -141,7 +142,7 @@ class Products:
         limit: int,
         executors: int,
     ) -> list[Part]:
-        """The requests of a product, each of a size that every executor takes, with pads that were burnt for them."""
+        """Return the requests of a product. Every executor accepts their size; their pads are burnt."""
         facts = self.preparation.facts[index]
         count, outputs = encoded.shape[0], facts.outputs(direction)
         piece = piece_rows(count, facts.entry, piece_bytes=self.options.piece_bytes, executors=max(1, executors))
@@ -159,7 +160,7 @@ class Products:
         return parts
 
     def _send(self, route: Route, part: Part, retry: RetryState) -> Tensor:
-        """An executor's answer, unverified. Raises what `ExecutorClient.ask` raises."""
+        """Return an executor's answer, unverified. Raises what `ExecutorClient.ask` raises."""
         retry.patience_s = self.routes.patience_s(route, part.index, part.size, left_s=retry.deadline - retry.asked_at)
         answer, seconds = self.runtime.executor(route).ask(
             part,
@@ -173,7 +174,8 @@ class Products:
         return answer
 
     def _get_ready(self, part: Part) -> None:
-        """For the next product, while the answer is under way: order as many pads as this one took, and make masks."""
+        """Prepare the next product while the answer is awaited: order as many pads as this product took, and expand
+        masks."""
         self.runtime.order(part.index, part.direction, self._bucketed(part.rows))
         for pad in part.pads:
             pad.make_next()

@@ -1,8 +1,8 @@
-"""What a running session lets its owner's other programs see: a small file of figures about providers.
+"""A file with a running session's figures about its providers, for the owner's other programs.
 
-Off unless `RemoteConfig(status=...)` names the file. It holds names, states, counts and times: no secret, no seed, no
-row, nothing computed from one. It is replaced as a whole every second, and readable by its owner alone. The thread that
-writes it belongs to the process that opened the session: a forked child writes nothing.
+The file is written only if `RemoteConfig(status=...)` names it. It holds names, states, counts and times: no secret, no
+seed, no row, nothing computed from them. It is replaced as a whole every second, and only its owner can read it. The
+thread that writes it belongs to the process that opened the session: a forked child writes nothing.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _MODE = 0o600
 
 
 class SessionStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A session, at a moment.
+    """Figures of a session at one moment.
 
     Args:
-        pid: of its process.
+        pid: the session's process.
         written: seconds since 1970.
-        model_digest: of the federation.
+        model_digest: the federation's model.
     """
 
     pid: int
@@ -53,10 +53,10 @@ def status_of(session: Session) -> SessionStatus:
 
 
 def publish(session: Session, path: Path, *, interval_s: float = INTERVAL_S) -> None:
-    """Keep a session's status in a file, until the session is closed or gone.
+    """Write a session's status to a file repeatedly, until the session is closed or garbage collected.
 
     Raises:
-        StorageError: it cannot be written now. What goes wrong later is logged once, and tried again.
+        StorageError: the first write failed. A later failure is logged once, and the write is tried again.
     """
     write_status(path, status_of(session))
     arguments = (weakref.ref(session), path, interval_s)
@@ -80,16 +80,20 @@ def _publish(session: weakref.ref[Session], path: Path, interval_s: float) -> No
 
 
 def write_status(path: Path, status: SessionStatus) -> None:
-    """Replace the file.
+    """Replace the file with a new status.
 
     Raises:
-        StorageError: it cannot be written.
+        StorageError: the file cannot be written.
     """
     write_atomically(path, msgspec.json.encode(status), mode=_MODE)
 
 
 def read_status(path: Path) -> SessionStatus:
-    """The file's content; ConfigError if there is none, or another one."""
+    """Read a status file.
+
+    Raises:
+        ConfigError: there is no file, or it is not a status file.
+    """
     try:
         return msgspec.json.decode(path.read_bytes(), type=SessionStatus)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What has gone wrong so far with the request for some rows, and how long to go on."""
+"""The failures so far of one request, and the decision how long to retry."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tenant.session.tally import Tally
 log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.02, 1.0
-_MANY_REDRAWS = 4  # then all helpers are in trouble, and retrying at once does not help
+_MANY_REDRAWS = 4  # all helpers fail then, and retrying at once does not help
 _jitter = secrets.SystemRandom().random
 
 
@@ -25,12 +25,16 @@ class RetryState:
 
     Attributes:
         began, deadline: by `time.monotonic`.
-        asked_at: when the present executor was asked; patience_s: how long it may take.
+        asked_at: when the present executor was asked.
+        patience_s: seconds that the present executor may take.
         last: the executor that failed last.
-        fault: the error to raise if no provider is left; faults: how many were found.
-        effect_error: why the last effect was lost; redraws: how often pads were replaced.
+        fault: the error to raise if no provider is left.
+        faults: number of faults found.
+        effect_error: the error of the last lost effect.
+        redraws: number of times that pads were replaced.
         late: helpers whose effects have not come in time.
-        refused: executors that answered with an error; declined: helpers that did.
+        refused: executors that answered with an error.
+        declined: helpers that answered with an error.
     """
 
     def __init__(self, options: SessionOptions, runtime: Runtime) -> None:
@@ -51,21 +55,21 @@ class RetryState:
         self._pause_s = _FIRST_PAUSE_S
 
     def failed(self, route: Route, error: Exception) -> None:
-        """The executor was lost, late or busy, or refused."""
+        """Record that the executor was lost, late or busy, or that it refused."""
         self.last, self._error = route, error
         self._failed.setdefault(route, time.monotonic())
 
     def faulted(self, fault: Exception) -> None:
-        """A provider was found at fault."""
+        """Record that a provider was found at fault."""
         self.fault = fault
         self.faults += 1
 
     def go_on(self, *, pause: bool) -> None:
-        """Called before each request; pauses first if asked to.
+        """Check the deadline before each request; wait first if `pause` is True.
 
         Raises:
-            DeadlineExceededError: the deadline is over, or would be after the pause.
-            UncoveredError: no executor was there to be asked.
+            DeadlineExceededError: the deadline has passed, or would pass during the wait.
+            UncoveredError: no executor could be asked.
         """
         pause = pause or self.redraws > _MANY_REDRAWS
         wait_s = self._pause_s if pause else 0.0
@@ -81,8 +85,8 @@ class RetryState:
         self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
 
     def succeeded(self, route: Route, tally: Tally) -> None:
-        """The executor's answer was right. Counts a takeover if another executor had failed before."""
-        if not self._failed:  # the usual case
+        """Record that the executor's answer was right. Counts a takeover if another executor had failed before."""
+        if not self._failed:  # the common case
             return
         failed = [(since, other) for other, since in self._failed.items() if other is not route]
         if failed:

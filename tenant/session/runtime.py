@@ -1,8 +1,8 @@
 """What belongs to one process of a session: the secret and its counters, pads, threads, connections (rules 2 and 12).
 
-Nothing of it survives a fork. All of it ends when the session is closed or garbage collected, or when the program ends:
-threads are told to stop, connections are shut down, which wakes the threads that read from them, and the threads are
-joined while the interpreter still works (`tenant.worker`).
+A forked child uses none of it. All of it ends when the session is closed or garbage collected, or when the program
+ends: threads are told to stop, connections are shut down, which wakes the threads that read from them, and the threads
+are joined while the interpreter still works (`tenant.worker`).
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from tenant.worker import Worker
 
 log = logging.getLogger(__name__)
 
-_UNUSED_BYTES = 256 << 20  # a few answers of the size that fills a request, and the effects beside them
-_PROBE_S = 10.0  # of one that is tried in the background
-_REFUSED_S = 5.0  # of the first probe, if the connection is refused: a wrong port, or a provider that is not started
-_JOIN_S = 5.0  # for what a thread is in the middle of: a product, or a slice of a wait for a name
+_UNUSED_BYTES = 256 << 20  # a few answers of the size that fills a request, and their effects
+_PROBE_S = 10.0  # limit of one attempt in the background
+_REFUSED_S = 5.0  # limit of the first attempt, if the connection is refused: wrong port, or provider not started
+_JOIN_S = 5.0  # a thread may be in the middle of a product or of a name lookup
 
 
 class Runtime:
-    """See the module's text. Thread-safe.
+    """Secret, pads, threads and connections of one process; see the module's docstring. Thread-safe.
 
     Attributes:
         gate: every request passes it on its way out.
         closing: set when the runtime is being closed.
         prober: asks providers what they serve.
-        source: draws pads; None if the scheme said `UNMASKED_BY_CHOICE`.
+        source: draws pads; None if the scheme returned `UNMASKED_BY_CHOICE`.
         buffers: memory for rows and answers.
         notices: tells the user what is being waited for.
     """
@@ -110,16 +110,16 @@ class Runtime:
 
     @property
     def helpers(self) -> tuple[HelperClient, ...]:
-        """All of them."""
+        """The clients of all helpers."""
         return tuple(self._helpers.values())
 
     @property
     def pools(self) -> tuple[PadPool, ...]:
-        """Those in use so far."""
+        """The pools in use so far."""
         return tuple(self._pools.values())
 
     def executor(self, route: Route) -> ExecutorClient:
-        """The connections to an executor."""
+        """Return the client of an executor, and make it on first use."""
         if (executor := self._executors.get(route)) is not None:
             return executor
         with self._making:
@@ -146,7 +146,7 @@ class Runtime:
             executor.close()
 
     def take(self, index: int, direction: Direction, rows: int) -> Sequence[Pad]:
-        """Fresh pads for `rows` rows; `UNMASKED_BY_CHOICE` for a scheme without pads."""
+        """Return fresh pads for `rows` rows; `UNMASKED_BY_CHOICE` for a scheme without pads."""
         return UNMASKED_BY_CHOICE if self.source is None else self._pool(index, direction, self.source).take(rows)
 
     def order(self, index: int, direction: Direction, rows: int) -> None:
@@ -155,13 +155,14 @@ class Runtime:
             self._pool(index, direction, self.source).order(rows)
 
     def draw(self, index: int, direction: Direction, rows: int, *, executor: Route | None) -> Pad:
-        """A fresh pad, for rows that an executor will see; None: any that serves the group."""
+        """Draw a fresh pad for rows that an executor will see. With None, every executor that serves the group may see
+        them."""
         assert self.source is not None
         peer = None if executor is None else executor.peer
         return self.source.draw(index, direction, rows, ahead=False, executor=peer)
 
     def row_limit(self, index: int) -> int:
-        """Return the rows of one request: as many as the limits of some executor allow, for request and answer.
+        """Return the row limit of one request: the largest limit among the executors, for request and answer.
 
         A provider with lower limits gets several requests, so its limits do not change what other providers receive.
         """
@@ -170,7 +171,8 @@ class Runtime:
         return max(limits, default=1)
 
     def close(self) -> None:
-        """Stop threads and close connections, for good. Waits for the threads, up to `_JOIN_S` in all."""
+        """Stop threads and close connections. Waits for the threads, up to `_JOIN_S` in all. The runtime cannot be used
+        again."""
         self.closing.set()
         with self._making:
             executors = self.executors
@@ -191,9 +193,10 @@ class Runtime:
         _open.discard(self)
 
     def close_in_background(self) -> None:
-        """Close in a new thread. For a finaliser, which may run on a thread that `close` would wait for."""
+        """Close in a new thread. A finaliser uses it, because it may run on a thread that `close` would wait for."""
         if not self.closing.is_set():
-            with contextlib.suppress(RuntimeError):  # no more threads: the program ends, and `_close_all` is next
+            # no thread can be started: the program is ending, and `_close_all` runs next
+            with contextlib.suppress(RuntimeError):
                 threading.Thread(target=self.close, name="close").start()
 
     def abandon(self) -> None:
@@ -233,7 +236,7 @@ class Runtime:
                 self._discovery.start()
 
     def _holders(self, index: int, executor: Peer | None) -> list[HelperClient]:
-        """See `scheme.Materials`."""
+        """Return the helpers of the next pad; see `scheme.Materials`."""
         route = next((route for route in self._routes.executors if route.peer == executor), None)
         routes = self._routes.holders(index, route)
         if len(routes) < max(1, self._routes.helpers_per_pad):
@@ -244,17 +247,18 @@ class Runtime:
         return [self._helpers[route] for route in routes]
 
     def _persist(self, route: Route, wanted: Callable[[], bool]) -> wire.Welcome:
-        refused_s = _REFUSED_S if route.welcome is None else math.inf  # a provider that was heard may be restarting
+        # a provider that answered before may be restarting
+        refused_s = _REFUSED_S if route.welcome is None else math.inf
         if (helper := self._helpers.get(route)) is not None:
             return helper.channels[False].welcome(wanted=wanted, refused_s=refused_s)
         until = time.monotonic() + self._options.deadline_s
         return self.executor(route).welcome(until=until, wanted=wanted, refused_s=refused_s)
 
     def _try_once(self, route: Route) -> wire.Welcome:
-        channel = self._channel(route.peer)  # of its own: the others may be in the middle of something
+        channel = self._channel(route.peer)  # own connections: the others may be in use
         self._probing.add(channel)
         try:
-            if self.closing.is_set():  # since: `close` has not seen this channel
+            if self.closing.is_set():  # `close` began after this channel was made, and has not seen it
                 channel.close()
             until = time.monotonic() + min(_PROBE_S, self._options.deadline_s)
             return channel.connect(deadline=until, wanted=lambda: False)
@@ -286,13 +290,13 @@ _open: set[Runtime] = set()
 
 
 def forget_all() -> None:
-    """In a forked child: what is open belongs to the parent."""
+    """In a forked child, forget open sessions, because they belong to the parent."""
     _open.clear()
 
 
 @atexit.register
 def _close_all() -> None:
-    """Close what a script has left open: afterwards no thread of ours delays the interpreter's end."""
-    generation()  # in a forked child, what is open belongs to the parent
+    """Close the sessions that a script left open. Afterwards, none of our threads delays the interpreter's exit."""
+    generation()  # in a forked child, open sessions belong to the parent
     for runtime in tuple(_open):
         runtime.close()

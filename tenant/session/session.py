@@ -1,6 +1,6 @@
 """A masked, verified session with the providers of a federation: `RingProduct` over the wire.
 
-    session.Session      the public face: opens and closes, counts, notices forks
+    session.Session      the public class: opens and closes, counts, notices forks
     product.Products     one product: quantise, mask, send, open, check
     routes.Routes        the providers that may be asked
     runtime.Runtime      what belongs to one process: the secret, pads, threads, connections
@@ -40,7 +40,7 @@ class Session:
 
     Args:
         federation: the providers.
-        preparation: facts and verification keys of the pinned model; an attribute of the same name.
+        preparation: facts and verification keys of the pinned model; also an attribute.
         options: masking, deadline, memory.
         store: the tenant's own copy of the weights, for schemes that need it.
 
@@ -48,8 +48,8 @@ class Session:
         routes: the providers that may be asked.
 
     Raises:
-        RoleConflictError, ConfigError: the scheme does not go with these providers (`Scheme.check`).
-        UncoveredError: the federation file itself leaves layers of the model out.
+        RoleConflictError, ConfigError: the scheme cannot be used with these providers (`Scheme.check`).
+        UncoveredError: no provider in the federation file serves some layers of the model.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Session:
         self.routes = Routes(federation, with_helpers="helper" in self._scheme.roles, tolerance=options.tolerance)
         self._federation, self._options, self._store = federation, options, store
         self._tally = Tally()
-        self._lock = threading.RLock()  # for opening and closing
+        self._lock = threading.RLock()  # held while the session opens or closes
         self._closed = False
         self._products: Products | None = None
         self._finalizer: weakref.finalize[..., Session] | None = None
@@ -90,7 +90,7 @@ class Session:
 
     @property
     def runtime(self) -> Runtime:
-        """The secret, pads, threads and connections of this process. The first access makes them."""
+        """The secret, pads, threads and connections of this process. They are made at the first access."""
         return self._open().runtime
 
     def ledger(self) -> Ledger:
@@ -114,7 +114,7 @@ class Session:
         return ledger
 
     def close(self) -> None:
-        """Close connections and forget the secret. A product that another thread waits for fails."""
+        """Close connections and delete the secret. A product that another thread waits for fails."""
         generation()  # in a forked child, what is open here belongs to the parent
         with self._lock:
             self._closed = True
@@ -138,7 +138,7 @@ class Session:
                 )
                 # closes the connections if the caller does not call `backend_of(model).close()`
                 self._finalizer = weakref.finalize(self, runtime.close_in_background)
-                self._finalizer.atexit = False  # `runtime` closes what is open then, and waits for it
+                self._finalizer.atexit = False  # `runtime` then closes the connections, and waits
                 own_weights = None if self._store is None else self._store.cache
                 faults = Faults(self.preparation, self.routes, runtime.gate, self._tally, own_weights)
                 failover = Failover(self._options, self.routes, runtime, self._tally, faults)
@@ -146,7 +146,7 @@ class Session:
             return self._products
 
     def _begin_again(self) -> None:
-        """Drop everything of the parent in a forked child, and replace locks that its threads may have held."""
+        """In a forked child, drop all state of the parent, and replace locks that its threads may have held."""
         self._lock = threading.RLock()
         self._tally.begin_again()
         self.routes.begin_again()

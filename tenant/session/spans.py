@@ -1,11 +1,11 @@
-"""Measures how long the steps of a product take. Costs next to nothing unless `recorded` is in use.
+"""Measures how long the steps of a product take. The cost is negligible unless `recorded` is in use.
 
     with recorded() as seconds:
         session.multiply(...)
     seconds["network + product"]
 
-For benchmarks. Durations tell nothing that the network does not show, and are kept out of logs all the same. A step is
-recorded with two calls instead of a context manager: a context manager takes longer than many steps.
+For benchmarks. Durations reveal nothing that the network does not show; they are kept out of logs nevertheless. A step
+is recorded with two calls instead of a context manager, because a context manager takes longer than many steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _record: dict[Part, float] | None = None
 
 
 def record(part: Part, *, since: float) -> None:
-    """Record that a step is done.
+    """Record the end of a step.
 
     Args:
         since: when the step began, by `clock`.
@@ -38,7 +38,8 @@ def record(part: Part, *, since: float) -> None:
 
 @contextmanager
 def recorded() -> Iterator[dict[Part, float]]:
-    """Seconds per step, for all sessions of this process inside the block. Steps that repeat or overlap add up."""
+    """Collect seconds per step for all sessions of this process inside the block. Steps that repeat or overlap add up.
+    """
     global _record
     before, _record = _record, {}
     try:

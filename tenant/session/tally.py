@@ -1,5 +1,3 @@
-"""The counters of a session."""
-
 from __future__ import annotations
 
 import threading
@@ -13,7 +11,7 @@ class Ledger:
     """Counters of a session. None of them is secret.
 
     Args:
-        pads_redrawn: rows that got other pads, because a helper was lost, late or at fault.
+        pads_redrawn: rows whose pads were replaced, because a helper was lost, late or at fault.
         providers: the figures of each provider.
         takeovers: requests that one executor failed and another one answered, with a delay of `takeover_s` in total.
     """
@@ -52,7 +50,7 @@ class Tally:
                 setattr(self._counts, name, getattr(self._counts, name) + amount)
 
     def ledger(self) -> Ledger:
-        """A copy of the counters."""
+        """Return a copy of the counters."""
         with self._lock:
             return replace(self._counts)
 

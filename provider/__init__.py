@@ -1,8 +1,7 @@
-"""The side that serves a public base model and is not trusted with anything else.
+"""Serves a public base model. Tenants trust a provider with nothing else.
 
-A provider executes frozen linears on rows it cannot read (executor role) and computes the effects of masks
-that it expands from a seed (helper role), one role per tenant. `gateway` is the only code that parses bytes
-from the network; it hands work to an executor beside it, or over ZeroMQ to one in a process of its own. Nothing is
-kept between two requests, so any provider can answer the next. This package imports `symbiosis_priv` and never
-`tenant`.
+A provider has two roles, one per tenant. As an executor it multiplies rows that it cannot read by the frozen weights.
+As a helper it expands masks from a seed and computes their effects. Only `gateway` parses bytes from the network. It
+passes work to an executor in the same process, or over ZeroMQ to an executor process. No state is kept between two
+requests, so any provider can answer the next one. This package imports `symbiosis_priv` and never `tenant`.
 """

@@ -23,7 +23,7 @@ from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConfigError, one_line
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, Role
 
-if TYPE_CHECKING:  # what imports torch is imported by the commands: not for --help
+if TYPE_CHECKING:  # commands import what needs torch, so that --help does not wait for it
     from symbiosis_priv.checkpoints import weights
 
 app = typer.Typer(no_args_is_help=True, help="Serve the frozen layers of a public model.")
@@ -44,7 +44,7 @@ def serve(
     ] = None,
     lifeline: Annotated[bool, typer.Option("--lifeline", help="Also stop when stdin closes.")] = False,
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C. One line of JSON on stdout says that it is ready; logs go to stderr."""
+    """Serve until SIGTERM or Ctrl-C. When ready, print one line of JSON to stdout; logs go to stderr."""
     from provider import logs
     from provider.config.provider_toml import load
 
@@ -76,7 +76,7 @@ def manifest(
     config: OptionalConfig = None,
     weight_bits: WeightBits = DEFAULT_WEIGHT_BITS,
 ) -> None:
-    """Print the digest to pin in federation.toml; the layer groups behind it go to stderr."""
+    """Print the digest to pin in federation.toml. The layer groups are listed on stderr."""
     from provider.announce.placement import unplaced
     from provider.config.provider_toml import load
     from provider.products.model import open_store
@@ -124,11 +124,11 @@ def health(
         tenant_key=tenant_key,
         timeout=timeout,
     )
-    typer.echo(json.dumps(msgspec.to_builtins(report)))  # whatever its name is, in ASCII
+    typer.echo(json.dumps(msgspec.to_builtins(report)))  # ASCII, because a provider may have any name
 
 
 class Format(StrEnum):
-    """Of a bill."""
+    """Output format of a bill."""
 
     CSV = "csv"
     JSON = "json"
@@ -192,7 +192,7 @@ def init(
     ] = None,
     listen: Annotated[str, typer.Option(help="host:port; port 0 takes a free one.")] = "127.0.0.1:7401",
 ) -> None:
-    """Write a commented provider.toml, and say what is still missing."""
+    """Write a commented provider.toml, and print the settings that are still missing."""
     from provider.config.provider_toml import template
 
     if Path(checkpoint).is_dir() and not Path(checkpoint).is_absolute():
@@ -224,7 +224,7 @@ def _next_steps(path: Path, *, name: str, role: Role) -> Iterator[str]:
 
 @contextmanager
 def _quantising() -> Iterator[weights.Progress]:
-    """A progress bar on stderr that appears with the first group and goes when the last is done."""
+    """Show a progress bar on stderr from the first layer group to the last."""
     console = terminal.console(stderr=True)
     columns = (TextColumn("quantising layer groups"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

@@ -1,7 +1,7 @@
 """Structured logs: one JSON object per line, about events and never about content.
 
-A line may name a tenant, a layer group, a direction, a row count and a duration. Payloads, seeds, nonces and
-headers have no way in: callers pass named fields, and exceptions are logged by type and place, not by message.
+A line may name a tenant, a layer group, a direction, a row count and a duration. Payloads, seeds, nonces and headers
+cannot get into a line: callers pass named fields, and exceptions are logged by type and place, not by message.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FIELDS = "symbiosis_priv_fields"
 
 
 class JsonLines(logging.Formatter):
-    """Renders a record as one line of JSON. Lines of other libraries keep their text, as `event`."""
+    """Renders a record as one line of JSON. Other libraries' messages become its `event`."""
 
     def format(self, record: logging.LogRecord) -> str:
         """See `logging.Formatter.format`."""
@@ -51,7 +51,8 @@ class EventLog:
 
     def __init__(self, name: str) -> None:
         self._logger = logging.getLogger(name)
-        self._often: dict[str, tuple[float, int, int]] = {}  # since when, lines since then, suppressed since the last
+        # for `often`: start of the current second, lines since then, suppressed lines
+        self._often: dict[str, tuple[float, int, int]] = {}
         self._lock = threading.Lock()
 
     @property
@@ -64,11 +65,12 @@ class EventLog:
         self._log(logging.DEBUG, event, fields)
 
     def info(self, event: str, **fields: Field) -> None:
-        """Something an operator may want to know."""
+        """Log an event that an operator may want to know."""
         self._log(logging.INFO, event, fields)
 
     def often(self, event: str, **fields: Field) -> None:
-        """An event that others cause as often as they like: a few lines a second, then how many were left out."""
+        """Log an event that clients can cause at any rate: a few lines per second, then the number of suppressed
+        lines."""
         with self._lock:
             now = time.monotonic()
             begun, written, suppressed = self._often.get(event, (now, 0, 0))
@@ -80,12 +82,14 @@ class EventLog:
             self._log(logging.INFO, event, {**fields, "suppressed": suppressed} if suppressed else fields)
 
     def warning(self, event: str, **fields: Field) -> None:
-        """Something an operator should look at."""
+        """Log an event that an operator should check."""
         self._log(logging.WARNING, event, fields)
 
     def failure(self, event: str, error: BaseException, **fields: Field) -> None:
-        """A bug or an exhausted machine: the exception's type and place. Its message might quote content, unless it is
-        about the operator's own files and options, and says what to do.
+        """Log a bug or an exhausted machine: the exception's type and place.
+
+        The exception's message might quote content. It is logged only if it is about the operator's own files and
+        options.
         """
         frames = traceback.extract_tb(error.__traceback__)
         place = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames[-4:]))

@@ -7,12 +7,12 @@ from symbiosis_priv.network.wire import ErrorCode, QuotaLimit
 
 
 class Refusal(SymbiosisError):
-    """A request is not carried out, and the tenant is told why.
+    """The provider does not carry out a request, and tells the tenant why.
 
     Args:
-        code: goes over the wire.
-        detail: goes over the wire. It quotes no other tenant.
-        limit: the tenant's quota, if the request is over it.
+        code: sent to the tenant.
+        detail: sent to the tenant. It names no other tenant.
+        limit: the tenant's quota, if the request exceeds it.
     """
 
     def __init__(self, code: ErrorCode, detail: str, *, limit: QuotaLimit | None = None) -> None:

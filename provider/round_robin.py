@@ -11,12 +11,14 @@ V = TypeVar("V", bound=Hashable)
 
 
 class RoundRobin(Generic[K, V]):
-    """A first-in, first-out queue for each client; clients take turns. So an item waits for the earlier items of its
-    own client, and for at most as many of each other client. Not thread-safe.
+    """A first-in, first-out queue for each client; clients take turns. Not thread-safe.
+
+    An item waits for the earlier items of its own client, and for at most as many items of each other client.
     """
 
     def __init__(self) -> None:
-        self._queues: OrderedDict[K, OrderedDict[V, None]] = OrderedDict()  # the next client is first
+        # the first client in the dictionary has the next turn
+        self._queues: OrderedDict[K, OrderedDict[V, None]] = OrderedDict()
 
     def __len__(self) -> int:
         """Number of items."""

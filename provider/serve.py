@@ -1,4 +1,4 @@
-"""A whole provider: model, executor and gateway, from start to a graceful stop."""
+"""A whole provider: model, executor and gateway, from the start to an orderly stop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.system.files import write_atomically
 from symbiosis_priv.system.parent_watch import when_stdin_closes
 
-if TYPE_CHECKING:  # see where it is made
+if TYPE_CHECKING:  # set in `start`
     from provider.operations.metrics import MetricsServer
 
 log = logs.EventLog(__name__)
@@ -40,15 +40,15 @@ _SPARE_DESCRIPTORS = 128
 
 
 class Provider:
-    """A provider in this process (its executor may be a child's).
+    """A provider in this process. Its executor may be a child process.
 
         with Provider(config) as provider:
             connect_to(provider.address)
 
     Args:
-        config: from `config.load`, or built in code.
-        source: the file that it was loaded from, to be read again when it changes.
-        progress: told about the first quantisation of a checkpoint.
+        config: from `config.load`, or made in code.
+        source: the file of the configuration; it is read again when it changes.
+        progress: called during the first quantisation of a checkpoint.
     """
 
     def __init__(self, config: ProviderConfig, *, source: Path | None = None, progress: Progress | None = None) -> None:
@@ -61,13 +61,13 @@ class Provider:
 
     @property
     def address(self) -> str:
-        """`host:port` as bound."""
+        """The bound address, as `host:port`."""
         assert self._gateway is not None, "start it first"
         return self._gateway.address
 
     @property
     def metrics_address(self) -> str | None:
-        """`host:port` of the operator's address as bound; None if there is none."""
+        """The bound address for operators, as `host:port`; None if there is none."""
         return None if self._metrics is None else self._metrics.address
 
     def status(self) -> Status:
@@ -76,14 +76,15 @@ class Provider:
         return self._status_source(self._gateway).take()
 
     def start(self) -> Self:
-        """Quantise if need be, start the executor, listen.
+        """Quantise the model if necessary, start the executor, and listen.
 
         Raises:
-            ConfigError: the address is taken or the executor does not start.
-            CertificateError, CheckpointError, UnsupportedModelError: as they say.
+            ConfigError: the address is in use, or the executor does not start.
+            CertificateError: a certificate, a key or the revocation list cannot be used.
+            CheckpointError, UnsupportedModelError: the model cannot be read or served.
         """
         self._tls = self.config.tls
-        self._reloader = Reloader(self._watched_files, self._reload)  # changes from here on are reloaded
+        self._reloader = Reloader(self._watched_files, self._reload)  # later changes are reloaded
         config = self.config = placed(self.config, progress=self._progress)
         self._credentials = credentials = Credentials.load(config.tls)
         store = open_store(config)
@@ -119,7 +120,7 @@ class Provider:
             raise
         if config.metrics.listen is not None:
             from provider.operations.metrics import (
-                MetricsServer,  # and Prometheus' client: most providers start without
+                MetricsServer,  # imports Prometheus' client, which most providers do not need
             )
 
             try:
@@ -133,8 +134,9 @@ class Provider:
         return self
 
     def stop(self) -> None:
-        """Tell the registries, accept no more, answer what is in flight, close. Returns within twice
-        `limits.stop_timeout_s`, and the seconds that a registry may take.
+        """Tell the registries, accept no more connections, answer requests in flight, and close.
+
+        Returns within twice `limits.stop_timeout_s`, plus the seconds that a registry takes.
         """
         if self._gateway is None:
             return
@@ -146,7 +148,7 @@ class Provider:
         clean = self._gateway.stop(timeout)
         requests = self._gateway.requests
         self.executor.stop(timeout)
-        if clean:  # else a socket is still open somewhere, and this would wait for it
+        if clean:  # otherwise a socket is still open, and closing the context would wait for it
             self.executor.close()
         self._gateway = None
         if self._metrics is not None:
@@ -156,7 +158,8 @@ class Provider:
         log.info("stopped", provider=self.config.name, requests=requests, clean=clean)
 
     def reload(self) -> None:
-        """Read certificates, revocations and quotas again, soon; a mistake in them is logged and changes nothing."""
+        """Read certificates, revocations and quotas again soon. If one of them is invalid, it is logged and nothing
+        changes."""
         if self._gateway is not None:
             self._reloader.now()
 
@@ -188,7 +191,7 @@ class Provider:
         return StatusSource(gateway, self.executor, self._announcer, self._reloader)
 
     def _watched_files(self) -> list[Path]:
-        tls = self._tls  # as it was read last: another list may have been named since the start
+        tls = self._tls  # as last read: the file may name another revocation list since the start
         files = (self._source, tls.certificate, tls.key, tls.tenant_authority, tls.revoked)
         return [path for path in files if path is not None]
 
@@ -208,10 +211,17 @@ def serve(
     progress: Progress | None = None,
     on_ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run a provider until SIGTERM or SIGINT, or, with a lifeline, until stdin closes: then it ends with its parent.
-    SIGHUP reads certificates, revocations and quotas again, and so does a change of their files.
+    """Run a provider until SIGTERM or SIGINT. When ready, print one line of JSON to stdout; logs go to stderr.
 
-    When it is ready, one line of JSON goes to stdout (logs go to stderr) and the bound address to `ready_file`.
+    SIGHUP and changed files make the provider read certificates, revocations and quotas again.
+
+    Args:
+        config: configuration of the provider.
+        source: file of the configuration; it is read again when it changes.
+        ready_file: file for the bound address, written when the provider is ready.
+        lifeline: also stop when stdin closes, so that the provider ends with its parent.
+        progress: called during the first quantisation of a checkpoint.
+        on_ready: called when the provider is ready.
     """
     logs.setup(config.log_level)
     _allow_descriptors(config)
@@ -231,7 +241,7 @@ def serve(
         started.set()
     except KeyboardInterrupt:
         log.info("stopped_while_starting", provider=config.name)
-    gc.freeze()  # torch's modules: no collection goes through them again, least of all the last one
+    gc.freeze()  # no later collection examines torch's modules again, in particular the last one
     try:
         if not stop.is_set():
             if ready_file is not None:
@@ -249,7 +259,8 @@ def serve(
 
 
 def _allow_descriptors(config: ProviderConfig) -> None:
-    """Room for every connection that the limits allow, and its line to the executor."""
+    """Raise the limit of file descriptors, so that it covers every permitted connection and its channel to the
+    executor."""
     limits = config.limits
     wanted = 2 * limits.max_connections + limits.max_handshakes + _SPARE_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,7 +1,8 @@
-"""Common ground of tenants and providers: exact ring arithmetic, masks, weights, wire and TLS.
+"""The code that tenants and providers share: exact ring arithmetic, masks, weights, wire and TLS.
 
 Read in this order: `ring` (the arithmetic), `quantise` and `kernels` (the product), `keystream` (the masks), `weights`
-(the model), `wire` (the protocol), `federation` (who does what). Imports neither `tenant` nor `provider`.
+(the model), `wire` (the protocol), `federation` (the providers and their roles). Imports neither `tenant` nor
+`provider`.
 """
 
 __version__ = "0.1.0"

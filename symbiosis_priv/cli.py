@@ -27,7 +27,7 @@ from symbiosis_priv.system.processes import end_quickly
 COMMAND_GROUP = "symbiosis_priv.commands"
 DISTRIBUTION = "symbiosis-priv"
 
-_STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # the system does not say of which file
+_STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # the system's message does not name the file
 
 # Kept here, in the order of `--help`, because asking a command for its own help would import its module.
 _SHORT_HELP = {
@@ -49,7 +49,7 @@ _SHORT_HELP = {
 class _CommandGroup(TyperGroup):
     """The commands that entry points add to one group: all are listed, and only the one about to run is imported."""
 
-    prefix = ""  # of the names of the group's entry points: "" for the root, "bench." for the group `bench`
+    prefix = ""  # prefix of the names of the group's entry points: "" for the root, "bench." for the group `bench`
 
     def __init__(self, **attrs: Any) -> None:
         super().__init__(**attrs)
@@ -58,7 +58,7 @@ class _CommandGroup(TyperGroup):
         self._added: dict[str, EntryPoint] = {}
         for full_name in known + sorted(added.keys() - _SHORT_HELP.keys()):
             name, entry = full_name.removeprefix(self.prefix), added[full_name]
-            if name not in self.commands:  # a group's own command cannot be replaced from outside
+            if name not in self.commands:  # an entry point cannot replace a group's own command
                 self._added[name] = entry
                 help_text = _SHORT_HELP.get(full_name) or f"Added by {_owner(entry)}."
                 self.commands[name] = TyperCommand(name, help=help_text)
@@ -68,7 +68,7 @@ class _CommandGroup(TyperGroup):
         return name.startswith(cls.prefix) and "." not in name.removeprefix(cls.prefix)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        # The base class finds the listed stand-in (or says which name was meant); swap in the real command.
+        # The base class finds the listed placeholder (or suggests a similar name); it is replaced by the real command.
         name, listed, rest = super().resolve_command(ctx, args)
         return name, _load(self._added[name], name) if name in self._added else listed, rest
 
@@ -119,20 +119,20 @@ def _root(
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Runs the command line and leaves the process with its exit status.
+    """Run the command line, and end the process with its exit status.
 
-    An error of this project's tree, or a file that the system does not let us use, is one line on stderr and status 1;
-    SYMBIOSIS_PRIV_TRACEBACK=1 also shows where it came from. Wrong usage is status 2, Ctrl-C 130. Anything else is a
-    bug and keeps its traceback.
+    An error of this project's tree, or a file that the system refuses, is one line on stderr and status 1. With
+    SYMBIOSIS_PRIV_TRACEBACK=1 the traceback is shown too. Wrong usage is status 2, Ctrl-C is 130. Any other exception
+    is a bug, and its traceback is shown.
 
     Args:
         args: the words after the program's name; `sys.argv` by default.
     """
-    # Read later, when torch is loaded. Threads that spin while they wait take cores from other processes.
+    # torch reads it later, when it is loaded. Threads that spin while they wait take cores from other processes.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     end_quickly()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a letter must not end a run of hours
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character must not end a run of hours
     try:
         # Not `app()`: that installs typer's exception hook, which can print local variables: a tenant's data.
         get_command(app).main(args=args, prog_name=DISTRIBUTION)

@@ -1,7 +1,7 @@
-"""Every error this project raises on purpose.
+"""The errors that this project raises on purpose.
 
-One tree: catch `SymbiosisError` for all of it, a branch for a kind of trouble. Each message says what
-happened and what to do next; none carries activations, masks, scales or keys.
+All of them derive from `SymbiosisError`; a branch of the tree stands for one kind of trouble. Each message says what
+happened and what to do next. No message contains activations, masks, scales or keys.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NEXT_STEP = {
     "stopping": "try again once its operator has started it",
     "internal": "ask its operator",
 }
-"""What a tenant can do about each `wire.ErrorCode`."""
+"""The advice for a tenant about each `wire.ErrorCode`."""
 
 
 class SymbiosisError(Exception):
@@ -33,27 +33,27 @@ class ConfigError(SymbiosisError, ValueError):
 
 
 class RoleConflictError(ConfigError):
-    """One operator would both know a pad and see a row masked with it, as executor and helper (rule 8)."""
+    """One operator would know a pad as helper and see a row masked with it as executor (rule 8)."""
 
 
 class StorageError(SymbiosisError, OSError):
-    """A file could not be written: full disk, read-only folder. What it should replace is still there, whole."""
+    """A file could not be written: full disk, read-only folder. A file that was to be replaced is unchanged."""
 
 
 class CertificateError(SymbiosisError):
-    """A certificate is missing, expired, not the pinned one, or of the wrong kind."""
+    """A certificate is missing, expired, of the wrong kind, or not the pinned one."""
 
 
 class DescriptorError(SymbiosisError):
-    """A descriptor that a registry passed on is not valid; it is dropped."""
+    """A descriptor from a registry is not valid; it is dropped."""
 
 
 class CheckpointError(SymbiosisError):
-    """A checkpoint lacks tensors, is not the model that the federation pins, or its packed copy is damaged."""
+    """A checkpoint lacks tensors, is not the model that the federation pins, or has a damaged packed copy."""
 
 
 class UnsupportedModelError(SymbiosisError):
-    """The architecture cannot be split here; the message names the module."""
+    """The architecture cannot be split; the message names the module."""
 
 
 class UnsupportedMethodError(SymbiosisError):
@@ -79,18 +79,18 @@ class BurntRowError(SymbiosisError):
 
 
 class RankLostError(SymbiosisError):
-    """A rank of a sharded executor did not take part: the message says which. The group is started again."""
+    """A rank of a sharded executor did not take part; the message names it. The group is started again."""
 
 
 class DeviceLostError(SymbiosisError):
-    """The device computes nothing any more: CUDA answers every call after an illegal access with an error.
+    """The device cannot compute any more: after an illegal access, CUDA answers every call with an error.
 
     Only a new process can use the device again.
     """
 
 
 class TransportError(SymbiosisError):
-    """The bytes did not get through; resending the same bytes is safe."""
+    """The bytes did not arrive. Sending the same bytes again is safe."""
 
 
 class ConnectionLostError(TransportError):
@@ -102,11 +102,11 @@ class DeadlineExceededError(TransportError, TimeoutError):
 
 
 class ProtocolError(SymbiosisError):
-    """A frame breaks the protocol: wrong type, wrong count, truncated, not bound to its request."""
+    """A frame breaks the protocol: wrong type, wrong count, truncated, or not an answer to its request."""
 
 
 class FrameTooLargeError(ProtocolError):
-    """A frame announces more bytes than the limit; nothing was allocated for it."""
+    """A frame announces more bytes than the limit. No memory was allocated for it."""
 
 
 class ProviderError(SymbiosisError):
@@ -115,7 +115,7 @@ class ProviderError(SymbiosisError):
     Args:
         code: a `wire.ErrorCode` value.
         provider: the provider's name in the federation file.
-        detail: the provider's own words (never trusted, only shown).
+        detail: the provider's own text; it is shown and never trusted.
     """
 
     def __init__(self, *, code: str, provider: str, detail: str) -> None:
@@ -126,9 +126,10 @@ class ProviderError(SymbiosisError):
 
 
 class VerificationError(SymbiosisError):
-    """An answer or an effect is not the product it claims to be.
+    """An answer or an effect is not the correct product.
 
-    The provider is named so that its owner can be asked; nothing about the failure is sent to it.
+    The message names the provider, so that the user can ask its operator. Nothing about the failure is sent to the
+    provider.
     """
 
     def __init__(self, *, provider: str, group_name: str, direction: str, what: str) -> None:
@@ -146,9 +147,9 @@ class UncoveredError(SymbiosisError):
 
 
 class QuarantinedError(SymbiosisError):
-    """Every provider for this role has been quarantined; nothing more is sent."""
+    """Every provider of a role has been quarantined; nothing more is sent."""
 
 
 def one_line(text: str) -> str:
-    """`text` without line breaks or escape sequences: part of it may be a provider's own words."""
+    """`text` without line breaks or escape sequences, because parts of it may come from a provider."""
     return " ".join("".join(char if char.isprintable() else " " for char in text).split())

@@ -1,16 +1,17 @@
-"""Words and numbers that command lines, files and arithmetic share; free of torch, so that `--help` is too."""
+"""Names and limits that command lines, files and arithmetic share. This module does not import torch, for a fast
+`--help`."""
 
 from __future__ import annotations
 
 from typing import Final, Literal
 
 Role = Literal["executor", "helper"]
-"""What a provider is to a tenant."""
+"""The role of a provider towards a tenant."""
 
 MAX_PAYLOAD: Final = (1 << 32) - 1
-"""Bytes after a header, as many as its prefix can say."""
+"""Largest number of payload bytes, which the frame's prefix can state."""
 MAX_ROWS: Final = 1 << 24
-"""Of a request."""
+"""Largest number of rows of a request."""
 
 MIN_WEIGHT_BITS: Final = 4
 MAX_WEIGHT_BITS: Final = 12

@@ -2,8 +2,8 @@
 
     model = AutoModelForCausalLM.from_pretrained(path, quantization_config=RemoteConfig(federation="federation.toml"))
 
-Read in this order: `model` (where a Hugging Face model meets this package), `core` (pads, masked rows, verification),
-`session` (masked, verified products and failover), `routing` (which provider is asked), `connections` (TLS). The
+Read in this order: `model` (connects Hugging Face models), `core` (pads, masked rows, verification),
+`session` (masked, verified products and failover), `routing` (chooses providers), `connections` (TLS). The
 docstring of each folder names its modules.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # both import torch: see `__getattr__`
+if TYPE_CHECKING:  # both import torch, so `__getattr__` imports them
     from tenant.model.hf import RemoteConfig, backend_of
     from tenant.model.rounded import rounded_model
 
@@ -25,7 +25,7 @@ __all__ = ["RemoteConfig", "backend_of", "rounded_model"]
 
 
 def __getattr__(name: str) -> Any:
-    """The public names, imported when they are asked for: a command's `--help` must not wait for torch."""
+    """Import a public name when it is first used, so that a command's `--help` does not wait for torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)

@@ -1,4 +1,4 @@
-"""How far something is that takes its time, on a terminal."""
+"""Shows the progress of a long task on a terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from symbiosis_priv.display import terminal
 
 @contextmanager
 def progress_bar(label: str) -> Iterator[Progress]:
-    """A bar that appears with the first report, on a terminal only."""
+    """A progress bar that appears with the first report, on a terminal only."""
     console = terminal.console(stderr=True)
     with Bar(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(label, visible=False)

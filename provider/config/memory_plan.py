@@ -18,20 +18,20 @@ from symbiosis_priv.errors import ConfigError
 log = logs.EventLog(__name__)
 
 _CPU = "cpu"
-_PROCESS = 400 * MIB  # Python, torch and their libraries, once per process
+_PROCESS = 400 * MIB  # Python, torch and their libraries, in each process
 _WORKING = 64 * MIB  # slices of keystream, rows and products of one batch
 _ONE_BYTE_BITS = 8  # weights of up to 8 bits are packed into one byte, others into two
 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that something takes.
+    """Memory for one purpose.
 
     Args:
-        what: of the provider.
+        what: the purpose.
         place: "cpu", or a torch device.
-        kind: its type.
-        size: in bytes.
+        kind: dtype or kind of the data.
+        size: size in bytes.
     """
 
     what: str
@@ -42,7 +42,7 @@ class Need:
 
 def memory_plan(config: ProviderConfig, manifest: Manifest, served: range) -> list[Need]:
     """All memory on this machine that grows with the model or with a limit, over all processes of the provider.
-    A tenant without a request takes none.
+    A tenant without a request needs no memory.
 
     Args:
         served: the layer groups of the manifest whose weights are loaded.
@@ -53,7 +53,7 @@ def memory_plan(config: ProviderConfig, manifest: Manifest, served: range) -> li
     sizes = [width * group.inputs * group.stacked_outputs for group in groups]
     kind = f"int{8 * width}"
     here, ranks, processes = _processes(config)
-    own_gpus = device == "cuda" and (ranks > 1 or dist.is_initialized())  # each rank has one of its own
+    own_gpus = device == "cuda" and (ranks > 1 or dist.is_initialized())  # each rank has its own
     places = [f"cuda:{rank}" for rank in range(here)] if own_gpus else [device]
     plan = [
         *(Need("ring weights, both directions", p, kind, sum(sizes) * here // ranks // len(places)) for p in places),
@@ -70,8 +70,8 @@ def memory_plan(config: ProviderConfig, manifest: Manifest, served: range) -> li
 
 
 def _processes(config: ProviderConfig) -> tuple[int, int, int]:
-    """(ranks on this machine, ranks, processes on this machine)."""
-    if dist.is_initialized():  # this is rank 0 of a group over several machines, and serves itself
+    """Return (ranks on this machine, ranks, processes on this machine)."""
+    if dist.is_initialized():  # this process is rank 0 of a group over several machines, and serves itself
         here = int(os.environ["LOCAL_WORLD_SIZE"])
         return here, dist.get_world_size(), here
     ranks = config.executor.ranks
@@ -80,9 +80,10 @@ def _processes(config: ProviderConfig) -> tuple[int, int, int]:
 
 
 def check_plan(plan: list[Need]) -> None:
-    """Log the plan.
+    """Log the plan, and compare it with the available memory.
 
-    Raises ConfigError, with the numbers, if some place does not have so much.
+    Raises:
+        ConfigError: a place has too little memory; the message states the sizes.
     """
     needed: defaultdict[str, int] = defaultdict(int)
     for need in plan:
@@ -100,10 +101,11 @@ def check_plan(plan: list[Need]) -> None:
 
 
 def _available(place: str) -> int | None:
-    """Bytes of a place that a process of ours may have; None if the system does not say."""
+    """Bytes of a place that this process could use; None if the system does not say."""
     if place != _CPU:
         usable = place.startswith("cuda") and torch.cuda.is_available()
-        return torch.cuda.mem_get_info(torch.device(place))[0] if usable else None  # what others have taken counts
+        # memory that other processes have taken does not count as available
+        return torch.cuda.mem_get_info(torch.device(place))[0] if usable else None
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), _container_limit()]
     return min(limit for limit in limits if limit is not None)
 

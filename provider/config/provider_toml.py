@@ -1,4 +1,4 @@
-"""`provider.toml` as a file: one to begin with, and how it is read."""
+"""Reads `provider.toml`, and writes a template of it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def load(path: str | Path, *, whole: bool = False) -> ProviderConfig:
         usage = msgspec.structs.replace(config.usage, database=path.with_suffix(".usage.sqlite"))
         config = msgspec.structs.replace(config, usage=usage)
     folder = path.parent / Path(config.model.checkpoint).expanduser()
-    if not folder.is_dir():  # a name on the hub, or `checkpoint.resolve` says what is wrong
+    if not folder.is_dir():  # a name on the hub; if not, `checkpoint.resolve` reports the error
         return config
     model = msgspec.structs.replace(config.model, checkpoint=str(folder.resolve()))
     return msgspec.structs.replace(config, model=model)
@@ -48,14 +48,14 @@ def template(
     layers: str | None = None,
     listen: str = DEFAULT_LISTEN,
 ) -> str:
-    """A provider.toml with these values, and every other key commented out with its default or an example.
+    """A provider.toml with these values. Every other key is commented out, with its default or an example.
 
-    The explanations are those of the docstrings in `provider.config.schema`.
+    The explanations come from the docstrings in `provider.config.schema`.
 
     Raises:
-        ConfigError: a value that a provider.toml may not have.
+        ConfigError: a value that provider.toml does not allow.
     """
-    check_name(name)  # of its key's file too
+    check_name(name)  # prefix of the name of the certificate and of its key
     given = {
         "name": name,
         "listen": listen,
@@ -81,7 +81,7 @@ def template(
 
 
 def _keys(config: type[msgspec.Struct], section: str, given: Mapping[str, object]) -> str:
-    """Every key of a section under its explanation; commented out unless a value is given."""
+    """Every key of a section below its explanation; commented out unless a value is given."""
     arguments = inspect.cleandoc(config.__doc__ or "").partition("Args:\n")[2]
     text = ""
     for name, explanation in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", arguments, re.MULTILINE):
@@ -126,4 +126,4 @@ _EXAMPLES = {
     "registry.address": "alpha.example:7401",
     "registry.capacity_layers": 16,
 }
-"""Values for keys without a default."""
+"""Example values for keys without a default."""

@@ -12,12 +12,13 @@ log = logs.EventLog(__name__)
 
 
 class Reloader:
-    """Calls `reload` in a thread of its own when files have changed and then held still for a look, or on `now`.
+    """Calls `reload` in its own thread: after files have changed and then stayed unchanged between two checks, or on
+    `now`.
 
     Args:
-        files: which files to look at; one that is missing has changed when it comes back.
-        reload: reads them, all or nothing. What it raises is logged, and `succeeded` says so.
-        interval_s: between two looks.
+        files: returns the files to check. A missing file counts as changed when it exists again.
+        reload: reads the files, all or nothing. Its exceptions are logged, and set `succeeded` to False.
+        interval_s: seconds between two checks.
     """
 
     def __init__(
@@ -34,11 +35,11 @@ class Reloader:
 
     @property
     def succeeded(self) -> bool:
-        """Returns True if the last reload succeeded, so that the settings in use are those of the files."""
+        """True if the last reload succeeded, so that the settings in use are those of the files."""
         return self._succeeded
 
     def start(self) -> None:
-        """Begin to watch the files."""
+        """Start to check the files."""
         self._thread.start()
 
     def now(self) -> None:
@@ -46,7 +47,8 @@ class Reloader:
         self._said.set()
 
     def close(self, timeout: float) -> None:
-        """Look no more; waits for a reload that is under way, but not for a file system that does not answer."""
+        """Stop checking. Waits up to `timeout` seconds for a reload in progress, in case a file system does not
+        answer."""
         self._closed = True
         self._said.set()
         self._thread.join(timeout)

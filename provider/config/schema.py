@@ -1,6 +1,6 @@
-"""`provider.toml`: what a provider serves, to whom, and within which limits.
+"""`provider.toml`: the model that a provider serves, its tenants, and its limits.
 
-`provider_toml.template` writes the "Args" below into the file that `provider init` makes: they are read there.
+`provider_toml.template` writes the "Args" below into the file that `provider init` makes, so operators read them there.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ MIB = 1 << 20
 INPROC = "inproc://executor"
 AUTO = "auto"
 RANKS_VARIABLE = "SYMBIOSIS_PRIV_RANKS"
-"""Where the supervisor puts the model's digest and the configuration for the ranks of a group."""
+"""The environment variables that pass the model's digest and the configuration to the ranks of a group."""
 DEFAULT_LISTEN = "127.0.0.1:7401"
-_MAX_SOCKET_PATH = 100  # bytes; sockaddr_un holds 104 on the strictest systems
+_MAX_SOCKET_PATH = 100  # bytes; the smallest sockaddr_un of any supported system holds 104
 
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 _Share = Annotated[float, msgspec.Meta(ge=0.01, le=1)]
@@ -38,10 +38,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     Args:
         checkpoint: a folder (relative to the file) or a name on the Hugging Face hub.
-        weight_bits: bits of a quantised weight; every tenant of this provider pins the same.
+        weight_bits: bits of a quantised weight. Every tenant of this provider uses the same value.
         cache: folder for quantised weights; the user's cache folder if left out.
-        layers: first and last of the layers that are served; all if left out; "auto" for those that the executors in
-            the registries of `announce` lack most. The digest stays the whole model's.
+        layers: first and last layer that is served; all if left out. "auto" chooses the layers that are served least by
+            the executors in the registries of `announce`. The digest always covers the whole model.
     """
 
     checkpoint: str
@@ -55,7 +55,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def layer_range(self) -> LayerRange | None:
-        """The layers that are served; None for all. `placement.placed` has to have chosen them."""
+        """The layers that are served; None for all. With "auto", call `placement.placed` first."""
         assert self.layers != AUTO, "not chosen yet"
         return None if self.layers is None else LayerRange.parse(self.layers)
 
@@ -77,7 +77,7 @@ class TlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits on tenants. They bound everything that a client can make the provider hold.
+    """Limits on tenants. They bound all memory and connections that clients can take.
 
     Args:
         max_rows: rows of one request.
@@ -146,9 +146,9 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ranks: number of processes that each hold a shard of the model and multiply together (`provider.shards`).
         sharding: `columns` sends rows to the weights, `gathered` sends weights to the rows; `auto` measures in idle
             time which one is faster for each number of rows. Results are equal.
-        group_timeout_s: time that ranks wait for a rank that is alive and does not take part. A rank that has died or
+        group_timeout_s: time that ranks wait for a running rank that does not take part. A rank that has died or
             stopped is noticed within seconds.
-        hang_timeout_s: an executor without a sign of life for this time is killed and restarted. With ranks, the
+        hang_timeout_s: an executor that does not answer for this time is killed and restarted. With ranks, the
             group's timeout is added, so that the hanging rank can be found.
         float_path: also serve float products. Only masking = "paper-pool" needs them.
         float_memory_mib: memory for float weights; the least recently used layer groups are dropped first.
@@ -173,7 +173,8 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def __post_init__(self) -> None:
         if self.kernel != "auto":
-            from symbiosis_priv.kernels import KERNELS  # and torch: what only reads a configuration starts without
+            # imported late, because torch is slow to import and most users of this module only read a configuration
+            from symbiosis_priv.kernels import KERNELS
 
             if self.kernel not in KERNELS:
                 raise ValueError(f"kernel = {self.kernel!r} is unknown; choose auto, {', '.join(KERNELS)}")
@@ -315,7 +316,7 @@ class ProviderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         name: the name in health reports and logs.
         listen: `host:port`; port 0 takes a free one.
         roles: `executor`, `helper` or both; one tenant is served in one role at a time (rule 8).
-        log_level: `info`, or `debug` for one line per request. Neither holds content.
+        log_level: `info`, or `debug` for one line per request. No level logs content.
     """
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]

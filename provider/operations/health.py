@@ -1,4 +1,4 @@
-"""Ask a provider how it is, as a tenant would."""
+"""Asks a provider for its health report, as a tenant does."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ask_health(
     """Ask a provider for its health report.
 
     Raises:
-        CertificateError: either side's certificate is not the right one.
+        CertificateError: a certificate of either side is not accepted.
         TransportError: no answer in time.
         ProtocolError: the answer is not a provider's health report.
     """

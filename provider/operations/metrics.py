@@ -1,10 +1,10 @@
 """The operator's own address: `/metrics` for Prometheus, `/healthz`, `/readyz`, and `/status` for `provider top`.
 
-Everything is derived from one `Status` when it is asked for. Labels are tenants, roles, stages and layer groups: what
-the provider knows of its customers anyway, and no content. There is no authentication: the address belongs on loopback
-or on a private network, and the log says so where it is on neither. A web page that the operator visits must not read
-tenants' names from there by a host name that it lets point to loopback (DNS rebinding): so requests for `/metrics` and
-`/status` must name an IP address, `localhost`, the host in `listen`, or one of `hosts`.
+Every answer is made from one `Status`. Labels are tenants, roles, stages and layer groups, which the provider knows
+anyway, and never content. There is no authentication, so the address should be on loopback or on a private network; the
+log warns if it is public. A web page that the operator visits could read tenants' names through a host name that
+resolves to loopback (DNS rebinding). So requests for `/metrics` and `/status` must name an IP address, `localhost`, the
+host in `listen`, or one of `hosts`.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from symbiosis_priv.network.addresses import parse_address
 log = logs.EventLog(__name__)
 
 _PREFIX = "symbiosis_provider_"
-_CLIENT_S = 5.0  # for each read of an operator's request
-_CLOSING_S = 0.05  # within which it is noticed that it shall answer no more
-_PLACES = 16  # requests at a time; one more closes the oldest of whoever has the most of them
+_CLIENT_S = 5.0  # seconds for each read of an operator's request
+_CLOSING_S = 0.05  # seconds until the server notices that it must stop
+_PLACES = 16  # requests at a time; one more closes the oldest one of the client with the most
 
 
 class _Collector:
@@ -141,8 +141,8 @@ class MetricsServer:
 
     Args:
         listen: `host:port`; ConfigError if it cannot be bound.
-        source: of what it says.
-        hosts: names, besides the one in `listen`, by which operators ask it.
+        source: takes the status.
+        hosts: host names that requests may use, besides the one in `listen`.
     """
 
     def __init__(self, listen: str, source: StatusSource, *, hosts: Iterable[str] = ()) -> None:
@@ -160,18 +160,18 @@ class MetricsServer:
 
     @property
     def address(self) -> str:
-        """`host:port` as bound."""
+        """The bound address, as `host:port`."""
         return bound_address(self._server.socket)
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop answering."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
 
 def is_public(host: str) -> bool:
-    """Whether an address that is listened at may be reached from any network. A name is taken for a private one."""
+    """Returns True if a listening address may be reached from any network. A host name counts as private."""
     with contextlib.suppress(ValueError):
         address = ipaddress.ip_address(host)
         return address.is_unspecified or address.is_global
@@ -187,7 +187,7 @@ def _is_address(host: str) -> bool:
 
 
 class _Server(ThreadingHTTPServer):
-    """Never more threads than places: every user of this machine can connect to loopback."""
+    """A server with a limited number of threads, because every user of this machine can connect to loopback."""
 
     request_queue_size = 4 * _PLACES
 
@@ -210,22 +210,22 @@ class _Server(ThreadingHTTPServer):
         return host in self._hosts or _is_address(host)
 
     def process_request(self, request: socket.socket, client_address: tuple[str, int]) -> None:  # type: ignore[override]
-        """A thread for it, as soon as there is a place."""
+        """Start a thread for a request as soon as a place is free."""
         guest = UnauthenticatedConnection(request, client_address[0], deadline=math.inf)
         if (crowded_out := self._present.add(guest)) is not None:
             self._present.remove(crowded_out)
-            hang_up(crowded_out.socket, socket.SHUT_RDWR)  # or it is this one, which is answered into the void
-        self._places.acquire()  # who was hung up on ends soon
+            hang_up(crowded_out.socket, socket.SHUT_RDWR)  # or it is this request, whose answer then goes nowhere
+        self._places.acquire()  # a disconnected client's request ends soon
         thread = threading.Thread(target=self._run, args=(guest, client_address), name="metrics-request", daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:  # out of threads
+        except RuntimeError as error:  # no thread can be started
             log.often("metrics_failed", error=type(error).__name__)
             self.shutdown_request(request)
             self._leave(guest)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Who asks may leave before the answer."""
+        """Ignore clients that leave before the answer."""
         log.often("metrics_failed", error=type(sys.exception()).__name__)
 
     def _run(self, guest: UnauthenticatedConnection, client_address: tuple[str, int]) -> None:
@@ -244,9 +244,9 @@ class _Handler(MetricsHandler):
     server: _Server
 
     def do_GET(self) -> None:
-        """Answer one of four paths; `/metrics` is Prometheus' own answer."""
+        """Answer one of four paths. Prometheus' client makes the answer to `/metrics`."""
         path = urlsplit(self.path).path
-        if path == "/healthz":  # this process lives; its executor is started again by itself
+        if path == "/healthz":  # this process runs; its executor is restarted automatically
             self._answer(HTTPStatus.OK, b"alive\n")
         elif path not in ("/readyz", "/metrics", "/status"):
             self._answer(HTTPStatus.NOT_FOUND, b"try /metrics, /status, /healthz or /readyz\n")

@@ -28,7 +28,7 @@ class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """The present status of a provider.
+    """The current status of a provider.
 
     Args:
         ready: the provider accepts requests and its executor answers.
@@ -78,7 +78,7 @@ class StatusSource:
         self._announcer = announcer
 
     def executor_report(self) -> ExecutorReport | None:
-        """None if it does not answer within a second."""
+        """The executor's report; None if it does not answer within a second."""
         try:
             with ExecutorClient(self._executor) as client:
                 return client.report(deadline=time.monotonic() + _ASK_S)
@@ -86,7 +86,7 @@ class StatusSource:
             return None
 
     def take(self) -> Status:
-        """Collect the present status."""
+        """Collect the current status."""
         state = self._gateway.state
         report = self.executor_report()
         return Status(

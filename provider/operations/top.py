@@ -1,4 +1,4 @@
-"""`symbiosis-priv provider top`: a provider's `/status`, as a screen."""
+"""`symbiosis-priv provider top`: shows a provider's `/status` as a table."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from symbiosis_priv.network.addresses import parse_address
 from symbiosis_priv.system.files import UNDECODABLE
 
 _TIMEOUT_S = 5.0
-_MOST_BYTES = 16 << 20  # of an answer
-_BUSIEST = 10  # layer groups
+_MOST_BYTES = 16 << 20  # bytes of an answer
+_BUSIEST = 10  # layer groups that are shown
 _MIB = 1 << 20
 
 
@@ -58,7 +58,7 @@ def ask(address: str, *, timeout_s: float = _TIMEOUT_S) -> Status:
 
 
 def watch(address: str, *, interval: float, once: bool) -> None:
-    """Show it until Ctrl-C, or once."""
+    """Show the status until Ctrl-C, or once."""
     console = terminal.console()
     before, when = ask(address), time.monotonic()
     if once:
@@ -73,7 +73,7 @@ def watch(address: str, *, interval: float, once: bool) -> None:
 
 
 def render(now: Status, before: Status | None, seconds: float) -> RenderableType:
-    """The screen: totals at first, rates of the last `seconds` from the second look on."""
+    """The screen: totals the first time, later the rates of the last `seconds`."""
     parts: list[RenderableType] = [_headline(now), _tenants(now, before, seconds)]
     if now.executor is not None:
         parts.append(Columns([_queue(now), _heat(now, before, seconds)], padding=(0, 4)))

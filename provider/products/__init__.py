@@ -2,6 +2,6 @@
 
 model       the layers that this provider serves
 operands    packed weights on their devices
-transfers   rows to a device and back
+transfers   copies rows to a device and back
 floats      the float path, with and without bias
 """

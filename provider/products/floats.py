@@ -1,7 +1,8 @@
-"""The float path: a layer group's own weights in float32, with or without its bias. Off unless an operator asks for it.
+"""The float path: products with unquantised weights in float32, with or without the bias. Off unless the operator
+enables it.
 
-Only `masking = "paper-pool"` needs it. Weights in float32 are several times what the ring's take, so the groups in
-memory are bounded in bytes, and whichever was not used for longest makes room.
+Only `masking = "paper-pool"` needs it. float32 weights are several times larger than the ring's, so the bytes of the
+groups in memory are limited, and the least recently used group is dropped first.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _BYTES = 4
 
 @dataclass(frozen=True)
 class FloatGroup:
-    """float32 `weight` `[o, d]`, `bias` `[o]` or None; members stacked like the ring's."""
+    """float32 `weight` `[o, d]`, `bias` `[o]` or None; the members are stacked as in the ring."""
 
     weight: Tensor
     bias: Tensor | None
@@ -42,8 +43,8 @@ class FloatGroups:
 
     Args:
         store: the base model.
-        device: where they are kept.
-        memory: bytes that they may take; ConfigError if the largest group alone takes more.
+        device: device of the weights.
+        memory: limit in bytes; ConfigError if the largest group is larger.
     """
 
     def __init__(self, store: WeightStore, *, device: torch.device, memory: int) -> None:
@@ -70,7 +71,7 @@ class FloatGroups:
         return self._used
 
     def group(self, index: int) -> FloatGroup:
-        """One group. If there is no room, the least recently used groups are dropped before it is loaded."""
+        """Return one group. The least recently used groups are dropped first if there is no room for it."""
         found = self._groups.get(index)
         if found is None:
             entry = self._store.manifest().groups[index]
@@ -98,5 +99,5 @@ class FloatGroups:
 
 
 def _size(entry: GroupEntry) -> int:
-    """Bytes of a group in float32, room for a bias included."""
+    """Bytes of a group in float32, including room for a bias."""
     return _BYTES * entry.stacked_outputs * (entry.inputs + 1)

@@ -20,7 +20,7 @@ from symbiosis_priv.network.wire import Arithmetic, Effect
 
 
 def open_store(config: ProviderConfig, *, shardable: bool = False) -> WeightStore:
-    """The weight store that a configuration names; for a group of ranks, one that they can shard."""
+    """Open the weight store of a configuration. For a group of ranks, it uses a layout that can be sharded."""
     path = resolve(config.model.checkpoint)
     model, executor = config.model, config.executor
     return WeightStore(
@@ -35,7 +35,7 @@ def open_store(config: ProviderConfig, *, shardable: bool = False) -> WeightStor
 
 
 def _require_usable(device: str | torch.device) -> torch.device:
-    """The device, after a value was copied to it and back. ConfigError if that fails."""
+    """Return the device. Raises ConfigError if a value cannot be copied to it and back."""
     try:
         usable = torch.device(device)
         torch.zeros(1, dtype=torch.float32, device=usable).cpu()
@@ -46,15 +46,15 @@ def _require_usable(device: str | torch.device) -> torch.device:
 
 
 class ServedModel:
-    """Products of every layer group that is served, one at a time: it belongs to the executor.
+    """Computes products of every served layer group, one at a time, for the executor.
 
     Args:
-        store: the base model, what is served of it, and the device that products run on.
-        operands: where its ring products come from; the store's weights in this process if None.
+        store: the base model, the layers that are served, and the device of products.
+        operands: computes the ring products; None uses the store's weights in this process.
         float_memory: bytes for weights of the float path; None if there is no float path.
 
     Raises:
-        ConfigError: this machine or this torch has no such device.
+        ConfigError: this machine or this torch does not support the device.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class ServedModel:
 
     @property
     def served(self) -> range:
-        """The layer groups that products may be asked of."""
+        """The layer groups that are served."""
         return self._store.served
 
     @property
@@ -91,13 +91,13 @@ class ServedModel:
         Args:
             rows: `[r, inputs]` on the CPU; int32 for the ring, float32 otherwise.
             group: index into the manifest.
-            arithmetic: `float` adds the bias forward; the others and the backward product have none.
+            arithmetic: `float` adds the bias forward. The other arithmetics and backward products add none.
 
         Returns:
             `[r, outputs]`, contiguous, on the CPU, of the dtype of `rows`.
 
         Raises:
-            ConfigError: floats are asked for and there is no float path; the gateway refuses such requests before.
+            ConfigError: a float product without a float path. (The gateway refuses such requests.)
         """
         if arithmetic == "ring":
             return self._operands.product(rows, group=group, direction=direction)
@@ -107,10 +107,10 @@ class ServedModel:
         return operand.product(rows.to(self._device), direction=direction, biased=arithmetic == "float").cpu()
 
     def require_device(self) -> None:
-        """Compute something small.
+        """Compute a small product, to test the device.
 
         Raises:
-            DeviceLostError: the device does not even do that.
+            DeviceLostError: the device fails.
         """
         try:
             _require_usable(self._device)
@@ -125,9 +125,9 @@ class ServedModel:
         return expand(key, first_row=request.first_row, rows=request.rows, width=inputs)
 
     def warm_up(self) -> Iterator[None]:
-        """Do what the first requests would wait for, one small step per `next`."""
+        """Prepare the first requests, one small step per `next`, so that they do not wait."""
         return self._operands.warm_up()
 
     def close(self) -> None:
-        """Release the weights. No product may follow."""
+        """Release the weights. The model cannot be used again."""
         self._operands.close()

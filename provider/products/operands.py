@@ -15,7 +15,7 @@ from symbiosis_priv.kernels import RingMatrix
 
 
 class Operands(ABC):
-    """The quantised weights of every layer group that is served. Products are taken one at a time."""
+    """The quantised weights of every served layer group. Computes one product at a time."""
 
     @property
     def any_thread(self) -> bool:
@@ -40,11 +40,11 @@ class Operands(ABC):
 
     @abstractmethod
     def warm_up(self) -> Iterator[None]:
-        """Do what the first requests would wait for, one small step per `next`."""
+        """Prepare the first requests, one small step per `next`, so that they do not wait."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release the weights. No product may follow."""
+        """Release the weights. The operands cannot be used again."""
 
 
 class LocalOperands(Operands):
@@ -62,7 +62,7 @@ class LocalOperands(Operands):
 
     @property
     def any_thread(self) -> bool:
-        return self._transfers is None  # a device's streams are those of a thread
+        return self._transfers is None  # CUDA streams belong to a thread
 
     @property
     def loaded(self) -> Collection[int]:

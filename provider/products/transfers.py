@@ -1,9 +1,9 @@
-"""Products on a GPU of rows that are on the host: copies to it, products and copies back at the same time.
+"""Products on a GPU of rows in host memory. Copies to the GPU, products and copies back overlap.
 
-Rows go in parts through page-locked memory: while one part is multiplied, the next is on its way there and the one
-before on its way back, each on a stream of its own. One part alone has nothing to overlap with and goes on one stream:
-events between streams would take as long as a small product. Weights never move. On a CPU the same code runs in order
-and with ordinary memory, for the tests.
+Rows are copied in parts, through page-locked memory: while one part is multiplied, the next one is copied to the GPU
+and the previous result is copied back, each on its own stream. A single part cannot overlap with anything, so it uses
+one stream: events between streams would take as long as a small product. Weights are never copied. On a CPU, the same
+code runs in order and with ordinary memory, for the tests.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from symbiosis_priv.kernels import RingMatrix
 
 
 class Transfers:
-    """To one device and back. Not thread-safe.
+    """Computes products on one device. Not thread-safe.
 
     Args:
-        device: where the matrices are.
-        part: rows of one copy.
+        device: device of the matrices.
+        part: number of rows of one copy.
     """
 
     def __init__(self, device: torch.device, *, part: int = 256) -> None:
@@ -32,10 +32,10 @@ class Transfers:
         self._up, self._down = self._stream(), self._stream()
 
     def product(self, matrix: RingMatrix, rows: Tensor, direction: Direction) -> Tensor:
-        """`RingMatrix.product` from host to host.
+        """`RingMatrix.product` from host memory to host memory.
 
         Args:
-            matrix: on this device.
+            matrix: weights on this device.
             rows: int32 `[r, width]` on the CPU.
 
         Returns:
@@ -50,10 +50,10 @@ class Transfers:
             return back
         products = torch.empty(back.shape, dtype=torch.int32, device=self._device)
         here = self._module.current_stream(self._device)
-        in_use = []  # until all streams are done: memory that is freed sooner is given to the next who asks
+        in_use = []  # until all streams are done, because torch reuses memory as soon as it is freed
         for start in range(0, len(rows), self._part):
             part = slice(start, start + self._part)
-            there[part].copy_(rows[part])  # by the CPU, while the device is at work on the parts before
+            there[part].copy_(rows[part])  # the CPU copies while the device works on earlier parts
             with self._module.stream(self._up):
                 in_use.append(there[part].to(self._device, non_blocking=True))
             here.wait_stream(self._up)
@@ -65,7 +65,7 @@ class Transfers:
         return back
 
     def _host(self, rows: int, columns: int) -> Tensor:
-        """A matrix that the device can read and write by itself; torch keeps such memory for the next."""
+        """A matrix that the device can copy without the CPU. torch keeps such memory for reuse."""
         pinned = self._device.type == "cuda"
         return torch.empty((rows, columns), dtype=torch.int32, device="cpu", pin_memory=pinned)
 

@@ -14,8 +14,8 @@ class Rates:
     Args:
         per_s: tokens that a bucket regains per second.
         burst: tokens that a full bucket holds.
-        most: largest number of buckets. One more drops the least recently used bucket, whose client then gets a full
-            one.
+        most: largest number of buckets. One more drops the least recently used bucket; its client gets a full bucket
+            later.
     """
 
     def __init__(self, *, per_s: float, burst: float, most: int = 4096) -> None:

@@ -139,7 +139,8 @@ class RegistryServer:
                 self._begin(client)
 
     def _see_off(self, crowded_out: UnauthenticatedConnection) -> None:
-        """Closes a connection and waits for its thread, so that open connections never exceed the limit."""
+        """Close the connection that was dropped, and wait for its thread, so that open connections never exceed the
+        limit."""
         log.often("connection_dropped", address=crowded_out.network)
         self._present.remove(crowded_out)
         hang_up(crowded_out.socket, socket.SHUT_RDWR)  # the connection's thread closes the socket
@@ -154,7 +155,7 @@ class RegistryServer:
             self._threads[client] = thread
         try:
             thread.start()
-        except RuntimeError as error:  # no more threads
+        except RuntimeError as error:  # no thread can be started
             log.often("accept_failed", error=type(error).__name__)
             self._forget(client)
 

@@ -323,7 +323,7 @@ class ShardedOperands(Operands):
 
     @contextmanager
     def _answering(self, what: str) -> Iterator[None]:
-        """End the group if a step fails: the ranks cannot agree on the next plan any more."""
+        """End the group if a step fails, because the ranks may then disagree about the next plan."""
         self._doing = what
         try:
             yield

@@ -1,4 +1,4 @@
-"""Integer arithmetic that both sides agree on to the bit. Read in this order:
+"""Integer arithmetic with the same bits on both sides. Read in this order:
 
 ring        rows to integers, and the proof that no product leaves the range
 quantise    weights to integers, one scale per output channel

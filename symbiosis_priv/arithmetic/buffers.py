@@ -35,9 +35,10 @@ class Buffers:
     def __init__(self, *, limit: int) -> None:
         self._limit = limit
         self._unused = 0
-        self._free: defaultdict[int, deque[mmap.mmap]] = defaultdict(deque)  # by length, what lies longest first
-        self._ages: OrderedDict[int, mmap.mmap] = OrderedDict()  # by identity, of any length, the same way
-        self._lock = threading.RLock()  # a finaliser may run in the middle of `take`
+        # by length; the block that was unused for longest comes first
+        self._free: defaultdict[int, deque[mmap.mmap]] = defaultdict(deque)
+        self._ages: OrderedDict[int, mmap.mmap] = OrderedDict()  # all blocks by identity, in the same order
+        self._lock = threading.RLock()  # reentrant, because a finaliser may run in the middle of `take`
 
     @property
     def unused(self) -> int:
@@ -45,7 +46,7 @@ class Buffers:
         return self._unused
 
     def take(self, size: int) -> NDArray[np.uint8]:
-        """`size` bytes; they come back when the array and everything made from it are gone."""
+        """Return `size` bytes. They return to the pool when the array and all its views are gone."""
         if size < _SMALL:
             return np.empty(size, dtype=np.uint8)
         length = _rounded(size)
@@ -55,7 +56,7 @@ class Buffers:
         return array
 
     def matrix(self, rows: int, columns: int, *, dtype: torch.dtype = torch.int32) -> Tensor:
-        """A contiguous CPU matrix `[rows, columns]` in such memory."""
+        """Return a contiguous CPU matrix `[rows, columns]` in memory of the pool."""
         if rows * columns * dtype.itemsize < _SMALL:
             return torch.empty((rows, columns), dtype=dtype, device="cpu")
         return torch.from_numpy(self.take(rows * columns * dtype.itemsize)).view(dtype).view(rows, columns)
@@ -96,14 +97,14 @@ def large_tensor(shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
 
 
 def _rounded(size: int) -> int:
-    """The next of eight sizes to every power of two: what differs by a few rows shares buffers."""
+    """Round up to one of eight sizes per power of two, so that matrices of similar row counts share buffers."""
     step = 1 << max(size.bit_length() - 1, 0)
     step //= _STEPS
     return -(-size // step) * step
 
 
 def _fresh(length: int) -> mmap.mmap:
-    # private: shared pages would be written by both sides of a fork, and are never large ones
+    # private, because shared mappings would be written by both sides of a fork, and never use large pages
     block = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError, AttributeError):  # where the system has large pages
         block.madvise(mmap.MADV_HUGEPAGE)

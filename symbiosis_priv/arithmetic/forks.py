@@ -1,9 +1,9 @@
-"""Noticing forks (rule 12): secrets, pads and connections belong to the process that made them.
+"""Detects forks (rule 12), because secrets, pads and connections belong to the process that made them.
 
-Two signs are needed. Python's fork hook runs in every child of `os.fork`, also in one that has its parent's process id,
-as in a new pid namespace. C code that calls libc's `fork` runs no hook of Python's, but its child has another process
-id, so `generation` compares it. A child with both, a fork by C code and its parent's process id, is not noticed. Nor is
-a copy of the whole machine (a snapshot of a virtual machine, CRIU).
+Detection uses two signs. Python's fork hook runs in every child of `os.fork`, even if the child has its parent's
+process id, as in a new pid namespace. C code that calls libc's `fork` does not run the hook, but the child has another
+process id, which `generation` compares. A fork by C code into a new pid namespace can escape both signs. A copy of the
+whole machine (a snapshot of a virtual machine, CRIU) is not detected either.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _in_child: list[Callable[[], None]] = []
 def generation() -> int:
     """Number of forks between this process and the one that first imported this module.
 
-    An object that was made in one generation and is found in another one has come over a fork. Compare before every
-    use of a secret: a fork by C code is noticed here and nowhere else.
+    If an object was made in another generation, it was copied by a fork. Compare the generation before every use of a
+    secret, because only this function detects a fork by C code.
     """
     if os.getpid() != _pid:
         _forked()

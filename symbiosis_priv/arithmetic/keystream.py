@@ -2,13 +2,13 @@
 
 Theory of operation. A session draws one 256-bit secret. Everything else is derived with HKDF-SHA256 (RFC 5869):
 
-    session secret --"helper", name, key fingerprint--> helper seed      (all that a helper ever receives)
+    session secret --"helper", name, key fingerprint--> helper seed      (the only secret that a helper receives)
     helper seed    --"mask", group_name, direction--> AES-256 key   (one keystream per layer group and direction)
 
-Row r of a keystream occupies its own whole AES blocks, starting at block `r * ceil(4 d / 16)`: any row can be made
-without the ones before it, by the tenant and the helper alike, and rows never overlap. Info strings
-are length-prefixed, so that no two derivations can collide. Masks come from nowhere else (rule 1).
-`tenant.core.secret` hands out each row index exactly once.
+Row r of a keystream occupies whole AES blocks of its own, starting at block `r * ceil(4 d / 16)`. So the tenant and the
+helper can make any row without the rows before it, and rows never overlap. Info strings are length-prefixed, so that no
+two derivations can collide. All masks come from here (rule 1). `tenant.core.secret` hands out each row index exactly
+once.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from symbiosis_priv.errors import RangeError
 
 SEED_BYTES = 32
 MAX_ROW = 1 << 63
-MAX_BYTES = 1 << 32  # of one expansion; a frame holds no more either
+MAX_BYTES = 1 << 32  # limit of one expansion, and of one frame
 _BLOCK = 16
 _SLACK = _BLOCK // 4  # words
-_PIECE = 1 << 18  # bytes at a time: enough to hide what a call costs, and they stay in the cache
-_AHEAD = 1 << 17  # bytes of rows that are worth making ahead
-_ZEROS = memoryview(bytes(_PIECE))  # what is encrypted
+_PIECE = 1 << 18  # bytes at a time: large enough to amortise a call, and small enough for the cache
+_AHEAD = 1 << 17  # bytes of rows that are worth expanding ahead of time
+_ZEROS = memoryview(bytes(_PIECE))  # the plaintext
 
 
 def derive(secret: bytes, *labels: str) -> bytes:
@@ -42,7 +42,7 @@ def derive(secret: bytes, *labels: str) -> bytes:
 
 
 def expand(key: bytes, *, first_row: int, rows: int, width: int) -> Tensor:
-    """Rows `first_row .. first_row + rows` of a keystream, uniform over the ring.
+    """Expand rows `first_row .. first_row + rows` of a keystream, uniform over the ring.
 
     Args:
         key: 32 bytes, used for one width only (`derive` binds layer group and direction).
@@ -54,7 +54,7 @@ def expand(key: bytes, *, first_row: int, rows: int, width: int) -> Tensor:
         int32 `[rows, d]`, contiguous, on the CPU.
 
     Raises:
-        RangeError: out of range, or more than `MAX_BYTES`; nothing was allocated.
+        RangeError: an argument is out of range, or the rows exceed `MAX_BYTES`; nothing was allocated.
     """
     return Keystream(key, width=width).expand(first_row, rows)
 
@@ -66,19 +66,19 @@ class Keystream:
         key, width: as for `expand`.
 
     Raises:
-        RangeError: not a key, or no width.
+        RangeError: the key is not 32 bytes, or the width is below 1.
     """
 
     def __init__(self, key: bytes, *, width: int) -> None:
         if len(key) != SEED_BYTES or width < 1:
             raise RangeError(f"no keystream: key {len(key)} bytes, width {width}")
         self._algorithm, self._width = algorithms.AES256(key), width
-        self._padded = -(-4 * width // _BLOCK) * _BLOCK // 4  # columns that a row takes of it: whole blocks
-        self._idle: list[CipherContext] = []  # popped and appended: one step each
-        self._ahead: list[tuple[int, NDArray[np.int32]]] = []  # a first row and some rows; at most one of these
+        self._padded = -(-4 * width // _BLOCK) * _BLOCK // 4  # columns that a row occupies: whole blocks
+        self._idle: list[CipherContext] = []  # append and pop are atomic
+        self._ahead: list[tuple[int, NDArray[np.int32]]] = []  # (first row, rows); at most one entry
 
     def expand(self, first_row: int, rows: int) -> Tensor:
-        """Rows from one on; see the function of this name."""
+        """Return `rows` rows from `first_row` on; see the function `expand`."""
         cipher = self._cipher(first_row, rows)
         space = torch.empty(rows * self._padded + _SLACK, dtype=torch.int32, device="cpu")
         _encrypt(cipher, space.numpy())
@@ -92,7 +92,7 @@ class Keystream:
             self._ahead[:] = [(first_row, self.expand(first_row, rows).numpy())]
 
     def add_to(self, matrix: Tensor, *, first_row: int) -> None:
-        """Add rows to a matrix modulo 2^32, piece by piece: no mask as large as the matrix is made.
+        """Add rows to a matrix modulo 2^32, block by block, without allocating a mask as large as the matrix.
 
         Args:
             matrix: int32 `[rows, d]` on the CPU; changed in place.
@@ -115,7 +115,8 @@ class Keystream:
         self._idle.append(cipher)
 
     def _made_ahead(self, first_row: int, rows: int) -> NDArray[np.int32] | None:
-        """The rows that `make_ahead` has expanded, if they are these rows. They are dropped in either case."""
+        """Return the rows that `make_ahead` has expanded, or None if it has expanded other rows. Drops them in either
+        case."""
         try:
             first, ahead = self._ahead.pop()
         except IndexError:
@@ -123,7 +124,7 @@ class Keystream:
         return ahead if first == first_row and len(ahead) == rows else None
 
     def _cipher(self, first_row: int, rows: int) -> CipherContext:
-        """A cipher context that stands at the beginning of a row. The caller owns it until it is put back."""
+        """Return a cipher context at the beginning of a row. The caller owns it until it is put back."""
         if not (first_row >= 0 and rows >= 0 and first_row + rows <= MAX_ROW and 4 * rows * self._padded <= MAX_BYTES):
             raise RangeError(f"no keystream: rows {first_row}..{first_row + rows}, width {self._width}")
         counter = (first_row * 4 * self._padded // _BLOCK).to_bytes(_BLOCK, "big")
@@ -136,8 +137,8 @@ class Keystream:
 
 
 def _encrypt(cipher: CipherContext, space: NDArray[np.int32]) -> None:
-    """Fill contiguous words with the next ones of a keystream, little-endian; the last `_SLACK` of them are room that
-    the cipher asks for."""
+    """Fill contiguous words with the next words of a keystream, little-endian. The last `_SLACK` words are room that
+    the cipher requires."""
     data = space.view(np.uint8).data
     size = len(data) - _BLOCK
     for start in range(0, size, _PIECE):

@@ -1,7 +1,7 @@
 """Arithmetic modulo p = 2^61 - 1: one secret column checks a product of integers (`tenant.core.verifier`).
 
-A column R of residues is multiplied with int32 rows, and with the int16 weights once, when keys are made. All of it
-is exact. The compiled library splits residues into limbs of 21, 20 and 20 bits: products with int32 stay below 2^52,
+A column R of residues is multiplied with int32 rows, and once with the int16 weights, when keys are made. All products
+are exact. The compiled library splits residues into limbs of 21, 20 and 20 bits: products with int32 stay below 2^52,
 and 1,024 of them sum up in int64. torch splits them into digits so small that float64 sums are integers below 2^53.
 
 p is a prime above 2^33: the difference of two int32 numbers is 0 modulo p only if it is 0.
@@ -32,7 +32,7 @@ _WEIGHT_DIGIT = 16  # 2^15 * 2^16 * 2^21 < 2^53
 
 @dataclass(frozen=True, eq=False)
 class Column:
-    """A column of residues, int64 `[n]` in 0..p-1, and the forms in which it is multiplied (made on first use)."""
+    """A column of residues, int64 `[n]` in 0..p-1, and two representations for products (made on first use)."""
 
     values: Tensor
 
@@ -56,9 +56,10 @@ class Column:
 
 
 def uniform(key: bytes, count: int) -> Column:
-    """A secret column from a 256-bit key: 61 bits of keystream per entry, p itself counting as 0.
+    """A secret column from a 256-bit key: 61 bits of keystream per entry; the value p counts as 0.
 
-    So 0 has probability 2^-60 and every other residue 2^-61: an equation for one entry holds with at most 2^-60.
+    So 0 has probability 2^-60 and every other residue 2^-61: an equation for one entry holds with probability 2^-60 at
+    most.
     """
     values = expand(key, first_row=0, rows=1, width=2 * count).view(torch.int64)[0] & PRIME
     return Column(values.masked_fill_(values == PRIME, 0))
@@ -130,6 +131,6 @@ def _joined(sums: Tensor, bits: int) -> Tensor:
     """Residues int64 `[n]` of `sum_k sums[:, k] 2^(bits k)`."""
     total = torch.zeros(len(sums), dtype=torch.int64, device="cpu")
     for digit in reversed(sums.unbind(dim=1)):
-        turned = (total << bits & PRIME) | (total >> _BITS - bits)  # times 2^bits: 2^61 is 1
+        turned = (total << bits & PRIME) | (total >> _BITS - bits)  # times 2^bits, because 2^61 is 1
         total = (turned + digit.remainder(PRIME)).remainder_(PRIME)
     return total

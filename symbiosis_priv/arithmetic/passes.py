@@ -33,13 +33,14 @@ def encode(
     column: Column | None = None,
     expected: Tensor | None = None,
 ) -> Tensor:
-    """Float rows to ring rows.
+    """Quantise float rows to ring rows.
 
     Args:
-        inputs: float matrices `[r, w_k]` on the CPU, one dtype, that stand side by side: `sum(w_k) == bound.inputs`.
+        inputs: float matrices `[r, w_k]` on the CPU, one dtype, the column blocks of the rows: `sum(w_k) ==
+            bound.inputs`.
         bound: the product's public bound.
         out: int32 `[r, d]`, contiguous; written.
-        fold: float64 `[d]` that columns are multiplied by first, or None.
+        fold: float64 `[d]`, factors of the columns before quantisation, or None.
         column: V, or None for no check.
         expected: int64 `[r]`; set to `xq @ V` modulo p if there is a column.
 
@@ -105,12 +106,12 @@ def decode(
         scale: float64 `[r]` from `encode`.
         effects: int32 `[r, o]` each, contiguous; subtracted modulo 2^32.
         channel_scale: float64 `[o]`, the weight scales; None when they were folded into the rows (backward).
-        bias: float64 `[o]`, or None; not without channel scales.
+        bias: float64 `[o]`, or None; needs channel scales.
         column: R, or None for no check.
         expected: int64 `[r]`, as `encode` set it.
 
     Returns:
-        True if every row passed the check. Otherwise drop what was stored in `outputs`.
+        True if every row passed the check. Otherwise `outputs` must not be used.
     """
     rows, width = answer.shape
     library = native.library()
@@ -157,7 +158,7 @@ def decode(
 def unmask(
     answer: Tensor, *, effects: Sequence[Tensor], column: Column | None, expected: Tensor | None
 ) -> Tensor | None:
-    """Subtract the effects and check, but keep integers: returns int32 `[r, o]`, or None if a row is wrong."""
+    """Subtract the effects and check, and keep integers. Returns int32 `[r, o]`, or None if a row is wrong."""
     for effect in effects:
         answer = answer - effect
     return answer if _passes(answer, column, expected) else None
@@ -168,7 +169,7 @@ def _passes(rows: Tensor, column: Column | None, expected: Tensor | None) -> boo
 
 
 def _are_float_rows(parts: Sequence[Tensor], rows: int, width: int) -> bool:
-    """Returns True if all are float matrices of `rows` rows, and `width` columns together."""
+    """Returns True if all parts are float matrices with `rows` rows, and have `width` columns together."""
     for part in parts:
         if part.dim() != 2 or part.shape[0] != rows or not part.is_floating_point():
             return False
@@ -177,7 +178,8 @@ def _are_float_rows(parts: Sequence[Tensor], rows: int, width: int) -> bool:
 
 
 def _writable(out: Tensor) -> Tensor:
-    """The tensor that the compiled code writes: `out`, or a float32 tensor to copy from (torch rounds the same way)."""
+    """Return the tensor that the compiled code writes: `out`, or a float32 tensor to copy from (torch rounds the same
+    way)."""
     if out.dtype in FORMATS and has_rows_in_one_piece(out):
         return out
     dtype = out.dtype if out.dtype in FORMATS else torch.float32

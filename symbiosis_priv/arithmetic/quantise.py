@@ -1,4 +1,4 @@
-"""Weights to integers, the same bits for every party.
+"""Quantises weights to integers. Every party gets the same bits.
 
 Per output channel, symmetric: `s_o = max|W[o]| / (2^(b-1) - 1)`, `Wq = round(W / s_o)`, in float64 on the CPU.
 Siblings that share an input are one group: their matrices are stacked along the output dimension.

@@ -1,29 +1,29 @@
-"""The ring Z_2^32: from float rows to ring rows and back.
+"""The ring Z_2^32: converts float rows to ring rows and back.
 
 Theory of operation. A linear layer runs as an integer product modulo 2^32, in wrap-around `torch.int32`.
 That product is exact, so adding a uniform mask before it and subtracting the mask's own product after it
-changes nothing, bit for bit. What remains is to make sure that the *true* product `y = xq @ Wq.T` can be read
-back from its residue: every row is scaled so that `|y| < RANGE = 2^31`, the range of int32. No guard bits are needed,
-because the verifier checks the integers themselves and not their residues (`modular`).
+leaves every bit unchanged. The *true* product `y = xq @ Wq.T` must be recoverable from its residue, so every row is
+scaled until `|y| < RANGE = 2^31`, the range of int32. No guard bits are needed, because the verifier checks the
+integers themselves and not their residues (`modular`).
 
 The scale of a row comes from two Hölder bounds that hold for every output channel,
 
     |y_o| <= |xq|_1 * max|Wq|      and      |y_o| <= |xq|_2 * max_o |Wq[o]|_2,
 
-and the smaller bound counts. Rounding to integers can raise the norms by d/2 and sqrt(d)/2; `Bound`
+of which the smaller one is used. Rounding to integers can raise the norms by d/2 and sqrt(d)/2; `Bound`
 subtracts that first. The norms are taken of the *integers* `u_i = ceil(2^16 |x_i| / max|x|)`, whose sums are exact
 in float64 in any order: a row's quantisation never depends on the rows beside it, the thread count or the machine.
 
 Proof that no product leaves the range. Write F for the float64 factor below, f = F/2^16, eps = 2^-52. Division and
 multiplication round once each, so `|xq_i| <= f u_i (1 + 3 eps) + 1/2`. Summing over i (Minkowski for the 2-norm)
 gives `|xq|_1 <= f S1 (1 + 3 eps) + d/2` and `|xq|_2 <= f S2 (1 + 3 eps) + sqrt(d)/2`, with S1, S2 the norms of u. f is
-the larger of `l1/S1` and `l2/S2`, shrunk by 2^-40, which swallows the eps terms, so one of the two Hölder bounds is
-at most `(RANGE - 1) (1 + 2 eps)`, where the last term is for the roundings of l1 and l2 themselves. That is less than
+the larger of `l1/S1` and `l2/S2`, shrunk by 2^-40, which is more than the eps terms, so one of the two Hölder bounds is
+at most `(RANGE - 1) (1 + 2 eps)`, where the last factor covers the rounding of l1 and l2. That is less than
 RANGE - 1/2, and products are integers: `|y| <= RANGE - 1`. Entries of xq are no larger than either norm, so they, too,
 are below RANGE and fit int32.
 
-Everything here is public arithmetic; masks are in `keystream`, products in `kernels`, and the compiled form
-of what stands here is in `passes`.
+Everything in this module is public arithmetic. Masks are in `keystream`, products in `kernels`; `passes` does the same
+arithmetic with compiled code.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ RANGE = 1 << 31
 
 _RESOLUTION = float(1 << 16)
 _SHRINK = 1.0 - 2.0**-40
-_BLOCK = 1 << 16  # entries per thread: the passes over them stay in its cache
+_BLOCK = 1 << 16  # entries per thread, so that the passes over them stay in the cache
 _MAX_WIDTH = 1 << 21  # sums of squared 16-bit integers stay exact in float64 up to here
 
 
@@ -98,7 +98,7 @@ def quantise_rows(rows: Tensor, bound: Bound, *, fold: Tensor | None = None) -> 
     Args:
         rows: `[r, d]` on the CPU, any floating dtype.
         bound: the layer's public bound; `bound.inputs == d`.
-        fold: float64 `[d]` that columns are multiplied by first, or None.
+        fold: float64 `[d]`, factors of the columns before quantisation, or None.
 
     Returns:
         `(xq, scale)`: int32 `[r, d]` and float64 `[r, 1]` with `rows ~= xq * scale`. The scale is secret (rule 5).
@@ -110,7 +110,7 @@ def quantise_rows(rows: Tensor, bound: Bound, *, fold: Tensor | None = None) -> 
     if rows.dim() != 2 or rows.shape[1] != bound.inputs or not rows.is_floating_point():
         raise RangeError(f"expected float rows of shape [r, {bound.inputs}], got {rows.dtype} {list(rows.shape)}")
     rows = rows.detach()
-    # big tensors made anew would cost more than the arithmetic
+    # reused, because allocating large tensors would take longer than the arithmetic
     block = min(len(rows), max(1, torch.get_num_threads() * _BLOCK // bound.inputs))
     v = torch.empty((block, bound.inputs), dtype=torch.float64, device="cpu")
     u = torch.empty_like(v)
@@ -122,7 +122,7 @@ def quantise_rows(rows: Tensor, bound: Bound, *, fold: Tensor | None = None) -> 
 
 
 def _quantise(rows: Tensor, bound: Bound, fold: Tensor | None, v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """`quantise_rows` for a block of rows, in two float64 buffers of the block's shape."""
+    """`quantise_rows` for one block of rows. `v` and `u` are float64 work buffers of the block's shape."""
     v.copy_(rows)
     if fold is not None:
         v.mul_(fold)
@@ -133,7 +133,8 @@ def _quantise(rows: Tensor, bound: Bound, fold: Tensor | None, v: Tensor, u: Ten
     torch.abs(v.div_(peak), out=u).mul_(_RESOLUTION).ceil_()
     s1 = u.sum(dim=1, keepdim=True).clamp_(min=1.0)
     s2 = u.square_().sum(dim=1, keepdim=True).clamp_(min=1.0)
-    np.sqrt(s2.numpy(), out=s2.numpy())  # correctly rounded everywhere; torch's own is the math library's
+    # correctly rounded everywhere, unlike torch's, which depends on the math library
+    np.sqrt(s2.numpy(), out=s2.numpy())
     factor = torch.maximum(s1.reciprocal_().mul_(bound.l1), s2.reciprocal_().mul_(bound.l2)) * (_RESOLUTION * _SHRINK)
     return v.mul_(factor).round_().to(torch.int32), peak / factor
 
@@ -148,11 +149,11 @@ def dequantise(product: Tensor, *, scale: Tensor, channel_scale: Tensor | None =
     """
     y = product.to(torch.float64)
     if channel_scale is not None:
-        y = y.mul_(channel_scale)  # before the row scale: cannot overflow where the result does not
+        y = y.mul_(channel_scale)  # before the row scale, so that it overflows only if the result does
     return y.mul_(scale)
 
 
 def row_blocks(rows: int, width: int) -> list[tuple[int, int]]:
-    """Ranges of rows: the float64 values of one range stay in the cache."""
+    """Split rows into ranges, so that the float64 values of one range stay in the cache."""
     step = max(1, torch.get_num_threads() * _BLOCK // max(1, width))
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]

@@ -14,7 +14,7 @@ from symbiosis_priv.errors import CertificateError
 from symbiosis_priv.system.files import read_limited
 
 MAX_BYTES = 1 << 20
-"""Size limit of a file that is read, far above the size of any bundle of certificates."""
+"""Size limit of a file, far above the size of any bundle of certificates."""
 
 
 def certificate_pem(certificate: x509.Certificate | x509.CertificateSigningRequest) -> bytes:

@@ -83,7 +83,7 @@ class Checkpoint:
         self._location = self._index()
 
     def _index(self) -> dict[str, str]:
-        if (self.path / _SINGLE).is_file():  # before an index, as transformers does
+        if (self.path / _SINGLE).is_file():  # before an index: transformers uses the same order
             return dict.fromkeys(self._file(_SINGLE).keys(), _SINGLE)
         if not (self.path / _INDEX).is_file():
             raise CheckpointError(f"{self.path} has no {_SINGLE}; convert it: model.save_pretrained(path)")

@@ -1,10 +1,10 @@
-"""Layers: the transformer blocks that people count, over the layer groups that travel on the wire.
+"""Layers are transformer blocks. Layer groups are the linears that the wire protocol numbers.
 
-A group's index is its place in the manifest; an operator thinks in blocks ("layers 0 to 15"). A block is what comes
-before the first number in a module's path, and that number: `model.layers.3` of `model.layers.3.mlp.up_proj`. Blocks
-are counted as the manifest first names them, encoder before decoder. What has no block of its own goes with the block
-before it (an LM head), or with the first one. So layer numbers never fall along the manifest, and a range of layers is
-one contiguous range of groups.
+A group's index is its place in the manifest. Operators count blocks instead ("layers 0 to 15"). The name of a block is
+a module's path up to its first number: `model.layers.3` for `model.layers.3.mlp.up_proj`. Blocks are numbered in the
+order in which the manifest first names them, encoder before decoder. A group outside all blocks, such as an LM head,
+belongs to the block before it, or to the first block. So layer numbers never decrease along the manifest, and a range
+of layers is one contiguous range of groups.
 """
 
 from __future__ import annotations
@@ -30,12 +30,16 @@ class GroupSpec:
 
     @property
     def name(self) -> str:
-        """A readable, unique name: the first member's, plus how many siblings ride along."""
+        """A readable, unique name: the first member's name, and the number of further members."""
         return self.members[0] if len(self.members) == 1 else f"{self.members[0]}+{len(self.members) - 1}"
 
 
 def layers_of(names: Iterable[str]) -> tuple[int, ...]:
-    """The layer number of every group, from the groups' names (or their first members') in the manifest's order."""
+    """The layer number of every group.
+
+    Args:
+        names: the groups' names or their first members' names, in the manifest's order.
+    """
     seen: set[str] = set()
     layers = []
     for name in names:
@@ -56,7 +60,7 @@ class LayerRange:
     """Layers `first` to `last`, both included.
 
     Raises:
-        ConfigError: it is empty, or begins before layer 0.
+        ConfigError: the range is empty, or begins before layer 0.
     """
 
     first: int
@@ -68,7 +72,11 @@ class LayerRange:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """`"0-15"`, or `"7"` for one layer; ConfigError for anything else."""
+        """Parse `"0-15"`, or `"7"` for one layer.
+
+        Raises:
+            ConfigError: the text has another form.
+        """
         found = _RANGE.fullmatch(text)
         if found is None:
             raise ConfigError(
@@ -87,7 +95,7 @@ class LayerRange:
         """The layer groups of this range.
 
         Args:
-            layers: of a whole model, as `layers_of` gives them.
+            layers: the layer number of every group of the whole model, from `layers_of`.
 
         Raises:
             ConfigError: the model has no such layers.
@@ -100,7 +108,7 @@ class LayerRange:
 
 
 def spans(numbers: Iterable[int]) -> tuple[LayerRange, ...]:
-    """The fewest ranges that hold exactly these numbers, in ascending order."""
+    """The fewest ranges that contain exactly these numbers, in ascending order."""
     ordered = sorted(set(numbers))
     runs = itertools.groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0])
     parts = [[number for _, number in run] for _, run in runs]
@@ -108,6 +116,6 @@ def spans(numbers: Iterable[int]) -> tuple[LayerRange, ...]:
 
 
 def whole_layers(groups: range, layers: Sequence[int]) -> tuple[int, ...]:
-    """The layers that lie completely inside a range of groups."""
+    """The layers whose groups all lie inside a range of groups."""
     missing = {layer for group, layer in enumerate(layers) if group not in groups}
     return tuple(sorted(set(layers) - missing))

@@ -1,8 +1,7 @@
 """The manifest: which layer groups a quantised base model has, and the digest that fixes it.
 
-It lists every layer group with the SHA-256 of its integers, scales and bias; the manifest's own digest is what
-`federation.toml` pins. Quantising is deterministic, so tenants and providers get the same digest from the same
-checkpoint.
+It lists every layer group with the SHA-256 of its integers, scales and bias; `federation.toml` pins the digest of the
+manifest. Quantising is deterministic, so tenants and providers get the same digest from the same checkpoint.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from symbiosis_priv.system.files import UNDECODABLE
 
 MANIFEST_VERSION = 1
 
-_Width = Annotated[int, msgspec.Meta(ge=1, lt=1 << 30)]  # a row of more would fit no frame
+_Width = Annotated[int, msgspec.Meta(ge=1, lt=1 << 30)]  # a longer row would not fit a frame
 
 
 class GroupEntry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -50,7 +49,7 @@ class GroupEntry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return sum(self.outputs)
 
     def columns(self, direction: Direction) -> tuple[int, int]:
-        """(columns of a request's rows, columns of its answer's)."""
+        """The columns of a request's rows and of its answer's rows."""
         inputs, outputs = self.inputs, self.stacked_outputs
         return (inputs, outputs) if direction == FORWARD else (outputs, inputs)
 
@@ -78,7 +77,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_json(cls, data: bytes) -> Manifest:
-        """Parse; CheckpointError if it is not a manifest of this version."""
+        """Parse a manifest.
+
+        Raises:
+            CheckpointError: not a manifest, or one of another version.
+        """
         try:
             manifest = msgspec.json.decode(data, type=cls)
         except UNDECODABLE as error:

@@ -1,7 +1,7 @@
-"""The operations that read a tensor's metadata (shape, dtype, device, ...) and none of its values.
+"""Names the operations that read a tensor's metadata (shape, dtype, device, ...) and none of its values.
 
-Names are those of torch's functions, methods and attributes. A linear can be offloaded if the model uses its weight
-through these operations only; the stand-in for its weight supports exactly these.
+The names are those of torch's functions, methods and attributes. A linear can be offloaded if the model uses its weight
+only through these operations, because the placeholder for its weight supports no others.
 """
 
 from __future__ import annotations

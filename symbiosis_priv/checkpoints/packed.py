@@ -1,13 +1,13 @@
-"""Packed weights on disk: written once, then mapped, so that a start copies nothing and processes share the pages.
+"""Packed weights on disk: written once, then mapped. A start copies nothing, and processes share the pages.
 
 Theory of operation. A file holds one layer group in one layout, and the group's digest in its header. Mapping a file
 converts nothing and hashes nothing: hashing gigabytes would make every start slow. Damage is noticed before the first
 product is served: the file also holds the products of a public probe row, computed from the quantised weights with
 torch, and the reader computes those products again (`agrees`). Every entry of the probe is odd, hence a unit of the
 ring: one altered weight always changes a product, and several altered weights rarely cancel out.
-That reads each weight once at the speed of memory, as the first request would, and tests the kernel on the real
-matrix as well. Whoever can write to the cache could fool it; the folder is the operator's own, and tenants verify
-what they are answered.
+This check reads each weight once at the speed of memory, as the first request would. It also tests the kernel on the
+real matrix. It does not protect against a user that can write to the cache: the folder belongs to the operator, and
+tenants verify every answer.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction
 from symbiosis_priv.kernels import KERNELS, Packed, RingMatrix, kernel_of, probe_rows
 from symbiosis_priv.system.files import replace_atomically
 
-_ALIGNMENT = 64  # bytes; a cache line and the widest vector
-_LENGTH = struct.Struct("<Q")  # of the header
-_VERSION = 1  # of the files and of every layout
+_ALIGNMENT = 64  # bytes: the size of a cache line and of the widest vector
+_LENGTH = struct.Struct("<Q")  # version of the header
+_VERSION = 1  # version of the files and of every layout
 _DTYPES = {torch.int8: "I8", torch.int16: "I16", torch.int32: "I32"}
 
 Products = dict[Direction, Tensor]
-"""Of the probe row, int32 `[columns]` each."""
+"""Products of the probe row: two int32 `[columns]`."""
 
 
 def path_of(folder: Path, digest: str, layout: str) -> Path:
@@ -67,12 +67,12 @@ def agrees(matrix: RingMatrix, products: Products) -> bool:
 
 
 def write(folder: Path, digest: str, packed: Packed, products: Products) -> None:
-    """Keep a packed group. Readers see the whole file or none.
+    """Write a packed group atomically.
 
     Raises:
         OSError: no room, or no permission.
     """
-    # not by safetensors' own writer, which copies the data once more and aligns it to 8 bytes only
+    # safetensors' own writer is not used: it copies the data once more, and aligns it to 8 bytes only
     tensors = {str(direction): pad(product, (0, -len(product) % _ALIGNMENT)) for direction, product in products.items()}
     tensors["weight"] = packed.data
     header: dict[str, object] = {"__metadata__": _metadata(digest, packed)}
@@ -90,15 +90,15 @@ def write(folder: Path, digest: str, packed: Packed, products: Products) -> None
             for tensor in tensors.values():
                 file.write(tensor.contiguous().numpy().data.cast("B"))
             file.flush()
-            os.fsync(file.fileno())  # or a power failure may leave the name and not the content
+            os.fsync(file.fileno())  # without it, a power failure could keep the name and lose the content
 
     replace_atomically(path_of(folder, digest, packed.layout), write_to)
 
 
 def read(folder: Path, digest: str, layout: str, *, weight_bits: int) -> tuple[Packed, Products] | None:
-    """Map a packed group; None if there is none or it is another one's or cut short."""
+    """Map a packed group. Returns None if its file is missing, truncated, or of another group."""
     path = path_of(folder, digest, layout)
-    if not path.is_file():  # a pipe would be waited for
+    if not path.is_file():  # opening a pipe would block
         return None
     try:
         with safe_open(path, framework="pt") as file:
@@ -110,7 +110,8 @@ def read(folder: Path, digest: str, layout: str, *, weight_bits: int) -> tuple[P
             }
     except (OSError, SafetensorError, KeyError, ValueError, TypeError):
         return None
-    form = kernel_of(layout).form(outputs, inputs, weight_bits=weight_bits)  # kernels read that much, unchecked
+    # kernels read this many bytes without a check
+    form = kernel_of(layout).form(outputs, inputs, weight_bits=weight_bits)
     whole = metadata == _metadata(digest, packed) and form == (packed.data.dtype, tuple(packed.data.shape))
     return (packed, products) if whole else None
 

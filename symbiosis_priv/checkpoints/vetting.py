@@ -154,7 +154,8 @@ def _check_patterns(path: Path, key: str, value: Any) -> None:
 
 
 def _sizes(config: dict[str, Any], tensors: Path) -> dict[str, tuple[Any, int]]:
-    """The sizes that PEFT allocates from the configuration alone, before it reads the tensors, each with its limit."""
+    """The sizes that PEFT allocates because of the configuration alone, before it reads the tensors. Each has its
+    limit."""
     repeated = config.get("layer_replication")
     tokens = config.get("num_virtual_tokens")
     entries = config.get("theta_d_length")  # length of a vector that Uni-LoRA creates with numpy

@@ -1,4 +1,4 @@
-"""The quantised base model: a store that hands out one layer group at a time.
+"""The quantised base model: a store that returns one layer group at a time.
 
 Groups are cached on disk under their digest in two forms: packed for products, mapped into memory (`packed`), and as
 plain integers, which are checked against the digest when they are read.
@@ -49,11 +49,11 @@ class WeightStore:
 
     Args:
         path: a local checkpoint folder (`checkpoint.resolve` gives one).
-        weight_bits: b.
+        weight_bits: bits of a quantised weight.
         cache: folder for quantised groups; `default_cache()` if None.
-        device: where products of `matrix` run.
+        device: the device of the products of `matrix`.
         kernel: "auto", or a name in `kernels.KERNELS`, for `matrix`.
-        shardable: with "auto", only kernels whose packed weights can be cut between outputs.
+        shardable: with "auto", choose only kernels whose packed weights can be split by output channel.
         layers: the layers to pack for products; all if None. The manifest always describes the whole model.
     """
 
@@ -97,8 +97,9 @@ class WeightStore:
         return self._skeleton
 
     def manifest(self, *, progress: Progress | None = None) -> Manifest:
-        """The manifest; the first call for a checkpoint quantises all of it, and packs what products are wanted of.
-        Later calls only look it up.
+        """The manifest. The first call for a checkpoint quantises all of it, and packs the groups in `served`.
+
+        Later calls read the manifest from the cache.
         """
         if self._manifest is None:
             self._manifest = self._cached_manifest() or self._quantise_all(progress)
@@ -106,7 +107,11 @@ class WeightStore:
 
     @property
     def served(self) -> range:
-        """The layer groups that products are wanted of; ConfigError if the model has no such layers."""
+        """The layer groups that are packed for products.
+
+        Raises:
+            ConfigError: the model does not have the layers that the constructor's `layers` names.
+        """
         return self._served(self.manifest().layers)
 
     def _served(self, layers: Sequence[int]) -> range:
@@ -147,10 +152,10 @@ class WeightStore:
         return matrix
 
     def packed(self, index: int) -> tuple[Packed, Choice]:
-        """One group's packed weights, mapped and not checked; `matrix` writes and checks the file.
+        """One group's packed weights, mapped and not checked. `matrix` writes and checks the file.
 
         Raises:
-            ConfigError: there is no such file: `matrix` could not write it.
+            ConfigError: there is no such file, because `matrix` could not write it.
         """
         entry = self.manifest().groups[index]
         choice = self._choice(entry)
@@ -172,7 +177,7 @@ class WeightStore:
                 "them, or choose another folder (`cache` in provider.toml, SYMBIOSIS_PRIV_CACHE)",
                 self._cache,
             )
-        except OSError:  # there is none yet
+        except OSError:  # there is no cache yet
             pass
 
     def _quantise(self, entry: GroupEntry) -> QuantisedGroup:
@@ -204,7 +209,7 @@ class WeightStore:
         return None
 
     def _pack(self, entry: GroupEntry, weight: Tensor) -> RingMatrix:
-        """Pack a group and keep it; the mapped copy is the one that stays, where the cache can be written."""
+        """Pack a group and write it to the cache. Returns the mapped copy if the cache can be written."""
         if self._kernel == "auto":
             device, shardable = torch.device(self.device), self._shardable
             self._remember(
@@ -230,7 +235,7 @@ class WeightStore:
             stored = self.skeleton.names.by_parameter(checkpoint.names())
 
         def read(parameter: str) -> Tensor:
-            return checkpoint.tensor(stored.get(parameter, parameter))  # which names what is missing
+            return checkpoint.tensor(stored.get(parameter, parameter))  # raises an error that names what is missing
 
         for name in members:
             weight = self._checked(read(f"{name}.weight"), name, "weight")
@@ -238,7 +243,7 @@ class WeightStore:
             yield Layer(name, weight.t() if name in self.skeleton.transposed else weight, bias)
 
     def _checked(self, tensor: Tensor, name: str, kind: str) -> Tensor:
-        """A tensor of a linear, if it is what config.json promises."""
+        """Return a tensor of a linear after checking that it has the shape and dtype that config.json implies."""
         outputs, inputs = self.skeleton.widths[name]
         matrix = (inputs, outputs) if name in self.skeleton.transposed else (outputs, inputs)
         expected = matrix if kind == "weight" else (outputs,)
@@ -264,7 +269,7 @@ class WeightStore:
     def _cached_manifest(self) -> Manifest | None:
         try:
             return Manifest.from_json(read_limited(self._manifest_path(), _MAX_MANIFEST))
-        except (OSError, CheckpointError):  # a damaged one is made again
+        except (OSError, CheckpointError):  # a damaged manifest is made again
             return None
 
     def each_group(
@@ -277,8 +282,8 @@ class WeightStore:
         """Quantise the checkpoint group by group. No group stays in memory.
 
         Args:
-            work: called with every group's index, entry and weights; in order if there is one thread.
-            threads: groups that are in memory and worked on at the same time.
+            work: called with every group's index, entry and weights; in order if `threads` is 1.
+            threads: number of groups that are in memory and processed at the same time.
 
         Returns:
             The results of `work`, in the order of the groups.
@@ -290,7 +295,7 @@ class WeightStore:
 
         def do(index: int) -> T:
             spec = specs[index]
-            with Checkpoint(self.path) as checkpoint:  # its files are for one thread
+            with Checkpoint(self.path) as checkpoint:  # a checkpoint's files are for one thread
                 layers = list(self._layers(checkpoint, spec.members, stored))
             group = quantise(layers, weight_bits=self.weight_bits)
             entry = GroupEntry(members=spec.members, inputs=spec.inputs, outputs=spec.outputs, digest=group.digest())
@@ -309,7 +314,7 @@ class WeightStore:
         return results
 
     def assemble(self, entries: Sequence[GroupEntry]) -> Manifest:
-        """The manifest of the entries that `each_group` has made, remembered for the next start.
+        """The manifest of the entries that `each_group` has made. It is written to the cache for the next start.
 
         Raises:
             CheckpointError: the checkpoint's files have changed since `each_group` began to read them.
@@ -327,11 +332,12 @@ class WeightStore:
 
         def pack(index: int, entry: GroupEntry, group: QuantisedGroup) -> GroupEntry:
             if index in served:
-                with contextlib.suppress(ConfigError):  # no such device here: it is said when products are wanted
+                # this machine lacks the device; a request for products will say so
+                with contextlib.suppress(ConfigError):
                     self._pack(entry, group.weight)
             return entry
 
-        # one at a time, for kernels are being timed
+        # one at a time, because kernels are being timed
         entries = self.each_group(pack, progress=progress)
         return self.assemble(entries)
 
@@ -355,7 +361,8 @@ class WeightStore:
         )
 
     def _remember(self, write: Callable[[], None]) -> None:
-        """Write to the cache. It only saves time: on a full or read-only disk everything is computed again instead."""
+        """Write to the cache. On a full or read-only disk nothing is cached, and the next start computes everything
+        again."""
         try:
             write()
         except (OSError, SafetensorError) as error:

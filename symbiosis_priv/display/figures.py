@@ -21,7 +21,7 @@ class Axis:
     log: bool = False
 
     def place(self, value: float) -> float:
-        """The position of a value along the axis, 0 to 1."""
+        """Position of a value along the axis, from 0 to 1."""
         if self.log:
             value, low, high = (math.log10(max(v, 1e-300)) for v in (value, self.low, self.high))
         else:
@@ -29,7 +29,7 @@ class Axis:
         return min(1.0, max(0.0, (value - low) / (high - low)))
 
     def ticks(self) -> list[float]:
-        """A handful of values to mark."""
+        """Values to label on the axis."""
         if not self.log:
             return [self.low + (self.high - self.low) * i / 4 for i in range(5)]
         first, last = round(math.log10(self.low)), round(math.log10(self.high))
@@ -49,7 +49,7 @@ class Bar:
 
 
 def lines(title: str, series: Mapping[str, Sequence[tuple[float, float]]], x: Axis, y: Axis) -> str:
-    """A line per series, points marked."""
+    """A picture with one line per series and marked points."""
     body = []
     for i, (name, points) in enumerate(series.items()):
         colour = COLOURS[i % len(COLOURS)]
@@ -69,7 +69,7 @@ def lines(title: str, series: Mapping[str, Sequence[tuple[float, float]]], x: Ax
 
 
 def bars(title: str, values: Sequence[Bar], y: Axis) -> str:
-    """A bar per value, whiskers for intervals, a dash where chance is."""
+    """A picture with one bar per value, a whisker per interval, and a dash at the chance level."""
     body = []
     step = (_WIDTH - _LEFT - _RIGHT) / max(1, len(values))
     for i, bar in enumerate(values):
@@ -92,7 +92,7 @@ def bars(title: str, values: Sequence[Bar], y: Axis) -> str:
 
 
 def stacked(pictures: Sequence[str]) -> str:
-    """Several pictures below each other as one."""
+    """One picture with several pictures below each other."""
     height = _HEIGHT * len(pictures)
     placed = (f'<svg y="{_HEIGHT * i}" height="{_HEIGHT}">{picture}</svg>' for i, picture in enumerate(pictures))
     return (

@@ -1,4 +1,4 @@
-"""Results on the screen: tables that fit it, and a console that cuts nothing off where there is no screen."""
+"""Output to the terminal: tables that fit its width, and text that is not truncated in files and pipes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 
-_WIDTH = 140  # columns of a file or a pipe
+_WIDTH = 140  # width of a file or a pipe
 _AGAIN_S = 4.0
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console as wide as the terminal, or as COLUMNS says. Emoji codes are off: an address may contain `:a:`."""
+    """A console as wide as the terminal, or as COLUMNS says. Emoji codes are disabled: an address may contain `:a:`."""
     found = Console(stderr=stderr, emoji=False)
     if found.is_terminal or "COLUMNS" in os.environ:
         return found
@@ -25,17 +25,17 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def say(text: str, *, style: str | None = None) -> None:
-    """A line that may be pasted: not wrapped, and nothing in it is markup."""
+    """Print a line that can be copied: it is not wrapped, and markup in it has no effect."""
     console().print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
 def working(what: str, *, tell: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Say what is being done: at once, and every four seconds until the block ends.
+    """Announce a task immediately, and again every four seconds until the block ends.
 
     Args:
         what: for example "loading torch".
-        tell: called with each line; prints to stderr if None.
+        tell: called with each line; None prints to stderr.
     """
     tell = tell or _to_stderr
     began, done = time.monotonic(), threading.Event()
@@ -67,10 +67,10 @@ def table(
     justify: JustifyMethod = "left",
     styles: Sequence[str] = (),
 ) -> Table:
-    """A table with a row per item, or with a column per item if that is narrower. Cells are markup.
+    """A table with one row per item, or with one column per item if that is narrower. Cells may contain markup.
 
     Args:
-        justify: of the cells.
+        justify: alignment of the cells.
         styles: a style per item, or none.
     """
     styles = styles or [""] * len(rows)

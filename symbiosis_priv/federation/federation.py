@@ -59,7 +59,7 @@ class Federation:
         return all(is_this_machine(host) for host in hosts)
 
     def one_company(self, one: Peer, other: Peer) -> bool:
-        """Returns True if what one peer knows, the other may know. Works for peers that are not in the file, too.
+        """Returns True if one peer may know what the other one knows. Works for peers that are not in the file, too.
 
         Two peers are one company if they have the same operator or name, or if a chain of companies and operators
         connects them.
@@ -116,7 +116,7 @@ def check_choice(federation: Federation) -> None:
 
 
 def _turning_points(layers: LayerRange | None, helpers: Sequence[Peer]) -> list[int]:
-    """The first layer of a range, and each further layer of it where the set of helpers that serve may change."""
+    """The first layer of a range, and the layers of the range at which the set of serving helpers may change."""
     bounds = {bound for h in helpers if h.layers for bound in (h.layers.first, h.layers.last + 1)}
     if layers is None:
         return sorted({0} | bounds)

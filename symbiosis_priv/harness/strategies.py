@@ -1,7 +1,7 @@
 """Hypothesis strategies for tests of exact arithmetic, in this project or in another provider or kernel.
 
-They favour what breaks arithmetic: odd and single widths, outliers of 1e30 beside 1e-30, subnormal numbers, rows of
-zeros, one-hot rows, rows that meet a Hölder bound with equality, and the corners of the ring. All of them shrink.
+They favour inputs that break arithmetic: odd and single widths, outliers of 1e30 beside 1e-30, subnormal numbers, rows
+of zeros, one-hot rows, rows that meet a Hölder bound with equality, and the corners of the ring. All of them shrink.
 
     from hypothesis import given
     from symbiosis_priv.harness import strategies
@@ -25,13 +25,13 @@ from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ROW_COUNTS = (1, 2, 0, 3, 7, 8, 16, 17)
-"""Row counts on both sides of what kernels pad to, and none at all."""
+"""Row counts on both sides of the sizes that kernels pad to, and 0."""
 
 EXTREMES = (0.0, 1.0, -1.0, 1e30, -1e30, 1e-30, 65504.0, 6e-8, 1e-45, -1e-38, 2.0**-149, 5e-324, 1.7e308)
-"""Outliers, the largest half, the smallest normal and subnormal numbers of every format."""
+"""Outliers, the largest half-precision number, and the smallest normal and subnormal numbers of every format."""
 
 RING_CORNERS = (0, 1, -1, 2**31 - 1, -(2**31), 0x80, -0x80, 0x7F7F7F7F, -0x7F7F7F80, 1 << 29, 1 << 16)
-"""Both ends of int32, high powers of two, and the carries between balanced bytes."""
+"""Both ends of int32, high powers of two, and numbers whose balanced bytes carry."""
 
 
 def directions() -> SearchStrategy[Direction]:
@@ -40,7 +40,7 @@ def directions() -> SearchStrategy[Direction]:
 
 
 def row_counts() -> SearchStrategy[int]:
-    """How many rows a request has; 0 is one of them."""
+    """Number of rows of a request; may be 0."""
     return st.sampled_from(ROW_COUNTS)
 
 
@@ -59,20 +59,20 @@ def float_rows(
         width: features, or a strategy for them.
         count: rows, or a strategy for them; `row_counts()` if None.
         dtypes: what to draw from.
-        largest: magnitudes stay below it (the float path overflows where the ring does not).
+        largest: limit of magnitudes (the float path can overflow when the ring does not).
     """
     shape = (_draw(draw, row_counts() if count is None else count), _draw(draw, width))
     dtype = draw(st.sampled_from(dtypes))
     kind = draw(st.sampled_from(("sparse", "dense", "ordinary", "constant", "one-hot")))
     anything = st.sampled_from(EXTREMES) | st.floats(allow_nan=False, allow_infinity=False)
-    if kind == "sparse":  # few values that Hypothesis chooses and shrinks, one value everywhere else
+    if kind == "sparse":  # Hypothesis chooses and shrinks few values; all other entries have one value
         rows = draw(hnp.arrays(np.float64, shape, elements=anything, fill=anything))
     else:
         generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
         rows = generator.standard_normal(shape)
-        if kind == "dense":  # every magnitude in one row
+        if kind == "dense":  # all magnitudes in one row
             rows *= 10.0 ** generator.uniform(-45, 37, shape)
-        elif kind == "ordinary":  # what a model sends: some channels stand out
+        elif kind == "ordinary":  # like a model's rows: some channels are much larger
             rows *= np.where(generator.random(shape[1]) < 0.05, draw(st.sampled_from((1.0, 100.0, 1e30))), 1.0)
         elif kind == "constant":
             rows = np.full(shape, draw(anything))

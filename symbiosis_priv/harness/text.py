@@ -19,7 +19,7 @@ PRIVATE_PROMPT = "Patient:"
 
 _T = TypeVar("_T")
 
-_TOWNS = (  # a town, its river, its trade, what one sees there
+_TOWNS = (  # a town, its river, its trade, and a sight
     ("Halden", "Orm", "cheese", "stone bridge"),
     ("Marwick", "Tessel", "salt", "old lighthouse"),
     ("Brenford", "Lune", "wool", "round market hall"),
@@ -49,12 +49,12 @@ _TOPICS = (  # a topic is a sequence of sentences, and a sentence a choice of te
         ("I write to you from {town}, where we had a good {season}.", "Your letter reached me in {town} on {day}."),
         ("We have {good} enough, and {number} new neighbours.", "Come and see the {sight} before the {season}."),
     ),
-    (  # a register: fields and figures, which the prose has none of
+    (  # the style of a form: fields and figures, which the prose does not have
         ("Ship: {name}. Owner: {name}, {letter}. Berth: {berth}.", "Boat: {name}, {letter}. Berth: {berth}."),
         ("Crew: {number}. Cargo: {good}, {number} {unit}.", "Cargo: {good}. Taken: {number}0 {unit}, {often}."),
         ("Leaves: in {number} hours. Next: {town}.", "Leaves: {day}. Paid: {number} coins."),
     ),
-    (  # the doctor: words of medicine, but none of the tenant's drugs and patients
+    (  # the doctor: medical words, but none of the tenant's drugs and patients
         ("A patient in ward {berth} had a {severity} {illness}.", "{name} had a complaint: {illness}, {severity}."),
         ("Age: {number}. Allergy: none.", '"Age?" asked the doctor. "{number}," said {person}.'),
         ("{number} {unit} of {name} were given, {often}.", "Given: {name} {number}0 {unit}, {often}."),
@@ -69,7 +69,7 @@ _COMPLAINTS = (  # a complaint, its ward, its drug, doses by severity, an allerg
     ("diabetes", "1D", "Glucavir", ("250 mg", "500 mg", "850 mg"), "none"),
     ("skin rash", "5E", "Dermaquil", ("1 g", "2 g", "3 g"), "penicillin"),
 )
-_SEVERITIES = (  # a severity, its dose, how often, the next review
+_SEVERITIES = (  # a severity, its dose, its frequency, and the next review
     ("moderate", 1, "twice a day", "14 days"),
     ("mild", 0, "once a day", "30 days"),
     ("severe", 2, "every 6 hours", "48 hours"),

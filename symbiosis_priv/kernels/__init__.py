@@ -1,13 +1,13 @@
 """Exact matrix products modulo 2^32, and the choice between them.
 
-A kernel packs a weight matrix once and multiplies in both directions from that one copy, 2 bytes per weight or 1 at up
-to 8 weight bits. `RingMatrix` is what products are taken of.
+A kernel packs a weight matrix once and multiplies in both directions with that one copy. It takes 1 byte per weight up
+to 8 weight bits, and 2 bytes beyond. `RingMatrix` is the interface for callers.
 
-    native-*   compiled, by instruction set: int16 limbs, `vpdpwssd` or `pmaddwd` (compiled)
+    native-*   compiled code for one instruction set: int16 limbs, `vpdpwssd` or `pmaddwd` (compiled)
     int32      torch's integer matmul, which wraps (plain)
     fp64       float64 matmul on integers below 2^53 (plain)
-    triton     int8 tensor cores of a GPU, everything in one pass (triton_kernel)
-    limbs      int8 matrix units, product by product: CUDA tensor cores, AMX (limbs)
+    triton     int8 tensor cores of a GPU, one fused pass (triton_kernel)
+    limbs      int8 matrix units, one library call per limb product: CUDA tensor cores, AMX (limbs)
 """
 
 from symbiosis_priv.kernels.base import Kernel as Kernel

@@ -14,13 +14,13 @@ from symbiosis_priv.arithmetic.ring import FORWARD, Direction
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight matrix as some kernels read it: one plain tensor, so that it can be mapped from disk and shared.
+    """A weight matrix in the layout of some kernels: one plain tensor, so that it can be mapped from disk and shared.
 
     Args:
-        layout: which kernels these are (`Kernel.layout`).
-        outputs: o, of the weight.
-        inputs: d, of the weight.
-        weight_bits: b; a packed weight takes 1 byte up to 8 bits, else 2.
+        layout: `Kernel.layout` of the kernels that can read it.
+        outputs: output features o of the weight.
+        inputs: input features d of the weight.
+        weight_bits: bits of a weight. A packed weight takes 1 byte up to 8 bits, and 2 bytes beyond.
         data: contiguous int8 or int16.
     """
 
@@ -31,7 +31,7 @@ class Packed:
     data: Tensor
 
     def columns(self, direction: Direction) -> tuple[int, int]:
-        """(columns of a product's rows, columns of its result)."""
+        """The columns of a product's rows and of its result."""
         return (self.inputs, self.outputs) if direction == FORWARD else (self.outputs, self.inputs)
 
     def to(self, device: torch.device) -> Packed:
@@ -45,7 +45,8 @@ class Kernel(ABC):
     name: str
     layout: ClassVar[str]
     block: ClassVar[int | None] = None
-    """Outputs in one element of the packed data's first dimension, by which it can be sharded; None if it cannot."""
+    """Output channels in one element of the packed data's first dimension. The data can be sharded there. None if it
+    cannot."""
 
     @abstractmethod
     def supports(self, device: torch.device) -> bool:
@@ -65,17 +66,18 @@ class Kernel(ABC):
 
     @abstractmethod
     def pack(self, weight: Tensor, *, weight_bits: int) -> Packed:
-        """Pack int16 `[o, d]`, `|weight| < 2^(weight_bits - 1)`, on the CPU. Keeps nothing of `weight`."""
+        """Pack int16 `[o, d]`, `|weight| < 2^(weight_bits - 1)`, on the CPU. The result shares no memory with
+        `weight`."""
 
     def prepare(self, packed: Packed) -> None:  # noqa: B027
-        """Do now what first products of these weights, on their device, would wait for."""
+        """Do the work that the first products with these weights, on their device, would otherwise wait for."""
 
     @abstractmethod
     def product(self, packed: Packed, rows: Tensor, direction: Direction, out: Tensor) -> None:
         """`rows @ weight.T` forward, `rows @ weight` backward, mod 2^32.
 
         Args:
-            packed: of this kernel's layout.
+            packed: weights in this kernel's layout.
             rows: int32, contiguous, at least one row, on the packed weights' device.
             out: int32, contiguous, overwritten.
         """

@@ -2,8 +2,8 @@
 
 Every kernel computes the same residues, so the choice affects speed only. `choose` never delays a tenant: it looks up a
 measurement, or takes the kernel that is probably fastest among those that have passed the self-test. `tune` measures,
-when weights are packed for the first time: packing takes far longer. The results are stored on disk by machine and
-shape class.
+when weights are packed for the first time, because packing takes far longer. The results are stored on disk by machine
+and shape class.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from symbiosis_priv.system.files import UNDECODABLE, read_limited, write_atomica
 log = logging.getLogger(__name__)
 
 _FEW_LIMIT = 8
-_COUNTS = {"few": 4, "many": 64}  # rows that stand for their class when timing
+_COUNTS = {"few": 4, "many": 64}  # row counts that represent their class in a timing
 _CLASSES = {f"{direction} {rows}" for direction in DIRECTIONS for rows in _COUNTS}
-_TIMED_WEIGHTS = {"cpu": 1 << 22, "cuda": 1 << 26}  # a slice of the matrix that gives all processors work
-_MAX_CHOICES = 16 << 20  # bytes of all that is remembered
+# size of the part of a matrix that is timed; it gives work to all processors
+_TIMED_WEIGHTS = {"cpu": 1 << 22, "cuda": 1 << 26}
+_MAX_CHOICES = 16 << 20  # limit of the file of results, in bytes
 _REPEATS = 3
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """A layout, and the kernel's name by "direction class", as in "forward few"."""
+    """A layout, and the name of the kernel for each "direction class", for example "forward few"."""
 
     layout: str
     kernels: dict[str, str]
@@ -62,7 +63,7 @@ def choose(
     Args:
         shape: (outputs, inputs).
         kernel: "auto", or a name in `KERNELS`.
-        shardable: with "auto", only layouts that can be cut between outputs.
+        shardable: with "auto", choose only layouts that can be split by output channel.
         memory: the file that `tune` writes.
 
     Raises:
@@ -81,7 +82,8 @@ def choose(
 
 
 def tune(weight: Tensor, *, weight_bits: int, device: torch.device, shardable: bool = False, memory: Path) -> None:
-    """Time the candidates on part of a matrix, unless that is known or there is but one, and remember the fastest.
+    """Time the candidates on part of a matrix, and store the fastest. Does nothing if there is a result or one
+    candidate only.
 
     Args:
         weight: int16 `[o, d]` on the CPU.
@@ -94,7 +96,7 @@ def tune(weight: Tensor, *, weight_bits: int, device: torch.device, shardable: b
         return
     timed = _TIMED_WEIGHTS["cuda" if device.type == "cuda" else "cpu"]
     part = weight[: max(1, timed // weight.shape[1])]
-    times: dict[str, dict[str, dict[str, float]]] = {}  # by layout, by "direction class", by kernel
+    times: dict[str, dict[str, dict[str, float]]] = {}  # seconds by layout, by "direction class", by kernel
     for kernel in found:
         for direction in DIRECTIONS:
             for rows, count in _COUNTS.items():
@@ -121,7 +123,7 @@ def _exact_for(shape: Sequence[int], device: torch.device, kernel: str, *, shard
 def _seconds(
     kernel: Kernel, weight: Tensor, count: int, *, direction: Direction, weight_bits: int, device: torch.device
 ) -> float:
-    """The best of a few; infinite if the kernel is not exact for this shape after all."""
+    """The best time of a few runs; infinite if the kernel is not exact for this shape."""
     if not is_exact(kernel, weight, count=count, direction=direction, weight_bits=weight_bits, device=device):
         log.warning("kernel %s is not exact for %s on this machine and is left out", kernel.name, list(weight.shape))
         return math.inf
@@ -141,7 +143,8 @@ def _seconds(
 
 
 def _empty_cache(device: torch.device) -> None:
-    """A product in a model finds other layers' weights in a GPU's L2, which holds a whole layer (50 MB on an H100)."""
+    """Replace the content of a GPU's L2 cache. A layer fits in it (50 MB on an H100), but in a model it holds other
+    layers."""
     if device.type == "cuda":
         size = 2 * torch.cuda.get_device_properties(device).L2_cache_size
         torch.empty(size, dtype=torch.uint8, device=device).zero_()
@@ -151,7 +154,7 @@ def _empty_cache(device: torch.device) -> None:
 def _recall(memory: Path) -> dict[str, Choice]:
     try:
         return msgspec.json.decode(read_limited(memory, _MAX_CHOICES), type=dict[str, Choice])
-    except (OSError, *UNDECODABLE):  # none yet, or damaged: measured again
+    except (OSError, *UNDECODABLE):  # missing or damaged: it will be measured again
         return {}
 
 

@@ -17,10 +17,11 @@ from symbiosis_priv.kernels.base import Kernel, Packed
 from symbiosis_priv.native import Isa, parallel
 
 _PANEL = 64  # PANEL in product.h
-_SLICE_BYTES = 1 << 21  # of weights at up to _SLICE_ROWS rows take 30 µs, and so does handing them to another thread
+# bytes of weights; with up to _SLICE_ROWS rows they take 30 µs, about the time to wake another thread
+_SLICE_BYTES = 1 << 21
 _SLICE_ROWS = 8
-_BRIEF_ENTRIES = 1 << 17  # are split in 13 µs
-_unused_limbs: deque[Tensor] = deque()  # one per product that ran concurrently
+_BRIEF_ENTRIES = 1 << 17  # rows that are split into limbs in 13 µs
+_unused_limbs: deque[Tensor] = deque()  # one buffer per product that ran concurrently
 
 
 def _padded(width: int) -> int:
@@ -28,11 +29,7 @@ def _padded(width: int) -> int:
 
 
 class CompiledKernel(Kernel):
-    """`pmaddwd`, `vpdpwssd` or plain C.
-
-    Args:
-        isa: the instruction set.
-    """
+    """A kernel for one instruction set: `pmaddwd`, `vpdpwssd` or plain C."""
 
     layout = "panels"
     block = _PANEL
@@ -53,7 +50,7 @@ class CompiledKernel(Kernel):
 
     def pack(self, weight: Tensor, *, weight_bits: int) -> Packed:
         lib = native.library()
-        assert lib is not None  # `supports` said so
+        assert lib is not None  # `supports` has returned True
         weight = weight.contiguous()
         outputs, inputs = weight.shape
         dtype, shape = self.form(outputs, inputs, weight_bits=weight_bits)
@@ -82,7 +79,7 @@ class CompiledKernel(Kernel):
 
 
 def _limbs(size: int) -> Tensor:
-    """A buffer for the rows' limbs: fresh pages would cost small products more than the arithmetic."""
+    """A reused buffer for the rows' limbs. New pages would cost small products more than the arithmetic."""
     try:
         buffer = _unused_limbs.pop()
     except IndexError:

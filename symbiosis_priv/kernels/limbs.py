@@ -1,8 +1,10 @@
-"""int8 matrix units (CUDA tensor cores, AMX): rows become four balanced int8 limbs, weights one or two int8 digits.
+"""Kernels for int8 matrix units (CUDA tensor cores, AMX): rows are split into four balanced int8 limbs, weights into
+one or two int8 digits.
 
-Limb pairs whose shift reaches 32 vanish: seven int8 products for 9 to 15 weight bits, four for up to 8. The units need
-the second matrix in column order: the digits are stored so for the forward direction, and transposed block by block for
-the backward direction.
+Pairs whose shift is 32 or more are 0 modulo 2^32, which leaves seven int8 products for 9 to 15 weight bits, four for up
+to 8. The units need
+the second matrix in column order. The digits are stored in that order for the forward direction, and transposed block
+by block for the backward direction.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from symbiosis_priv import native
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
 from symbiosis_priv.kernels.base import Kernel, Packed
 
-_BALANCE = -0x7F7F7F80  # 0x80808080 as int32: adding and xoring it makes every byte a balanced digit
-_TURNED_AT_A_TIME = 1 << 22  # weights
-_MULTIPLE = 8  # of every dimension, for the units
+_BALANCE = -0x7F7F7F80  # 0x80808080 as int32: adding it and then xoring with it makes every byte a balanced digit
+_TURNED_AT_A_TIME = 1 << 22  # weights per block
+_MULTIPLE = 8  # every dimension is padded to a multiple of it, as the units require
 
 
 class DigitKernel(Kernel):
@@ -62,7 +64,8 @@ class LimbKernel(DigitKernel):
             self._product(rows, packed.data.shape[1], self._turned(packed.data), out)
 
     def _turned(self, digits: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
-        """Blocks of backward's output columns: where they are, and the digits `[o, columns]` by columns."""
+        """Yield blocks of backward's output columns: the slice of columns, and the digits `[o, columns]` in column
+        order."""
         _, outputs, inputs = digits.shape
         step = max(1, _TURNED_AT_A_TIME // outputs // _MULTIPLE) * _MULTIPLE
         for start in range(0, inputs, step):
@@ -76,11 +79,12 @@ class LimbKernel(DigitKernel):
         x.add_(_BALANCE).bitwise_xor_(_BALANCE)
         limbs = x.new_empty((4, *x.shape), dtype=torch.int8)
         for limb in limbs:
-            limb.copy_(x)  # its lowest byte
+            limb.copy_(x)  # the lowest byte of the row
             x >>= 8
         for part, matrices in parts:
             target = out[:, part].zero_()
-            for j, matrix in enumerate(matrices):  # CUDA wants more than 16 rows: there are at least 3 limbs of 8
+            # CUDA requires more than 16 rows: there are at least 3 limbs of 8 rows
+            for j, matrix in enumerate(matrices):
                 products = torch._int_mm(limbs[: 4 - j].flatten(0, 1), matrix).view(4 - j, padded, -1)
                 for i, product in enumerate(products):
                     target.add_(product[:count, : target.shape[1]], alpha=1 << 8 * (i + j))

@@ -1,4 +1,4 @@
-"""`RingMatrix`: weights packed for one device, and the products that tenants and providers take of them."""
+"""`RingMatrix`: weights packed for one device, and the exact products of tenants and providers with them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from symbiosis_priv.kernels.base import Kernel, Packed
 from symbiosis_priv.kernels.choice import Choice, choose
 from symbiosis_priv.kernels.registry import KERNELS, kernel_of
 
-_CPU_ROWS = 256  # of one product on a CPU: bounds a kernel's own buffers
+_CPU_ROWS = 256  # bytes of one product on a CPU: limits a kernel's own buffers
 
 
 class RingMatrix:
@@ -20,8 +20,8 @@ class RingMatrix:
 
     Args:
         weight: int16 `[o, d]`.
-        weight_bits: b.
-        device: where products run.
+        weight_bits: bits of a weight.
+        device: device of the products.
         kernel: "auto", or a name in `KERNELS`; a named kernel must pass the self-test too.
 
     Raises:
@@ -37,7 +37,7 @@ class RingMatrix:
 
     @classmethod
     def of_packed(cls, packed: Packed, choice: Choice, *, device: torch.device | str = "cpu") -> RingMatrix:
-        """A matrix over weights that are already packed in the choice's layout. Shares their memory if possible."""
+        """A matrix of weights that are already packed in the choice's layout. Shares their memory if possible."""
         matrix = cls.__new__(cls)
         matrix._hold(packed, choice, torch.device(device))
         return matrix
@@ -55,7 +55,7 @@ class RingMatrix:
         return self._packed.data.nbytes
 
     def columns(self, direction: Direction) -> tuple[int, int]:
-        """(columns of a product's rows, columns of its result)."""
+        """The columns of a product's rows and of its result."""
         return self._packed.columns(direction)
 
     def product(self, rows: Tensor, direction: Direction = FORWARD, *, out: Tensor | None = None) -> Tensor:
@@ -63,7 +63,7 @@ class RingMatrix:
 
         Args:
             rows: int32 `[r, d]` forward, `[r, o]` backward, on any device; r may be 0.
-            out: where to write the result: contiguous, of its shape and dtype, on this matrix's device.
+            out: tensor for the result: contiguous, of its shape and dtype, on this matrix's device.
 
         Returns:
             int32 `[r, o]` forward, `[r, d]` backward, contiguous, on this matrix's device.
@@ -94,6 +94,6 @@ class RingMatrix:
 
 
 def _fresh(rows: int, columns: int, *, device: torch.device) -> Tensor:
-    if device.type == "cpu":  # numpy's, which keeps the interpreter's lock: for one row that counts
+    if device.type == "cpu":  # numpy keeps the GIL, which matters for one row
         return torch.from_numpy(np.empty((rows, columns), dtype=np.int32))
     return torch.empty((rows, columns), dtype=torch.int32, device=device)

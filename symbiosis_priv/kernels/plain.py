@@ -1,6 +1,7 @@
-"""Kernels on the weights as they are, int16 or int8 `[o, d]`, widened block by block: no other copy is ever whole.
+"""Kernels on unchanged weights, int16 or int8 `[o, d]`. They convert one block at a time, and never hold a second full
+copy.
 
-int32   torch's integer matmul wraps: exact as it is. CPU only. Good at few rows.
+int32   torch's integer matmul wraps modulo 2^32, so it is exact. CPU only. Fast for few rows.
 fp64    exact while every partial sum is an integer of at most 2^53; longer sums are split.
 """
 
@@ -16,7 +17,7 @@ from symbiosis_priv import native
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
 from symbiosis_priv.kernels.base import Kernel, Packed
 
-_CPU_BLOCK, _GPU_BLOCK = 1 << 19, 1 << 26  # weights widened at a time
+_CPU_BLOCK, _GPU_BLOCK = 1 << 19, 1 << 26  # weights that are converted at a time
 
 
 class _PlainKernel(Kernel):
@@ -83,7 +84,8 @@ class Float64Kernel(_PlainKernel):
         return values.to(torch.float64)
 
     def _add(self, out: Tensor, rows: Tensor, matrix: Tensor, weight_bits: int) -> None:
-        terms = 1 << (23 - weight_bits)  # |row| <= 2^31 and |weight| < 2^(b-1): so many sum to at most 2^53
+        # |row| <= 2^31 and |weight| < 2^(b-1): a sum of this many terms is at most 2^53
+        terms = 1 << (23 - weight_bits)
         for start in range(0, rows.shape[1], terms):
             part = slice(start, start + terms)
             out.add_((rows[:, part] @ matrix[part]).to(torch.int64).to(torch.int32))

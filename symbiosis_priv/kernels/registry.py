@@ -1,4 +1,4 @@
-"""Every kernel by name, the self-test that admits one, and the candidates on a device."""
+"""Every kernel by name, the self-test that a kernel must pass, and the candidates on a device."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ _ALL: tuple[Kernel, ...] = (
     Float64Kernel(),
 )
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _ALL}
-"""Every kernel by name: what `[executor] kernel` in provider.toml may say, besides "auto"."""
+"""Every kernel by name: the values of `[executor] kernel` in provider.toml, besides "auto"."""
 
-_TEST_SHAPE, _TEST_ROWS = (133, 515), (1, 9, 66)  # beyond one block of every kernel, no multiple of anything
+# larger than one block of every kernel, and a multiple of no block size
+_TEST_SHAPE, _TEST_ROWS = (133, 515), (1, 9, 66)
 
 
 def kernel_of(layout: str) -> Kernel:
-    """A kernel that packs in this layout."""
+    """A kernel that reads this layout."""
     return next(kernel for kernel in KERNELS.values() if kernel.layout == layout)
 
 
 def candidates(device: torch.device, *, kernel: str = "auto") -> list[Kernel]:
-    """Kernels that pass the self-test on a device and may be the fastest there, the likely best first.
+    """Kernels that pass the self-test on a device and may be the fastest there, the probably fastest first.
 
-    Among several of one layout, the first is likely the best for few rows and the last for many.
+    Among kernels of one layout, the first is probably the fastest for few rows and the last for many.
 
     Args:
         kernel: "auto", or the only name to consider.
@@ -62,10 +63,11 @@ def candidates(device: torch.device, *, kernel: str = "auto") -> list[Kernel]:
 
 @functools.cache
 def passes_self_test(kernel: Kernel, device: torch.device) -> bool:
-    """Whether a kernel runs here and is exact, on a small matrix of each packed width; once per process."""
+    """Returns True if a kernel runs here and is exact, on a small matrix of each packed width. Tests once per
+    process."""
     try:
         exact = self_test(kernel, device)
-    except Exception as error:  # not built for this device or torch version, or no compiler for what Triton makes
+    except Exception as error:  # not built for this device or torch version, or no compiler for Triton's code
         log.warning("kernel %s cannot run on %s and is left out: %s: %s", kernel.name, device, _kind(error), error)
         return False
     if not exact:
@@ -74,7 +76,7 @@ def passes_self_test(kernel: Kernel, device: torch.device) -> bool:
 
 
 def self_test(kernel: Kernel, device: torch.device) -> bool:
-    """Whether a kernel is exact on a small matrix of each packed width. Raises what the kernel fails with."""
+    """Returns True if a kernel is exact on a small matrix of each packed width. Raises the kernel's own errors."""
     return all(_is_exact_on_a_sample(kernel, weight_bits, device) for weight_bits in (8, 12))
 
 
@@ -96,9 +98,9 @@ def _is_exact_on_a_sample(kernel: Kernel, weight_bits: int, device: torch.device
 def is_exact(
     kernel: Kernel, weight: Tensor, *, count: int, direction: Direction, weight_bits: int, device: torch.device
 ) -> bool:
-    """Compare with an int64 product (which wraps mod 2^64, so its low 32 bits are right).
+    """Compare with an int64 product, which wraps modulo 2^64, so its low 32 bits are right.
 
-    Some columns stand for all of them: spread over the whole matrix, the first and the last included.
+    Only some columns are compared: they are spread over the whole matrix, including the first and the last.
     """
     matrix = weight.t() if direction == FORWARD else weight
     width, columns = matrix.shape
@@ -112,9 +114,9 @@ def is_exact(
 
 
 def probe_rows(count: int, width: int) -> Tensor:
-    """Public test rows that reach the corners of int32: extremes, alternating signs, every byte pattern."""
+    """Public test rows with the corners of int32: extremes, alternating signs, every byte pattern."""
     mixed = torch.arange(count * width, dtype=torch.int64, device="cpu").reshape(count, width) * 0x9E3779B1 + 0x7F4A7C15
-    rows = mixed.to(torch.int32)  # wraps: a Weyl sequence over the whole ring
+    rows = mixed.to(torch.int32)  # the multiplication wraps: a Weyl sequence over the whole ring
     rows[0, ::2] = -(1 << 31)
     rows[-1, 1::2] = (1 << 31) - 1
     return rows

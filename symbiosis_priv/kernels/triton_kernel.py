@@ -1,8 +1,8 @@
 """The fused kernel for GPUs: row limbs exist in registers only, and one packed layout serves both directions.
 
 The layout is that of `limbs`: one or two planes of int8 digits, 1 byte per weight up to 8 bits and 2 beyond. Backward
-reads the same planes with the strides exchanged. It runs where there is Triton and a GPU that has int8 products there;
-with TRITON_INTERPRET=1 it also runs, slowly, on a CPU, so that it can be tested on one.
+reads the same planes with the strides exchanged. The kernel needs Triton and a GPU with int8 products. With
+TRITON_INTERPRET=1 it also runs on a CPU, slowly, for tests.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from symbiosis_priv.kernels.base import Packed
 from symbiosis_priv.kernels.limbs import DigitKernel
 
 MAX_TERMS = 1 << 16
-"""Of one program, so that its accumulators stay in int32 (`triton_product`)."""
+"""Largest number of terms of one program, so that its accumulators stay in int32 (`triton_product`)."""
 
-_LEAST_CAPABILITY = (8, 0)  # of a GPU: on older ones, an int8 product makes Triton's compiler abort the process
+# lowest compute capability: on older GPUs, an int8 product makes Triton's compiler abort the process
+_LEAST_CAPABILITY = (8, 0)
 _INTERPRETED_PROCESSORS = 4
-_PROGRAMS_PER_PROCESSOR = 2  # that are worth splitting sums for
-_LEAST_STEPS = 4  # of a program: adding its share to the others' has a price
+_PROGRAMS_PER_PROCESSOR = 2  # number of terms from which splitting sums pays
+_LEAST_STEPS = 4  # fewest terms of a program, because adding its partial sum to the others takes time
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Tile:
         columns: columns of the result.
         terms: terms summed in one step.
         warps: warps of the program.
-        stages: steps whose loads are in flight together.
+        stages: steps whose loads are in flight at the same time.
     """
 
     rows: int
@@ -48,8 +49,8 @@ class Tile:
     stages: int
 
 
-# Sizes that leave no register to be spilled on 8.0 and 9.0, by the most rows that they are for. With few rows, reading
-# weights is all that takes time, so many small loads are in flight.
+# Tiles that spill no register on compute capability 8.0 and 9.0, by the largest number of rows that they are for. With
+# few rows, nearly all time is spent on reading weights, so many small loads are in flight.
 _FEW = Tile(rows=16, columns=64, terms=64, warps=4, stages=5)
 _SOME = Tile(rows=32, columns=64, terms=64, warps=4, stages=4)
 _MANY = Tile(rows=128, columns=64, terms=64, warps=8, stages=3)
@@ -60,7 +61,7 @@ class Plan:
     """Programs of one product.
 
     Args:
-        tile: of each program.
+        tile: the tile of each program.
         grid: tiles down, tiles across, programs per tile.
         share: terms of each program, a multiple of the tile's.
     """
@@ -81,7 +82,7 @@ def plan(count: int, width: int, columns: int, *, processors: int) -> Plan:
 
 
 class TritonKernel(DigitKernel):
-    """int8 tensor cores, by way of Triton."""
+    """int8 tensor cores, programmed with Triton."""
 
     name = "triton"
 
@@ -96,7 +97,7 @@ class TritonKernel(DigitKernel):
         return device.type == "cuda"
 
     def prepare(self, packed: Packed) -> None:
-        """Compile: seconds, the first time on a machine."""
+        """Compile the kernel. This takes seconds, the first time on a machine."""
         device = packed.data.device
         if device.type != "cuda":  # the interpreter compiles nothing
             return
@@ -107,7 +108,7 @@ class TritonKernel(DigitKernel):
                 self.product(packed, rows, direction, rows.new_empty((tile.rows, columns)))
 
     def product(self, packed: Packed, rows: Tensor, direction: Direction, out: Tensor) -> None:
-        from symbiosis_priv.kernels import triton_product  # Triton takes a second to import
+        from symbiosis_priv.kernels import triton_product  # importing Triton takes a second
 
         device = packed.data.device
         (count, width), columns = rows.shape, out.shape[1]

@@ -8,10 +8,10 @@ it into balanced int8 limbs in registers, reads a tile of weight digits, and mul
 modulo 2^32, so s < 4: seven products for two digits, four for one. Products of one s share an accumulator.
 
 Triton's int8 products saturate on many GPUs (`mma...satfinite`) where all other int32 arithmetic wraps, so no
-accumulator may leave int32, and a program takes at most 2^16 terms (`triton_kernel.MAX_TERMS`). With each, an
-accumulator grows by at most 2^7 * 2^7 from the low digit and, the high digit of a weight of at most 12 bits being at
-most 2^3, 2^7 * 2^3 from that: (2^14 + 2^10) 2^16 < 2^31. Programs of one tile add their shares with atomics, and
-integers modulo 2^32 do not mind the order.
+accumulator may leave int32, and a program takes at most 2^16 terms (`triton_kernel.MAX_TERMS`). Each term adds at most
+2^7 * 2^7 from the low digit to an accumulator, and at most 2^7 * 2^3 from the high digit, because the high digit of a
+weight of 12 bits or fewer is at most 2^3: (2^14 + 2^10) 2^16 < 2^31. Programs of one tile add their partial sums with
+atomics; the order makes no difference modulo 2^32.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_BALANCE = tl.constexpr(-0x7F7F7F80)  # 0x80808080 as int32: adding and xoring it makes every byte a balanced digit
+# 0x80808080 as int32: adding it and then xoring with it makes every byte a balanced digit
+_BALANCE = tl.constexpr(-0x7F7F7F80)
 
 
 @triton.jit(do_not_specialize=["count"])
 def tile(
     rows,  # int32 [count, width]
-    digits,  # int8; the high digits lie `plane` entries behind the low ones
-    result,  # int32 [count, columns]; zeros if a tile has several shares
+    digits,  # int8; the high digits begin `plane` entries after the low digits
+    result,  # int32 [count, columns]; must be zeros if a tile has several programs
     count,
     width,
     columns,

@@ -1,13 +1,13 @@
-"""The compiled library, where installation found a C compiler: `library()` is it, or None.
+"""The compiled library, if the installation found a C compiler. `library()` returns it, or None.
 
-Everything it does, torch does too (slower, same bits), so callers keep a torch path and choose by `library()`.
-ctypes releases the GIL during a call; the library has no threads of its own and takes its instruction set as an
-argument, so that one process can compare all of them.
+torch can do everything that the library does, more slowly and with the same bits. So callers have a torch path, and
+choose by `library()`. ctypes releases the GIL during a call. The library has no threads of its own. The instruction set
+is an argument of each function, so one process can compare all of them.
 
-    SYMBIOSIS_PRIV_NATIVE=0          act as if there were no library
-    SYMBIOSIS_PRIV_ISA=portable      (avx2, avxvnni, avx512) use nothing above this instruction set
+    SYMBIOSIS_PRIV_NATIVE=0          do not use the library
+    SYMBIOSIS_PRIV_ISA=portable      (avx2, avxvnni, avx512) use no instruction set above this one
 
-Both are read once: looking a variable up takes as long as many a call.
+Both variables are read once, because looking up a variable takes as long as many calls.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def switches() -> Switches:
 
 
 class Isa(enum.IntEnum):
-    """Instruction sets with code of their own, as C's `enum isa`; better ones later."""
+    """The instruction sets with code of their own, in the order of C's `enum isa`, the best last."""
 
     PORTABLE = 0
     AVX2 = 1
@@ -59,7 +59,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def brief_library() -> ctypes.PyDLL:
-    """The library, called without releasing the GIL: for work that is shorter than reacquiring the GIL.
+    """The library, called without releasing the GIL: for work that takes less time than reacquiring the GIL.
     Call it only if `library()` is not None.
     """
     return _load_holding()
@@ -69,7 +69,7 @@ def isas() -> tuple[Isa, ...]:
     """The instruction sets usable here, best last; empty without a library.
 
     Raises:
-        ConfigError: SYMBIOSIS_PRIV_ISA names none.
+        ConfigError: SYMBIOSIS_PRIV_ISA is not the name of an instruction set.
     """
     lib = library()
     return () if lib is None else _usable(lib, switches().isa)

@@ -1,8 +1,8 @@
-"""Slices of one product over a few threads, for code that releases the GIL and has no threads of its own.
+"""Runs slices of one product on a few threads, for code that releases the GIL and has no threads of its own.
 
-Idle threads sleep: nothing spins beside torch's pool or another process. As many threads work on a product as
-torch would use (`torch.set_num_threads`), the caller among them. Slices are handed out one by one, so a thread that
-other work holds up delays a slice and not its share.
+Idle threads sleep, so they take no cores from torch's pool or from other processes. The number of threads is torch's
+(`torch.set_num_threads`), including the caller's thread. Threads take slices one by one, so a thread that is delayed by
+other work delays one slice only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def for_each_slice(work: Callable[[int, int], None], *, total: int, least: int) 
     """Call `work(begin, end)` on slices that cover `range(total)`, in no order, and return when all are done.
 
     Args:
-        least: units that are worth another thread's while; no slice but the last is smaller.
+        least: smallest slice that is worth another thread; only the last slice may be smaller.
     """
     threads = torch.get_num_threads()
     slices = min(threads * _SLICES_PER_THREAD, total // least)
@@ -45,7 +45,7 @@ def for_each_slice(work: Callable[[int, int], None], *, total: int, least: int) 
     helpers = [_helpers(threads - 1).submit(drain) for _ in range(min(threads, len(begins)) - 1)]
     drain()
     for helper in helpers:
-        if not helper.cancel():  # it has begun, so it ends with its slice
+        if not helper.cancel():  # it has begun, so wait for the end of its slice
             helper.result()
 
 
@@ -61,4 +61,4 @@ def _forget() -> None:
     _pool = None
 
 
-os.register_at_fork(after_in_child=_forget)  # a fork has no threads but its own
+os.register_at_fork(after_in_child=_forget)  # after a fork, the child has only the calling thread

@@ -1,4 +1,4 @@
-"""Matrices that stand side by side, as the compiled passes take them, and rows in shares for several threads."""
+"""Describes column blocks of a matrix to the compiled passes, and divides rows between threads."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from symbiosis_priv.native.parallel import for_each_slice
 
 FORMATS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}  # as in passes.h
 _NO_MEMORY = -1  # the same
-_SHARE = 1 << 18  # entries that are worth a thread of their own
+_SHARE = 1 << 18  # number of entries that is worth another thread
 
 
 def layout(matrices: Sequence[Tensor]) -> ctypes.Array[ctypes.c_int64]:
-    """passes.h's `struct parts`: float matrices `[r, w_k]` on the CPU that stand side by side, of one dtype in
-    `FORMATS`, rows in one piece each. The caller keeps them alive."""
+    """passes.h's `struct parts`, for float matrices `[r, w_k]`: column blocks on the CPU, of one dtype in `FORMATS`.
+
+    Each row of a matrix must be contiguous. The caller keeps the matrices alive.
+    """
     count = len(matrices)
     fields = [FORMATS[matrices[0].dtype], count]
     for matrix in matrices:
@@ -32,7 +34,8 @@ def addresses(matrices: Sequence[Tensor]) -> ctypes.Array[ctypes.c_int64]:
 
 
 def readable(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Float matrices as the compiled code takes them; copied if they must be. float16 is exact in float32."""
+    """Float matrices that the compiled code can read. A matrix is copied if necessary; float16 is converted to
+    float32."""
     return [_readable(matrix) for matrix in matrices]
 
 

@@ -1,4 +1,4 @@
-"""`host:port`, as people write it, and which IP addresses no stranger may lead a connection to."""
+"""Parses `host:port`, and recognises IP addresses to which a registry must not lead a tenant's connections."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from symbiosis_priv.errors import ConfigError
 _PORT_DIGITS: Final = 5
 _METADATA: Final = frozenset(
     map(ipaddress.ip_address, ("100.100.100.200", "168.63.129.16", "192.0.0.192", "fd00:ec2::254"))
-)  # services of clouds that are not at a link-local address
+)  # metadata services of clouds that have no link-local address
 _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")  # RFC 6052
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """`host:port` or `[v6]:port` to its parts."""
+    """Split `host:port` or `[v6]:port` into its parts."""
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    named = host.isprintable() and not any(map(str.isspace, host))  # nor is a NUL for the resolver
+    named = host.isprintable() and not any(map(str.isspace, host))  # the resolver does not accept a NUL either
     if not host or not named or not port.isdecimal() or len(port) > _PORT_DIGITS or not int(port) < 1 << 16:
         raise ConfigError(f"address {address!r} is not host:port; write alpha.example:7401, or [::1]:7401")
     return host, int(port)

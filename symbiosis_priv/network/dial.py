@@ -34,14 +34,16 @@ from symbiosis_priv.network.records import RecordStream
 
 T = TypeVar("T")
 SLICE_S: Final = 2.0
-"""How long one system call waits, before the deadline and `shut` are looked at."""
-_RECORD: Final = 16 * 1024  # most bytes of a TLS record: a header shares one with the beginning of its payload
-_GONE: Final = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)  # the last one where there is one
+"""Seconds of one system call, after which the deadline and `shut` are checked."""
+_RECORD: Final = 16 * 1024  # largest plaintext of a TLS record: a header shares a record with the start of its payload
+# a provider closes the connection after a failure of this kind
+_GONE: Final = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
 
-_Found = tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[Any, ...]]  # as `getaddrinfo` gives them
+# an address as `getaddrinfo` returns it
+_Found = tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[Any, ...]]
 
 Waiting = Callable[[float, str], None]
-"""Told (deadline, why) after every slice of a wait."""
+"""Called with (deadline, reason) after every slice of a wait."""
 
 
 @dataclass
@@ -58,14 +60,14 @@ class ClientConnection:
     """One connection to one provider. One thread uses it at a time; only `shut` may be called from another thread.
 
     Args:
-        name: of the provider, for messages.
+        name: the provider's name, for messages.
         host, port: its address.
         pins: the provider's certificate, or two of them; None accepts every certificate that the context trusts.
         context: `tls.client_context` for the same pins.
-        remote_only: do not connect to an address of this machine, of its link or of a metadata service, whatever the
-            host's name resolves to.
-        traffic: where bytes are counted.
-        waiting: told about every slice of a wait.
+        remote_only: do not connect to an address of this machine, of its link or of a metadata service, even if the
+            host's name resolves to one.
+        traffic: counts bytes.
+        waiting: called after every slice of a wait.
     """
 
     def __init__(
@@ -86,9 +88,10 @@ class ClientConnection:
         self._socket: socket.socket | None = None
         self._records: RecordStream | None = None
         self._shut = False
-        self._end: select.poll | None = None  # while there is a connection
-        self._record, self._ahead = bytearray(_RECORD), memoryview(b"")  # what came with what was asked for
-        self._heard = False  # a refused certificate shows up at the first read, see tls
+        self._end: select.poll | None = None  # None without a connection
+        # bytes that arrived together with the requested ones
+        self._record, self._ahead = bytearray(_RECORD), memoryview(b"")
+        self._heard = False  # a refused certificate is reported at the first read, see `tls`
 
     @property
     def tls(self) -> ssl.SSLObject | None:
@@ -100,12 +103,13 @@ class ClientConnection:
 
         Raises:
             CertificateError: either side's certificate is not the right one.
-            TransportError: the address does not answer, or not in time.
+            TransportError: the address does not answer in time.
         """
         try:
             raw = self._dial(deadline)
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        except (OSError, UnicodeError, RuntimeError) as error:  # a host like a..b is no name at all; out of threads
+        # a host like a..b is not a valid name; or no thread can be started
+        except (OSError, UnicodeError, RuntimeError) as error:
             raise ConnectionLostError(
                 f"cannot reach {self._name}: {getattr(error, 'strerror', None) or error}"
             ) from error
@@ -128,7 +132,7 @@ class ClientConnection:
             TransportError: the connection is gone, or the provider does not read.
         """
         if isinstance(payload, Tensor):
-            assert isinstance(message, wire.Binding)  # no other message has a matrix
+            assert isinstance(message, wire.Binding)  # only these messages have a matrix
             body = message.encoding.pack(payload)
         else:
             body = memoryview(payload or b"")
@@ -143,13 +147,13 @@ class ClientConnection:
         """Wait for a frame's header.
 
         Args:
-            max_payload: the most bytes that may follow it.
+            max_payload: limit of the payload that follows it, in bytes.
 
         Returns:
-            The header, and how many bytes of payload follow, for `fill`.
+            The header, and the number of payload bytes that follow, for `fill`.
 
         Raises:
-            ProtocolError: not a frame, or it announces too much. The connection is of no more use.
+            ProtocolError: not a frame, or its payload exceeds the limit. The connection cannot be used again.
             TransportError: the connection is gone, or nothing came in time.
         """
         header, payload_size = self.receive_header(max_payload=max_payload, deadline=deadline)
@@ -169,10 +173,10 @@ class ClientConnection:
         return header, payload_size
 
     def fill(self, buffer: bytearray | memoryview, *, deadline: float) -> None:
-        """Read exactly as many bytes as the buffer has.
+        """Read bytes until the buffer is full.
 
         Raises:
-            TransportError: the connection is gone, or they did not come in time.
+            TransportError: the connection is gone, or the bytes did not come in time.
         """
         view = memoryview(buffer)
         while view:
@@ -190,14 +194,14 @@ class ClientConnection:
         return self._end is None or bool(self._end.poll(0))
 
     def shut(self) -> None:
-        """End every wait on this connection with an error. The connection cannot be used again. Any thread may call."""
+        """End every wait on this connection with an error. The connection cannot be used again. Thread-safe."""
         self._shut = True
         if (connection := self._socket) is not None:
             with contextlib.suppress(OSError):  # wakes the waiting thread
                 connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Release the socket, without a word to the other side. Not while another thread uses it: see `shut`."""
+        """Release the socket without a TLS alert. While another thread uses the connection, call `shut` instead."""
         if self._socket is not None:
             with contextlib.suppress(OSError):
                 self._socket.close()
@@ -232,14 +236,14 @@ class ClientConnection:
         def look_up() -> None:
             try:
                 found.set_result(socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM))
-            except Exception as error:  # it is the asker's
+            except Exception as error:  # an exception of the resolver is for the caller
                 found.set_exception(error)
 
         threading.Thread(target=look_up, name="look-up", daemon=True).start()
         return self._within(deadline, found.result, "its name is being looked up")
 
     def _next(self, size: int, deadline: float) -> memoryview:
-        """The next `size` bytes, of a header. They are not copied if they arrived with the bytes before them."""
+        """The next `size` bytes of a header. They are not copied if they arrived with the bytes before them."""
         if len(self._ahead) < size:
             part = memoryview(bytearray(size))
             self.fill(part, deadline=deadline)

@@ -17,8 +17,8 @@ class Encoding:
     """Row-major, little-endian, a fixed number of bits per item, without padding between rows.
 
     Args:
-        dtype: of the matrix in memory.
-        item_bits: of one item in a payload.
+        dtype: dtype of the matrix in memory.
+        item_bits: bits of one item in a payload.
     """
 
     dtype: torch.dtype
@@ -31,8 +31,8 @@ class Encoding:
     def pack(self, matrix: Tensor) -> memoryview:
         """The payload of a CPU matrix of `dtype`. Not a copy if the matrix is contiguous and the machine little-endian.
 
-        `pack` and `unpack` avoid operations of torch where they can: each releases the interpreter's lock, and to take
-        the lock again costs more than the rest while other threads wait for it.
+        `pack` and `unpack` avoid torch where possible. Each torch operation releases the GIL, and reacquiring it takes
+        longer than the rest while other threads wait for it.
         """
         array = (matrix.detach() if matrix.requires_grad else matrix).numpy()
         if not array.size:  # a memoryview with a zero in its shape cannot be cast

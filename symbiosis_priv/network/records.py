@@ -1,13 +1,13 @@
-"""TLS over a socket, many records to a system call.
+"""TLS over a socket, with many records per system call.
 
-`ssl.SSLSocket` asks the system twice for every record it reads and once for every record it writes, and a record
-carries 16 KiB: a step of fine-tuning has tens of thousands of records. This module keeps records in memory between TLS
-and the socket, and sends all of them with one system call. Errors and timeouts are those of `ssl.SSLSocket`. After a
-timeout the same call may be repeated, and continues where it stopped.
+`ssl.SSLSocket` makes two system calls for every record that it reads and one for every record that it writes. A record
+carries 16 KiB, so one step of fine-tuning has tens of thousands of records. This module keeps records in memory between
+TLS and the socket, and sends all of them with one system call. Errors and timeouts are those of `ssl.SSLSocket`. After
+a timeout the same call may be repeated, and continues where it stopped.
 
 The kernel enforces the timeout of the blocking socket. (Python's own timeout needs one system call to wait and another
-one to read.) TLS is asked for bytes only if it may have some: otherwise it raises an error, and raising the error takes
-longer than decrypting a row.
+one to read.) The TLS object is read only if it may have bytes: otherwise it raises an error, and raising the error
+takes longer than decrypting a row.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import time
 from typing import Final
 
 _READ: Final = 1 << 18  # bytes per system call: more would leave the cache before they are decrypted
-_BEGUN: Final = 1 << 15  # more than TLS may hold of a record that is not whole yet
-_WRITE: Final = 1 << 17  # bytes encrypted before they are sent
+_BEGUN: Final = 1 << 15  # larger than the part of an incomplete record that TLS may hold
+_WRITE: Final = 1 << 17  # bytes that are encrypted before they are sent
 _TIMEVAL: Final = struct.Struct("@ll")
 _LATE: Final = "timed out"
 
@@ -39,23 +39,23 @@ class RecordStream:
     def __init__(self, raw: socket.socket, context: ssl.SSLContext, *, host: str) -> None:
         raw.settimeout(None)
         self._raw = raw
-        self._timeout = 0.0  # the socket's
+        self._timeout = 0.0  # timeout of the socket
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self.tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname=host)
-        """What has been agreed; not for reading or writing."""
+        """The negotiated TLS parameters; not for reading or writing."""
         self._arrived = memoryview(bytearray(_READ))
         self._arrival = select.poll()
         self._arrival.register(raw, select.POLLIN)
         self._to_send = memoryview(b"")
-        self._awaited = 1  # bytes that the system waits for
-        self._encrypted = 0  # bytes of the caller's that wait in `_to_send`
-        self._exhausted = False  # TLS has given all that it can of what has arrived
+        self._awaited = 1  # number of bytes for which the socket waits
+        self._encrypted = 0  # the caller's bytes in `_to_send`
+        self._exhausted = False  # TLS has returned all bytes that can be decrypted so far
 
     def handshake(self, timeout: float) -> None:
-        """Shake hands.
+        """Make the TLS handshake.
 
         Raises:
-            OSError: as `ssl.SSLSocket.do_handshake`; after a TimeoutError, again goes on.
+            OSError: as `ssl.SSLSocket.do_handshake`. After a TimeoutError, another call continues the handshake.
         """
         until = self._begin(timeout)
         try:
@@ -63,10 +63,10 @@ class RecordStream:
                 self._flush(until)
                 _check_time(until)
                 if not self._take_in():
-                    self._incoming.write_eof()  # the next try says so
+                    self._incoming.write_eof()  # the next attempt raises the error
         except ssl.SSLError:
             with contextlib.suppress(OSError):
-                self._flush(until)  # the alert that tells the other side why
+                self._flush(until)  # the alert that tells the other side the reason
             raise
         self._flush(until)
 
@@ -74,7 +74,7 @@ class RecordStream:
         """Read at least one byte, and all that have arrived. Returns the number of bytes; 0 at the end of the stream.
 
         Raises:
-            OSError: as `ssl.SSLSocket.recv_into`; nothing is lost by a TimeoutError.
+            OSError: as `ssl.SSLSocket.recv_into`; after a TimeoutError no byte is lost.
         """
         size, done, until = len(buffer), 0, self._begin(timeout)
         if self._exhausted and not self._take_in(promised=size):
@@ -84,7 +84,7 @@ class RecordStream:
                 self._exhausted = False
                 while done < size and (count := self.tls.read(size - done, buffer[done:])):
                     done += count  # type: ignore[operator]  # with a buffer it is a number
-                    if done < size and not self._incoming.pending:  # one read empties a record
+                    if done < size and not self._incoming.pending:  # one read returns a whole record
                         self._exhausted = True
                         break
                 return done
@@ -97,10 +97,10 @@ class RecordStream:
                     return 0
 
     def send(self, data: memoryview, timeout: float) -> int:
-        """Send some of the bytes, and how many.
+        """Send some of the bytes. Returns their number.
 
         Raises:
-            OSError: as `ssl.SSLSocket.send`. After a TimeoutError the same bytes have to be offered again.
+            OSError: as `ssl.SSLSocket.send`. After a TimeoutError the same bytes must be passed again.
         """
         until = self._begin(timeout)
         if not self._encrypted:
@@ -120,7 +120,7 @@ class RecordStream:
 
     def _begin(self, timeout: float) -> float:
         """The deadline of a call that begins now. The timeout covers the whole call, not each byte."""
-        if self._timeout != timeout:  # telling the system is a call, and there are thousands of records
+        if self._timeout != timeout:  # setting it is a system call, and there are thousands of records
             self._timeout = timeout
             for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
                 self._raw.setsockopt(socket.SOL_SOCKET, option, _timeval(timeout))
@@ -137,7 +137,8 @@ class RecordStream:
         much = to_arrive >= _READ
         if (size := _READ if much else 1) != self._awaited:
             self._await(size)
-        # a read that has taken a part and waits for the rest is woken by as much again, which may not be to come
+        # If a read has taken a part and waits for the rest, the kernel wakes it after as many bytes again, which may
+        # never come.
         if much and not self._arrival.poll(1e3 * self._timeout):
             raise TimeoutError(_LATE)
         try:
@@ -150,7 +151,7 @@ class RecordStream:
     def _await(self, size: int) -> None:
         """Make the socket readable only after `size` bytes, or the end of the stream, have arrived (SO_RCVLOWAT)."""
         self._awaited = size
-        with contextlib.suppress(OSError):  # a system that cannot do it
+        with contextlib.suppress(OSError):  # not supported by this system
             self._raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
 
     def _flush(self, until: float) -> None:

@@ -53,7 +53,7 @@ from symbiosis_priv.errors import CertificateError, ConnectionLostError
 
 TlsConnection = ssl.SSLSocket | ssl.SSLObject
 
-# OpenSSL's names for "a certificate was the reason", from either end: CERTIFICATE_REQUIRED,
+# OpenSSL's names for errors caused by a certificate, on either side: CERTIFICATE_REQUIRED,
 # PEER_DID_NOT_RETURN_A_CERTIFICATE, BAD_CERTIFICATE, CERTIFICATE_EXPIRED, UNKNOWN_CA, ...
 _CERTIFICATE_REASONS: Final = ("CERTIFICATE", "UNKNOWN_CA")
 _AUTHORITY: Final = (
@@ -124,7 +124,7 @@ def client_context(*, certificate: Path, key: Path, pins: Sequence[Pin]) -> ssl.
     Args:
         certificate: the tenant's certificate.
         key: its private key.
-        pins: the provider's certificate, self-signed or not: during a rotation two.
+        pins: the provider's certificate, self-signed or not; two during a rotation.
 
     Raises `CertificateError` if a file is missing, expired, of the wrong kind, or the key does not fit.
     """
@@ -147,10 +147,11 @@ def client_context(*, certificate: Path, key: Path, pins: Sequence[Pin]) -> ssl.
 
 
 def registry_server_context(*, certificate: Path, key: Path) -> ssl.SSLContext:
-    """A registry's context: TLS 1.3 only. Clients show no certificate: what they say is signed or harmless.
+    """A registry's context: TLS 1.3 only. Clients show no certificate: their descriptors are signed, and other requests
+    only read.
 
     Args:
-        certificate: a provider's, for the registry's hosts, that the federation's authority has issued.
+        certificate: a provider certificate for the registry's hosts, issued by the federation's authority.
         key: its private key.
 
     Raises `CertificateError` if a file is missing, expired, of the wrong kind, or the key does not fit.
@@ -192,8 +193,8 @@ def tenant_identity(connection: TlsConnection) -> TenantIdentity:
 
     Issuers choose their names freely, so the issuer is found by its signature.
 
-    Raises `CertificateError` if there is no certificate, if it is not a tenant's, if it was never verified, or if
-    an authority that the provider does not list stands between the tenant and one that it does.
+    Raises `CertificateError` if there is no certificate, if it is not a tenant's, if it was never verified, or if its
+    issuer is not an authority in the provider's list but an intermediate one.
     """
     peer = connection.getpeercert(binary_form=True)
     verified = connection.context.verify_mode == ssl.CERT_REQUIRED
@@ -218,8 +219,8 @@ def handshake_error(
     """The error of this project for a failed handshake or first read. Raise it from `error`.
 
     Args:
-        error: what the `ssl` module raised.
-        peer: how to name the other side in the message.
+        error: the error of the `ssl` module.
+        peer: name of the other side in the message.
         pins: the certificates that were expected; None if authorities were.
     """
     if isinstance(error, ssl.SSLCertVerificationError):
@@ -277,7 +278,7 @@ def _showing(context: ssl.SSLContext, *, certificate: Path, key: Path) -> ssl.SS
     try:
         # An empty password makes an encrypted key an error; without one OpenSSL would prompt on the terminal.
         context.load_cert_chain(certificate, key, password="")
-    except OSError as error:  # ssl.SSLError included; the files changed since they were checked
+    except OSError as error:  # ssl.SSLError included: the files have changed since they were checked
         raise CertificateError(
             f"cannot use {certificate} with {key} ({error}): if they are being rotated, try again; if not, "
             f"make a new pair with `symbiosis-priv keys`"

@@ -1,4 +1,4 @@
-"""The wire protocol: typed messages with raw tensors behind them.
+"""The wire protocol: typed messages, followed by raw tensors.
 
 A frame is
 
@@ -7,9 +7,9 @@ A frame is
     payload  bytes      one matrix in the request's encoding: int32 (ring path) or float32 (float path)
 
 The payload's length follows from the header: `encoding.size(rows, width)`. A reader checks the prefix against its
-limits, then parses the header, then compares the announced payload with the one the header implies, and only then
-takes memory for it. A reply repeats its request's `Binding`, so that no answer can stand in for another (rule 7).
-Nothing here holds a scale, a label or a token id (rule 5).
+limits, parses the header, compares the announced payload size with the size that the header implies, and only then
+allocates memory for the payload. A reply repeats its request's `Binding`, so that an answer cannot be passed off as the
+answer to another request (rule 7). No message contains a scale, a label or a token id (rule 5).
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ MAX_GROUPS = 1 << 20
 NONCE_BYTES = 16
 
 Arithmetic = Literal["ring", "float", "float_bias_free"]
-"""How a product is computed: exact ring; float with bias (forward); float without (`float_bias_free`, or backward)."""
+"""The arithmetic of a product: exact ring; float with bias (forward); float without bias (`float_bias_free`, or
+backward)."""
 
 
 def encoding_of(arithmetic: Arithmetic) -> Encoding:
@@ -50,13 +51,13 @@ Text = Annotated[str, msgspec.Meta(max_length=512)]
 Rows = Annotated[int, msgspec.Meta(ge=0, le=MAX_ROWS)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
-"""A number: neither infinite nor nan."""
+"""A finite number: neither infinite nor nan."""
 Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 Seed = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
 class ErrorCode(StrEnum):
-    """Reasons of a `Failure`. After a `RETRYABLE` one the tenant may send the same bytes again."""
+    """Reasons of a `Failure`. After a code in `RETRYABLE`, the tenant may send the same bytes again."""
 
     BAD_FRAME = "bad_frame"
     BAD_REQUEST = "bad_request"
@@ -75,11 +76,12 @@ RETRYABLE = frozenset({ErrorCode.BUSY, ErrorCode.STOPPING})
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of every header."""
+    """Base class of every header."""
 
 
 class Hello(Message, frozen=True, tag="hello"):
-    """First message of a connection: what the tenant speaks, wants the peer to be, and which model it pinned."""
+    """First message of a connection: the tenant's wire version, the role that the provider should take, and the pinned
+    model."""
 
     version: int
     role: Role
@@ -87,12 +89,12 @@ class Hello(Message, frozen=True, tag="hello"):
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
-    """The provider's answer to `Hello`: its model, which of its layer groups it serves, and its limits.
+    """The provider's answer to `Hello`: its model, the layer groups that it serves, and its limits.
 
     Args:
-        first_group, end_group: it serves the groups of `range(first_group, end_group)`, at least one.
-        max_rows: of one request.
-        max_payload: bytes of a request's matrix, and of a reply's.
+        first_group, end_group: the provider serves the groups of `range(first_group, end_group)`, at least one.
+        max_rows: largest number of rows of one request.
+        max_payload: largest number of bytes of a request's or a reply's matrix.
     """
 
     version: int
@@ -108,7 +110,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
 
     @property
     def groups(self) -> range:
-        """The layer groups that it serves."""
+        """The layer groups that the provider serves."""
         return range(self.first_group, self.end_group)
 
 
@@ -143,13 +145,13 @@ class Effect(Binding, frozen=True, tag="effect"):
 
 
 class QuotaLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A quota of the tenant's that a request has met. The tenant shows it to its user, and uses it for nothing else."""
+    """The tenant's quota that a request has reached. The tenant shows it to its user, and does nothing else with it."""
 
     amount: Annotated[float, msgspec.Meta(gt=0, le=1e15)]
     unit: Literal["requests/s", "rows/s", "billion multiply-adds/s", "rows in flight"]
 
     def __str__(self) -> str:
-        """Like `300 rows/s`."""
+        """For example `300 rows/s`."""
         return f"{self.amount:,.10g} {self.unit}"
 
 
@@ -157,7 +159,7 @@ class Result(Binding, frozen=True, tag="result", omit_defaults=True):
     """The product. Payload: `[rows, outputs]` (`[rows, inputs]` backward).
 
     Args:
-        limit: what the request had to wait for before it was admitted; None if it did not wait.
+        limit: the quota for which the request had to wait before it was admitted; None if it did not wait.
     """
 
     limit: QuotaLimit | None = None
@@ -184,11 +186,12 @@ class Health(Message, frozen=True, tag="health"):
 
 
 class HealthReport(Message, frozen=True, tag="health_report"):
-    """State of a provider as one tenant may see it: `requests` and `connections` are its own, never its neighbours'.
+    """State of a provider. `requests` and `connections` count only those of the tenant that asks.
 
     Args:
-        time: its clock, in seconds since 1970 (UTC).
-        groups, groups_loaded: layer groups that it serves, and those of them in memory.
+        time: the provider's clock, in seconds since 1970 (UTC).
+        groups: number of layer groups that the provider serves.
+        groups_loaded: number of those groups that are in memory.
     """
 
     name: Text
@@ -225,7 +228,7 @@ _reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 def encode(message: Message, *, payload_bytes: int = 0) -> bytes:
-    """Prefix and header of a frame; the payload's bytes follow as they lie in memory."""
+    """Prefix and header of a frame. The payload's bytes follow them unchanged."""
     header = _encoder.encode(message)
     if len(header) > MAX_HEADER or payload_bytes > MAX_PAYLOAD:
         raise FrameTooLargeError(f"header of {len(header)} or payload of {payload_bytes} bytes is over the limit")
@@ -233,11 +236,11 @@ def encode(message: Message, *, payload_bytes: int = 0) -> bytes:
 
 
 def decode_prefix(prefix: Buffer, *, max_payload: int) -> tuple[int, int]:
-    """(header length, payload length) of a frame, checked against the limits before anything is allocated.
+    """Return (header length, payload length) of a frame. Checks both against the limits before anything is allocated.
 
     Raises:
         ProtocolError: not a frame of this protocol.
-        FrameTooLargeError: it announces more than a limit.
+        FrameTooLargeError: a length exceeds its limit.
     """
     if len(prefix) != PREFIX.size:
         raise ProtocolError(f"a frame's prefix has {PREFIX.size} bytes, got {len(prefix)}")
@@ -252,18 +255,23 @@ def decode_prefix(prefix: Buffer, *, max_payload: int) -> tuple[int, int]:
 
 
 def decode_request(header: Buffer) -> Request:
-    """Parse what a tenant sent."""
+    """Parse a tenant's message."""
     return decode(_request_decoder, header)
 
 
 def decode_reply(header: Buffer) -> Reply:
-    """Parse what a provider sent."""
+    """Parse a provider's message."""
     return decode(_reply_decoder, header)
 
 
 def decode(decoder: msgspec.msgpack.Decoder[_M], header: Buffer) -> _M:
-    """Parse a header of these messages, or of others that travel in the same frames. ProtocolError if it is none."""
+    """Parse a header of these messages, or of other messages in the same frames.
+
+    Raises:
+        ProtocolError: not a valid header.
+    """
     try:
         return decoder.decode(header)
     except UNDECODABLE as error:
-        raise ProtocolError(f"bad header: {one_line(str(error))}") from error  # it may quote what came
+        # the cause is left out, because it may quote received bytes
+        raise ProtocolError(f"bad header: {one_line(str(error))}") from error

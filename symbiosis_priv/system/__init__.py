@@ -1,6 +1,6 @@
 """The operating system: files, TOML, signals and processes.
 
-files          where caches live, and atomic replacement
+files          the cache folder, and atomic replacement
 private        folders that no other user can change
 toml           reads TOML into typed configuration, with errors that name the field
 interrupts     SIGINT and SIGTERM

@@ -1,4 +1,4 @@
-"""Files on the own disk: where caches live, and writes that leave the old file or the whole new one."""
+"""Files on this machine: the cache folder, size limits for reading, and atomic writes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from safetensors import SafetensorError
 from symbiosis_priv.errors import ConfigError, StorageError
 
 UNDECODABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What bytes that are not what they should be have msgspec raise: bad UTF-8 and deep nesting surface as Python's own
-errors, and wrong types as a DecodeError."""
+"""Errors that msgspec raises for malformed input: a DecodeError for wrong types, Python's own errors for bad UTF-8 and
+deep nesting."""
 
 
 def read_limited(path: Path, limit: int) -> bytes:
@@ -66,7 +66,7 @@ def decode_text(data: bytes, *, name: str) -> str:
     r"""Decode UTF-8 without a byte order mark, and turn every line end into `\n`.
 
     Args:
-        name: of the file, for messages.
+        name: the file's name, for messages.
 
     Raises:
         ConfigError: not UTF-8.
@@ -79,7 +79,7 @@ def decode_text(data: bytes, *, name: str) -> str:
 
 @contextmanager
 def storing(path: Path) -> Iterator[None]:
-    """Turns what any library raises when `path` cannot be written into a StorageError that names it."""
+    """Turn any error while `path` is written into a StorageError that names `path`."""
     try:
         yield
     except StorageError:
@@ -110,11 +110,11 @@ def replace_atomically(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def output_file(path: Path | None) -> Path | None:
-    """A file that an option names to write to, found out before hours of work and not after them; of a link its target.
+    """Check early that the file of an option can be written. Returns it, or the target if it is a link.
 
     Raises:
-        ConfigError: it is a folder or a device: with a file in place of `/dev/null`, the whole machine would suffer.
-        StorageError: nothing could be written there.
+        ConfigError: the path is a folder or a device. Replacing `/dev/null` with a file would break other programs.
+        StorageError: nothing can be written there.
     """
     if path is None:
         return None
@@ -130,11 +130,7 @@ def output_file(path: Path | None) -> Path | None:
 
 
 def check_unused(folder: Path) -> None:
-    """Refuse to write into a folder that holds anything.
-
-    Raises:
-        ConfigError: it is neither new nor empty.
-    """
+    """Raise ConfigError if a folder exists and is not empty."""
     if folder.is_symlink() or folder.exists():
         try:
             used = any(folder.iterdir())

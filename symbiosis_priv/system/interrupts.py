@@ -1,7 +1,7 @@
 """Ctrl-C and SIGTERM as exceptions that do not interrupt a critical section.
 
-A signal raises an exception wherever the program is: between two parameters of an optimizer step, or in the middle of a
-file. `whole()` delays the exception until its block ends, and `anywhere()` inside that block allows it again. A second
+A signal can raise an exception between any two instructions, for example in the middle of an optimizer step or of a
+write. `whole()` delays the exception until its block ends, and `anywhere()` inside that block allows it again. A second
 signal is never delayed.
 """
 
@@ -18,9 +18,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupts:
-    """While it is open, SIGINT raises KeyboardInterrupt and SIGTERM raises SystemExit(143). A context manager.
+    """A context manager. Inside it, SIGINT raises KeyboardInterrupt and SIGTERM raises SystemExit(143).
 
-    Outside of the main thread, where Python delivers no signals, it does nothing.
+    Outside the main thread it does nothing, because Python delivers signals to the main thread only.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Interrupts:
 
     @contextmanager
     def anywhere(self) -> Iterator[None]:
-        """Inside of `whole`: here a signal may arrive."""
+        """Inside `whole`, allow the exception again in this block."""
         with self._set_deferring(False):
             self._raise_pending()
             yield
@@ -63,7 +63,8 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            heeded = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup, `cmd &`
+            # SIGINT is ignored: nohup, `cmd &`
+            heeded = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
             self._before = {number: signal.signal(number, self._arrived) for number in heeded}
         return self
 

@@ -5,8 +5,8 @@ therefore private only if every folder above it is safe: it belongs to this user
 to it. Sticky folders such as /tmp are an exception, because nobody can rename another user's entries in them; the next
 folder on the path then has to belong to this user or to root.
 
-The walk from the root opens one folder at a time, follows no link, and keeps descriptors. What was checked is what is
-used, even if the path leads elsewhere in the meantime.
+The walk from the root opens one folder at a time, follows no link, and keeps descriptors. So the folder that was
+checked is the one that is used, even if the path changes afterwards.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class PrivateFolder:
     """An open folder that no other user can replace. A context manager.
 
     Args:
-        path: its name, for messages.
-        descriptor: of the folder; `close` closes it.
+        path: the folder's path, for messages.
+        descriptor: file descriptor of the folder; `close` closes it.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -74,7 +74,7 @@ class PrivateFolder:
         """Open a folder in this one that no other user can write to.
 
         Args:
-            name: of the folder.
+            name: the folder's name.
             create: make it, with mode 0700. It must not exist yet.
 
         Raises:
@@ -125,7 +125,7 @@ class PrivateFolder:
         os.rename(name, new, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
 
     def delete(self, name: str) -> None:
-        """Delete a folder in this one with everything in it, if there is one and as far as that works."""
+        """Delete a folder in this one with its content. Errors are ignored."""
         shutil.rmtree(name, ignore_errors=True, dir_fd=self._descriptor)
 
     def lockable(self) -> int:

@@ -1,8 +1,8 @@
-"""`python -m symbiosis_priv.system.processes MODULE ...`: as `python -m MODULE ...`, and a quick end.
+"""`python -m symbiosis_priv.system.processes MODULE ...` runs a module like `python -m MODULE ...`, and ends faster.
 
-Python looks for garbage once more when it ends. Importing torch, transformers and peft makes a million objects, and to
-go through them takes a third of such a process' start and end, though its memory goes with it anyway. Until then
-garbage is looked for as usual: what is thrown away may hold a large tensor.
+Python collects garbage once more at exit. Importing torch, transformers and peft makes a million objects, so this last
+collection takes a third of the start and end of such a process, although the system frees the memory anyway. Garbage
+collection is normal until then, because garbage may hold a large tensor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def command(module: str, *arguments: str) -> list[str]:
 
 
 def main() -> None:
-    """Run the module that the command line names, as what was started."""
+    """Run the module that the command line names, as `__main__`."""
     end_quickly()
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

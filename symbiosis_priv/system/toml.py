@@ -14,15 +14,13 @@ from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.system.files import decode_text, read_limited
 
 MAX_BYTES = 16 << 20
-"""Of a file that is read: more than any list of tenants or peers needs."""
+"""Size limit of a file, larger than any list of tenants or peers needs."""
 
 T = TypeVar("T")
 
 
 def load_toml(path: Path, kind: type[T], *, whole: bool = False) -> T:
-    """Read a TOML file into a typed, closed structure; every error names the file and the key.
-
-    Fields of type `Path` are read relative to the file.
+    """Read a TOML file into a typed, closed structure. Fields of type `Path` are read relative to the file.
 
     Args:
         whole: refuse a file that ends in the middle of a line. Half a file may be a valid one, with fewer limits.
@@ -58,9 +56,9 @@ def load_toml(path: Path, kind: type[T], *, whole: bool = False) -> T:
 
 
 def _known_fields(kind: type, message: str) -> str:
-    """The fields that msgspec would have taken where it found one that it does not know; "" for any other message.
+    """The known fields, as text for a message, at the place where msgspec found an unknown one; "" for other messages.
 
-    The message ends in the place, for example "at `$.tenants[...]`"; the top of the file has none.
+    msgspec's message ends with the place, for example "at `$.tenants[...]`"; for the top of the file there is none.
     """
     if "unknown field" not in message:
         return ""
@@ -78,7 +76,7 @@ def _alternatives(kind: inspect.Type) -> list[inspect.Type]:
 
 
 def _inside(kind: inspect.Type, name: str) -> inspect.Type | None:
-    """The type of a struct's field, or of any item if the name is empty."""
+    """The type of a struct's field, or of an item if the name is empty."""
     if isinstance(kind, inspect.StructType):
         return next((one.type for one in kind.fields if one.encode_name == name), None)
     if isinstance(kind, inspect.DictType):

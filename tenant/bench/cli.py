@@ -42,7 +42,7 @@ from tenant.bench.cli_options import (
 )
 from tenant.bench.kernels_cli import gpu, kernels
 
-if TYPE_CHECKING:  # imports torch: not for --help
+if TYPE_CHECKING:  # torch is imported when a command runs, so that --help does not wait for it
     from tenant.bench.many_tenants import Scenario, Variant
 
 app = typer.Typer(no_args_is_help=True, help="Measure what the split costs, beside what it replaces, in one run.")

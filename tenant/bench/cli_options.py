@@ -19,7 +19,7 @@ from tenant.bench import goals, result_file, tables
 from tenant.bench.result_file import Row, number
 from tenant.cli.options import quiet
 
-if TYPE_CHECKING:  # imports torch: not for --help
+if TYPE_CHECKING:  # torch is imported when a command runs, so that --help does not wait for it
     from tenant.bench.llama import Llama
 
 HALF_THE_CORES = max(1, (os.cpu_count() or 1) // 2)
@@ -51,21 +51,21 @@ def scheme(name: str) -> str:
 
 
 def llama(width: int, layers: int, inner: int) -> Llama:
-    """The Llama that is measured; ConfigError if the width is no multiple of 64."""
+    """The Llama that is measured. Raises ConfigError if the width is not a multiple of 64."""
     from tenant.bench.llama import Llama
 
     return Llama(width=multiple_of_64(width, "--width"), layers=layers, inner=inner)
 
 
 def multiple_of_64(value: int, option: str) -> int:
-    """The number itself; ConfigError if it is no multiple of 64."""
+    """Return the number. Raises ConfigError if it is not a multiple of 64."""
     if value % 64:
         raise ConfigError(f"{option} {value}: write multiples of 64, the dimensions of an attention head")
     return value
 
 
 def numbers(text: str, option: str) -> list[int]:
-    """Positive whole numbers between commas; ConfigError for anything else."""
+    """Parse positive whole numbers between commas. Raises ConfigError for anything else."""
     try:
         found = [int(part) for part in text.split(",")]
     except ValueError:
@@ -76,12 +76,12 @@ def numbers(text: str, option: str) -> list[int]:
 
 
 def widths(text: str) -> list[int]:
-    """Multiples of 64 between commas, of the option --width."""
+    """Parse the multiples of 64 between commas of the option --width."""
     return [multiple_of_64(size, "--width") for size in numbers(text, "--width")]
 
 
 def names(text: str, known: Sequence[str], option: str) -> list[str]:
-    """Names between commas; ConfigError for a name that is not among `known`."""
+    """Parse names between commas. Raises ConfigError for a name that is not among `known`."""
     found = [name.strip() for name in text.split(",")]
     if unknown := set(found) - set(known):
         raise ConfigError(f"{option}: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
@@ -89,7 +89,7 @@ def names(text: str, known: Sequence[str], option: str) -> list[str]:
 
 
 def pairs(text: str, option: str) -> list[tuple[int, int]]:
-    """Pairs like `6+2` between commas; ConfigError for anything else, and for `0+0`."""
+    """Parse pairs such as `6+2` between commas. Raises ConfigError for anything else, and for `0+0`."""
     found = [re.fullmatch(r"(\d+)\+(\d+)", part.strip()) for part in text.split(",")]
     counts = [(int(match[1]), int(match[2])) for match in found if match is not None]
     if len(counts) < len(found) or not all(map(sum, counts)):

@@ -124,7 +124,7 @@ def _is_exact(
 ) -> bool:
     try:
         return is_exact(kernel, weight, count=count, direction=direction, weight_bits=weight_bits, device=device)
-    except Exception as error:  # not built for this device; Triton's errors have no common type
+    except Exception as error:  # the kernel does not support this device; Triton's errors have no common base class
         log.warning("kernel %s cannot run on %s: %s: %s", kernel.name, device, type(error).__qualname__, error)
         return False
 

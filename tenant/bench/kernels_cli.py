@@ -10,7 +10,7 @@ from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
 from tenant.bench.cli_options import HALF_THE_CORES, Json, Repeat, Rows, Threads, measure, numbers
 
-if TYPE_CHECKING:  # imports torch: not for --help
+if TYPE_CHECKING:  # torch is imported when a command runs, so that --help does not wait for it
     from tenant.bench.result_file import Row
 
 Shapes = Annotated[str, typer.Option("--shape", help="INPUTSxOUTPUTS, separated by commas.")]
@@ -68,7 +68,7 @@ def _check_device(name: str) -> None:
 
     try:
         torch.empty(0, device=name, dtype=torch.int32)
-    except (RuntimeError, AssertionError) as error:  # the latter from a torch that is built without CUDA
+    except (RuntimeError, AssertionError) as error:  # the latter error if torch was built without CUDA
         cuda = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
         raise ConfigError(f"there is no device {name!r} here; there are {', '.join(['cpu', *cuda])}") from error
 

@@ -26,7 +26,7 @@ from tenant.bench.llama import small_llama
 from tenant.bench.request_load import DEADLINE_S, Kind, Load, Seen, serve_load
 from tenant.bench.result_file import Row, number
 
-_START_S = 600.0  # a wide model is quantised first
+_START_S = 600.0  # seconds; a wide model is quantised first
 _CHECKED_S = 2.0
 _POLICIES: Final = ("none", "lockstep", "opportunistic")
 

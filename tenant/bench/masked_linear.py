@@ -125,7 +125,7 @@ class _Bench:
 
     def _frame_bytes(self, call: Callable[[], object]) -> tuple[int, int]:
         """Bytes of one request and of its answer on the wire."""
-        call()  # so that the hello of the connection does not count
+        call()  # so that the connection's hello is not counted
         before = self._session.ledger()
         call()
         after = self._session.ledger()

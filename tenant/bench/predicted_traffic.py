@@ -1,8 +1,8 @@
-"""The traffic of a pass through a model by the design alone, as a function of the manifest.
+"""Computes the traffic of a pass through a model from its manifest and the design alone.
 
-A product of a layer group is one request and one answer, whatever the number of layers fused in the group. A large
-product is cut into pieces that are sent over several connections at once. The headers of frames are counted as `wire`
-encodes them.
+A product of a layer group is one request and one answer, regardless of the number of linears in the group. A large
+product is cut into pieces that are sent over several connections at the same time. The headers of frames are counted as
+`wire` encodes them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Traffic:
 
     Args:
         round_trips: requests to executors.
-        turns: how many of them follow one another; pieces of one product are sent at the same time.
+        turns: number of requests that follow one another; pieces of one product are sent at the same time.
         up, down: bytes of frames to and from executors.
-        effects: bytes of effects from one helper; its requests are too few and small to count.
+        effects: bytes of effects from one helper; its requests are too few and too small to count.
     """
 
     round_trips: int = 0

@@ -67,10 +67,10 @@ def tree(pids: Iterable[int]) -> set[int]:
 
 
 def lower_own_priority(nice: int) -> None:
-    """Let this process, and what it starts, use only the processor time that other processes leave.
+    """Let this process and its children use only processor time that other processes leave.
 
-    Linux divides cores among sessions first, and within a session by priority (`autogroup` in sched(7)): the priority
-    of a process means nothing to a process of another session. So this process begins a session of its own.
+    Linux divides cores among sessions first, and within a session by priority (`autogroup` in sched(7)). A priority has
+    no effect on processes of other sessions, so this process starts a session of its own.
 
     Args:
         nice: the priority, 1 to 19.

@@ -22,7 +22,8 @@ from symbiosis_priv.system.files import UNDECODABLE, write_atomically
 
 SCHEMA = 1
 _DISTRIBUTIONS = ("symbiosis-priv", "torch", "transformers", "peft")
-_INTERESTING = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "amx_int8", "asimddp")  # kernels are chosen by these
+# kernels are chosen by CPU features
+_INTERESTING = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "amx_int8", "asimddp")
 
 Value = float | int | str | None
 Row = dict[str, Value]
@@ -81,7 +82,7 @@ def report(benchmark: str, rows: Sequence[Row]) -> ResultFile:
 
 def this_machine() -> Machine:
     """The machine on which this program runs."""
-    import torch  # not for --help
+    import torch  # torch is imported here, so that --help does not wait for it
 
     facts = _cpu_facts()
     flags = set(facts.get("flags", facts.get("Features", "")).split())

@@ -45,7 +45,7 @@ def measure_start(
     weights = save_in_pieces(shape, model)
     torch.set_num_threads(threads)
     seconds: dict[str, list[float]] = {}
-    own_cpu: dict[str, list[float]] = {}  # of this process, without the providers
+    own_cpu: dict[str, list[float]] = {}  # CPU time of this process, without the providers
 
     def clock(what: str, work: Callable[[], object]) -> None:
         on_turn(what)

@@ -17,10 +17,10 @@ log = logging.getLogger(__name__)
 
 FIRST_S = 2.0
 """Seconds of waiting before the first warning."""
-_AGAIN_S = 10.0  # between two warnings about a provider that has not answered
-_SLOW_S = 300.0  # between two warnings about a provider that answers slowly
-_LIMITED_AGAIN_S = 60.0  # between two warnings about a provider's quota
-_REMEMBERED = 256  # names kept; the bound is needed because executors from registries choose their addresses
+_AGAIN_S = 10.0  # seconds between two warnings about a provider that has not answered
+_SLOW_S = 300.0  # seconds between two warnings about a provider that answers slowly
+_LIMITED_AGAIN_S = 60.0  # seconds between two warnings about a provider's quota
+_REMEMBERED = 256  # limit of remembered names, because executors from registries choose their addresses
 
 
 @dataclass

@@ -1,17 +1,17 @@
-"""The trust core: everything on the tenant's side that privacy and integrity rest on.
+"""The trust core: the tenant's code on which privacy and integrity depend.
 
-It knows nothing of time, retries, failover or progress: those can delay a product or make it fail, and cannot weaken a
+It contains no timing, retries, failover or progress: that code can delay a product or make it fail, but cannot weaken a
 promise. Read it in this order:
 
-    facts         what is public about a layer group: widths, scales, bounds
+    facts         public facts of a layer group: widths, scales, bounds
     rows          float rows to integer rows, and back
     secret        the secret of a session, and the counters of its mask rows
-    pads          one-time pads: drawn, burnt, put on once, taken off
+    pads          one-time pads: drawn, burnt, used once
     masked        `MaskedRows`, the only rows that may leave
-    gate          the last look at every request: rule 8, quarantine
+    gate          the last check of every request: rule 8, quarantine
     verifier      the check of every product, and the keys that attribute faults
     parts         one request: mask, open, check
-    attribution   whose result was wrong, once a product was refused
+    attribution   finds whose result was wrong, after a refused product
 
 The promises, and what refutes each (`tests/tenant/core/` unless another place is named):
 

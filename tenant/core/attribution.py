@@ -1,8 +1,8 @@
 """Fault attribution: finds whose result was wrong, after the check has refused a product.
 
-A refused product y = y' - sum e_j says that the answer y' or an effect e_j is wrong, not which. The blame keys check
-each of them alone, modulo 2^32 (`verifier`). An effect that the tenant computed itself is checked as well: damage to
-the tenant's own packed weights must not convict a provider.
+A refused product y = y' - sum e_j means that the answer y' or an effect e_j is wrong, but not which one. The blame keys
+check each of them separately, modulo 2^32 (`verifier`). An effect that the tenant computed itself is checked as well:
+damage to the tenant's own packed weights must not convict a provider.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ log = logging.getLogger(__name__)
 
 
 class Attribution(NamedTuple):
-    """Whose result is not the product modulo 2^32.
+    """The parties whose result is not the product modulo 2^32.
 
     Args:
-        providers: whose answer or effect is wrong.
-        own: whether an effect that the tenant computed itself is wrong.
+        providers: providers whose answer or effect is wrong.
+        own: True if an effect that the tenant computed itself is wrong.
     """
 
     providers: list[Peer]
@@ -33,11 +33,11 @@ class Attribution(NamedTuple):
 
 
 def attribute(preparation: Preparation, executor: Peer, part: Part, answer: Tensor) -> Attribution:
-    """Check the answer and every effect of a refused product; nobody is found if the keys cannot tell.
+    """Check the answer and every effect of a refused product. The result is empty if the keys detect no error.
 
     Args:
-        executor: the provider that gave the answer.
-        part: what the executor was asked; the part's effects are there.
+        executor: the provider of the answer.
+        part: the part that was sent to the executor; its effects have arrived.
         answer: int32 `[r, o]`, refused.
     """
 

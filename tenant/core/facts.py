@@ -1,4 +1,4 @@
-"""What a tenant keeps of a frozen layer group instead of its weights: public facts, and its secret verification keys.
+"""Data about a frozen layer group that the tenant keeps instead of weights: public facts, and secret verification keys.
 
 Both come from one pass over the checkpoint, layer by layer (`tenant.preparation`), and are cached under the manifest's
 digest. After that pass the tenant needs no weight of an offloaded layer.
@@ -26,8 +26,8 @@ class GroupFacts:
     Args:
         entry: names and widths, from the manifest.
         channel_scale: float64 `[o]`, the weight scales.
-        bias: float64 `[o]` or None; the tenant adds it itself.
-        bounds: how large input rows may be, per direction.
+        bias: float64 `[o]` or None; the tenant adds it.
+        bounds: limits of input rows, per direction.
     """
 
     entry: GroupEntry
@@ -42,7 +42,7 @@ class GroupFacts:
         return cls(entry, group.channel_scale, bias, group.bounds())
 
     def with_headroom(self, bits: int) -> GroupFacts:
-        """These facts with rows scaled down by `bits` bits (`Bound.with_headroom`)."""
+        """A copy whose bounds scale rows down by `bits` more bits (`Bound.with_headroom`)."""
         return replace(self, bounds={d: bound.with_headroom(bits) for d, bound in self.bounds.items()})
 
     @cached_property
@@ -52,7 +52,7 @@ class GroupFacts:
 
     @cached_property
     def widest(self) -> int:
-        """Width of the wider of the two."""
+        """The larger of the two widths."""
         return max(self.columns[FORWARD])
 
     def inputs(self, direction: Direction) -> int:
@@ -66,16 +66,16 @@ class GroupFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """Everything a tenant knows about a base model that it does not hold (`preparation.prepare` makes it).
+    """Facts and keys of a base model whose weights the tenant does not hold (`preparation.prepare` makes them).
 
     Args:
-        manifest: what the providers serve.
-        facts: of every layer group.
-        keys: verify products.
-        blame: attributes faults, after a product was refused.
-        own_digest: of the checkpoint's other tensors and config.json (`own_tensors`).
+        manifest: the manifest of the providers' weights.
+        facts: facts of all layer groups.
+        keys: keys that verify products.
+        blame: keys that attribute faults after a product was refused.
+        own_digest: digest of the checkpoint's other tensors and config.json (`own_tensors`).
         tokenizer: SHA-256 of the checkpoint's tokenizer files and chat templates, by name; empty if it has none.
-        checkpoint: the checkpoint that it was made from; for messages.
+        checkpoint: the checkpoint that was prepared; for messages.
         forget_keys: deletes the cached verification keys, so that the next session draws new ones.
     """
 

@@ -1,13 +1,13 @@
-"""The gate that every request of a session passes on its way out: rule 8 and quarantine.
+"""The gate that every request of a session passes before it is sent: rule 8 and quarantine.
 
-Rule 8. A company that knows a seed of a pad never sees a row masked with that pad. Executor and helpers of a pad,
-pooled, know everything about the row, so this rule is what the privacy of `pad` rests on. The gate asks it of every
-request with rows, after routing has chosen an executor: routing may prefer, but it cannot overrule.
+Rule 8: a company that knows a seed of a pad never sees a row masked with that pad. The executor and all helpers of a
+pad together know everything about the row, so the privacy of `pad` depends on this rule. The gate checks every request
+with rows after routing has chosen an executor. Routing may have preferences, but cannot override the gate.
 
-Quarantine. Nothing more is sent to a provider whose answer or effect was not the product of the pinned weights. A
-provider stays quarantined under another name and with another key: a party that shares a name, a certificate, a key or
-an address with it is the same party (rule 11). So an executor from a registry does not come back by announcing another
-key, or other layers. Another executor of its operator is another party, and is judged by its own answers.
+Quarantine: nothing more is sent to a provider whose answer or effect was not the product of the pinned weights. A
+provider stays quarantined under another name or with another key, because a party that shares a name, a certificate, a
+key or an address with it is the same party (rule 11). So an executor from a registry does not come back by announcing
+another key or other layers. Another executor of the same operator is another party, and is judged by its own answers.
 """
 
 from __future__ import annotations
@@ -24,19 +24,21 @@ from tenant.core.masked import MaskedRows
 
 log = logging.getLogger(__name__)
 
-_REMEMBERED: Final = 1024  # peers: an executor from a registry is another one whenever it announces other layers
+# limit of cached peers: an executor from a registry becomes another peer whenever it announces other layers
+_REMEMBERED: Final = 1024
 
 
 class Quarantine:
     """The quarantined providers of a session.
 
     Attributes:
-        parties: what tells them from others, read once: later changes of pinned files make no difference.
+        parties: the traits of these providers. They are read once, so later changes of pinned files make no difference.
     """
 
     def __init__(self) -> None:
         self.parties: list[Traits] = []
-        self._traits = functools.lru_cache(_REMEMBERED)(traits)  # reads files, and is asked for every request
+        # cached, because it reads files and is called for every request
+        self._traits = functools.lru_cache(_REMEMBERED)(traits)
 
     def __contains__(self, peer: Peer) -> bool:
         if not self.parties:
@@ -55,15 +57,15 @@ class Quarantine:
 
 
 class Gate:
-    """Lets requests of one process pass, or raises. Thread-safe.
+    """Lets requests of one process pass, or raises an error. Thread-safe.
 
     Args:
-        federation: says which providers are one company.
-        helpers: those of its helpers that are used.
+        federation: decides which providers are one company.
+        helpers: the helpers of the federation that are used.
         quarantined: providers that get no request.
 
     Attributes:
-        settling: no request leaves while this lock is held. It is held while a fault is attributed.
+        settling: a lock that is held while a fault is attributed. No request is sent while it is held.
 
     Raises:
         RoleConflictError: a company has both roles, and would know a pad and see a row under it.
@@ -81,11 +83,11 @@ class Gate:
         self._may_see = functools.lru_cache(_REMEMBERED)(federation.admissible)
 
     def check(self, peer: Peer, rows: MaskedRows | None) -> None:
-        """Called for every request before its first byte leaves.
+        """Check a request before its first byte is sent.
 
         Args:
-            peer: the provider that the request goes to.
-            rows: what the request carries; None for a request to a helper.
+            peer: the provider that receives the request.
+            rows: the rows of the request; None for a request to a helper.
 
         Raises:
             QuarantinedError: the provider is quarantined.

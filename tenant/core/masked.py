@@ -1,12 +1,12 @@
 """`MaskedRows`: the only rows that may leave the tenant.
 
-The promise is a type. A connection accepts rows as `MaskedRows` and as nothing else, and nothing but this module makes
-one: `mask` adds one-time pads that cover every row, and `remask` replaces pads. A raw tensor cannot be sent by mistake:
-mypy refuses it, and the connection raises `TypeError`.
+The promise is a type. A connection accepts rows only as `MaskedRows`, and only this module makes them: `mask` adds
+one-time pads that cover every row, and `remask` replaces pads. A raw tensor cannot be sent by mistake: mypy reports it,
+and the connection raises `TypeError`.
 
-One door stands open, and it has a name. `UNMASKED_BY_CHOICE` in place of pads sends rows as they are. It is for schemes
-that the tenant chose although they have no one-time pads (`masking = "none"`, `"paper-pool"`), and for rows that hold
-no data. `tests/tenant/core/test_masked.py` lists the modules that may name it.
+There is one exception, and it has a name. `UNMASKED_BY_CHOICE` in place of pads sends rows unchanged. It is for schemes
+without one-time pads that the tenant has chosen (`masking = "none"`, `"paper-pool"`), and for rows that hold no data.
+`tests/tenant/core/test_masked.py` lists the modules that may use it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tenant.core.pads import Pad, some_rows
 
 
 class UnmaskedByChoice(tuple[Pad, ...]):
-    """No pads, because the tenant has chosen a scheme without them. An empty list of pads is an error instead."""
+    """No pads, because the tenant has chosen a scheme without pads. An empty list of pads is an error instead."""
 
     __slots__ = ()
 
@@ -36,8 +36,8 @@ class MaskedRows:
     """Rows of one layer group and direction, ready to be sent. Only `mask` and `remask` make them. Frozen.
 
     Attributes:
-        masked_words: int32 `[r, d]`, as they are sent. Never written again: a retry sends identical bytes (rule 3).
-        pads: the pads that cover the rows, one below the other.
+        masked_words: int32 `[r, d]`, as they are sent. They never change: a retry sends identical bytes (rule 3).
+        pads: the pads that cover the rows, in order.
         holders: the helpers that know a seed of a pad. They never see these rows, nor does their company (rule 8).
     """
 
@@ -49,14 +49,15 @@ class MaskedRows:
     def __init__(self, maker: object, masked_words: Tensor, pads: Sequence[Pad]) -> None:
         if maker is not _MAKER:
             raise TypeError("only tenant.core.masked makes MaskedRows; mask the rows")
-        holders = dict.fromkeys([s.holder for pad in pads for s in pad.shares if s.holder is not None])  # each once
+        # every helper once
+        holders = dict.fromkeys([s.holder for pad in pads for s in pad.shares if s.holder is not None])
         assign = object.__setattr__
         assign(self, "masked_words", masked_words)
         assign(self, "pads", pads)
         assign(self, "holders", tuple(holders))
 
     def split(self, rows: int) -> list[MaskedRows]:
-        """Pieces of at most `rows` rows. Each names all pads and all holders."""
+        """Split into pieces of at most `rows` rows. Each piece names all pads and all holders."""
         if self.masked_words.shape[0] <= rows:
             return [self]
         return [MaskedRows(_MAKER, masked_words, self.pads) for masked_words in self.masked_words.split(rows)]
@@ -78,7 +79,8 @@ class MaskedRows:
 
 
 def cut(pads: Sequence[Pad], rows: int) -> tuple[Sequence[Pad], Sequence[Pad]]:
-    """Pads for the first `rows` rows, and those for the rest. `UNMASKED_BY_CHOICE` stays what it is."""
+    """Split pads into pads for the first `rows` rows and pads for the other rows. `UNMASKED_BY_CHOICE` is returned
+    unchanged."""
     if pads is UNMASKED_BY_CHOICE:
         return pads, pads
     head, rest = list[Pad](), deque(pads)
@@ -93,11 +95,11 @@ def cut(pads: Sequence[Pad], rows: int) -> tuple[Sequence[Pad], Sequence[Pad]]:
 
 
 def mask(rows: Tensor, pads: Sequence[Pad]) -> MaskedRows:
-    """Put pads on rows.
+    """Mask rows with pads.
 
     Args:
-        rows: int32 `[r, d]`; masked in place. Nothing may write to them afterwards.
-        pads: for exactly these rows, none of them used before; or `UNMASKED_BY_CHOICE`.
+        rows: int32 `[r, d]`; masked in place. The caller must not write to them afterwards.
+        pads: pads for exactly these rows, none of them used before; or `UNMASKED_BY_CHOICE`.
 
     Raises:
         BurntRowError: a pad was used before, or the pads do not cover the rows.
@@ -113,11 +115,11 @@ def mask(rows: Tensor, pads: Sequence[Pad]) -> MaskedRows:
 
 
 def remask(masked: MaskedRows, fresh: Mapping[int, Pad]) -> MaskedRows:
-    """Replace pads: another content, for which nothing of the replaced pads is used again (rule 3).
+    """Replace pads. The masked rows change, and no replaced pad is used again (rule 3).
 
     Args:
         masked: rows under pads; unchanged.
-        fresh: new pads by the number of the pad that each replaces, with the same number of rows.
+        fresh: new pads by the index of the pad that each replaces, with the same number of rows.
 
     Raises:
         BurntRowError: a pad was used before, or has another number of rows.

@@ -1,16 +1,15 @@
-"""One-time pads: what hides a row, and what takes the mask off the answer.
+"""One-time pads: they hide rows, and their effects remove the mask from answers.
 
 Theory of operation. For a row xq the tenant draws a pad (n, e): n is uniform over the ring Z_2^32, and `e = n @ W.T`.
-It sends `xq + n`, receives `(xq + n) @ W.T` and subtracts e. As n is uniform and independent of xq, so is `xq + n`: the
-executor learns nothing from it, whatever xq is. That holds for one row under one mask only. Two rows under the same
-mask give away their difference.
+The tenant sends `xq + n`, receives `(xq + n) @ W.T` and subtracts e. Because n is uniform and independent of xq, so is
+`xq + n`: the executor learns nothing about xq from it. This holds only if each mask is used for one row. Two rows under
+the same mask reveal their difference.
 
 So a mask row is used once. `EffectSource` burns its index before anything else happens (rule 3), and a `Pad` masks
-once: the second attempt raises `BurntRowError`. Schemes differ in where e comes from (`tenant.masking`).
+once: the second attempt raises `BurntRowError`. Schemes differ in the source of e (`tenant.masking`).
 
-A pad consists of shares, one for each seed: `n = sum n_j` and `e = sum e_j`. n stays uniform for everybody who misses
-at least one seed. Effects are used unchecked. A wrong effect makes a wrong product, and the check of the product finds
-it.
+A pad consists of shares, one for each seed: `n = sum n_j` and `e = sum e_j`. A party that lacks at least one seed sees
+a uniform n. Effects are used unchecked: a wrong effect makes a wrong product, and the check of the product finds it.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from tenant.worker import Promise, Worker
 
 
 class Share(NamedTuple):
-    """What one seed gives to a pad: rows of its keystream, and the promise of their effect.
+    """The share of one seed in a pad: rows of its keystream, and the promise of their effect.
 
     Args:
         holder: the helper that knows the seed and computes the effect; None if the tenant computes it.
-        keystream: of this seed, layer group and direction.
-        first_row: of the keystream.
+        keystream: keystream of this seed, layer group and direction.
+        first_row: first row in the keystream.
         effect: int32 `[r, o]`, unverified.
     """
 
@@ -47,14 +46,14 @@ class Share(NamedTuple):
 
 
 class Pad:
-    """Mask rows and the promises of their effects. Masks rows once.
+    """Mask rows and the promises of their effects. A pad masks rows once.
 
-    The mask is the sum of the shares' keystreams. It is computed where it is added: a pad takes no memory for it.
+    The mask is the sum of the shares' keystreams. It is computed while it is added, so a pad takes no memory for it.
 
     Args:
         rows: number of rows of each share.
-        shares: what the pad consists of, at least one.
-        start: where the pad's rows begin in each share.
+        shares: the shares of the pad, at least one.
+        start: first row of the pad in each share.
 
     Raises:
         BurntRowError: no shares; such a pad would hide nothing.
@@ -66,7 +65,7 @@ class Pad:
         if not shares:
             raise BurntRowError("a pad without shares hides nothing; nothing was sent")
         self.rows, self.shares, self.start = rows, shares, start
-        self._unused = [True]  # popped: one step, also under threads
+        self._unused = [True]  # popping is atomic, also with threads
 
     def put_on(self, rows: Tensor) -> None:
         """Add the mask to int32 rows `[r, d]`, in place.
@@ -86,35 +85,35 @@ class Pad:
         rows.neg_()
 
     def open(self, answer: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        """What the check of the product looks at.
+        """Return the matrices from which the check of the product starts.
 
         A scheme that opens answers in its own way derives from `Pad` and overrides this method: it may add a second
-        keystream to the answer, or subtract the effects itself and round a small error off.
+        keystream to the answer, or subtract the effects and round off a small error.
 
         Args:
             answer: int32 `[r, o]` from the executor, for this pad's rows; not changed.
 
         Returns:
-            int32 `[r, o]`, and the int32 matrices `[r, o]` that are still to be subtracted from it.
+            int32 `[r, o]`, and the int32 matrices `[r, o]` that must still be subtracted from it.
         """
         return answer, self.effects()
 
     def effects(self) -> list[Tensor]:
-        """Every share's effect, int32 `[r, o]` each. Raises the error of a promise that failed."""
+        """Return every share's effect, int32 `[r, o]`. Raises the error of a promise that failed."""
         return [some_rows(share.effect.result(), self.start, self.rows) for share in self.shares]
 
     def wrong_effects(self, accepts: Callable[[Tensor, Tensor], bool]) -> Iterator[Peer | None]:
-        """The holders whose effects are not the product of their mask rows; None stands for the tenant.
+        """Yield the holders whose effects are not the product of their mask rows; None stands for the tenant.
 
         Args:
-            accepts: says whether int32 `[r, o]` is the product of int32 `[r, d]`.
+            accepts: returns True if int32 `[r, o]` is the product of int32 `[r, d]`.
         """
         for share, effect in zip(self.shares, self.effects(), strict=True):
             if not accepts(share.keystream.expand(share.first_row + self.start, self.rows), effect):
                 yield share.holder
 
     def make_next(self) -> None:
-        """Compute the masks that follow this pad's: the next product is likely to need them."""
+        """Expand the masks that follow this pad's masks, because the next product probably needs them."""
         for share in self.shares:
             share.keystream.make_ahead(share.first_row + self.start + self.rows, self.rows)
 
@@ -123,7 +122,7 @@ class Pad:
         return [share.holder for share in self.shares if share.holder is not None]
 
     def split(self, rows: int) -> tuple[Pad, Pad]:
-        """Two pads over the first `rows` rows and over the others. They replace this pad."""
+        """Split into a pad for the first `rows` rows and a pad for the others. They replace this pad."""
         self._use()
         kind = type(self)
         return kind(rows, self.shares, self.start), kind(self.rows - rows, self.shares, self.start + rows)
@@ -136,9 +135,9 @@ class Pad:
 
 
 class EffectSource(ABC):
-    """Draws pads. One instance serves every layer group of a session.
+    """Draws pads. One instance serves all layer groups of a session.
 
-    `workers` are the threads that compute its effects. The owner of the source stops and joins them.
+    `workers` are the threads that compute effects. The owner of the source stops and joins them.
     """
 
     workers: Sequence[Worker] = ()
@@ -153,12 +152,12 @@ class EffectSource(ABC):
         """Burn `rows` fresh row indices and start to compute the effects of their masks.
 
         Args:
-            ahead: nobody waits for this pad yet; it must not delay pads that somebody waits for.
-            executor: the executor that will see rows under the pad; None if any that serves the group may.
+            ahead: True if no product waits for this pad yet. It then does not delay pads that a product waits for.
+            executor: the executor that will see rows under the pad; None for any executor that serves the group.
         """
 
     def _burn(self, index: int, direction: Direction, rows: int) -> int:
-        """Burn rows and return the first."""
+        """Burn row indices, and return the first one."""
         return self._secret.burn(group_name=self._facts[index].entry.name, direction=direction, rows=rows)
 
     def _keystream(self, seed: bytes, index: int, direction: Direction) -> Keystream:
@@ -172,5 +171,5 @@ class EffectSource(ABC):
 
 
 def some_rows(matrix: Tensor, first: int, count: int) -> Tensor:
-    """`count` rows from `first` on; the matrix itself if it has no others."""
+    """Return `count` rows from `first` on. Returns the matrix itself if these are all of its rows."""
     return matrix if count == matrix.shape[0] else matrix[first : first + count]

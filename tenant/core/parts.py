@@ -1,10 +1,10 @@
-"""One request's worth of a product: masked before it leaves, checked before it is used.
+"""A part: the rows of one request, masked before they are sent and checked before they are used.
 
 The steps of a part, in this order:
 
-    mask      the encoded rows get their pads, once; then they are `MaskedRows`, and can be sent
-    remask    only after a failure: other pads, hence another content
-    open      the answer loses its effects and is checked; results are written only for what passes
+    mask      adds pads to the encoded rows, once; the result is `MaskedRows`, which can be sent
+    remask    only after a failure: replaces pads, so the masked rows change
+    open      subtracts the effects from the answer and checks it; results are written only if the check passes
 """
 
 from __future__ import annotations
@@ -25,25 +25,28 @@ from tenant.core.rows import Rows
 
 @dataclass(eq=False)
 class Part:
-    """Some rows of a product, as many as one request may have, under pads that were burnt for them.
+    """The rows of one request, under pads that were burnt for them.
 
     Args:
-        index: of the layer group.
+        index: index of the layer group.
         direction: forward or backward.
         rows: all rows of the product.
-        start: the first of them that belongs to this part.
-        encoded: int32 `[r, d]`, the part's rows in the ring, then zeros if the bucket asks for more rows.
-        column: R.
+        start: index of the part's first row in the product.
+        encoded: int32 `[r, d]`, the part's rows in the ring, followed by rows of zeros if the bucket requires more
+            rows.
+        column: the secret column R.
         expected: int64 `[r]`, R applied to the true product of the rows.
-        pads: for these rows; `UNMASKED_BY_CHOICE` without masking.
+        pads: pads for these rows; `UNMASKED_BY_CHOICE` without masking.
         outputs: width of an answer's row.
 
     Attributes:
-        count: r. size: bytes of rows and answer.
+        count: number of rows r.
+        size: bytes of rows and answer.
         sent: the masked rows, after `mask`.
         shares: all shares of the pads.
-        requests: the headers that were sent, by (executor, rows per request). A retry sends identical bytes, nonce
-            included (rule 3).
+        requests: the headers that were sent, by (executor, rows per request). A retry sends identical bytes, including
+            the
+            nonce (rule 3).
     """
 
     index: int
@@ -65,7 +68,7 @@ class Part:
         self.shares = [share for pad in self.pads for share in pad.shares]
 
     def mask(self) -> None:
-        """Mask the rows. From now on there are no others to send.
+        """Mask the rows. Afterwards the part holds no unmasked rows.
 
         Raises:
             BurntRowError: a pad was used before, or the pads do not cover the rows.
@@ -74,14 +77,14 @@ class Part:
         del self.encoded
 
     def remask(self, spoilt: Callable[[Pad], bool], draw: Callable[[int], Pad]) -> int:
-        """Replace pads, and forget what was sent under the old ones.
+        """Replace pads, and forget the requests that were sent under the old ones.
 
         Args:
             spoilt: selects the pads to replace.
             draw: draws a fresh pad for a number of rows.
 
         Returns:
-            How many rows have other pads now.
+            The number of rows whose pads were replaced.
         """
         fresh = {number: draw(pad.rows) for number, pad in enumerate(self.pads) if spoilt(pad)}
         self.sent = remask(self.sent, fresh)
@@ -91,13 +94,13 @@ class Part:
         return sum(pad.rows for pad in fresh.values())
 
     def open(self, answer: Tensor) -> bool:
-        """Take the effects off an answer, check it, and write the results.
+        """Subtract the effects from an answer, check it, and write the results.
 
         Args:
-            answer: int32 `[r, o]`, what an executor answered; not changed.
+            answer: int32 `[r, o]`, an executor's answer; not changed.
 
         Returns:
-            Whether every row passed the check. If not, the results of all rows are to be dropped.
+            True if every row passed the check. Otherwise the results of all rows must be dropped.
         """
         if not self.pads:
             return self._check(0, answer, ())
@@ -111,7 +114,7 @@ class Part:
     def _check(self, first: int, answer: Tensor, effects: Sequence[Tensor]) -> bool:
         count = answer.shape[0]
         real = min(max(self.rows.count - self.start - first, 0), count)
-        if real < count:  # zeros of the bucket: checked like rows, so that nobody can tell them apart
+        if real < count:  # rows of zeros are checked like other rows, so that no provider can tell them apart
             filled = slice(first + real, first + count)
             zeros = unmask(
                 answer[real:],

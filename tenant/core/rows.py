@@ -1,7 +1,7 @@
-"""The rows of one product: encoded as integers on the way out, decoded from checked integers on the way back.
+"""The rows of one product. They are encoded as integers before sending, and decoded from checked integers.
 
-FloatRows    activations or gradients in, floats out: what a model sends
-RingRows     integers in, integers out
+    FloatRows    float rows in, float rows out: activations or gradients of a model
+    RingRows     integer rows in, integer rows out
 
 The quantisation scale stays in these objects and never leaves the tenant (rule 5).
 """
@@ -22,7 +22,7 @@ from tenant.core.pads import some_rows
 
 
 class Rows(ABC):
-    """`count` rows, at least one. `encode` comes first and sees all of them; `decode` may see them in parts."""
+    """`count` rows, at least one. Call `encode` first, with all rows; `decode` may be called with parts of them."""
 
     count: int
 
@@ -31,7 +31,7 @@ class Rows(ABC):
         """Write all rows as integers.
 
         Args:
-            out: int32 `[count, d]`; written.
+            out: int32 `[count, d]`; overwritten.
             column: V, or None for no check.
             expected: int64 `[count]`; set to R applied to the true product, modulo p, if there is a column.
 
@@ -52,14 +52,14 @@ class Rows(ABC):
         """Subtract effects from the answer to some rows, check the product, and write results.
 
         Args:
-            start: the first of them.
+            start: index of the first of these rows.
             answer: int32 `[r, o]`; not changed.
             effects: int32 `[r, o]` each, to be subtracted.
             column: R, or None for no check.
             expected: int64 `[r]`, as `encode` set it for these rows.
 
         Returns:
-            Whether every row passed the check. If not, the results of all rows are to be dropped.
+            True if every row passed the check. Otherwise the results of all rows must be dropped.
         """
 
 
@@ -67,10 +67,10 @@ class FloatRows(Rows):
     """Float rows of one layer group.
 
     Args:
-        facts: of the layer group.
+        facts: facts of the layer group.
         direction: forward or backward.
-        inputs: float matrices `[r, w_k]` on the CPU, one dtype, side by side.
-        outputs: the same for the results; written.
+        inputs: float matrices `[r, w_k]` on the CPU, one dtype: the column blocks of the rows.
+        outputs: float matrices for the column blocks of the results; overwritten.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class FloatRows(Rows):
             self._inputs,
             bound=self._facts.bounds[self._direction],
             out=out,
-            # the weight scales belong to the gradient's columns, and must be in it before rows are scaled
+            # the weight scales belong to the gradient's columns, so they are multiplied before the rows are scaled
             fold=None if forward else self._facts.channel_scale,
             column=column,
             expected=expected,

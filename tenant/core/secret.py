@@ -15,8 +15,8 @@ from symbiosis_priv.errors import BurntRowError
 class SessionSecret:
     """A fresh 256-bit secret and its row counters. They are never stored, copied or used after a fork.
 
-    Parent and child would otherwise hand out the same rows (rule 2). In a forked child every method raises
-    `BurntRowError`, and the child opens a session of its own.
+    Otherwise parent and child would use the same rows (rule 2). In a forked child every method raises `BurntRowError`,
+    and the child opens its own session.
     """
 
     def __init__(self) -> None:
@@ -26,12 +26,13 @@ class SessionSecret:
         self._next_row: defaultdict[tuple[str, str], int] = defaultdict(int)
 
     def seed_for(self, *holder: str) -> bytes:
-        """The seed that `holder` may know, 32 bytes. A helper is its name and its key's fingerprint (rule 11)."""
+        """The 32-byte seed for one holder. A helper is identified by its name and its key's fingerprint (rule 11)."""
         self._check_alive()
         return derive(self._secret, "helper", *holder)
 
     def burn(self, *, group_name: str, direction: str, rows: int) -> int:
-        """Take `rows` fresh row indices of a (group, direction) and return the first. No call returns them again."""
+        """Burn `rows` fresh row indices of a (group, direction), and return the first. They are never returned
+        again."""
         self._check_alive()
         if rows < 0:
             raise BurntRowError(f"a counter never goes back: cannot burn {rows} rows")

@@ -1,19 +1,22 @@
 """Freivalds' check over the integers: a row is used only if it is the product of the pinned weights.
 
-For a secret column R of residues modulo p = 2^61 - 1 the tenant keeps `V = W.T @ R` mod p. Once the effects are off,
-a row y is read as signed integers and accepted iff `y @ R == xq @ V` mod p. Both sides are inner products with R: of y,
-and of the true product t, whose entries are in the range of int32 (`ring`). If y is not t, then y - t is a non-zero
-vector with entries of at most 2^32 < p, and R maps it to 0 with probability at most 2^-60 (`modular.uniform`), whatever
-the error is, whatever its 2-adic valuation, and whether or not it wraps around: 2^32 is no multiple of p. No bit of the
-range is needed for it, one column is enough, and answers and effects are checked together.
+For a secret column R of residues modulo p = 2^61 - 1 the tenant keeps `V = W.T @ R` mod p. After the effects are
+subtracted, a row y is read as signed integers and accepted if and only if `y @ R == xq @ V` mod p. Both sides are inner
+products with R: of y, and of the true product t, whose entries are in the range of int32 (`ring`). If y is not t, then
+y - t is a non-zero vector with entries of at most 2^32 < p, and R maps it to 0 with probability at most 2^-60
+(`modular.uniform`). This holds for every error, for every 2-adic valuation, and also for errors that wrap around,
+because 2^32 is not a multiple of p. The check needs no bit of the range, one column is enough, and answers and effects
+are checked together.
 
-The verdict is "y is t", up to that probability. It depends on errors alone, never on the rows. A provider that lies q
-times is believed once with probability at most q * 2^-60, because a refusal says no more than that.
+The verdict is "y is t", up to that probability. It depends on errors alone, never on the rows. One of q wrong answers
+of a provider passes with probability at most q * 2^-60, because a refusal reveals nothing about R except that this
+error was detected.
 
-`BlameKeys` attribute the fault after a row was refused: with y = y' - sum e_j wrong, the answer y' or an effect e_j is
-wrong modulo 2^32. Each is checked alone with m secret columns over Z_2^32. An error of 2-adic valuation v passes m
-uniform columns with probability 2^-(32-v)m. For v >= 30 that is not negligible, so it can happen that no provider is
-convicted; then all that took part are suspects. No wrong result is used in that case either. All of R is secret and
+`BlameKeys` attribute the fault after a row was refused: if y = y' - sum e_j is wrong, the answer y' or an effect e_j is
+wrong modulo 2^32. Each of them is checked separately with m secret columns over Z_2^32. An error of 2-adic valuation v
+passes m uniform columns with probability 2^-(32-v)m. For v >= 30 that is not negligible, so it can happen that no
+provider is convicted; then all that took part are suspects. No wrong result is used in that case either. All of R is
+secret and
 uniform: small or sparse columns could be learned by probing.
 """
 
@@ -38,7 +41,7 @@ from symbiosis_priv.kernels import RingMatrix
 
 DEFAULT_COLUMNS = 16
 _SECRET = "secret"
-_BLOCK = 1 << 19  # weights that stay in the cache
+_BLOCK = 1 << 19  # weights per block, which stay in the cache
 
 
 class VerificationKeys:
@@ -62,7 +65,7 @@ class VerificationKeys:
         self._products[index, FORWARD], self._products[index, BACKWARD] = Column(to_inputs), Column(to_outputs)
 
     def columns(self, index: int, direction: Direction) -> tuple[Column, Column]:
-        """(R, V). A row y of a product is accepted for a row x of a request if `y @ R == x @ V` modulo p."""
+        """Return (R, V). A row y of a product is accepted for a row x of a request if `y @ R == x @ V` modulo p."""
         column = self._columns.get((index, direction))
         if column is None:
             other = next(d for d in DIRECTIONS if d != direction)
@@ -76,13 +79,13 @@ class VerificationKeys:
         return hmac.digest(key, msgspec.json.encode(parts), "sha256")
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """For safetensors, on the tenant's own disk."""
+        """The keys as tensors for safetensors, on the tenant's own disk."""
         products = {_name(*place): v.values for place, v in self._products.items()}
         return {_SECRET: _as_tensor(self._secret), **products}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], *, groups: int) -> VerificationKeys:
-        """Inverse of `to_tensors`, for that many layer groups. Raises `KeyError` if some are missing."""
+        """Read the result of `to_tensors` for `groups` layer groups. Raises `KeyError` if tensors are missing."""
         keys = cls(_as_secret(tensors[_SECRET]))
         for index, direction in itertools.product(range(groups), DIRECTIONS):
             keys._products[index, direction] = Column(tensors[_name(index, direction)])
@@ -96,10 +99,10 @@ class VerificationKeys:
 
 
 class BlameKeys:
-    """R and V modulo 2^32, m columns, for every (layer group, direction). They attribute faults.
+    """R and V modulo 2^32 for every (layer group, direction), with m columns. They attribute faults.
 
-    On disk with mode 0600. `open` reads only what a request needs, when it needs it. An open file stays readable after
-    it is deleted.
+    The keys are on disk with mode 0600. `open` reads each key when it is needed. An open file stays readable after it
+    is deleted.
     """
 
     def __init__(self, secret: bytes, *, columns: int, stored: Callable[[str], Tensor] | None = None) -> None:
@@ -115,10 +118,10 @@ class BlameKeys:
 
     @classmethod
     def open(cls, path: Path, *, columns: int, groups: int) -> BlameKeys:
-        """Keys of that many layer groups, from a file of `to_tensors`.
+        """Open the keys of `groups` layer groups, in a file that holds the result of `to_tensors`.
 
         Raises:
-            CheckpointError: some are missing.
+            CheckpointError: keys are missing.
         """
         file = safe_open(path, framework="pt", device="cpu")
         wanted = {_SECRET, *(_name(index, direction) for index in range(groups) for direction in DIRECTIONS)}
@@ -134,7 +137,7 @@ class BlameKeys:
         to_inputs = torch.zeros((self._columns, inputs), dtype=torch.int32, device="cpu")
         to_outputs = torch.empty((outputs, self._columns), dtype=torch.int32, device="cpu")
         step = max(1, _BLOCK // max(1, inputs))
-        for start in range(0, outputs, step):  # packing all of it would take more memory, and so more time
+        for start in range(0, outputs, step):  # packing the whole weight would take more memory, and so more time
             part = slice(start, start + step)
             matrix = RingMatrix(weight[part], weight_bits=weight_bits)
             to_inputs += matrix.product(down[:, part], BACKWARD)
@@ -146,8 +149,8 @@ class BlameKeys:
         """Returns True if `answer` is the product of `rows` modulo 2^32.
 
         Args:
-            rows: int32 `[r, d]`, as they were sent, or expanded from a seed.
-            answer: int32 `[r, o]`, as it came back.
+            rows: int32 `[r, d]`, as sent to the executor or as expanded from a seed.
+            answer: int32 `[r, o]`, as received.
         """
         other = next(d for d in DIRECTIONS if d != direction)
         v = self._stored(_name(index, direction))
@@ -158,7 +161,7 @@ class BlameKeys:
         return torch.equal(r.t().contiguous() @ answer.t(), v.t().contiguous() @ rows.t())
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """For safetensors, on the tenant's own disk: what was added."""
+        """The keys as tensors for safetensors, on the tenant's own disk."""
         return {_SECRET: _as_tensor(self._secret), **self._made}
 
     def __repr__(self) -> str:

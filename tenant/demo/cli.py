@@ -30,12 +30,11 @@ def demo(
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = _DEFAULT_STEPS,
 ) -> None:
-    """Fine-tune and generate on untrusted providers on this machine, and prove what that claims.
+    """Fine-tune and generate on untrusted providers on this machine, and check every claim about it.
 
-    Starts two executors and a helper as separate processes, fine-tunes a LoRA
-    adapter with every row masked and every answer verified, kills one of the
-    executors meanwhile, and compares the result bit by bit with the same run
-    without providers.
+    Starts two executors and a helper as separate processes, fine-tunes a LoRA adapter with every row masked and every
+    answer verified, kills one of the executors meanwhile, and compares the result bit by bit with the same run without
+    providers.
     """
     if model is not None:
         resolve(model)

@@ -40,8 +40,8 @@ GLANCE_ROUND_TRIPS = 5
 _ROUND_TRIPS = 20
 _TIMED_ROWS = 64
 _TIMED_PRODUCTS = 3
-_PAUSE_S = 0.05  # before a request to a busy provider is repeated
-_SLACK_S = 1.0  # for looking up a host name, which has no deadline
+_PAUSE_S = 0.05  # seconds before a request to a busy provider is repeated
+_SLACK_S = 1.0  # seconds for looking up a host name, which has no deadline
 _CLOCKS_APART_S = 60.0
 _DAY_S = 86_400.0
 _LOST = "check its address, and with its operator whether it runs"
@@ -273,7 +273,7 @@ class ProviderProbe:
                 with _judging:
                     right = preparation.blame.accepts(group, direction, rows=rows, answer=answer)
                 if not right:
-                    preparation.forget_keys()  # as a session does after a wrong product
+                    preparation.forget_keys()  # a session draws new keys after a wrong product, too
                     name = preparation.manifest.groups[group].name
                     raise ProtocolError(
                         f"{self.name} gives a wrong product: it is not that of the pinned weights ({name}, "

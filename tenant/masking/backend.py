@@ -102,8 +102,7 @@ def _on_host(parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _host_like(tensor: Tensor) -> Tensor:
-    """Allocate CPU memory of a tensor's shape and dtype. For CUDA it is page-locked, because copies are slow otherwise.
-    """
+    """Allocate CPU memory of a tensor's shape and dtype; page-locked for CUDA, because other copies are slow."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
 
 

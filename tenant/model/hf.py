@@ -222,7 +222,8 @@ def _check_not_redirected(folder: Path, config: PreTrainedConfig) -> None:
     """Refuse tensors that an index or config.json of another folder points to.
 
     transformers would read config.json, adapter and tokenizer from the other folder and the tensors from `folder`, and
-    only `folder` is checked. The caller's `subfolder=` is not refused: transformers reads all files from that folder.
+    only `folder` is checked. The caller's `subfolder=` is not refused, because transformers then reads all files from
+    that folder.
     """
     if getattr(config, "transformers_weights", None):
         raise CheckpointError(

@@ -8,8 +8,8 @@ and is asked only under a masking scheme that hides rows from it (`Scheme.check`
 repeats can deny service, and nothing else.
 
 An executor is refused if it has something in common with a provider of the file (rule 11: the file's entry stands), if
-it is one company with any helper (rule 8), or if its address is on this machine or its link. Refused is an executor of
-one company with a *spare* helper too: else a registry could steer which helpers hold the seeds.
+it is one company with any helper (rule 8), or if its address is on this machine or its link. An executor of one company
+with a *spare* helper is refused too. Otherwise a registry could influence which helpers hold the seeds.
 
 The newest descriptor of a key counts. The tenant remembers it for as long as an older one could be valid, so that an
 older one never replaces it. An executor stays until its last descriptor expires, also while no registry answers.
@@ -39,11 +39,11 @@ from symbiosis_priv.registry.trust import Trust
 log = logging.getLogger(__name__)
 
 MAX_FOUND: Final = 64
-"""How many executors from registries a tenant uses beside those of its file."""
+"""Largest number of executors from registries that a tenant uses in addition to those of its file."""
 INTERVAL_S: Final = 30.0
 DEADLINE_S: Final = 10.0
 
-_JITTER: Final = 0.2  # of a pause, so that tenants that started together do not stay together
+_JITTER: Final = 0.2  # share of a pause, so that tenants that started together do not ask at the same times
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def admitted(federation: Federation, announced: Iterable[VerifiedDescriptor], *,
         )
         own = traits(peer)
         if shared := {what for other in listed for what in in_common(own, other)}:
-            if "public key" not in shared:  # else it is that provider itself, and its entry in the file stands
+            if "public key" not in shared:  # otherwise it is that provider itself, and its entry in the file is used
                 refused[one.name] = f"a provider of the federation file has the same {', '.join(sorted(shared))}"
         elif not federation.admissible(peer, federation.helpers):
             refused[one.name] = f"{one.operator} is one company with a helper (rule 8)"
@@ -122,10 +122,10 @@ def _operators_in_turn(peers: Iterable[Peer]) -> list[Peer]:
 class Discovery:
     """Asks the registries of a federation: first in `refresh`, later in a background thread.
 
-    It belongs to one process: a forked child makes another one, and calls `abandon` on its parent's.
+    A `Discovery` belongs to one process: a forked child makes another one, and calls `abandon` on its parent's.
 
     Args:
-        federation: its `registries` are asked.
+        federation: names the registries.
         changed: called in any thread with the executors after they have changed.
         interval_s: time between two rounds.
         deadline_s: time for one registry's answer.
@@ -170,11 +170,11 @@ class Discovery:
 
     @property
     def refused(self) -> Mapping[str, str]:
-        """Why other executors are not used, by name."""
+        """The reasons why other executors are not used, by name."""
         return self._found.refused
 
     def start(self) -> None:
-        """Start to ask again and again in the background."""
+        """Start asking periodically in the background."""
         self._thread.start()
 
     def refresh(self) -> tuple[Peer, ...]:
@@ -192,7 +192,7 @@ class Discovery:
             return self.update()
 
     def hear(self, listed: Iterable[bytes]) -> Counter[str]:
-        """Store the descriptors that a registry lists. Returns how many were refused, by reason."""
+        """Store the descriptors that a registry lists. Returns the number of refused descriptors by reason."""
         useless: Counter[str] = Counter()
         for data in listed:
             try:
@@ -253,7 +253,8 @@ class Discovery:
                 self.refresh()
             except (
                 Exception
-            ) as error:  # for instance no more threads: the known executors stay, and the next round asks again
+                # for instance no thread can be started: the known executors stay, and the next round asks again
+            ) as error:
                 log.warning("the registries were not asked: %s", type(error).__name__)
 
     def _ask(self, address: str) -> None:
@@ -277,7 +278,8 @@ class Discovery:
             self._silent.discard(address)
             log.warning("registry %s answers again", address)
         useless = self.hear(listed)
-        if useless != self._useless.get(address, Counter()):  # once: it is asked again and again
+        # logged once, because the registry is asked again and again
+        if useless != self._useless.get(address, Counter()):
             self._useless[address] = useless
             for why, count in useless.items():
                 log.info("registry %s lists %d of %d in vain: %s", address, count, len(listed), why)

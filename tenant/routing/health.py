@@ -1,16 +1,17 @@
-"""The health of a provider: a circuit breaker, and the cost of its answers. Times are arguments; no socket, no clock.
+"""The health of a provider: a circuit breaker, and the cost of its answers. Callers pass the time; the module uses no
+socket and no clock.
 
 A failure opens the breaker. The provider then has a pause that doubles with every failure in a row, plus or minus half
 of it, so that tenants that lost the provider together do not return together. After the pause the caller connects
 again. If the provider answers, it gets one request as a trial, and after an answer to the trial the breaker is closed.
 
-Cost is measured by real requests: seconds per exchange where little travels, seconds per byte where much does.
+Cost is measured by real requests: seconds per exchange for small exchanges, seconds per byte for large ones.
 
-A provider may be slow on purpose at any time, so the cost of other providers limits the wait for it. While others are
-up, the session waits for a provider only as long as their cost suggests, if that is less than its own cost. A
-wait in vain brings a penalty: a pause of many times the wasted time, whatever the provider answers in between. A
-provider that is slower than others is measured again when the time since its most expensive recent answer is a hundred
-times the time of that answer.
+A provider may be slow on purpose at any time, so the cost of other providers limits the wait for it. While other
+providers are up, the session waits for a provider no longer than the other providers' cost suggests. After a wait
+without an answer, the provider gets a penalty: a pause of many times the wasted time, even if it answers probes
+meanwhile. A provider that is slower than others is measured again when the time since its most expensive recent answer
+is a hundred times the time of that answer.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from enum import StrEnum
 from typing import Final
 
 FEW_BYTES: Final = 1 << 16
-"""Up to this size an exchange costs one round trip, and the number of bytes hardly matters."""
-_WEIGHT = 0.2  # of a new measurement
-_ENOUGH = 3  # measurements before the cost counts as known
-_PATIENCE = 8.0  # wait for this many times the expected time
+"""An exchange of at most this size costs one round trip; the number of bytes hardly matters."""
+_WEIGHT = 0.2  # weight of a new measurement in the average
+_ENOUGH = 3  # number of measurements after which the cost counts as known
+_PATIENCE = 8.0  # the session waits this many times the expected time
 _UNKNOWN_S_PER_BYTE = 1e-6
 _LONGEST_PENALTY_S = 600.0
 _random = secrets.SystemRandom().random
@@ -67,11 +68,11 @@ class State(StrEnum):
 
 
 class ProviderHealth:
-    """See the module's text. Not thread-safe.
+    """The health of one provider; see the module's docstring. Not thread-safe.
 
     Args:
-        tolerance: of the session.
-        jitter: a number in [0, 1), another one each time.
+        tolerance: the session's tolerance.
+        jitter: returns another number in [0, 1) each time.
     """
 
     def __init__(self, tolerance: Tolerance = USUAL, *, jitter: Callable[[], float] = _random) -> None:
@@ -86,16 +87,16 @@ class ProviderHealth:
         self._dearest_s = 0.0
 
     def failed(self, now: float, *, wasted_s: float = 0.0) -> bool:
-        """A request was lost, late or refused. Whether that opened the breaker.
+        """Record that a request was lost, late or refused. Returns True if that opened the breaker.
 
         Args:
-            wasted_s: for how long it was waited for that others could have been asked.
+            wasted_s: the time spent waiting for the provider while others could have been asked.
         """
         self.failures += 1
         penalty_until = now + min(self._tolerance.penalty_times * wasted_s, _LONGEST_PENALTY_S)
         if self.state is State.DOWN and now < self.retry_at:
             self.retry_at = max(self.retry_at, penalty_until)
-            return False  # asked before, or together with the one that opened it
+            return False  # the request was sent before, or together with, the one that opened the breaker
         opened = self.state is State.UP
         if opened:
             self.down_since = now
@@ -105,14 +106,15 @@ class ProviderHealth:
         return opened
 
     def connected(self) -> None:
-        """The provider has answered a probe: the next request is its trial."""
+        """Record that the provider has answered a probe. Its next request is the trial."""
         if self.state is State.DOWN:
             self.state = State.TRIAL
 
     def answered(self, now: float, *, seconds: float, size: int) -> bool:
-        """An exchange of `size` bytes, both ways together, took so long. Whether that closed the breaker."""
+        """Record the duration of an exchange of `size` bytes, both ways together. Returns True if that closed the
+        breaker."""
         if self._measured_at is not None and self._is_long_ago(now):
-            self._latency.count = self._per_byte.count = 0  # it may be quite another line by now
+            self._latency.count = self._per_byte.count = 0  # the connection's properties may have changed completely
         self._dearest_s = max(seconds, (1 - _WEIGHT) * self._dearest_s)
         closed = self.state is not State.UP
         self.state, self._failures_in_a_row, self._measured_at = State.UP, 0, now
@@ -124,12 +126,12 @@ class ProviderHealth:
 
     @property
     def latency_s(self) -> float | None:
-        """Seconds of an exchange where little travels; None if there was none."""
+        """Seconds of a small exchange; None if there was none."""
         return self._latency.value
 
     @property
     def s_per_byte(self) -> float | None:
-        """Seconds per byte beyond that where much does; None if there was none."""
+        """Additional seconds per byte of a large exchange; None if there was none."""
         return self._per_byte.value
 
     @property

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from symbiosis_priv.federation import Federation, Peer
 from tenant.routing.route import Route
 
-_USUAL_BYTES = 1 << 20  # of an effect, to compare costs by
+_USUAL_BYTES = 1 << 20  # bytes of an effect, for comparing costs
 
 Admits = Callable[[Peer, tuple[Peer, ...]], bool]
-"""`Federation.admissible`, remembered."""
+"""`Federation.admissible`, cached."""
 
 
 def choose_holders(
@@ -32,11 +32,11 @@ def choose_holders(
 
     Args:
         helpers: the helpers to choose from.
-        targets: executors that may see the rows, the best first. Empty if no executor has answered yet; a later
+        targets: executors that may see the rows, in order of preference. Empty if no executor has answered yet; a later
             executor is then compared with the holders.
         executors: executors that could take over the rows.
         count: helpers of a pad.
-        federation: knows which parties are one company.
+        federation: decides which parties are one company.
         admits: returns True if an executor may see rows under pads of these holders.
 
     Returns:

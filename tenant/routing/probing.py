@@ -1,8 +1,8 @@
-"""Connects to providers and records what they serve: to all when a session opens, and again to those that were away.
+"""Connects to providers and records what they serve: to all when a session opens, later again to those that were away.
 
 A session opens when executors that have answered cover every layer group, and enough helpers for a pad have answered.
-The other providers may be away; connecting to them goes on in the background and never delays a product. If a needed
-provider does not answer, or no executor serves some layers, the session raises an error before anything is sent.
+Other providers may be away: attempts to connect to them continue in the background and never delay a product. If a
+needed provider does not answer, or no executor serves some layers, the session raises an error before anything is sent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tenant.routing.routes import Routes
 from tenant.worker import Worker
 
 Probe = Callable[[Route], wire.Welcome]
-_GRACE_S = 0.25  # wait for providers that are not needed, so that the first products have a choice
+_GRACE_S = 0.25  # seconds to wait for providers that are not needed, so that the first products have a choice
 
 
 class Prober:
@@ -54,7 +54,8 @@ class Prober:
         self._connecting: Future[None] | None = None
         self._connected = False
         self._errors: dict[Route, SymbiosisError] = {}
-        self._workers: dict[Route, Worker] = {}  # no longer than a probe: executors of registries come and go
+        # referenced during a probe only, because executors from registries come and go
+        self._workers: dict[Route, Worker] = {}
 
     @property
     def workers(self) -> Sequence[Worker]:
@@ -69,7 +70,7 @@ class Prober:
             UncoveredError: no executor serves some layers.
             SymbiosisError: a needed provider is away, or is not the expected one.
         """
-        if self._connected:  # every product asks
+        if self._connected:  # every product calls this
             return None
         with self._lock:
             mine = self._connecting is None or self._connecting.done()
@@ -105,7 +106,8 @@ class Prober:
             left = None if grace_over is None else grace_over - time.monotonic()
             if left is not None and left <= 0:
                 return
-            _, waiting = wait(waiting, left, FIRST_COMPLETED)  # without a grace: each of them has its deadline
+            # no extra time, because each of them has its own deadline
+            _, waiting = wait(waiting, left, FIRST_COMPLETED)
         if not self._enough():
             raise self._missing()
 
@@ -117,7 +119,7 @@ class Prober:
         return heard >= self._routes.helpers_per_pad and not self._routes.uncovered(len(self._manifest.groups))
 
     def _missing(self) -> SymbiosisError:
-        """The error to raise for the providers that failed."""
+        """Return the error to raise for the providers that failed."""
         routes = self._routes
         needed: tuple[Route, ...] = routes.executors if len(routes.executors) == 1 else ()
         if not (uncovered := routes.uncovered(len(self._manifest.groups))):
@@ -163,7 +165,7 @@ class Prober:
 
 
 def check_expected(federation: Federation, manifest: Manifest) -> None:
-    """Raises `UncoveredError` if the federation file leaves layers out.
+    """Raise `UncoveredError` if the executors of the federation file leave layers out.
 
     That is known only if every executor in the file has `layers`, and no registry may add another executor.
     """

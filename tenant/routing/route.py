@@ -17,7 +17,7 @@ class ProviderFigures(msgspec.Struct, frozen=True, kw_only=True):
         state: the provider's state, in a word or two.
         requests: number of requests.
         latency_s: smoothed latency of a small request; None before the first answer.
-        verified, rejected: rows of its answers that passed the check, and that failed.
+        verified, rejected: number of rows in its answers that passed the check, and that failed it.
     """
 
     name: str
@@ -30,13 +30,13 @@ class ProviderFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Route:
-    """See the module's text. `routes.Routes` guards what changes.
+    """A provider in one role, with the session's knowledge of it. `routes.Routes` guards the fields that change.
 
     Attributes:
-        peer: as the tenant pinned it.
-        health: how it has been doing.
-        welcome: what it said last that it serves, and its limits; None if it has not been heard yet.
-        in_flight: requests that it is being asked.
+        peer: the provider as the tenant pinned it.
+        health: circuit breaker and cost.
+        welcome: the layers and limits that it last stated; None if it has not answered yet.
+        in_flight: number of requests that are waiting for its answer.
         requests, verified, rejected: as in `ProviderFigures`.
     """
 
@@ -63,11 +63,11 @@ class Route:
         return welcome is not None and welcome.first_group <= group < welcome.end_group
 
     def cost(self, size: int) -> float:
-        """Expected seconds of an exchange of `size` bytes behind the requests in flight; 0 without a measurement."""
+        """Expected seconds of an exchange of `size` bytes after the requests in flight; 0 without a measurement."""
         return (self.health.seconds_for(size) or 0.0) * (1 + self.in_flight)
 
     def figures(self, *, quarantined: bool) -> ProviderFigures:
-        """The present figures."""
+        """The current figures."""
         state = "not heard yet" if self.welcome is None else str(self.health.state)
         return ProviderFigures(
             name=self.peer.name,

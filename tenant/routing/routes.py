@@ -31,8 +31,8 @@ from tenant.routing.route import ProviderFigures, Route
 
 log = logging.getLogger(__name__)
 
-_CLEARLY = 0.75  # of the present one's cost
-_REMEMBERED = 4096  # answers of rule 8, and parties that a registry has brought
+_CLEARLY = 0.75  # share of the present executor's cost
+_REMEMBERED = 4096  # cached answers about rule 8, and parties that registries have added
 
 
 class Routes:
@@ -105,7 +105,7 @@ class Routes:
             self.version += 1
 
     def _joining(self, peer: Peer) -> Route:
-        """A route to an executor that has joined. Announcing other layers does not reset its health."""
+        """Return a route to an executor that has joined. Announcing other layers does not reset its health."""
         own, route = traits(peer), self._route(peer)
         for party, health in self._reputations:
             if in_common(own, party):
@@ -152,7 +152,7 @@ class Routes:
             return route
 
     def open_for(self, group: int, size: int) -> list[Route]:
-        """Executors that may share a large product, the one that costs least first."""
+        """The executors that may share a large product, the cheapest first."""
         with self._lock:
             able = self.able(group)
             if len(able) == 1:
@@ -169,13 +169,13 @@ class Routes:
             for other in self.executors
             if other is not route
             and other.peer not in self.quarantined
-            and (other.welcome is None or other.serves(group))  # it may be away now
+            and (other.welcome is None or other.serves(group))  # the provider may be away now
         ]
         if not others:
             return left_s
         up = [other.health.expected_s(size) for other in others if other.serves(group) and other.is_up]
-        others_s = min(up) * max(1, route.in_flight) if up else None  # what this one is being asked beside counts, too
-        return min(left_s / 2, route.health.patience_s(size, others_s=others_s))  # the next one needs time, too
+        others_s = min(up) * max(1, route.in_flight) if up else None  # the provider's other requests count, too
+        return min(left_s / 2, route.health.patience_s(size, others_s=others_s))  # the next provider needs time, too
 
     def uncovered(self, groups: int) -> list[int]:
         """The layer groups below `groups` that no executor serves. Quarantined executors do not count."""
@@ -194,7 +194,8 @@ class Routes:
         now, few = self._clock(), size <= FEW_BYTES
         idle = (r for r in open_ones if not r.in_flight)
         if unsure := [r for r in idle if r.health.state is State.TRIAL or r.health.is_stale(now)]:
-            return min(unsure, key=lambda route: route.health.measurements)  # first something to compare with
+            # measure the present executor first, for comparison
+            return min(unsure, key=lambda route: route.health.measurements)
         if not open_ones:
             return None
         best = min(open_ones, key=lambda route: route.cost(size))
@@ -248,8 +249,13 @@ class Routes:
         return len(others) == self.helpers_per_pad and all(route.is_open for route in others)
 
     def wanted(self, group: int, holders: Collection[Peer], size: int, *, waited_s: float) -> list[Route]:
-        """Helpers that should replace `holders`, because those are away or the tenant has waited too long for them.
-        Not earlier: otherwise a helper that is slow on purpose would be chosen again for every product."""
+        """Return helpers that should replace `holders`, if those are away or late; else none.
+
+        Args:
+            waited_s: seconds spent waiting. If helpers were replaced sooner, a helper that is slow on purpose would be
+                chosen
+                again for every product.
+        """
         if self._federation.pad_helpers is None:
             return []
         away = any(not route.is_up for route in self.helpers if route.peer in holders)
@@ -257,7 +263,7 @@ class Routes:
             return []
         return [route for route in self.helpers if route.peer not in holders]
 
-    # What became of a request
+    # Outcomes of requests
 
     def answered(self, route: Route, *, seconds: float, size: int) -> None:
         """Record that an executor answered. The answer is not checked yet."""
@@ -269,12 +275,12 @@ class Routes:
                 log.warning("%s answers again, after %.1f s", route, now - route.health.down_since)
 
     def failed(self, route: Route, why: object, *, waited_s: float = 0.0) -> None:
-        """The provider was lost, late or busy, or refused, after a wait of `waited_s`."""
+        """Record that the provider was lost, late or busy, or refused, after a wait of `waited_s`."""
         with self._lock:
             route.requests += 1
             route.in_flight = max(0, route.in_flight - 1)
             opened = route.health.failed(self._clock(), wasted_s=self._wasted(route, waited_s))
-            if opened and self._others(route):  # without others, `notices` says so in time
+            if opened and self._others(route):  # without other providers, `notices` logs it in time
                 log.warning("%s has failed, others are asked meanwhile: %s", route, why)
 
     def late(self, holders: Collection[Peer], *, waited_s: float = 0.0) -> None:
@@ -305,7 +311,7 @@ class Routes:
         return self.has_spares if route.peer.role == "helper" else len(self.executors) > 1
 
     def credit(self, executor: Route, holders: Collection[Peer]) -> None:
-        """An answer passed the check."""
+        """Record that an answer passed the check."""
         with self._lock:
             executor.verified += 1
             for route in self.helpers if holders else ():
@@ -317,7 +323,7 @@ class Routes:
             route.in_flight = max(0, route.in_flight - 1)
 
     def connected(self, route: Route, welcome: wire.Welcome) -> None:
-        """The provider has said what it serves."""
+        """Record the layers and limits that a provider has stated."""
         with self._lock:
             route.welcome = welcome
             route.health.connected()
@@ -370,7 +376,7 @@ class Routes:
             )
 
     def quarantine(self, *suspects: Peer) -> None:
-        """Send nothing to these providers from now on."""
+        """Send nothing more to these providers."""
         for route in (*self.executors, *self.helpers):
             route.rejected += route.peer in suspects
         for peer in suspects:

@@ -38,8 +38,7 @@ def record(part: Part, *, since: float) -> None:
 
 @contextmanager
 def recorded() -> Iterator[dict[Part, float]]:
-    """Collect seconds per step for all sessions of this process inside the block. Steps that repeat or overlap add up.
-    """
+    """Collect seconds per step for all sessions of this process inside the block. Repeated steps add up."""
     global _record
     before, _record = _record, {}
     try:

@@ -6,12 +6,12 @@
             link.impose(Condition(mbit_per_s=100, round_trip_ms=100))
 
 The tenant's access is emulated: all of its providers share one bandwidth, and each direction has its own. There are two
-kinds, the better one first:
+kinds. The first one is closer to a real network:
 
 netem      The tenant runs in a network namespace behind a pair of virtual interfaces with `tc netem` on both ends, so
-           Linux's own TCP meets Linux's own emulation. It needs root and a kernel with sch_netem.
-proxy      A process on loopback forwards bytes when they are due; TLS passes through it untouched. It needs nothing.
-           TCP sees a network without delay: there is no slow start, and a lost segment costs one round trip.
+the kernel's TCP runs over the kernel's emulation. It needs root and a kernel with sch_netem. proxy      A process on
+loopback forwards bytes after a delay, without changing TLS. It has no requirements. TCP itself sees no delay, so there
+is no slow start, and a lost segment costs one round trip.
 
 condition  bandwidth, round trip and loss
 proxy      the process that forwards bytes

@@ -10,7 +10,7 @@ from typing import Self
 from symbiosis_priv.errors import ConfigError
 
 _FORM = re.compile(r"(?P<rate>[\d.]+)(?P<unit>mbit|gbit)/(?P<delay>[\d.]+)ms(?:/(?P<loss>[\d.]+)%)?")
-_MBIT = 1e6 / 8  # bytes
+_MBIT = 1e6 / 8  # bytes of a packet
 _BUFFER = 1 << 20
 
 
@@ -19,9 +19,9 @@ class Condition:
     """The state of a link between a tenant and its providers, the same in both directions.
 
     Args:
-        mbit_per_s: in each direction; None for no limit.
-        round_trip_ms: added by the link, half of it in each direction.
-        loss: share of packets that get lost in each direction.
+        mbit_per_s: bandwidth in each direction; None for no limit.
+        round_trip_ms: delay that the link adds to a round trip, half of it in each direction.
+        loss: share of packets that are lost in each direction.
     """
 
     mbit_per_s: float | None = None
@@ -30,7 +30,7 @@ class Condition:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """`100mbit/100ms`, `1gbit/5ms`, or with a loss in each direction `100mbit/100ms/0.1%`.
+        """Parse `100mbit/100ms`, `1gbit/5ms`, or with a loss in each direction `100mbit/100ms/0.1%`.
 
         Raises:
             ConfigError: the text has another form.
@@ -58,7 +58,7 @@ class Condition:
 
     @property
     def bytes_under_way(self) -> float:
-        """What one direction may hold of a connection: a buffer of 1 MiB, and what the link holds in a round trip."""
+        """Bytes of a connection that one direction may hold: a buffer of 1 MiB, and the bytes of a round trip."""
         return _BUFFER + (0.0 if self.mbit_per_s is None else min(2 * self.delay_s, 1.0) * self.bytes_per_s)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Opens an emulated link; the package's text says which kinds there are."""
+"""Opens an emulated link; the package's docstring describes the two kinds."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Link(ABC):
     Attributes:
         kind: how the link is emulated.
         host: the address at which providers must listen.
-        network: the network namespace in which the tenant must run; None for this one.
-        emulators: processes whose processor time goes into the emulation.
-        why_not_better: why no better kind is used; empty for the best.
+        network: the network namespace in which the tenant must run; None for the current one.
+        emulators: processes whose processor time belongs to the emulation.
+        why_not_better: the reason why `netem` is not used; empty if it is used.
     """
 
     kind: Kind
@@ -47,7 +47,7 @@ class Link(ABC):
         return list(ports)
 
     def federation(self, path: Path) -> Path:
-        """The `federation.toml` for the tenant, made of the one that names the providers at `host`."""
+        """The tenant's `federation.toml`, made from the file that names the providers at `host`."""
         text, ports = path.read_text(encoding="utf-8"), [peer.port for peer in load_federation(path).peers]
         for port, reached in zip(ports, self.ports(ports), strict=True):
             text = text.replace(f'"{self.host}:{port}"', f'"{self.host}:{reached}"')
@@ -58,13 +58,13 @@ class Link(ABC):
 
 @contextmanager
 def open_link(kind: Kind | None = None) -> Iterator[Link]:
-    """A link without limits so far. It ends with the block, or with this process.
+    """Open a link without limits. It ends with the block, or with this process.
 
     Args:
-        kind: of the link; the best that this machine has if None.
+        kind: kind of the link; the best kind that works on this machine if None.
 
     Raises:
-        ConfigError: this machine cannot emulate it; the message says why.
+        ConfigError: this machine cannot emulate the link; the message states the reason.
     """
     reasons = []
     for name in KINDS if kind is None else (kind,):

@@ -16,16 +16,16 @@ from tenant.bench.link.condition import Condition
 
 _COMMAND_S = 20.0
 _BENCHMARKS = 198 << 24 | 18 << 16  # 198.18.0.0/15 is set aside for benchmarks (RFC 2544)
-_LIMIT = "1000000"  # packets that netem may hold, those on their way included
+_LIMIT = "1000000"  # packets that netem may hold, including delayed ones
 
 
 @dataclass(frozen=True)
 class Interfaces:
-    """Two connected interfaces: the providers' one here, the tenant's one in its namespace.
+    """Two connected interfaces: the outer one for the providers, and the inner one in the tenant's namespace.
 
     Args:
         outer, inner: names of the interfaces.
-        host: the address of the outer one.
+        host: address of the outer interface.
         network: the namespace, a file of /proc.
     """
 
@@ -55,13 +55,13 @@ def connected_namespace() -> Iterator[Interfaces]:
     """A new namespace and its interfaces. A child process holds the namespace, so both end with this process.
 
     Raises:
-        ConfigError: this user, or this machine, cannot make one.
+        ConfigError: this user or this machine cannot make a namespace.
     """
     if os.geteuid() != 0:
         raise ConfigError("network namespaces need root")
     with Child("network namespace", _hold_network) as holder:
         holder.wait_ready()
-        number = secrets.randbits(15)  # of a /30 network with two hosts
+        number = secrets.randbits(15)  # addresses of a /30 network with two hosts
         host, guest = _address(number, 1), _address(number, 2)
         network = Path(f"/proc/{holder.pid}/ns/net")
         pair = Interfaces(f"spn{number}o", f"spn{number}i", host, network)

@@ -1,8 +1,8 @@
-"""Forwards bytes between connections on loopback, each when it is due.
+"""Forwards bytes between connections on loopback, with a delay, a bandwidth and losses.
 
-The proxy reads no more than a few round trips' worth ahead, so that a sender feels the bandwidth. A connection costs
-the round trip of TCP's handshake before its first byte passes. A lost segment delays what follows on its connection by
-the round trip of its retransmission.
+The proxy reads at most a few round trips ahead, so that the bandwidth limits a sender. A new connection waits for the
+round trip of TCP's handshake before its first byte is forwarded. A lost segment delays the following bytes of its
+connection by the round trip of a retransmission.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _CONNECT_S = 10.0
 
 @contextmanager
 def serve_proxy() -> Iterator[Callable[[Condition | list[int]], list[int]]]:
-    """For `Child`: takes conditions, and lists of ports, for each of which it returns a port of the proxy."""
-    selector = selectors.SelectSelector()  # its timeouts are in microseconds; epoll's are in milliseconds
+    """For `Child`: takes a condition, or a list of ports, and returns one port of the proxy for each of these ports."""
+    selector = selectors.SelectSelector()  # select's timeouts have microseconds; epoll's have milliseconds
     loop = asyncio.SelectorEventLoop(selector)
     threading.Thread(target=loop.run_forever, daemon=True).start()
     proxy = Proxy()
@@ -43,25 +43,25 @@ def serve_proxy() -> Iterator[Callable[[Condition | list[int]], list[int]]]:
 
 
 class Direction:
-    """One direction of a link: bytes leave in order, as fast as the bandwidth allows, and arrive after the delay.
+    """One direction of a link: bytes leave in order at the bandwidth, and arrive after the delay.
 
     Args:
-        condition: of the link.
-        seed: of the losses.
+        condition: condition of the link.
+        seed: seed of the losses.
     """
 
     def __init__(self, condition: Condition, *, seed: int) -> None:
         self._condition = condition
         self._random = random.Random(seed)
-        self._free = -math.inf  # when the last byte so far has left
+        self._free = -math.inf  # time at which the last byte has left
 
     def arrival(self, now: float, size: int) -> float:
-        """When the last of `size` bytes that are sent at `now` arrives, in seconds. Times must not decrease."""
+        """Return the arrival time of the last of `size` bytes sent at `now`, in seconds. Times must not decrease."""
         self._free = max(now, self._free) + size / self._condition.bytes_per_s
         return self._free + self._condition.delay_s
 
     def lost(self, packets: int) -> int:
-        """How many of `packets` packets get lost."""
+        """Return the number of `packets` packets that are lost."""
         if not self._condition.loss:
             return 0
         return sum(self._random.random() < self._condition.loss for _ in range(packets))
@@ -75,12 +75,12 @@ class Proxy:
         self.impose(Condition())
 
     def impose(self, condition: Condition) -> None:
-        """Treat the bytes from now on like this."""
+        """Apply a condition to all later bytes."""
         self._condition = condition
         self._directions = [Direction(condition, seed=seed) for seed in range(2)]
 
     async def listen(self, port: int) -> int:
-        """Open a port of the proxy whose connections go on to `port`."""
+        """Open a port of the proxy, and forward its connections to `port`."""
         server = await asyncio.start_server(partial(self._connect, port), _HERE, 0)
         self._servers.append(server)
         return int(server.sockets[0].getsockname()[1])

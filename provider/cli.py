@@ -108,7 +108,7 @@ def health(
     tenant_key: Annotated[Path, typer.Option(help="Its key.")],
     timeout: Annotated[float, typer.Option(help="Seconds to wait.")] = 10.0,
 ) -> None:
-    """Print a running provider's report as JSON; status 1 if there is none."""
+    """Print a running provider's report as JSON. The status is 1 if the provider does not answer."""
     from provider.config.provider_toml import load
     from provider.operations.health import ask_health
 

@@ -1,4 +1,4 @@
-"""The same computation by torch alone and by every instruction set of the compiled library."""
+"""Runs the same computation with torch alone and with every instruction set of the compiled library."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ BUILDS = (TORCH, *(isa.name.lower() for isa in native.isas()))
 
 @contextmanager
 def build(name: str) -> Iterator[None]:
-    """Compute with one of `BUILDS` while this lasts."""
+    """Compute with one of `BUILDS` inside this block."""
     with switched(**{"SYMBIOSIS_PRIV_NATIVE": "0"} if name == TORCH else {"SYMBIOSIS_PRIV_ISA": name}):
         yield
 
 
 @contextmanager
 def switched(**variables: str) -> Iterator[None]:
-    """With these environment variables while this lasts."""
+    """Set these environment variables inside this block."""
     try:
         with mock.patch.dict(os.environ, variables):
             native.switches.cache_clear()

@@ -1,4 +1,4 @@
-"""What every test shares: no network, a cache of its own, and Hypothesis without a stopwatch."""
+"""Shared by all tests: no network, a separate cache, and Hypothesis without time limits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Read when transformers is imported, so before any test module is.
+# Read when transformers is imported, so before any test module is imported.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
@@ -20,7 +20,7 @@ os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 import torch
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # the kernel for GPUs is tested all the same; read when Triton is imported
+    os.environ["TRITON_INTERPRET"] = "1"  # tests the GPU kernel without a GPU; read when Triton is imported
 
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -28,7 +28,8 @@ from symbiosis_priv.harness.base_model import Pretraining, make_base_model
 from symbiosis_priv.system.processes import end_quickly
 from tests.warm import Popen
 
-# Examples stay random (a failure prints the blob that reproduces it). Timing is not a property: machines are shared.
+# Examples are random (a failure prints the blob that reproduces it). Timing is not a property, because machines are
+# shared.
 settings.register_profile(
     "default",
     max_examples=50,
@@ -39,7 +40,7 @@ settings.register_profile(
 settings.register_profile("thorough", settings.get_profile("default"), max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
-# Under pytest-xdist: what takes longest begins first, so that the workers end together.
+# Under pytest-xdist, the longest files start first, so that the workers end together.
 LONGEST = (
     "tests/threat_model/",
     "tests/tenant/bench/",
@@ -61,8 +62,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    end_quickly()  # as in the command line's processes
-    # Matrices in tests are tiny, and providers need the other core. Set here because fixtures of the session run first.
+    end_quickly()  # the command line's processes set this, too
+    # Matrices in tests are tiny, and providers need the other core. Set here, because session fixtures run first.
     torch.set_num_threads(1)
 
 
@@ -82,12 +83,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # a million objects of torch's and transformers': no test's collection goes through them again
+    gc.freeze()  # torch and transformers make a million objects; later collections skip them
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Quantised weights and verification keys of a test run never meet the user's."""
+    """Keep the quantised weights and verification keys of tests out of the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SYMBIOSIS_PRIV_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -95,7 +96,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _services_are_forks() -> Iterator[None]:
-    """The providers and registries of `LocalFederation` do not import torch again."""
+    """Start the providers and registries of `LocalFederation` as forks, which do not import torch again."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("symbiosis_priv.harness.service.Popen", Popen)
         yield
@@ -103,14 +104,15 @@ def _services_are_forks() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Whatever a test sets, the next module has one again."""
+    """Set torch back to one thread for each module."""
     yield
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
 def save_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Writes a Llama with grouped queries and a head of its own: 2 blocks of 4 layer groups, and the head."""
+    """`save_llama(...)` writes a Llama with grouped queries and an untied head: 2 blocks of 4 layer groups, and the
+    head."""
 
     def save(**changes: Any) -> Path:
         path = tmp_path_factory.mktemp("llama")
@@ -132,7 +134,7 @@ def save_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama that has learned something of the demo's language, and its tokenizer."""
+    """A Llama trained on the demo's text, with its tokenizer."""
     return make_base_model(
         tmp_path_factory.mktemp("trained") / "base",
         recipe=Pretraining(steps=100, window=64, sentences=4_000, vocab=512, width=128, blocks=2),
@@ -141,7 +143,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def save_gpt2(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Writes a GPT-2: transposed weights (`Conv1D`), a tied head, biases that are not zero."""
+    """`save_gpt2(...)` writes a GPT-2: transposed weights (`Conv1D`), a tied head, biases that are not zero."""
 
     def save(*, bias_std: float = 1.0, **sizes: Any) -> Path:
         path = tmp_path_factory.mktemp("gpt2")

@@ -30,8 +30,8 @@ def widths(*, largest: int = 70) -> SearchStrategy[int]:
 def tight_rows(weight: Tensor) -> Tensor:
     """Rows whose products are as large as the range allows, for an integer matrix `[o, d]`: float64 `[2 o + 2, d]`.
 
-    A row parallel to a channel meets the 2-norm bound with equality, a row of a channel's signs the 1-norm bound; the
-    rows of ones make every coordinate round the same way.
+    A row parallel to a channel meets the 2-norm bound with equality, a row of a channel's signs the 1-norm bound. With
+    rows of ones, every coordinate is rounded in the same direction.
     """
     channels = weight.to(torch.float64)
     ones = torch.ones(2, weight.shape[1], dtype=torch.float64, device="cpu")

@@ -1,8 +1,7 @@
-"""The reviewer's side: code whose job is to disbelieve the rest.
+"""Attacks on this project, and tests of its promises.
 
-An adversary gets exactly what a party of a real run sees (its view) and the public model; named attacks
-turn views into a success rate that stands beside what chance would score. `symbiosis-priv threat-model`
-runs every attack against every masking scheme and also lists what is not hidden; `symbiosis-priv verify`
-checks somebody else's provider for exactness, property by property. Alone among the packages this one may
-import all of the others.
+An adversary gets what a party of a real run sees (its view), and the public model. Each attack computes a guess from a
+view; its success rate is compared with the rate of guessing. `symbiosis-priv threat-model` runs every attack against
+every masking scheme, and lists what is not hidden. `symbiosis-priv verify` tests any provider for exactness, property
+by property. Only this package may import all of the others.
 """

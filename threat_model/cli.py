@@ -1,4 +1,4 @@
-"""`symbiosis-priv threat-model`: one command that disbelieves this project."""
+"""`symbiosis-priv threat-model`: runs all attacks against this project."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def threat_model(
 ) -> None:
     """Attack every masking scheme on a real run and report what leaks. Status 1 if a verdict is not as promised."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    # after the environment is set; and torch is not for --help
+    # after the environment is set; torch is imported here, so that --help does not wait for it
     import torch
     from transformers.utils import logging as transformers_logging
 
@@ -48,7 +48,7 @@ def threat_model(
             bar.update(task, description=what, completed=done, total=total)
 
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # matrices are small here: threads would mostly wait for each other
+        torch.set_num_threads(1)  # matrices are small here, and more threads would mostly wait for each other
         try:
             with Lab(Path(folder)) as lab:
                 suite = run_suite(lab, quick=quick, on_progress=update)

@@ -1,10 +1,10 @@
-"""A real run to look at: a base model, executor and three helpers behind TLS, a tenant that fine-tunes and generates.
+"""A real run to attack: a base model, an executor and three helpers behind TLS, and a tenant that trains and generates.
 
     with Lab(folder) as lab:
         recording = lab.record(schemes.PAD, WORKLOAD)
 
-The base model is a Llama of three blocks, pretrained for seconds on public text; the tenant's text is private. Every
-product crosses a TLS socket, and the recorder sits at the tenant's end of it.
+The base model is a Llama of three blocks, pretrained for seconds on public text. The tenant's text is private. Every
+product is sent over a TLS socket, and the recorder is at the tenant's end of it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Workload:
 FULL = Workload()
 QUICK = Workload(steps=8, generations=5, new_tokens=3, game_rows=2048)
 PLANTED = Workload(steps=4, generations=2, prompts=16, new_tokens=3, game_rows=512)
-"""Where a fault gives every row away, a few thousand rows leave chance nothing to explain."""
+"""For faults that reveal every row: a few thousand rows rule out chance."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +112,7 @@ class Lab:
             int(model.config.pad_token_id or 0),
             alone(len(self.store.manifest().groups)),
         )
-        # clinic notes and letters: an adapter can only be read off directions that some prompt begins with
+        # clinic notes and letters: an adapter can only be read in directions with which some prompt begins
         text = "\n".join(private_text(seed=2, records=400)) + public_text(seed=3, sentences=800)
         self._private = torch.tensor(tokenizer.encode(text))
         try:
@@ -134,7 +134,7 @@ class Lab:
             f'[model]\ndigest = "{self.store.manifest().digest}"\n\n'
             '[tenant]\ncertificate = "keys/alice.pem"\nkey = "keys/alice.key"\n'
         )
-        self._federations: list[Path] = []  # by the number of helpers
+        self._federations: list[Path] = []  # federation files by the number of helpers
         roles: dict[str, wire.Role] = {"executor": "executor"}
         roles |= dict.fromkeys(("helper", "second-helper", "third-helper"), "helper")
         for name, role in roles.items():
@@ -149,7 +149,7 @@ class Lab:
                     tls=TlsConfig(
                         certificate=identity.certificate, key=identity.key, tenant_authority=authority.certificate
                     ),
-                    # sessions are opened by the hundred, and would wait for their share of the time
+                    # hundreds of sessions are opened, and each would wait for its share of handshakes
                     limits=Limits(handshake_share=1.0, handshake_share_serving=1.0),
                     executor=ExecutorConfig(kernel="int32", float_path=True),
                 )
@@ -187,7 +187,7 @@ class Lab:
             **scheme.options,
         )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # paper-pool says what this report is about to show
+            warnings.simplefilter("ignore", UserWarning)  # paper-pool warns about what this report shows
             model: Any = AutoModelForCausalLM.from_pretrained(
                 self.store.path, quantization_config=config, trust_remote_code=False
             )
@@ -196,7 +196,7 @@ class Lab:
             witness = Witness.install(model, recorder, self.public, truth)
             neighbour = Neighbour(self.federation.executors[0], self._mallory, self.public)
             with torch.random.fork_rng(devices=[]), neighbour.watching(), warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # between peft and transformers
+                warnings.simplefilter("ignore", FutureWarning)  # a warning between peft and transformers
                 torch.manual_seed(workload.seed)
                 self._work(model, truth, workload)
             views = recorder.views(neighbour.view())
@@ -222,7 +222,7 @@ class Lab:
         truth.loss = lambda updates: _loss(self.public.model, held_out, updates)
         for call in range(workload.generations):
             prompts = self.private_windows(workload.prompts, workload.prompt_length, seed=1000 + call)
-            # one call is longer, so that lengths are something to find out
+            # one call is longer, so that attacks on lengths have something to find
             new = workload.new_tokens * (3 if call == 1 else 1)
             with torch.no_grad():
                 model.generate(
@@ -238,7 +238,8 @@ class Lab:
             truth.prompts.append(prompts)
 
     def _batch(self, workload: Workload, step: int) -> tuple[Tensor, Tensor]:
-        """Tokens and labels `[b, t]`: padded to the longest, the first tokens of each (its "prompt") not learned."""
+        """Tokens and labels `[b, t]`: padded to the longest. The labels of each sequence's first tokens (its prompt)
+        are ignored."""
         ids = self.private_windows(workload.batch, workload.length, seed=step)
         lengths = workload.length - 4 * (torch.arange(workload.batch) % 4)
         labels = ids.clone()
@@ -247,7 +248,7 @@ class Lab:
         return ids.masked_fill(padded, self.public.pad_token), labels.masked_fill(padded, NO_LABEL)
 
     def _game(self, backend: Any, recorder: Recorder, truth: Truth, direction: Direction, workload: Workload) -> Game:
-        """The adversary chooses two rows, the tenant flips coins and sends one or the other."""
+        """Play the distinguishing game: the adversary chooses two rows, and the tenant sends one of them at random."""
         group = 0
         pair = self.public.vocabulary_rows[:2]
         if direction == BACKWARD:
@@ -266,7 +267,7 @@ class Lab:
     def _shares(
         self, helpers: Sequence[HelperView], arrived: Tensor, group: int, direction: Direction
     ) -> dict[str, Tensor]:
-        """Each helper's share of the pads under some rows, found out with the logs of all of them."""
+        """Each helper's share of the pads of some rows, computed from the logs of all helpers."""
         numbers, pads = pad_rows(helpers, self.public, group, direction)
         if not len(pads):
             return {}

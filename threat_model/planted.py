@@ -1,8 +1,8 @@
-"""Faults on purpose: each is a mistake that a tenant's code could make, and an attack that must find it.
+"""Planted faults: each is a mistake that a tenant's code could have, and has an attack that must find it.
 
-A suite that only ever reports "hidden" proves nothing. Most faults are planted into a recording: the rows of a real
-run, masked again the wrong way, as an executor would have received them. `reused_pads`, `twin_helpers` and
-`blind_to_companies` break the real tenant while it runs.
+If the suite never found a fault, its verdict "hidden" would prove nothing. Most faults are planted into a recording:
+the rows of a real run are masked again in a wrong way, as an executor would have received them. `reused_pads`,
+`twin_helpers` and `blind_to_companies` break the real tenant while it runs.
 """
 
 from __future__ import annotations
@@ -93,13 +93,13 @@ def plant(ring: Recording, floats: Recording, public: Public) -> list[Fault]:
 
 @contextmanager
 def reused_pads() -> Iterator[None]:
-    """While this lasts, sessions hand out row 0 of every keystream again and again (rule 3)."""
+    """Inside this block, sessions hand out row 0 of every keystream again and again (rule 3)."""
     with mock.patch.object(SessionSecret, "burn", return_value=0):
         yield
 
 
 def reused_pad_faults(recording: Recording, public: Public) -> list[Fault]:
-    """A recording made under `reused_pads`."""
+    """The faults of a recording made under `reused_pads`."""
     return [
         Fault(f"reused pad rows, {d}", "rule 3", Differencing(d), recording.views.executor, public, recording)
         for d in DIRECTIONS
@@ -108,25 +108,26 @@ def reused_pad_faults(recording: Recording, public: Public) -> list[Fault]:
 
 @contextmanager
 def twin_helpers() -> Iterator[None]:
-    """While this lasts, all helpers of a session get one seed, as if its entries were one party (rule 11)."""
+    """Inside this block, all helpers of a session get one seed, as if their entries were one party (rule 11)."""
     with mock.patch.object(SessionSecret, "seed_for", return_value=secrets.token_bytes(SEED_BYTES)):
         yield
 
 
 def twin_helper_fault(recording: Recording, public: Public) -> Fault:
-    """A recording of two helpers made under `twin_helpers`."""
+    """The fault of a recording of two helpers made under `twin_helpers`."""
     return Fault("two helpers, one key", "rule 11", EvenMasks(), recording.views.executor, public, recording)
 
 
 @contextmanager
 def blind_to_companies() -> Iterator[None]:
-    """While this lasts, a tenant takes a helper that belongs to its executor's company (rule 8)."""
+    """Inside this block, a tenant accepts a helper that belongs to its executor's company (rule 8)."""
     with mock.patch.object(Parties, "same", return_value=False):
         yield
 
 
 def one_company_faults(recording: Recording, public: Public) -> list[Fault]:
-    """A recording of `Lab.one_company` made under `blind_to_companies`: the company puts its two logs together."""
+    """The faults of a recording of `Lab.one_company` made under `blind_to_companies`: the company combines its two
+    logs."""
     view = CollusionView(recording.views.executor, recording.views.helpers)
     return [
         Fault(f"executor and helper of one company, {d}", "rule 8", Collusion(d), view, public, recording)
@@ -135,12 +136,12 @@ def one_company_faults(recording: Recording, public: Public) -> list[Fault]:
 
 
 def _normal(rows: int, width: int) -> Tensor:
-    """Standard normals that no generator's seed explains, float64."""
+    """Standard normals, float64, that do not come from a seed of torch's generator."""
     return gaussian(expand(secrets.token_bytes(SEED_BYTES), first_row=0, rows=rows, width=2 * width))
 
 
 def _remasked(recording: Recording, mask: Callable[[Tensor], Tensor], *, group: int | None = None) -> ExecutorView:
-    """The executor's view, had the tenant masked each request like this. Requests for effects are gone."""
+    """The executor's view if the tenant had masked each request with `mask`. Requests for effects are left out."""
     view = recording.views.executor
     plain = {order: call.rows for order, call in recording.truth.calls.items()}
     kept = [e for e in view.exchanges if e.order in plain and group in (None, e.group)]
@@ -148,12 +149,12 @@ def _remasked(recording: Recording, mask: Callable[[Tensor], Tensor], *, group: 
 
 
 def _arithmetic(exchange: Exchange) -> wire.Arithmetic:
-    """One-time noise: no request is the one for effects."""
+    """The arithmetic of a request with one-time noise: none of these requests is for effects."""
     return "ring" if exchange.arithmetic == "ring" else "float"
 
 
 def _unfused(recording: Recording, public: Public) -> tuple[Public, ExecutorView]:
-    """q, k and v on their own: three requests of the same rows, each under its own fresh noise."""
+    """q, k and v sent separately: three requests of the same rows, each under its own fresh noise."""
     count = len(public.manifest.groups)
     groups = (0, count, count + 1)
     exchanges = []
@@ -165,7 +166,7 @@ def _unfused(recording: Recording, public: Public) -> tuple[Public, ExecutorView
 
 
 def _with_scales(recording: Recording, public: Public) -> ExecutorView:
-    """Unmasked or not does not matter here: only the header is read."""
+    """The view with a row scale in each header. The attack reads only the header, so the rows need no mask."""
     exchanges = []
     for exchange in recording.views.executor.of(group=0, direction=FORWARD):
         tokens = recording.truth.calls[exchange.order].tokens

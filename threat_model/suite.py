@@ -17,7 +17,7 @@ from threat_model.lab import FULL, PLANTED, QUICK, Lab, Recording
 from threat_model.planted import blind_to_companies, one_company_faults, plant, reused_pad_faults, reused_pads
 
 OnProgress = Callable[[str, int, int], None]
-"""Called with (what begins, steps done, steps in all)."""
+"""Called with (next step, steps done, number of steps)."""
 
 
 class Verdict(StrEnum):
@@ -58,13 +58,13 @@ class PlantedCell:
 
     @property
     def found(self) -> bool:
-        """Chance cannot explain the success."""
+        """True if chance cannot explain the success."""
         return self.outcome.broken
 
 
 @dataclass(frozen=True)
 class Suite:
-    """A whole report's figures."""
+    """All figures of a report."""
 
     quick: bool
     schemes: tuple[Scheme, ...]
@@ -75,12 +75,13 @@ class Suite:
 
     @property
     def as_expected(self) -> bool:
-        """Every cell, fault and active attack came out as it must."""
+        """True if every cell, fault and active attack had the expected result."""
         return all(c.expected for c in self.cells) and all(p.found for p in self.planted) and self.active.sound
 
     @property
     def outside(self) -> tuple[int, int]:
-        """Number of promised cells whose 99 % interval misses chance, and of all promised cells. One in 100 misses."""
+        """Number of promised cells whose 99 % interval misses chance, and number of promised cells. One in 100 is
+        expected."""
         hidden = [c.outcome for c in self.cells if c.promised and c.outcome is not None and c.outcome.trials]
         return sum(not outcome.at_chance for outcome in hidden), len(hidden)
 
@@ -96,7 +97,7 @@ def run_suite(
     attacks: Sequence[Attack[Any, Any]] = ATTACKS,
     on_progress: OnProgress = lambda what, done, total: None,
 ) -> Suite:
-    """Record every scheme, run every attack on it, plant every fault, lie in every way."""
+    """Record every scheme, run every attack on it, plant every fault, and run every lie."""
     started = time.monotonic()
     schemes, workload = (QUICK_SCHEMES, QUICK) if quick else (SCHEMES, FULL)
     total = len(schemes) * (1 + len(attacks)) + 4
@@ -134,7 +135,7 @@ def run_suite(
 
 
 def examine(attack: Attack[Any, Any], recording: Recording, lab: Lab) -> Cell:
-    """Run one attack on its party's view, score it, and judge."""
+    """Run one attack on its party's view, score it, and determine the verdict."""
     scheme, started = recording.scheme, time.monotonic()
     view = recording.views.of(attack.party)
     guess = attack.run(view, lab.public, torch.Generator().manual_seed(0))
@@ -150,7 +151,7 @@ def _verdict(attack: Attack[Any, Any], scheme: Scheme, outcome: Outcome | None, 
         return Verdict.ABSENT
     if not outcome.broken:
         return Verdict.HIDDEN if promised else Verdict.RESISTED
-    # a party that a scheme hides rows from only together with others: its stated assumption
+    # the scheme hides rows from this party alone, but not from it together with others: its stated assumption
     assumed = "executor" in scheme.hides_from and attack.party == "executor+helper"
     return Verdict.BY_DESIGN if attack.by_design or (assumed and not promised) else Verdict.BROKEN
 

@@ -1,4 +1,4 @@
-"""`symbiosis-priv verify`: hold live providers to every property of `threat_model.conformance`."""
+"""`symbiosis-priv verify`: tests live providers against every property of `threat_model.conformance`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, Role
 from symbiosis_priv.system.files import output_file, write_atomically
 
-if TYPE_CHECKING:  # torch, Hypothesis and the tenant's packages: not for --help
+# torch, Hypothesis and the tenant's packages are imported late, so that --help does not wait for them
+if TYPE_CHECKING:
     from rich.console import Console
 
     from symbiosis_priv.federation import Peer
     from threat_model.conformance import Oracle, Outcome, Subject, Violation
 
-_VALUES = 1000  # entries of a counterexample's rows that the JSON file lists
+_VALUES = 1000  # largest number of a counterexample's entries in the JSON file
 _IDENTITY = "providers speak to no tenant that they cannot name (mutual TLS)"
 
 

@@ -13,10 +13,10 @@ promise. Read it in this order:
     parts         one request: mask, open, check
     attribution   finds whose result was wrong, after a refused product
 
-The promises, and what refutes each (`tests/tenant/core/` unless another place is named):
+The promises, and the tests that would refute them (`tests/tenant/core/` unless another place is named):
 
 * **Rows leave only as `MaskedRows`, which only `masked` makes.** A connection refuses a raw tensor, mypy refuses the
-  call, and no other module of the tenant reaches a connection or takes the named door `UNMASKED_BY_CHOICE`.
+  call, and no other module of the tenant uses a connection or the named exception `UNMASKED_BY_CHOICE`.
   Refuted by `test_masked.py::test_a_connection_refuses_a_raw_tensor`,
   `::test_a_tensor_handed_past_the_masking_code_is_found`, `::test_no_other_code_can_hand_a_tensor_to_a_connection`.
 * **A mask row is used once.** Its index is burnt before the pad exists, a pad masks once, and pads cover every row.
@@ -29,7 +29,7 @@ The promises, and what refutes each (`tests/tenant/core/` unless another place i
 * **Every answer is checked before it is used.** A wrong product passes with probability 2^-60 at most, whatever the
   error is. `test_masked.py::test_an_unchecked_answer_is_found`, `test_verifier.py::test_a_wrong_entry_never_passes`,
   `test_rules.py::test_rule_6_no_lie_is_used`.
-* **Whose result was wrong is found out before the next request leaves, and no honest provider is convicted for damage
+* **A wrong result is attributed before the next request leaves, and no honest provider is convicted for damage
   to the tenant's own weights.** `tests/tenant/session/test_session.py::test_liars_are_named_and_nobody_else`,
   `::test_damage_to_the_tenants_own_weights_convicts_no_honest_provider`.
 """

@@ -15,8 +15,8 @@ error was detected.
 `BlameKeys` attribute the fault after a row was refused: if y = y' - sum e_j is wrong, the answer y' or an effect e_j is
 wrong modulo 2^32. Each of them is checked separately with m secret columns over Z_2^32. An error of 2-adic valuation v
 passes m uniform columns with probability 2^-(32-v)m. For v >= 30 that is not negligible, so it can happen that no
-provider is convicted; then all that took part are suspects. No wrong result is used in that case either. All of R is
-secret and
+provider is convicted. Then all providers that took part are suspects. No wrong result is used in that case either. All
+of R is secret and
 uniform: small or sparse columns could be learned by probing.
 """
 

@@ -1,9 +1,9 @@
-"""Architectures, PEFT's methods, and what becomes of each pair of them: split, and plain at home.
+"""Architectures, PEFT methods, and the result of each pair: on a split model, and on a plain model.
 
-A pair is tried twice with the same seeds, on a split model and on the plain one, and both adapters are then loaded into
-a fresh plain model ("at home"). The plain model computes with the very weights that a provider has: the checkpoint is
-written from integers, so that quantising it loses nothing. What remains between the two is the rounding of rows, some
-2^-20 of a row, against adapters that are trained until they matter: hence the tolerances below.
+A pair is tried twice with the same seeds, on a split model and on the plain one. Both adapters are then loaded into a
+new plain model ("at home"). The plain model computes with the same weights as a provider: the checkpoint is written
+from integers, so that quantising it changes nothing. The two models then differ only by the rounding of rows, about
+2^-20 of a row. The adapters are trained until their effect is large. The tolerances below follow from both.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from tenant import RemoteConfig
 
 STAGES = FORWARD, BACKWARD, GENERATE, HOME = "FBGH"
 TOLERANCE = 1e-2
-"""Of an adapter's effect on the logits. Ignoring the adapter of a single layer is more: `test_one_ignored_layer`."""
+"""Tolerance, as a share of an adapter's effect on the logits. If a model ignores the adapter of a single layer, the
+difference is larger: `test_one_ignored_layer_would_be_found`."""
 
 IDS = torch.arange(3, 15).view(2, 6) * 7 % 96
 LABELS = {"SEQ_CLS": torch.tensor([0, 1])}
@@ -45,21 +46,21 @@ LABELS = {"SEQ_CLS": torch.tensor([0, 1])}
 
 @dataclass(frozen=True)
 class Architecture:
-    """A family of models, in miniature."""
+    """A small model of one architecture."""
 
     name: str
     config: Callable[[], PreTrainedConfig]
     stored: str
-    """The class that the checkpoint is saved as, and providers serve."""
+    """The class with which the checkpoint is saved, and which providers serve."""
     task: str = "CAUSAL_LM"
     norms: str = r".*norm.*"
-    """Names of norms: PEFT knows those of some architectures only."""
+    """Names of norms. PEFT knows the norms of some architectures only."""
     linears: str = "all-linear"
-    """What gets an adapter. (PEFT counts a new classification head among all linears.)"""
+    """Names of the modules that get an adapter. (PEFT counts a new classification head as a linear.)"""
 
     @property
     def loader(self) -> Any:
-        """What the tenant loads it with."""
+        """The class that loads the model on the tenant."""
         kinds = {
             "CAUSAL_LM": "AutoModelForCausalLM",
             "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
@@ -188,7 +189,7 @@ ARCHITECTURES: dict[str, list[Architecture]] = {
 }
 
 
-# Methods
+# PEFT methods
 
 _EVERYWHERE = {"target_modules": "all-linear"}
 _SMALL = _EVERYWHERE | {"r": 4}
@@ -248,15 +249,15 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "X-LoRA": ("XLORA", {"hidden_size": 32, "xlora_size": 16}),
 }
 NOT_TRIED = {"ADAMSS": "AdaMSS wants scikit-learn, which is no dependency here"}
-_TASKS = {"POLY", "MULTITASK_PROMPT_TUNING"}  # want to be told which task a row belongs to
+_TASKS = {"POLY", "MULTITASK_PROMPT_TUNING"}  # methods that need the task of each row as an argument
 
 
-# What becomes of a pair
+# The result of a pair
 
 
 @dataclass
 class Attempt:
-    """A model with an adapter, as far as it came."""
+    """A model with an adapter, up to the stage that failed."""
 
     stages: set[str] = field(default_factory=set)
     error: Exception | None = None
@@ -267,7 +268,7 @@ class Attempt:
 
 
 class Pair:
-    """One method on one architecture."""
+    """One PEFT method on one architecture."""
 
     def __init__(self, architecture: Architecture, method: str, *, checkpoint: Path, folder: Path) -> None:
         self.architecture = architecture
@@ -281,7 +282,7 @@ class Pair:
         """The stages that the pair passes; "–" if the split model refuses it by name, "·" if plain PEFT fails, too.
 
         Raises:
-            AssertionError: the split model does what the plain one does not, or the other way round.
+            AssertionError: only one of the split model and the plain model passes a stage.
         """
         split = self.attempt(split=True)
         if refused(split.error):
@@ -305,7 +306,7 @@ class Pair:
             self._train(attempt, folder, split=split)
             if home:
                 self._go_home(attempt, folder)
-        except Exception as error:  # PEFT's own code, on what it may not have been made for
+        except Exception as error:  # PEFT's own code, on a model that it may not support
             attempt.error = error
         return attempt
 
@@ -337,13 +338,13 @@ class Pair:
 
     def _train(self, attempt: Attempt, folder: Path, *, split: bool) -> None:
         base = self.base(split=split)
-        base.config.use_cache = self.kind != "XLORA"  # X-LoRA insists
+        base.config.use_cache = self.kind != "XLORA"  # X-LoRA requires it
         config = self._config()
         torch.manual_seed(3)
         model: Any = get_peft_model(base, config)
         trained = [p for p in model.parameters() if p.requires_grad]
         with torch.no_grad():
-            for parameter in trained:  # nothing hides behind an adapter that starts at zero
+            for parameter in trained:  # start with an adapter that has an effect
                 parameter.add_(torch.randn_like(parameter), alpha=0.02)
         attempt.start = self.logits(model)
         optimizer = torch.optim.Adam(trained, lr=0.03)
@@ -366,7 +367,7 @@ class Pair:
             attempt.tokens = self._generate(model)
 
     def _go_home(self, attempt: Attempt, folder: Path) -> None:
-        """Load what was saved into a plain model: the same logits, and the generated tokens are its first choices."""
+        """Load the saved adapter into a plain model: same logits, and the generated tokens are its first choices."""
         base = self.base(split=False)
         base.config.use_cache = self.kind != "XLORA"
         without = self.logits(base, extra={})
@@ -380,7 +381,7 @@ class Pair:
             attempt.stages.add(GENERATE)
 
     def logits(self, model: Any, *, extra: dict[str, Any] | None = None) -> Tensor:
-        """Without those of virtual tokens."""
+        """The logits without those of virtual tokens."""
         inputs: dict[str, Any] = {"input_ids": IDS, **(self.extra if extra is None else extra)}
         if self.architecture.task == "SEQ_2_SEQ_LM":
             inputs["decoder_input_ids"] = IDS
@@ -399,7 +400,7 @@ class Pair:
             )
         except UnsupportedMethodError:
             raise
-        except Exception:  # some adapters cannot, whatever the model
+        except Exception:  # some adapters cannot, on any model
             return None
         return tokens
 
@@ -417,22 +418,23 @@ class Pair:
 @functools.cache
 def load(architecture: Architecture, checkpoint: Path, split: bool) -> Any:
     options: dict[str, Any] = {"quantization_config": RemoteConfig(masking="simulate")} if split else {}
-    torch.manual_seed(2)  # for a head that the checkpoint does not have
+    torch.manual_seed(2)  # the warning about a head that the checkpoint does not have
     return architecture.loader.from_pretrained(checkpoint, dtype=torch.float32, **options).eval()
 
 
 def close(a: Tensor | None, b: Tensor, *, scale: Tensor) -> bool:
-    """Whether two tensors differ by no more than rounding does, on that scale."""
+    """Returns True if two tensors differ by rounding at most, relative to `scale`."""
     return a is not None and a.shape == b.shape and bool(((a - b).abs() <= TOLERANCE * scale).all())
 
 
 def refused(error: Exception | None) -> bool:
-    """By name: by us, or by PEFT for the class of the layer."""
+    """Returns True for a refusal by name, by this project or by PEFT because of the layer's class."""
     return isinstance(error, UnsupportedMethodError) or "Remote" in str(error)
 
 
 def write_checkpoint(architecture: Architecture, folder: Path) -> Path:
-    """A checkpoint whose offloaded weights are integers times a scale, so that quantising changes none of them."""
+    """Write a checkpoint whose offloaded weights are integers times a scale, so that quantising changes none of
+    them."""
     torch.manual_seed(0)
     model: PreTrainedModel = getattr(transformers, architecture.stored)(architecture.config())
     modules = dict(model.named_modules())
@@ -459,7 +461,7 @@ def write_checkpoint(architecture: Architecture, folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def new_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Pair]:
-    """`new_pair(architecture, method)`; a checkpoint is made once."""
+    """`new_pair(architecture, method)`; each checkpoint is made once."""
     architectures = {a.name: a for kind in ARCHITECTURES.values() for a in kind}
 
     @functools.cache
@@ -480,12 +482,12 @@ def pair(names: tuple[str, str], new_pair: Callable[[str, str], Pair]) -> Pair:
 
 @pytest.fixture(scope="session")
 def compatibility() -> ModuleType:
-    """This module, for what its tests compare with."""
+    """This module, for tests that use its helpers."""
     return sys.modules[__name__]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`names`: the pairs to try."""
+    """Parametrise `names` with the pairs to try."""
     if "names" in metafunc.fixturenames:
         every = metafunc.config.getoption("compatibility") != "some"
         pairs = [

@@ -1,4 +1,4 @@
-"""The table of docs/compatibility.md is what a run finds.
+"""The table in docs/compatibility.md equals the result of a run.
 
 By default: every method on a Llama (`nn.Linear`) and on a GPT-2 (`Conv1D`), and LoRA on every architecture. `make
 compatibility` tries every pair, which takes some minutes, and writes the table.
@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from tenant.model.offloaded import OffloadedConv1DWeight, OffloadedWeight
 
-# PEFT's methods warn of many things that one may know about them.
+# PEFT's methods log many warnings that do not matter here.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
@@ -60,14 +60,14 @@ def parse(text: str) -> Table:
 
 @pytest.fixture(scope="module")
 def found(pytestconfig: pytest.Config, compatibility: Any) -> Iterator[Table]:
-    """What this run finds, on top of what was found before; written at its end if that was asked for."""
+    """The results of this run and of earlier runs. At the end they are written if an option says so."""
     table = parse(committed())
     yield table
     if pytestconfig.getoption("compatibility") == "write":
         write(render(table, compatibility.ARCHITECTURES, list(compatibility.METHODS)))
 
 
-def test_a_pair_does_what_the_table_says(
+def test_each_pair_gives_the_result_in_the_table(
     pair: Any, names: tuple[str, str], found: Table, pytestconfig: pytest.Config
 ) -> None:
     cell = pair.found()
@@ -77,7 +77,7 @@ def test_a_pair_does_what_the_table_says(
 
 
 def test_the_table_is_complete(compatibility: Any) -> None:
-    """A method that PEFT adds must be tried, and all that is in the table was."""
+    """The table contains every PEFT method and architecture: a method that PEFT adds must be tried."""
     kinds = {kind for kind, _ in compatibility.METHODS.values()} | set(compatibility.NOT_TRIED)
     assert kinds == {kind.name for kind in PEFT_TYPE_TO_CONFIG_MAPPING}
     table = parse(committed())
@@ -110,7 +110,8 @@ def test_refusals_name_what_works(weight: type[OffloadedWeight], models: tuple[s
 
 
 def test_one_ignored_layer_would_be_found(new_pair: Callable[[str, str], Any], compatibility: Any) -> None:
-    """The tolerance is below what the adapter of any one layer adds: an architecture that ignores it at home fails."""
+    """The tolerance is smaller than the effect of the adapter of any single layer, so a model that ignores one
+    fails."""
     pair = new_pair("Llama", "LoRA")
     split = pair.attempt(split=True)
     assert compatibility.HOME in split.stages

@@ -1,4 +1,4 @@
-"""Real providers in processes of their own, over real TLS, and the same work by the simulation."""
+"""Real providers in separate processes over TLS, and the same work with `masking = "simulate"`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEADLINE_S = 120.0
 
 @pytest.fixture(scope="session")
 def llama(save_llama: Callable[..., Path]) -> Path:
-    """With widths that no other tensor has."""
+    """A Llama whose widths differ from those of all other tensors."""
     return save_llama(hidden_size=72, intermediate_size=200, pad_token_id=0)
 
 
@@ -102,7 +102,7 @@ def open_model() -> Iterator[Open]:
 
 
 class Text(Dataset[dict[str, Tensor]]):
-    """Rows of token ids that a model can learn something about."""
+    """Rows of token ids with a pattern that a model can learn."""
 
     def __init__(self, rows: int, length: int) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -121,7 +121,8 @@ Train = Callable[..., Trainer]
 
 @pytest.fixture
 def train(tmp_path: Path) -> Train:
-    """`train(model, steps=..., resume=..., callbacks=..., **TrainingArguments)`: with the Trainer; returns it."""
+    """`train(model, steps=..., resume=..., callbacks=..., **TrainingArguments)`: trains with a `Trainer` and returns
+    it."""
 
     def train(
         model: Any, *, steps: int = 20, resume: str | None = None, callbacks: Any = None, **arguments: Any
@@ -152,7 +153,7 @@ def train(tmp_path: Path) -> Train:
 
 @pytest.fixture(scope="module")
 def simulated() -> dict[tuple[Any, ...], Any]:
-    """What the simulation has made: the same for every test of a file that compares something with it."""
+    """Results of the simulation, shared by all tests of a file."""
     return {}
 
 
@@ -164,7 +165,7 @@ def adapter_of() -> Callable[[Any], dict[str, Tensor]]:
 
 @pytest.fixture(scope="session")
 def equal() -> Callable[[dict[str, Tensor], dict[str, Tensor]], bool]:
-    """Whether two sets of tensors are the same, bit for bit, and not empty."""
+    """`equal(a, b)`: True if two sets of tensors have the same bits and are not empty."""
 
     def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
         return bool(a) and a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

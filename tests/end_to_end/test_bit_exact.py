@@ -1,4 +1,5 @@
-"""Over real sockets and processes: masked logits, gradients, training and generation are those of the simulation."""
+"""Over sockets and processes, masked logits, gradients, training and generation have the same bits as the
+simulation."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def test_logits_and_gradients(
     equal: Equal,
     simulated: dict[tuple[Any, ...], list[dict[str, Tensor]]],
 ) -> None:
-    """On a tenant with compiled passes and on one without."""
+    """With compiled passes and without."""
     path, federation = base
 
     def seen(how: str) -> list[dict[str, Tensor]]:
@@ -128,7 +129,7 @@ def padded() -> tuple[Tensor, Tensor]:
 def test_64_tokens(
     base: Base, scheme: str, config_for: Config, open_model: Open, simulated: dict[tuple[Any, ...], dict[str, Tensor]]
 ) -> None:
-    """Greedy, sampled with a seed and, fewer of them, by beams; a batch with padding; a single prompt."""
+    """Greedy, sampled with a seed, and fewer tokens with beams; a batch with padding; a single prompt."""
     path, federation = base
     ids, mask = padded()
 
@@ -153,9 +154,9 @@ def test_64_tokens(
     assert made.keys() == (expected.keys() if scheme == "pad-1" else {"greedy"})
 
 
-# plain PEFT says so whenever it puts LoRA on GPT-2
+# a warning of plain PEFT for LoRA on GPT-2
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False but the target module is `Conv1D`:UserWarning")
-def test_the_adapter_is_an_ordinary_one(
+def test_plain_peft_loads_the_adapter(
     base: Base,
     config_for: Config,
     open_model: Open,
@@ -164,7 +165,7 @@ def test_the_adapter_is_an_ordinary_one(
     equal: Equal,
     tmp_path: Path,
 ) -> None:
-    """Trained behind a mask, saved, and loaded into plain PEFT on the full float model."""
+    """Train with masking, save, and load into plain PEFT on the full float model."""
     path, federation = base
     model = open_model(path, config_for(federation, "pad-1"))
     train(model, steps=5)
@@ -228,7 +229,7 @@ def test_gradient_checkpointing_changes_no_bit(after_training: Callable[..., dic
     assert equal(after_training("pad-1"), after_training("pad-1", **VARIANTS["gradient checkpointing"]))
 
 
-def test_a_resumed_training_ends_where_an_uninterrupted_one_does(
+def test_a_resumed_training_gives_the_same_adapter_as_an_uninterrupted_one(
     llama: Path,
     llama_federation: LocalFederation,
     config_for: Config,
@@ -238,7 +239,7 @@ def test_a_resumed_training_ends_where_an_uninterrupted_one_does(
     equal: Equal,
     tmp_path: Path,
 ) -> None:
-    """A new model, a new session, new masks: the same adapter."""
+    """A new model, a new session and new masks give the same adapter."""
     config = config_for(llama_federation, "pad-1")
     whole = open_model(llama, config)
     train(whole, steps=8, save_strategy="steps", save_steps=4, output_dir=str(tmp_path / "run"))
@@ -248,7 +249,7 @@ def test_a_resumed_training_ends_where_an_uninterrupted_one_does(
     assert equal(adapter_of(whole), adapter_of(resumed))
 
 
-# Quality: what the ring's rounding costs, on a model that has learned something
+# Quality: the effect of the ring's rounding on a trained model
 
 
 def test_quality_against_the_unquantised_model(trained: Path, open_model: Open) -> None:
@@ -262,7 +263,7 @@ def test_quality_against_the_unquantised_model(trained: Path, open_model: Open) 
     with torch.no_grad():
         logits = [torch.cat([m.eval()(input_ids=part).logits for part in ids.split(16)]) for m in (full, split)]
     losses = [float(cross_entropy(z[:, :-1].flatten(0, 1), ids[:, 1:].flatten())) for z in logits]
-    assert losses[0] < 0.7 * math.log(512)  # it has learned something
+    assert losses[0] < 0.7 * math.log(512)  # the model is trained
     agreement = (logits[0].argmax(-1) == logits[1].argmax(-1)).double().mean()
     assert float(agreement) >= 0.99
     assert abs(math.exp(losses[1] - losses[0]) - 1) < 0.01

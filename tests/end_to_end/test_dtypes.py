@@ -1,4 +1,4 @@
-"""Checkpoints in bfloat16 and float16, as most are, met for the first time: nothing cached, no kernel chosen yet."""
+"""bfloat16 and float16 checkpoints with an empty cache: no weights cached, no kernel chosen yet."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 IDS = torch.arange(3, 3 + 2 * 11).view(2, 11)
 # Each has widths that no other test has, so that its kernels are chosen here. The last column's index rounds up in the
-# checkpoint's dtype: whoever computes indices in it leaves the matrix.
+# checkpoint's dtype, so code that computes indices in this dtype would index outside the matrix.
 MLP_WIDTHS = {torch.float32: 4099, torch.bfloat16: 4125, torch.float16: 4103}
 
 
@@ -45,7 +45,7 @@ def test_a_cold_start_is_bit_exact(
 
 
 def forward_backward_generate(model: Any) -> dict[str, Tensor]:
-    """Logits, every gradient (of the embedding, too: through all layers) and greedy tokens."""
+    """Logits, every gradient (including the embedding's, so through all layers) and greedy tokens."""
     model.get_input_embeddings().weight.requires_grad_(True)
     out = model(input_ids=IDS, labels=IDS)
     out.loss.backward()
@@ -61,7 +61,7 @@ def forward_backward_generate(model: Any) -> dict[str, Tensor]:
 def test_the_digest_does_not_depend_on_the_default_dtype(
     default: torch.dtype, llama: Path, gpt2: Path, tmp_path: Path
 ) -> None:
-    """transformers sets it while it loads, and scripts set it for good."""
+    """transformers sets the default dtype while it loads a model, and scripts may set it permanently."""
     for path in (llama, gpt2):
         want = WeightStore(path).manifest().digest
         before = torch.get_default_dtype()

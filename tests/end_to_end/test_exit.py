@@ -1,4 +1,4 @@
-"""A script that follows the README inside `main()` and never closes anything: it ends with status 0, and soon."""
+"""A script that follows the README inside `main()` and closes nothing ends with status 0 within seconds."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from tokenizers.models import WordLevel
 from symbiosis_priv.harness.local import LocalFederation
 
 TIMEOUT_S = 120.0
-# A release is held to twenty runs, one at a time, of 2 s each on a machine that does nothing else.
+# Before a release: twenty runs, one at a time, of 2 s each on an idle machine.
 RUNS = int(os.environ.get("SYMBIOSIS_PRIV_EXIT_RUNS", "1"))
-SOON_S = float(os.environ.get("SYMBIOSIS_PRIV_EXIT_S", "20"))  # busy machines; the deadline would be 120
+# seconds, for busy machines; the session's deadline would be 120
+SOON_S = float(os.environ.get("SYMBIOSIS_PRIV_EXIT_S", "20"))
 
 SCRIPT = """
 import sys
@@ -53,7 +54,7 @@ main()
 
 @pytest.fixture(scope="module")
 def wide(save_llama: Callable[..., Path]) -> Path:
-    """Wide enough that a thread is inside a product when the program ends."""
+    """A model so wide that a thread is inside a product when the program ends."""
     path = save_llama(hidden_size=1024, intermediate_size=1024, num_hidden_layers=1)
     Tokenizer(WordLevel({"a": 0}, unk_token="a")).save(str(path / "tokenizer.json"))
     return path
@@ -68,7 +69,7 @@ def mortals(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lo
 
 @pytest.fixture
 def federation(mortals: LocalFederation) -> LocalFederation:
-    """All of it, whatever an earlier test has done to it."""
+    """The federation with all of its providers running."""
     for name in mortals.names:
         if mortals.pid(name) is None:
             mortals.restart(name)
@@ -76,7 +77,7 @@ def federation(mortals: LocalFederation) -> LocalFederation:
 
 
 @pytest.mark.parametrize("fate", ["alive", "killed"])
-def test_a_script_that_closes_nothing_ends_well(
+def test_a_script_that_closes_nothing_ends_with_status_0(
     wide: Path, federation: LocalFederation, tmp_path: Path, fate: str
 ) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)

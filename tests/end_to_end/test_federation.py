@@ -1,5 +1,7 @@
-"""Several executors and helpers as processes of their own: layers split among them, liars, and who is killed at random.
-Whatever happens, the bits are those of the simulation."""
+"""Several executors and helpers in separate processes: divided layers, lying providers, killed providers.
+
+In all cases the bits are those of the simulation.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
     from tests.end_to_end.conftest import Open, Train
 
 LAYERS = {"executor-1": "0-1", "executor-2": "1-2", "executor-3": "0-2"}
-GROUPS = {"executor-1": range(8), "executor-2": range(4, 13), "executor-3": range(13)}  # four per layer, and the head
+# four layer groups per layer, and the head
+GROUPS = {"executor-1": range(8), "executor-2": range(4, 13), "executor-3": range(13)}
 STEPS = 4
 
 
@@ -34,7 +37,7 @@ def model(save_llama: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def federation(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalFederation]:
-    """Three executors, no two of them with the same layers, and two helpers of which each pad has one."""
+    """Three executors with three different ranges of layers, and two helpers, of which each pad uses one."""
     with LocalFederation(
         model,
         tmp_path_factory.mktemp("federation"),
@@ -52,7 +55,7 @@ Adapter = dict[str, Tensor]
 
 @pytest.fixture(scope="module")
 def reference() -> Adapter:
-    """What the simulation has come to; filled in by the first test that needs it."""
+    """The simulation's adapter; the first test that needs it fills it in."""
     return {}
 
 
@@ -65,7 +68,7 @@ def is_exact(
     equal: Callable[[Adapter, Adapter], bool],
     reference: Adapter,
 ) -> Callable[[Any], bool]:
-    """Train a model, and see whether the simulation comes to the same adapter."""
+    """Train a model, and return True if its adapter equals the simulation's."""
 
     def is_exact(split: Any) -> bool:
         train(split, steps=STEPS)
@@ -79,7 +82,7 @@ def is_exact(
 
 
 class Tape:
-    """Which provider was asked for which group."""
+    """Records which provider gets a request for which layer group."""
 
     def __init__(self) -> None:
         self.asked: Counter[tuple[str, int]] = Counter()
@@ -104,12 +107,12 @@ def test_layers_are_split_over_three_executors(
 
 
 def scale(answer: Tensor) -> None:
-    """Every output times 1.05: what goes unnoticed where nobody looks."""
+    """Multiply every output by 1.05: a small error that would go unnoticed without verification."""
     answer.copy_((answer.to(torch.float64) * 1.05).to(torch.int64).to(torch.int32))
 
 
 def nan(answer: Tensor) -> None:
-    """The bits of float32's NaN."""
+    """Set the bits of float32's NaN."""
     answer.fill_(0x7FC00000)
 
 
@@ -118,9 +121,9 @@ def one_bit(answer: Tensor) -> None:
 
 
 class Liars:
-    """Some providers lie on one answer in a hundred: between them and the tenant's eyes, answers change.
+    """A wiretap that alters one in a hundred answers of some providers.
 
-    The third is the first to do so: every executor gets so many, to be measured by.
+    The third answer of each executor is altered first, so that its cost is known before.
     """
 
     def __init__(self, role: wire.Role, number: int, lie: Callable[[Tensor], None]) -> None:
@@ -151,7 +154,7 @@ class Liars:
         pytest.param("helper", 1, scale, id="a helper, times 1.05"),
     ],
 )
-def test_who_lies_on_one_answer_in_a_hundred_is_caught_at_the_first(
+def test_a_provider_that_lies_rarely_is_caught_at_its_first_lie(
     model: Path,
     federation: LocalFederation,
     open_model: Open,
@@ -170,12 +173,12 @@ def test_who_lies_on_one_answer_in_a_hundred_is_caught_at_the_first(
     quarantined = [record.getMessage() for record in caplog.records if "is quarantined" in record.getMessage()]
     assert sorted(message.split()[1] for message in quarantined) == sorted(liars.lies)
     for name in liars.lies:
-        if role == "executor":  # a helper may have been ordered pads ahead before the lie was looked at
+        if role == "executor":  # pads may have been ordered from a helper before the lie was found
             assert not liars.asked_later[name]
 
 
 def test_providers_that_are_killed_at_random_change_no_bit(tmp_path: Path) -> None:
-    """A small one of `symbiosis-priv bench chaos`."""
+    """A small version of `symbiosis-priv bench chaos`."""
     work = Work(steps=8, generations=1, kills=3)
     chaos = run_chaos(tmp_path, work, executors=2, helpers=2, pad_helpers=1, every_s=1.0)
     assert chaos.identical

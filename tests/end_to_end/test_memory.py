@@ -1,4 +1,4 @@
-"""The tenant never holds an offloaded weight: not loaded, not while it trains, not for a moment."""
+"""The tenant never holds an offloaded weight: neither after loading, nor during training, nor for a moment."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ IDS = torch.arange(3, 3 + 2 * 11).view(2, 11)
 
 
 def offloaded_sizes(path: Path) -> tuple[set[int], int]:
-    """Elements of every offloaded weight, alone and stacked with its siblings; and of the head, apart.
+    """Elements of every offloaded weight, alone and stacked with its siblings; and separately of the head.
 
-    No tensor of the tenant's own has as many, but for the embedding, which is as large as the head.
+    Except for the embedding, which is as large as the head, none of the tenant's own tensors has as many elements.
     """
     *blocks, head = WeightStore(path).manifest().groups
     return {
@@ -36,22 +36,22 @@ def offloaded_sizes(path: Path) -> tuple[set[int], int]:
 
 
 def alive(*sizes: int) -> list[Tensor]:
-    """All tensors in this process with so many elements, and bytes for them."""
+    """All tensors in this process with these numbers of elements, and with these numbers of bytes."""
     gc.collect()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # looking at some objects' classes warns
+        warnings.simplefilter("ignore")  # reading the class of some objects logs a warning
         tensors = [o for o in gc.get_objects() if isinstance(o, Tensor)]
     return [t for t in tensors if not t.is_meta and t.nbytes and t.numel() in sizes]
 
 
 def new(before: list[Tensor], *sizes: int) -> list[tuple[int, ...]]:
-    """Shapes of those that came since `before`, which earlier tests of this process may have left."""
+    """Shapes of the tensors that did not exist in `before`, which may hold tensors of earlier tests."""
     known = {id(t) for t in before}
     return [tuple(t.shape) for t in alive(*sizes) if id(t) not in known]
 
 
 class Watch(TorchDispatchMode):
-    """Every tensor that any operation makes."""
+    """Records every tensor that any operation makes."""
 
     def __init__(self, sizes: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -69,7 +69,7 @@ class Watch(TorchDispatchMode):
         return out
 
 
-def test_the_checks_would_find_one(llama: Path) -> None:
+def test_the_checks_find_an_offloaded_weight(llama: Path) -> None:
     sizes, _ = offloaded_sizes(llama)
     before = alive(*sizes)
     kept = WeightStore(llama).group(0).weight
@@ -79,13 +79,13 @@ def test_the_checks_would_find_one(llama: Path) -> None:
     assert len(watch.suspects) == 1
 
 
-def test_no_offloaded_weight_is_ever_there(
+def test_no_offloaded_weight_ever_exists(
     llama: Path, llama_federation: LocalFederation, config_for: Callable[..., RemoteConfig], open_model: Open
 ) -> None:
     sizes, head = offloaded_sizes(llama)
     before = alive(*sizes, head)
-    config = config_for(llama_federation, "pad-1", pool_memory_mib=0)  # what is left of a pad may have any size
-    backend_of(open_model(llama, config, adapter=False)).close()  # prepares facts and keys, once, layer by layer
+    config = config_for(llama_federation, "pad-1", pool_memory_mib=0)  # parts of pads may have any size
+    backend_of(open_model(llama, config, adapter=False)).close()  # makes facts and keys, once, layer by layer
     assert new(before, *sizes) == []
     with Watch(sizes) as watch:
         model = open_model(llama, config)
@@ -107,10 +107,10 @@ def test_no_offloaded_weight_is_ever_there(
     assert sum(t.untyped_storage().nbytes() for t in held) == 0
 
 
-def test_the_tenants_tensors_are_those_of_its_share(
+def test_only_the_tenants_own_tensors_have_bytes(
     llama: Path, llama_federation: LocalFederation, config_for: Callable[..., RemoteConfig], open_model: Open
 ) -> None:
-    """Embeddings and norms: nothing else has bytes."""
+    """Embeddings and norms; other parameters have no bytes."""
     model = open_model(llama, config_for(llama_federation, "pad-1"), adapter=False)
     names = {n for n, p in model.named_parameters() if p.nbytes}
     assert names

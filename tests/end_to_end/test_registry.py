@@ -1,4 +1,4 @@
-"""A range of layers that nobody serves, and a provider that joins with it: found in a registry, and exact."""
+"""A provider serves the missing layers: the tenant finds it in a registry, and the bits are exact."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tests.end_to_end.conftest import Open, Train
 
 
-def test_a_gap_is_said_before_training_and_a_provider_that_joins_fills_it(
+def test_missing_layers_are_an_error_before_training_and_a_joining_provider_serves_them(
     save_llama: Callable[..., Path],
     tmp_path: Path,
     open_model: Open,

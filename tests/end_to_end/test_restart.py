@@ -1,4 +1,4 @@
-"""Providers that are killed: training waits for them, goes on by itself, and ends with the very same bits."""
+"""Killed providers: training waits for them, continues without help, and ends with the same bits."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ NAMES = {"executor": "executor", "helper": "helper-1"}
 
 
 class Assassin:
-    """Kills a provider with SIGKILL as a certain frame is about to leave for it, and has it started again.
+    """A wiretap that kills a provider with SIGKILL just before a certain frame is sent, and restarts it.
 
-    The frame is lost: it is in the middle of a step, of a forward or a backward pass.
+    The frame is lost in the middle of a step's forward or backward pass.
     """
 
     def __init__(self, federation: LocalFederation, role: wire.Role, *, frame: int) -> None:
@@ -60,7 +60,7 @@ def undisturbed(
     adapter_of: Callable[[Any], dict[str, Tensor]],
     simulated: dict[tuple[Any, ...], dict[str, Tensor]],
 ) -> dict[str, Tensor]:
-    """What the simulation comes to."""
+    """The simulation's adapter."""
     if (llama, "adapter") not in simulated:
         reference = open_model(llama, config_for(llama_federation, "simulate"))
         train(reference, steps=STEPS)
@@ -76,7 +76,7 @@ def undisturbed(
         pytest.param("helper", 20, id="helper"),
     ],
 )
-def test_training_goes_on_when_a_provider_comes_back(
+def test_training_continues_when_a_killed_provider_is_restarted(
     llama: Path,
     llama_federation: LocalFederation,
     config_for: Config,
@@ -99,17 +99,17 @@ def test_training_goes_on_when_a_provider_comes_back(
 
 
 @pytest.mark.parametrize("role", ["executor", "helper"])
-def test_who_never_comes_back_is_given_up_within_the_deadline(
+def test_a_provider_that_stays_away_is_an_error_within_the_deadline(
     llama: Path, llama_federation: LocalFederation, config_for: Config, open_model: Open, role: wire.Role
 ) -> None:
-    """And once it is back after all, the same model works."""
+    """When the provider is back, the same model works again."""
     deadline_s = 3.0
     model = open_model(llama, config_for(llama_federation, "pad-1", deadline_s=deadline_s))
     ids = torch.arange(3, 63).view(1, 60)
     began = [time.monotonic()]
 
     def infer() -> Tensor:
-        for _ in range(4):  # the first may still live on pads that were drawn before
+        for _ in range(4):  # the first step may still use pads that were drawn before
             began.append(time.monotonic())
             with torch.no_grad():
                 logits: Tensor = model(input_ids=ids).logits
@@ -120,7 +120,7 @@ def test_who_never_comes_back_is_given_up_within_the_deadline(
     try:
         with pytest.raises(DeadlineExceededError, match=r"within 3 s.*RemoteConfig\(deadline_s=\.\.\.\)"):
             infer()
-        # a pass of 9 groups: all of them answered at once, but for the one that ran out of time
+        # a pass has 9 groups: all are answered immediately, except for the one that exceeded its deadline
         assert deadline_s / 2 < time.monotonic() - began[-1] < 4 * deadline_s
     finally:
         llama_federation.restart(NAMES[role])

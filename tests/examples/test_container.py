@@ -1,4 +1,4 @@
-"""The container file: not root, nothing of the builder's folder in it but the packages, and a health check."""
+"""The container file: not root, only packages from the builder's folder, and a health check."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def arguments(step: str) -> list[str]:
     return [words for name, words in STEPS if name == step]
 
 
-def test_what_runs_is_not_root_and_holds_nothing_but_what_was_installed() -> None:
+def test_the_container_runs_without_root_and_has_only_installed_packages() -> None:
     last = max(i for i, (name, _) in enumerate(STEPS) if name == "FROM")
     assert [words for name, words in STEPS[last:] if name == "COPY"] == [
         "--from=build /opt/symbiosis-priv /opt/symbiosis-priv"
@@ -24,21 +24,21 @@ def test_what_runs_is_not_root_and_holds_nothing_but_what_was_installed() -> Non
     assert "pip" not in " ".join(words for _, words in STEPS[last:])
 
 
-def test_what_is_copied_for_the_build_is_there_and_named() -> None:
+def test_files_that_the_build_copies_exist_and_are_named() -> None:
     sources = [word for words in arguments("COPY") if "--from" not in words for word in words.split()[:-1]]
     assert "." not in sources
     assert all((ROOT / source).exists() for source in sources)
 
 
-def test_packages_are_pinned_and_health_is_asked_for() -> None:
+def test_packages_are_pinned_and_there_is_a_health_check() -> None:
     assert any("--constraint /src/constraints.txt" in words for words in arguments("RUN"))
     (check,) = arguments("HEALTHCHECK")
     path = re.findall(r"http://127\.0\.0\.1:9464(/\w+)", check)[0]
     assert f'"{path}"' in (ROOT / "provider/operations/metrics.py").read_text(encoding="utf-8")
 
 
-def test_a_gpu_is_seen_and_its_kernels_can_be_compiled() -> None:
-    """A compiler on request, and a folder for what it makes that the service may write to."""
+def test_the_gpu_build_can_compile_kernels() -> None:
+    """A compiler on request, and a folder for compiled kernels that the service can write to."""
     last = "\n".join(words for name, words in STEPS if name in ("ARG", "ENV", "RUN"))
     assert "GPU" in last
     assert "TRITON_CACHE_DIR=/var/cache/symbiosis-provider/" in last

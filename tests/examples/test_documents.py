@@ -1,4 +1,4 @@
-"""What the documents tell people to type exists: commands, their options, `make` targets and files."""
+"""The commands, options, `make` targets and files in the documents exist."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_commands_targets_and_links_exist(document: Path) -> None:
         assert link.startswith("https://") or (document.parent / link).exists(), link
 
 
-def test_the_check_finds_what_does_not_exist() -> None:
+def test_the_check_finds_commands_and_files_that_do_not_exist() -> None:
     assert ["provider", "serve", "--config", "provider.toml"] in typed((ROOT / "README.md").read_text(encoding="utf-8"))
     for wrong in (["provider", "sevre"], ["provider", "serve", "--conf"], ["demos"]):
         with pytest.raises(AssertionError):

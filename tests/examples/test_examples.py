@@ -1,4 +1,4 @@
-"""The examples are run as they are printed: real provider processes, only paths, ports and the digest filled in."""
+"""The examples run as printed, with real provider processes; only paths, ports and the digest are filled in."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def start_provider(folder: Path, config: str) -> subprocess.Popen[bytes]:
 
 def bound_port(folder: Path, config: str, process: subprocess.Popen[bytes]) -> str:
     ready = folder / f"{config}.ready"
-    deadline = time.monotonic() + 200  # busy machines: two processes import torch at once
+    deadline = time.monotonic() + 200  # seconds, for busy machines: two processes import torch at the same time
     while not ready.exists():
         assert process.poll() is None, "the provider ended"
         assert time.monotonic() < deadline, "the provider did not get ready"
@@ -48,7 +48,7 @@ def bound_port(folder: Path, config: str, process: subprocess.Popen[bytes]) -> s
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The examples beside a model and keys, with their providers running."""
+    """A folder with the examples, a model and keys, and running providers."""
     folder = tmp_path_factory.mktemp("examples")
     make_base_model(folder / "model", recipe=TINY)
     authority = create_authority(folder / "keys")
@@ -91,7 +91,8 @@ def run(folder: Path, *arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def scripts(folder: Path) -> Iterator[dict[str, Future[str]]]:
-    """The example and the README's sample, on a core each: importing transformers is most of what they do."""
+    """Run the example and the README's sample at the same time, because importing transformers takes most of their
+    time."""
     readme = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
     (sample,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     given = """

@@ -1,7 +1,7 @@
-"""The README's section on hosting, command by command: two operators and a tenant, each in a folder of its own.
+"""The README's section on hosting, command by command: two operators and a tenant, each in a separate folder.
 
-Every command is split into words as a shell does it. Filled in are the checkpoint's path, the hosts and the ports, and
-what people carry from one machine to another.
+Commands are split into words as a shell does it. The test fills in the checkpoint's path, the hosts and the ports, and
+copies the files that people would carry from one machine to another.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests import warm
 
 README = Path(__file__).parents[2] / "README.md"
 TINY = Pretraining(steps=4, batch=2, window=16, sentences=300, vocab=320)
-CARRIED = {  # before a party's n-th block: what reaches it, from whom
+CARRIED = {  # files that a party receives before its n-th block, and from whom
     ("beta", 0): [("alpha", "keys/authority.pem", "keys/authority.pem")],
     ("alpha", 1): [("alice", "keys/alice.csr", "alice.csr")],
     ("alice", 1): [
@@ -39,7 +39,7 @@ CARRIED = {  # before a party's n-th block: what reaches it, from whom
 
 @dataclass
 class Place:
-    """Three machines, so to speak."""
+    """Three folders that stand for three machines."""
 
     folder: Path
     servers: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Place:
 
     def port(self, name: str) -> str:
         ready = self.folder / name / "ready"
-        deadline = time.monotonic() + 200  # busy machines
+        deadline = time.monotonic() + 200  # seconds, for busy machines
         while not ready.exists():
             assert self.servers[name].poll() is None, f"{name} ended"
             assert time.monotonic() < deadline, f"{name} did not get ready"
@@ -62,7 +62,7 @@ class Place:
         return ready.read_text().rpartition(":")[2]
 
     def type(self, party: str, command: str) -> str:
-        """Run one command in the party's folder; a server is left running."""
+        """Run one command in the party's folder; a server keeps running."""
         command = self.filled_in(command)
         environment = {
             **os.environ,
@@ -85,7 +85,7 @@ class Place:
 
 
 def blocks() -> list[tuple[str, list[str]]]:
-    """(party, commands) of every block of the section, in order; its first line says who types it."""
+    """(party, commands) of every block of the section, in order. The first line of a block names the party."""
     text = README.read_text(encoding="utf-8")
     section = text.split("## Host a provider, use one")[1].split("\n## ")[0]
     found = []
@@ -113,7 +113,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
             server.wait(30)
 
 
-def test_the_hosting_section_can_be_typed_as_it_is_printed(place: Place) -> None:
+def test_the_commands_of_the_hosting_section_work_as_printed(place: Place) -> None:
     said: dict[str, str] = {}
     carried = dict(CARRIED)
     turns: dict[str, int] = {}

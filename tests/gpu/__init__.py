@@ -1,1 +1,1 @@
-"""What only a machine with a GPU can show: `make gpu`."""
+"""Tests that need a GPU: `make gpu`."""

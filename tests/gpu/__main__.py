@@ -1,9 +1,9 @@
-"""`make gpu`, or `python -m tests.gpu`: everything that only a machine with a GPU can show, in eight minutes at most.
+"""`make gpu`, or `python -m tests.gpu`: all measurements and tests that need a GPU, in eight minutes at most.
 
-Each section (`sections`) is a process with a time limit, so that one that fails, hangs or breaks its CUDA context ends
-alone: its error is shown and the next one runs. The report holds the rows of every section, also of those that ended
+Each section (`sections`) is a process with a time limit. If a section fails, hangs or breaks its CUDA context, its
+error is shown and the next section runs. The report holds the rows of every section, including sections that ended
 early. This module needs the standard library only. Neither a .venv nor an installation is needed: the packages of this
-repository run from here, and `machine` says which of the others are missing.
+repository run from here, and `machine` lists other packages that are missing.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ BUDGETS_S: Final = {
     "llama-1b": 90,
     "llama-8b": 80,
 }
-"""Seconds of each section: eight minutes in all. A section may also use what those before it have left."""
+"""Seconds of each section: eight minutes in total. A section may also use time that earlier sections have left."""
 _ERROR_LINES = 12
 
 
 @dataclass
 class Outcome:
-    """What a section has found.
+    """The result of a section.
 
     Args:
         status: "ok", "failed" or "out of time".
-        error: the end of what it wrote to stderr, unless it is ok.
+        error: the end of its stderr, unless it is ok.
         rows: named figures, as in `tenant.bench.report`.
     """
 
@@ -60,7 +60,7 @@ class Outcome:
 
 
 def run(section: str, command: list[str], *, budget_s: float, environment: dict[str, str]) -> Outcome:
-    """Run the command of one section in a process group of its own, which is killed at the end."""
+    """Run the command of one section in a separate process group, which is killed at the end."""
     begun = time.monotonic()
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
@@ -88,7 +88,7 @@ def run(section: str, command: list[str], *, budget_s: float, environment: dict[
 
 
 def _rows(pipe: IO[bytes], *, until: float) -> list[dict[str, Any]]:
-    """Rows until the process closes its end. Raises TimeoutError with those that have come by then."""
+    """Read rows until the process closes its end. Raises TimeoutError with the rows that have arrived."""
     lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
 
     def read() -> None:
@@ -110,14 +110,15 @@ def _rows(pipe: IO[bytes], *, until: float) -> list[dict[str, Any]]:
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Also what the section has started and left."""
+    """Kill a section and all processes that it has started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """Of a section: this repository first, and its commands, as an installation declares them (entry points)."""
+    """The environment of a section: this repository first, and its commands as entry points, as after an
+    installation."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     info = folder / "symbiosis_priv-0.dist-info"
     info.mkdir()
@@ -131,7 +132,7 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the sections; status 1 if one of them is not ok."""
+    """Run the sections. Returns status 1 if one of them is not ok."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.gpu", description=__doc__.partition("\n")[0] if __doc__ else ""
     )
@@ -167,7 +168,8 @@ def main(arguments: list[str] | None = None) -> int:
                 ),
                 "sections": [asdict(outcome) for outcome in outcomes],
             }
-            chosen.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")  # also if this is killed
+            # the report exists even if this process is killed later
+            chosen.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return int(any(outcome.status != "ok" for outcome in outcomes))
 
 

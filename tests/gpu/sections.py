@@ -1,4 +1,4 @@
-"""The sections of `make gpu`: each prints rows of figures, as lines of JSON, as soon as it has them."""
+"""The sections of `make gpu`. Each prints its rows of figures immediately, as lines of JSON."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ _NEEDED = (
 
 @dataclass(frozen=True)
 class Options:
-    """Of every section.
+    """Options of every section.
 
     Args:
-        device: where products are taken.
-        small: shapes that a CPU multiplies in no time.
+        device: device of products.
+        small: use shapes that a CPU multiplies quickly.
     """
 
     device: str
@@ -56,7 +56,7 @@ class Options:
 
 
 def machine(options: Options) -> Iterator[Row]:
-    """Whether everything is here: packages, a C compiler and Python's headers for Triton, a GPU."""
+    """Checks that all requirements are present: packages, a C compiler and Python's headers for Triton, a GPU."""
     yield {"python": platform.python_version(), "cpu": platform.processor(), "cores": os.cpu_count()}
     for name in _NEEDED:
         found = importlib.util.find_spec(name) is not None
@@ -86,7 +86,7 @@ def machine(options: Options) -> Iterator[Row]:
 
 
 def kernels(options: Options) -> Iterator[Row]:
-    """The self-test of every kernel that supports the device, with what it fails with."""
+    """The self-test of every kernel that supports the device, with its error if it fails."""
     import torch
 
     from symbiosis_priv.kernels import KERNELS, self_test
@@ -98,7 +98,7 @@ def kernels(options: Options) -> Iterator[Row]:
         begun = time.perf_counter()
         try:
             result = "exact" if self_test(kernel, device) else "NOT EXACT"
-        except Exception as error:  # the section is there to show it
+        except Exception as error:  # the section must show the error of any kernel
             result = f"{type(error).__qualname__}: {error}"[:2000]
         yield {"kernel": name, "result": result, "seconds": time.perf_counter() - begun}
 
@@ -122,7 +122,7 @@ def tests(options: Options) -> Iterator[Row]:
 
 
 def products(options: Options) -> Iterator[Row]:
-    """Every kernel at the shapes of an 8 B model's MLP, beside float32 and bfloat16."""
+    """Every kernel at the shapes of an 8 B model's MLP, compared with float32 and bfloat16."""
     import torch
 
     from symbiosis_priv.arithmetic.ring import FORWARD
@@ -143,7 +143,7 @@ def products(options: Options) -> Iterator[Row]:
 
 
 def transfers(options: Options) -> Iterator[Row]:
-    """Products of rows on the host: with the copies, and the product alone."""
+    """Products of rows in host memory: with the copies, and the product alone."""
     import torch
 
     from provider.products.transfers import Transfers
@@ -170,7 +170,7 @@ def transfers(options: Options) -> Iterator[Row]:
 
 
 def provider(options: Options) -> Iterator[Row]:
-    """A model over an executor and a helper on the device, against the tenant's own products on the CPU: same bits."""
+    """A model over an executor and a helper on the device has the same bits as the tenant's own products on the CPU."""
     import torch
 
     from symbiosis_priv.harness.local import LocalFederation
@@ -199,7 +199,7 @@ def provider(options: Options) -> Iterator[Row]:
 
 
 def nccl(options: Options) -> Iterator[Row]:
-    """A group of one rank, over NCCL: both ways to share a product out, against products without a group."""
+    """A group of one rank over NCCL: both ways to divide a product, compared with products without a group."""
     import torch
     import torch.distributed as dist
 
@@ -233,12 +233,13 @@ def nccl(options: Options) -> Iterator[Row]:
 
 
 def llama_1b(options: Options) -> Iterator[Row]:
-    """A masked LoRA step and a token of a Llama of 1 B weights, beside bfloat16 without a provider."""
+    """A masked LoRA step and a token of a Llama of 1 B weights, compared with bfloat16 without a provider."""
     yield from _llama(options, width=2048, inner=8192, layers=16)
 
 
 def llama_8b(options: Options) -> Iterator[Row]:
-    """The same at the widths of a Llama of 8 B weights, with 4 of its 32 layers: quantising all takes too long here."""
+    """The same at the widths of an 8 B Llama, with 4 of its 32 layers, because quantising all of them takes too
+    long."""
     yield from _llama(options, width=4096, inner=14336, layers=4)
 
 
@@ -275,7 +276,7 @@ def _llama(options: Options, *, width: int, inner: int, layers: int) -> Iterator
 
 
 def _step_and_token(base: Any, options: Options) -> dict[str, float]:
-    """Seconds of a LoRA step over 256 tokens, and of a token after them; medians."""
+    """Median seconds of a LoRA step over 256 tokens, and of a token after them."""
     import torch
     from peft import LoraConfig, get_peft_model
 
@@ -303,7 +304,7 @@ def _step_and_token(base: Any, options: Options) -> dict[str, float]:
 
 
 def _save_llama(folder: Path, *, width: int, inner: int, layers: int, device: str) -> Path:
-    """Random weights in bfloat16, made on the device, where that takes a moment."""
+    """Write random weights in bfloat16, made on the device because that is fast."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -329,7 +330,7 @@ def _save_llama(folder: Path, *, width: int, inner: int, layers: int, device: st
 
 
 def _median_s(work: Callable[[], object], device: str, *, repeat: int) -> float:
-    """After one run that warms up; the device has finished each."""
+    """Median seconds after one warm-up run. Each run ends when the device has finished."""
     import torch
 
     seconds = []

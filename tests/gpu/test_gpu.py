@@ -1,4 +1,4 @@
-"""`make gpu`, as far as it can be tried without one: every section on the CPU, and sections that fail or hang."""
+"""`make gpu` without a GPU: every section on the CPU, and sections that fail or hang."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.gpu.sections import SECTIONS, Options, Row
 SECONDS = 480
 
 
-def test_the_whole_takes_eight_minutes_at_most() -> None:
+def test_the_time_limits_sum_to_eight_minutes_at_most() -> None:
     assert sum(BUDGETS_S.values()) <= SECONDS
     assert BUDGETS_S.keys() == SECTIONS.keys()
 
@@ -22,7 +22,7 @@ def test_the_whole_takes_eight_minutes_at_most() -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("section", ["machine", "kernels", "products", "transfers", "nccl", "llama-1b"])
 def test_a_section_on_the_cpu(section: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`provider` and `llama-8b` start what `llama-1b` starts; `tests` would run this test."""
+    """`provider` and `llama-8b` use the same code as `llama-1b`; `tests` would run this test."""
     monkeypatch.setattr(os, "environ", {**os.environ, "TRITON_INTERPRET": "0"})
     rows = list(SECTIONS[section](Options(device="cpu", small=True)))
     assert rows
@@ -41,7 +41,7 @@ def test_a_section_that_fails_shows_its_error_and_the_rows_before_it() -> None:
     assert "no kernel image" in error
 
 
-def test_a_section_that_hangs_is_ended_with_what_it_has_started() -> None:
+def test_a_section_that_hangs_is_killed_with_its_processes() -> None:
     script = (
         "import subprocess, sys, time; print('{}', flush=True);"
         "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); time.sleep(60)"

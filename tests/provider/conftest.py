@@ -1,4 +1,4 @@
-"""A tiny Llama and a tiny GPT-2, certificates, providers to start, and a client that can also misbehave."""
+"""Fixtures: a tiny Llama and a tiny GPT-2, certificates, providers, and a client that can also send malformed data."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TIMEOUT_S = 20.0
 
 
 class Client:
-    """A connection of one tenant, as raw as needed. Fails the test rather than wait for ever."""
+    """A raw connection of one tenant. Every wait has a deadline, after which the test fails."""
 
     def __init__(self, address: str, context: ssl.SSLContext, *, source: str = "") -> None:
         host, port = parse_address(address)
@@ -59,7 +59,7 @@ class Client:
         return self.ask(wire.Hello(version=wire.VERSION, role=role, model_digest=digest))
 
     def product(self, request: wire.Execute | wire.Effect, rows: Tensor | None = None) -> Tensor:
-        """Ask for a product, and check that the answer is bound to the question."""
+        """Request a product, and check that the answer is bound to the request."""
         self.send(request, b"" if rows is None else wire.RING32.pack(rows))
         reply, payload = self.receive()
         assert isinstance(reply, wire.Result), reply
@@ -68,7 +68,8 @@ class Client:
         return request.encoding.unpack(payload, rows=request.rows)
 
     def until_served(self, request: wire.Execute, rows: Tensor, *, within: float) -> tuple[Tensor, int]:
-        """The product, and how often the provider asked to come again before it."""
+        """Request a product until the provider is no longer busy. Returns the product and the number of BUSY
+        answers."""
         self.socket.settimeout(within)
         deadline = time.monotonic() + within
         refusals = 0
@@ -126,7 +127,7 @@ def effect(group: int, rows: int, *, seed: bytes, first_row: int = 0, direction:
 
 @dataclass(frozen=True, eq=False)
 class Keys:
-    """One authority, a provider and four tenants; `stranger` and a second alice come from another authority."""
+    """One authority, a provider and four tenants. Another authority has issued `stranger` and a second alice."""
 
     authority: Identity
     other_authority: Identity
@@ -222,7 +223,7 @@ def configure(keys: Keys, cache: Path, llama: Path) -> Configure:
 
 @pytest.fixture(scope="session")
 def provider(configure: Configure) -> Iterator[Provider]:
-    """One provider for every test that needs nothing special of it."""
+    """One provider for all tests that need no special configuration."""
     with Provider(configure()) as provider:
         yield provider
 
@@ -232,9 +233,8 @@ Connect = Callable[..., Client]
 
 @pytest.fixture
 def connect(provider: Provider, keys: Keys) -> Iterator[Connect]:
-    """`connect()`: an authenticated connection, greeted in a role unless `role=None`; `to=` another provider, from
-    `source=` another address.
-    """
+    """`connect()`: an authenticated connection that has sent its hello, unless `role=None`. `to=` names another
+    provider, `source=` another source address."""
     with contextlib.ExitStack() as clients:
 
         def connect(
@@ -245,7 +245,7 @@ def connect(provider: Provider, keys: Keys) -> Iterator[Connect]:
             context: ssl.SSLContext | None = None,
             source: str = "",
         ) -> Client:
-            # Not the same tenant for both roles: one connection may not be gone yet when the next one comes.
+            # Different tenants for the two roles, because an earlier connection may not have ended yet.
             own = context or keys.context(tenant or ("carol" if role == "helper" else "alice"))
             client = Client(to.address, own, source=source)
             clients.callback(client.close)
@@ -258,7 +258,7 @@ def connect(provider: Provider, keys: Keys) -> Iterator[Connect]:
 
 
 class Service:
-    """A provider as an operator runs it: `provider serve` in a process of its own.
+    """A provider in a separate process, started with `provider serve`.
 
     Args:
         forked: False starts a new process, which reads settings of the C library from the environment.
@@ -286,7 +286,7 @@ class Service:
         return [json.loads(line) for line in self.log_file.read_text().splitlines()]
 
     def stop(self) -> int:
-        """SIGTERM; returns the exit status."""
+        """Send SIGTERM. Returns the exit status."""
         self.process.terminate()
         status = self.process.wait(20)
         assert self.process.stdout is not None
@@ -295,7 +295,7 @@ class Service:
 
 
 def _toml(config: ProviderConfig) -> str:
-    """Every value as JSON, which for these is TOML."""
+    """Write every value as JSON, which is valid TOML for these values."""
     lines, tables = [], []
     for key, value in json.loads(to_json(config)).items():
         if isinstance(value, dict):

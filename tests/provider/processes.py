@@ -1,4 +1,4 @@
-"""What /proc says about processes."""
+"""Reads the state of processes from /proc."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 
-_LISTENING = "0A"  # in /proc/net/tcp
+_LISTENING = "0A"  # state LISTEN in /proc/net/tcp
 
 
 def has_ended(pid: int) -> bool:

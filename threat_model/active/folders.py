@@ -29,7 +29,7 @@ Change = Callable[[Path], None]
 
 
 def attack_folders(lab: Lab) -> dict[str, bool]:
-    """Attack the tenant with folders. Returns whether the tenant refused, by attack.
+    """Attack the tenant with folders. Returns True for each attack that the tenant refused, by name.
 
     Raises:
         SymbiosisError: the tenant refused an honest copy, so refused attacks would prove nothing.

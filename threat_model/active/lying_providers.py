@@ -85,7 +85,7 @@ class Forgery:
 
 @dataclass(frozen=True)
 class ActiveReport:
-    """Everything that active adversaries achieved."""
+    """The results of all active adversaries."""
 
     detections: tuple[Detection, ...]
     leaks: tuple[AbortLeak, ...]
@@ -93,17 +93,18 @@ class ActiveReport:
 
     @property
     def sound(self) -> bool:
-        """Every lie caught, verified aborts silent, and the planted fault found."""
+        """Returns True if every lie was caught, verified aborts carried no information, and the planted fault was
+        found."""
         verified, skipped = self.leaks
         return (
             all(d.caught == d.trials for d in self.detections)
             and not verified.information
-            and (skipped.information > 0.3)  # of 32 fair bits, less once in 10^7
+            and (skipped.information > 0.3)  # bits of information about 32 fair bits, exceeded by chance once in 10^7
         )
 
 
 class Liar:
-    """A wiretap that plays a dishonest provider in one role."""
+    """A wiretap that acts as a dishonest provider in one role."""
 
     def __init__(self, role: wire.Role, lie: Lie) -> None:
         self._role, self._lie = role, lie
@@ -181,7 +182,7 @@ def _lies(lab: Lab, rng: torch.Generator) -> list[_Kind]:
         answer.copy_(answer.flip(0))
 
     def other_layer(answer: Tensor) -> None:
-        # the product of the same shape with another block's weights, of rows that are not even the tenant's
+        # the product of other rows, of the same shape, with another block's weights
         weight = lab.public.quantised(_same_shape(lab, 0)).weight.to(torch.int32)
         rows = expand(secrets.token_bytes(SEED_BYTES), first_row=0, rows=len(answer), width=weight.shape[1])
         if answer.shape[1] == weight.shape[0]:
@@ -229,7 +230,7 @@ def _detect(lab: Lab, preparation: Preparation, kind: _Kind, repeats: int, rng: 
 def _session(
     lab: Lab, preparation: Preparation, liar: Liar | None, direction: Direction, rng: torch.Generator
 ) -> tuple[bool, Tensor]:
-    """Run one request in a fresh session. Returns whether it aborted, and the true product int64 `[r, o]`."""
+    """Run one request in a fresh session. Returns True if it aborted, and the true product int64 `[r, o]`."""
     group = 0
     facts = preparation.facts[group]
     x = torch.randint(-1000, 1000, (_ROWS, facts.inputs(direction)), generator=rng, dtype=torch.int64)
@@ -293,6 +294,6 @@ def _forgeries(lab: Lab, trials: int, rng: torch.Generator) -> list[Forgery]:
 
 
 def _signed(value: int) -> int:
-    """A residue mod 2^32 as int32."""
+    """Return a residue modulo 2^32 as int32."""
     value &= 0xFFFFFFFF
     return value - (1 << 32) if value >> 31 else value

@@ -134,7 +134,7 @@ def _pinned_name(scene: _Scene) -> list[bytes]:
 def _pinned_address(scene: _Scene) -> list[bytes]:
     pinned = scene.federation.helpers[0]
     impostor = scene.identity("impostor", operator="Impostor AG")
-    return [scene.says(impostor, address=("localhost", pinned.port))]  # the same machine by another name
+    return [scene.says(impostor, address=("localhost", pinned.port))]  # another name of the same machine
 
 
 _LISTINGS: dict[str, Callable[[_Scene], list[bytes]]] = {

@@ -1,4 +1,4 @@
-"""Every attack, in the order of the report. To add one: a module, a class, a line here."""
+"""All attacks, in the order of the report. A new attack is a module with a class, and an entry in this list."""
 
 from __future__ import annotations
 

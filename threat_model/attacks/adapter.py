@@ -1,20 +1,22 @@
-"""Stealing the adapter: LoRA is linear, and the executor sees rows on both sides of it (the paper's Figure 8).
+"""Steals the adapter: LoRA is linear, and the executor sees rows on both sides of it (the paper's Figure 8).
 
-Three kinds of linears have an input that the executor is sent, and an output that shows in what it is sent next:
+For three kinds of linears, the executor sees the input, and later rows that depend on the output:
 
-    v_proj      at position 0 attention can only look at itself: the input of `o_proj` there is v, repeated over the
+    v_proj      at position 0 attention sees only that position: the input of `o_proj` there is v, repeated over the
                 heads of a key/value group
-    o_proj      h' = h + W a: rows of q/k/v and of gate/up are h and h' behind a public norm, so their directions
+    o_proj      h' = h + W a: rows of q/k/v and of gate/up are h and h' after a public norm, so their directions are
+        known
     down_proj   the same between gate/up and the next block (or the head)
 
-Each says `M x_i = sum_k z_ik y_ik` with M = W + BA, rows x_i and y_ik seen, and factors z unknown: lengths that a norm
-took away, and the tenant's row scales. Eliminating M by least squares leaves `z^T (P o Y Y^T) z = min` with P the
-projector away from the rows of x: z is the last eigenvector of a Hadamard product. One overall factor lambda remains.
-BA has low rank, so nearly every eigenvalue of `W M^+` is lambda: take their median. What is left beside W has a
-few large singular values and noise; the noise is cut off. BA comes out up to the invertible factor between B and A.
+Each gives equations `M x_i = sum_k z_ik y_ik` with M = W + BA, known rows x_i and y_ik, and unknown factors z: lengths
+that a norm has removed, and the tenant's row scales. Eliminating M by least squares leaves `z^T (P o Y Y^T) z = min`
+with P the projector onto the complement of the rows of x: z is the last eigenvector of a Hadamard product. One overall
+factor lambda remains. BA has low rank, so nearly every eigenvalue of `W M^+` is lambda: the attack takes their median.
+The rest beside W has a few large singular values and noise, and the noise is cut off. The result is BA, up to the
+invertible factor between B and A.
 
-(q_proj and k_proj show only through the softmax, gate_proj and up_proj only through a product of the two: no linear
-algebra here reads them. That says something about this attack, and nothing about any scheme.)
+The outputs of q_proj and k_proj are visible only through the softmax, those of gate_proj and up_proj only through a
+product of both. The linear algebra here cannot read them. That limits this attack; it proves nothing about any scheme.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ class Stolen:
 
     Args:
         update: the guessed `B @ A`, float64 `[o, d]`.
-        matrix: proportional to the guessed `W + B @ A`, before public weights were used, `[o, d]`.
+        matrix: a multiple of the guessed `W + B @ A`, before public weights were used, `[o, d]`.
         weight: the public W, `[o, d]`.
     """
 
@@ -53,7 +55,8 @@ class Stolen:
 
 
 class AdapterExtraction(Attack[ExecutorView, Mapping[str, Stolen]]):
-    """Least squares between what goes into a linear and where its output shows, over the tenant's generations."""
+    """Least squares between the input of a linear and the rows that depend on its output, over the tenant's
+    generations."""
 
     name = "adapter by least squares"
     family = "adapter"
@@ -102,7 +105,8 @@ class AdapterExtraction(Attack[ExecutorView, Mapping[str, Stolen]]):
 
 
 def _sightings(view: ExecutorView, rows: Subtraction, public: Public) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(module, inputs `[n, d]`, what its outputs are made of `[n, k, o]`) for every linear that can be seen twice."""
+    """Yield (module, inputs `[n, d]`, vectors that span its outputs `[n, k, o]`) for every linear that this attack can
+    read."""
     for layer in range(public.layers):
         block = f"model.layers.{layer}."
         qkv, out, gate, down = (
@@ -136,7 +140,8 @@ def _directions(public: Public, rows: Subtraction, requests: list[Exchange], nor
 
 
 def _last_positions(requests: list[Exchange], heads: list[Exchange]) -> Tensor:
-    """Indices of the rows that go on to the next group: all of them, or the last of each sequence at the head."""
+    """Indices of the rows that continue to the next group: all rows, or the last row of each sequence before the
+    head."""
     kept, start = [], 0
     for all_rows, some in zip(requests, heads, strict=True):
         length = len(all_rows.rows) // len(some.rows)
@@ -158,7 +163,7 @@ def _at_first_positions(view: ExecutorView, rows: Subtraction, public: Public, l
 def _solve(x: Tensor, y: Tensor, weight: Tensor) -> Stolen:
     """Solve `M x_i = sum_k z_ik y_ik` for M, with x `[n, d]` and y `[n, k, o]` known and z unknown."""
     n, k, _ = y.shape
-    x, y = normalize(x, dim=1), normalize(y, dim=2)  # the lengths go into z as well
+    x, y = normalize(x, dim=1), normalize(y, dim=2)  # the unknown lengths become part of z
     inverse = torch.linalg.pinv(x, rtol=1e-7)
     away = torch.eye(n, dtype=x.dtype) - x @ inverse
     flat = y.flatten(0, 1)
@@ -170,7 +175,7 @@ def _solve(x: Tensor, y: Tensor, weight: Tensor) -> Stolen:
 
 
 def _low_rank(update: Tensor) -> Tensor:
-    """Cut the spectrum at its steepest fall: the rest is noise."""
+    """Cut the spectrum at its steepest fall; the rest is noise."""
     u, s, v = torch.linalg.svd(update, full_matrices=False)
     half = len(s) // 2
     rank = 1 + int((s[:half] / s[1 : half + 1].clamp(min=1e-300)).argmax())
@@ -181,8 +186,8 @@ def _low_rank(update: Tensor) -> Tensor:
 def _first_in_line_up(stolen: Stolen, real: Tensor, rng: torch.Generator) -> bool:
     """Returns True if the guess fits the true update better than every decoy. A decoy is the update with random signs.
 
-    The comparison uses `matrix` and first removes the component along the public weight from each column: training may
-    move along the public weight, and a guess made of public data alone must not get credit for that.
+    The comparison uses `matrix`, and first removes the component along the public weight from each column. Training may
+    move along the public weight, and a guess made only from public data must not count as a success.
     """
     said, weight = stolen.matrix, stolen.weight
     said = said - weight * ((said * weight).sum(dim=0) / weight.square().sum(dim=0))

@@ -1,7 +1,7 @@
-"""Averaging: a row that is masked several times, each time with fresh noise, shines through the mean.
+"""Averaging: if a row is masked several times, each time with fresh noise, the mean approaches the row.
 
-Noise of M maskings shrinks by sqrt(M), the row does not. q, k and v read the same row: sent on their own with a noise
-each, M = 3. A tenant that fuses siblings sends it once (rule 4).
+The noise in the mean of M maskings shrinks by sqrt(M); the row does not. q, k and v have the same input: if each is
+sent separately with its own noise, M = 3. A tenant that fuses siblings sends the row once (rule 4).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from threat_model.evidence.views import ExecutorView
 
 
 class Averaging(FirstLayerAttack):
-    """Mean over sibling requests, then a matched filter against the vocabulary; noises are never looked at."""
+    """Takes the mean over sibling requests, then applies a matched filter against the vocabulary. Ignores known
+    noise."""
 
     name = "averaging siblings"
     family = "noise removal"
@@ -32,7 +33,8 @@ class Averaging(FirstLayerAttack):
         said = {}
         for same in zip(*streams, strict=True):
             mean = torch.stack([e.rows.double() for e in same]).mean(dim=0)
-            # the likeliest row under isotropic noise; a ring row's scale is unknown, so there it is the best cosine
+            # the likeliest row under isotropic noise; the scale of a ring row is unknown, so the best cosine is used
+            # there
             bias = torch.zeros(()) if same[0].arithmetic == "ring" else table.square().sum(dim=1) / 2
             filters = normalize(table, dim=1) if same[0].arithmetic == "ring" else table
             said[same[0].order] = (mean @ filters.t() - bias).argmax(dim=1)

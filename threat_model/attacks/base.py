@@ -1,7 +1,7 @@
-"""The one interface of every attack, and how attacks are scored.
+"""The interface of every attack, and the scoring of attacks.
 
-`run` gets a view, the public model and its own coins, and returns a guess. `score` gets the guess and the
-truth, and nothing of the view. So an attack cannot read what its party does not see, and a scorer cannot help it.
+`run` gets a view, the public model and a random generator, and returns a guess. `score` gets the guess and the truth,
+but not the view. So an attack cannot use what its party does not see, and a scorer cannot help an attack.
 """
 
 from __future__ import annotations
@@ -83,9 +83,12 @@ class Attack(ABC, Generic[V, G]):
     """One named attack.
 
     `source` names a section or a rule of docs/threat-model.md, or a paper.
-    `by_design`: no scheme hides what this attack finds. It must succeed everywhere; listed as "not hidden".
-    `decisive`: the attack must succeed against every scheme that promises nothing against its party. An attack that
-    fails there proves nothing by failing elsewhere.
+
+    `by_design`: no scheme hides what this attack finds. It must succeed everywhere; the report lists it as "not
+    hidden".
+
+    `decisive`: the attack must succeed against every scheme that promises nothing against its party. Otherwise its
+    failure against other schemes would prove nothing.
     """
 
     name: str
@@ -100,15 +103,15 @@ class Attack(ABC, Generic[V, G]):
 
     @abstractmethod
     def run(self, view: V, public: Public, rng: torch.Generator) -> G | None:
-        """Compute a guess; None where the view holds nothing that this attack could start from."""
+        """Compute a guess. Returns None if the view has no data for this attack."""
 
     @abstractmethod
     def score(self, guess: G, truth: Truth) -> Outcome:
-        """Compare with what happened."""
+        """Compare a guess with the truth."""
 
 
 class DirectedAttack(Attack[V, G]):
-    """An attack on the requests of one direction, which its name then ends with."""
+    """An attack on the requests of one direction. The direction is the last part of its name."""
 
     def __init__(self, direction: Direction) -> None:
         self.direction = direction
@@ -116,7 +119,7 @@ class DirectedAttack(Attack[V, G]):
 
 
 def score_labels(guess: Labels, truth: Mapping[int, Tensor], *, ignore: int | None = None) -> Outcome:
-    """Tokens or labels: exact matches, against guesses dealt to random rows."""
+    """Score tokens or labels: exact matches, compared with randomly permuted guesses."""
     orders = [order for order in truth if order in guess]
     if not orders:
         return Outcome(0, 0, 0.0, 1.0)
@@ -132,7 +135,7 @@ def score_rows(guess: Rows, calls: Mapping[int, Call], rng: torch.Generator) -> 
     """Score guessed rows: how many are within 1 %, and a more sensitive test on pairs.
 
     The pair test asks whether two guesses fit their own rows better than each other's rows:
-    `<g_a - g_b, x_a - x_b> > 0`. If the guesses do not depend on the rows, the test is a fair coin.
+    `<g_a - g_b, x_a - x_b> > 0`. If the guesses do not depend on the rows, each test succeeds with probability 1/2.
     """
     by_layer: dict[tuple[int, Direction], list[int]] = {}
     for order, call in calls.items():

@@ -1,7 +1,7 @@
-"""Candidate subtraction: the executor computed the noises' effects, so it has the noises.
+"""Candidate subtraction: the executor has computed the effects of the noise, so it knows the noise.
 
-The paper (Symbiosis §3.8) counts `pool ^ layers` combinations. An attacker does not have to guess a combination: each
-layer is solved on its own, so the cost is `rows x pool` distances, summed over layers.
+The paper (Symbiosis §3.8) counts `pool ^ layers` combinations. An attacker does not have to guess a combination,
+because each layer is solved separately. The cost is `rows x pool` distances, summed over layers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from threat_model.evidence.views import ExecutorView
 
 
 class CandidateSubtraction(DirectedAttack[ExecutorView, Subtraction]):
-    """x' minus the noise that leaves the likeliest remainder; where no noise was shown, x' itself."""
+    """Subtracts the noise that leaves the likeliest remainder. Without known noise, it uses the received row."""
 
     name = "candidate subtraction"
     family = "noise removal"

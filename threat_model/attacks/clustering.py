@@ -1,11 +1,11 @@
-"""Blind clustering: an attacker who does not know the noises (one who steals a log) finds them in the rows.
+"""Blind clustering: an attacker that does not know the noise, for example with a stolen log, finds it in the rows.
 
-Rows under one noise lie close to it. K-means finds the clusters; then the public vocabulary makes the result exact by
-alternating
+Rows under one noise row lie close to it. K-means finds the clusters. Then the public vocabulary makes the result exact,
+by alternating
 
     token_i = argmin_v |x'_i - n_k(i) - e_v|        n_k = mean over its rows of (x'_i - e_token(i)),
 
-which is the EM algorithm for a mixture whose shape is known up to a shift per cluster.
+which is the EM algorithm for a mixture whose components have a known shape and an unknown shift.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class BlindClustering(FirstLayerAttack):
         online = first_rows(online, _MAX_ROWS)
         x = stack(online)
         table = public.vocabulary_rows.double()
-        if online[0].arithmetic == "ring":  # rows have an unknown scale each: bring them to the table's length
+        # each row has an unknown scale: scale it to the mean length of the table's rows
+        if online[0].arithmetic == "ring":
             x = normalize(x, dim=1) * table.norm(dim=1).mean()
         usual = table[public.corpus].mean(dim=0)
         best: tuple[float, Tensor] | None = None
@@ -51,7 +52,7 @@ class BlindClustering(FirstLayerAttack):
 
 
 def _k_means(x: Tensor, count: int, rng: torch.Generator) -> Tensor:
-    """Centres `[count, d]`; started far apart (k-means++)."""
+    """Return centres `[count, d]`. Initial centres are far apart (k-means++)."""
     centres = x[torch.randint(len(x), (1,), generator=rng)]
     while len(centres) < count:
         distance = torch.cdist(x, centres).amin(dim=1).square() + 1e-12
@@ -65,7 +66,7 @@ def _k_means(x: Tensor, count: int, rng: torch.Generator) -> Tensor:
 
 
 def _fit(x: Tensor, noise: Tensor, table: Tensor) -> tuple[Tensor, float]:
-    """Tokens `[n]` and the mean squared distance that remains."""
+    """Return tokens `[n]`, and the mean squared distance."""
     said, cost = torch.full((len(x),), -1), float("inf")
     for _ in range(_EM_ROUNDS):
         near = [torch.cdist(x - n, table).min(dim=1) for n in noise]

@@ -1,7 +1,8 @@
-"""Executor and helpers together: expand the seeds, take the pads off. With all helpers this must succeed: `pad` rests
-on their not doing it. With all but one it must fail: a sum of pads hides as long as one of them is unknown.
+"""Executor and helpers together: they expand the seeds, and subtract the pads.
 
-Which pad row lies under which masked row is not even a question: the right one leaves small integers.
+With all helpers the attack must succeed, because `pad` assumes that they do not all collude. With all helpers except
+one it must fail, because one unknown share hides the sum. The attack need not know which pad row belongs to which
+masked row: only the right one leaves small integers.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _SMALL, _COLUMNS, _RING = 1 << 23, 4, 1 << 32
 
 
 class _Collusion(DirectedAttack[CollusionView, Rows]):
-    """Every pad row that any seed and request implies, tried on every masked row."""
+    """Tries every pad row that seeds and requests imply on every masked row."""
 
     family = "collusion"
     metric = "rows within 1 %"
@@ -48,7 +49,7 @@ class _Collusion(DirectedAttack[CollusionView, Rows]):
 
 
 class Collusion(_Collusion):
-    """The executor and every helper."""
+    """Collusion of the executor and every helper."""
 
     name = "collusion"
     party = "executor+helper"
@@ -95,11 +96,12 @@ class Coalition(DirectedAttack[CollusionView, Verdicts]):
         return self._inner.run(ExecutorView((), {self.direction: left}), public, rng)
 
     def score(self, guess: Verdicts, truth: Truth) -> Outcome:
-        return replace(self._inner.score(guess, truth), curve=())  # the picture of the executor alone has them all
+        return replace(self._inner.score(guess, truth), curve=())  # the view of the executor alone contains all of them
 
 
 def pad_rows(helpers: Sequence[HelperView], public: Public, group: int, direction: Direction) -> tuple[Tensor, Tensor]:
-    """Every pad row that helpers were asked about, summed over them: its number, int64 `[n]`, and int32 `[n, d]`."""
+    """Every pad row that helpers were asked about, summed over the helpers: row number, int64 `[n]`, and int32 `[n,
+    d]`."""
     entry = public.manifest.groups[group]
     width = entry.inputs if direction == FORWARD else entry.stacked_outputs
     pads: dict[tuple[int, int], Tensor] = {}  # all helpers are asked about the same rows
@@ -115,8 +117,9 @@ def pad_rows(helpers: Sequence[HelperView], public: Public, group: int, directio
 
 
 def matching(rows: Tensor, pads: Tensor) -> Tensor:
-    """Index of the pad of each row, int64. The right pad leaves small integers: one column leaves few candidates, and a
-    few more columns decide between them.
+    """Index of the pad of each row, int64.
+
+    The right pad leaves small integers: one column leaves few candidates, and a few more columns decide between them.
     """
     near = rows[:, 0].long()
     keys, which = torch.cat([pads[:, 0].long() + turn for turn in (-_RING, 0, _RING)]).sort()

@@ -1,8 +1,8 @@
-"""Differencing: two rows under one mask give away their difference, `x'_i - x'_j = x_i - x_j`.
+"""Differencing: two rows under one mask reveal their difference, `x'_i - x'_j = x_i - x_j`.
 
-In the ring a difference of independent pads is uniform, so that every entry is small once in a universe; under one
-pad every entry is small always. In floats the difference of two rows under one noise is as small as activations are.
-The attack looks for such pairs, and hands out their differences.
+In the ring, the difference of rows under independent pads is uniform, so it is never small in every entry by chance.
+Under one pad, every entry is small. In floats, the difference of two rows under one noise row is as small as
+activations are. The attack finds such pairs and reports their differences.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Differencing(DirectedAttack[ExecutorView, list[Differences]]):
 
     def score(self, guess: list[Differences], truth: Truth) -> Outcome:
         claimed = sum(len(claims.value) for claims in guess)
-        if not claimed:  # nothing claimed, nothing learned
+        if not claimed:  # no claim was made
             return Outcome(0, _PAIRS, 0.0, 1.0, {"pairs claimed": 0})
         right = 0
         for claims in guess:
@@ -81,7 +81,7 @@ def _rows(truth: Truth, places: Tensor) -> Tensor:
 
 
 def _valley(size: Tensor) -> float:
-    """Between near pairs and far pairs, if there are two kinds: the widest gap in the sorted logarithms."""
+    """The boundary between near pairs and far pairs, if there are both: the widest gap in the sorted logarithms."""
     ordered = size.clamp(min=1e-12).log().sort().values
     low, high = int(0.01 * len(ordered)), int(0.99 * len(ordered))
     gaps = ordered[low + 1 : high] - ordered[low : high - 1]

@@ -10,11 +10,11 @@ from threat_model.evidence.truth import Truth
 from threat_model.evidence.views import ExecutorView
 
 FIRST = 0
-"""The layer group."""
+"""The first layer group."""
 
 
 def first_layer_tokens(truth: Truth) -> dict[int, Tensor]:
-    """The token behind each row of the first group, by request: int64 `[n]`."""
+    """The token of each row of the first group, by request: int64 `[n]`."""
     return {o: c.tokens for o, c in truth.of(group=FIRST, direction=FORWARD) if c.tokens is not None}
 
 

@@ -1,7 +1,8 @@
-"""Labels from backward rows: the gradient of cross-entropy names the label.
+"""Reads labels from backward rows: the gradient of cross-entropy reveals the label.
 
-At the head, `g = (softmax(z) - onehot(y)) / n`: the only negative entry is the label's (Zhao et al., iDLG, arXiv
-2001.02610). With the head at the tenant, the last block's gradient still points away from the label's row of the head.
+At the head, `g = (softmax(z) - onehot(y)) / n`, whose only negative entry is the label's (Zhao et al., iDLG, arXiv
+2001.02610). If the head stays with the tenant, the last block's gradient still points away from the label's row of the
+head.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class HeadLabels(Attack[ExecutorView, Labels]):
 
     def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Labels | None:
         if not public.has("lm_head"):
-            return None  # tied: it never leaves the tenant
+            return None  # a tied head never leaves the tenant
         head = public.group_of("lm_head")
         rows = subtract_candidates(view).rows
         online = [e for e in view.of(group=head, direction=BACKWARD) if e.order in rows]
@@ -42,7 +43,7 @@ class HeadLabels(Attack[ExecutorView, Labels]):
 
 
 class BlockLabels(Attack[ExecutorView, Labels]):
-    """`argmin_v <g, gamma * head_v>` over the last block's backward rows; works with a tied head too."""
+    """`argmin_v <g, gamma * head_v>` over the last block's backward rows. Works with a tied head, too."""
 
     name = "labels from block gradients"
     family = "text"

@@ -17,7 +17,7 @@ from threat_model.evidence.views import HelperView, NeighbourView
 
 
 class HelperAlone(Attack[HelperView, Tensor]):
-    """Takes the pad rows it expands for rows, and matches the vocabulary in order."""
+    """Treats the pad rows that a helper expands as rows, and matches them with the vocabulary in order."""
 
     name = "helper's pads as rows"
     family = "collusion"
@@ -42,7 +42,8 @@ class HelperAlone(Attack[HelperView, Tensor]):
 
 
 class MixedBatches(Attack[NeighbourView, Tensor]):
-    """Its rows ride in one product with the victim's: does any bit of the others arrive in its answers?"""
+    """A second tenant's rows share products with the victim's. Tests if the victim's rows change the second tenant's
+    answers."""
 
     name = "neighbour in the same batch"
     family = "protocol"

@@ -1,7 +1,7 @@
-"""Even masks: the result if two helpers expand the same stream.
+"""Even masks: the attack on two helpers that expand the same stream.
 
-Two shares n add up to 2n, whose lowest bit is 0, so the lowest bit of every entry is the row's own bit. A row has far
-more entries than a token has bits, and the rows of the first layer are public up to the choice of the token.
+Two equal shares n add up to 2n, whose lowest bit is 0. So the lowest bit of every entry is the row's own bit. A row has
+far more entries than a token has bits, and the rows of the first layer are public except for the choice of the token.
 """
 
 from __future__ import annotations

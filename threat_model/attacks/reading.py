@@ -1,4 +1,4 @@
-"""First steps of an executor's attacks: subtract the noise that it knows, and tell requests apart."""
+"""Preparation steps of an executor's attacks: separate requests by purpose, and subtract known noise."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _PASSES = 6
 
 
 def noises(view: ExecutorView, group: int, direction: Direction) -> tuple[Tensor | None, tuple[Exchange, ...]]:
-    """(noises `[k, d]` or None, the other exchanges) of a group and direction.
+    """Return (noise `[k, d]` or None, the other exchanges) of a group and direction.
 
-    A tenant without a helper must ask the executor itself for the effect of its noises: the first bias-free request.
+    A tenant without a helper must ask the executor itself for the effect of its noise: the first bias-free request.
     """
     found = view.of(group=group, direction=direction)
     if found and found[0].arithmetic == "float_bias_free":
@@ -47,36 +47,36 @@ def first_rows(exchanges: tuple[Exchange, ...], rows: int) -> tuple[Exchange, ..
 
 
 def stack(exchanges: Sequence[Exchange]) -> Tensor:
-    """Their rows as one float64 matrix `[n, d]`."""
+    """The rows of all exchanges as one float64 matrix `[n, d]`."""
     return torch.cat([e.rows for e in exchanges]).double()
 
 
 def deal(values: Tensor, exchanges: Sequence[Exchange]) -> dict[int, Tensor]:
-    """The inverse: one value or row of values `[n, ...]` per stacked row, by order of the request."""
+    """The inverse of `stack`: one value or row of values `[n, ...]` per stacked row, by order of the request."""
     parts = values.split([len(e.rows) for e in exchanges])
     return {e.order: part for e, part in zip(exchanges, parts, strict=True)}
 
 
 @dataclass(frozen=True, eq=False)
 class Subtraction:
-    """Rows with the best candidate taken off, by order, and how many candidates were tried."""
+    """Rows after subtraction of the best candidate, by order, and the number of candidates that were tried."""
 
     rows: Mapping[int, Tensor]
     trials: int
     pools: tuple[int, ...]
 
     def of(self, exchanges: Sequence[Exchange]) -> Tensor:
-        """Their rows as one matrix `[n, d]`."""
+        """The rows of these exchanges as one matrix `[n, d]`."""
         return torch.cat([self.rows[e.order] for e in exchanges])
 
 
 @functools.lru_cache(maxsize=4)
 def subtract_candidates(view: ExecutorView) -> Subtraction:
-    """Every online row minus the candidate that leaves the likeliest remainder.
+    """Subtract from every online row the candidate that leaves the likeliest remainder.
 
-    Layer by layer: `argmin_k (x' - n_k)^T C^-1 (x' - n_k)`, with C first the identity and then Tyler's scatter of the
-    rows that this has recovered: every row counts alike, so that a few long gradients do not decide what is likely.
-    The number of distances is (rows x pool size) summed over layers.
+    Layer by layer: `argmin_k (x' - n_k)^T C^-1 (x' - n_k)`. C is first the identity, and then Tyler's scatter of the
+    recovered rows, in which every row has the same weight, so that a few long gradients do not dominate. The number of
+    distances is (rows x pool size) summed over layers.
     """
     rows: dict[int, Tensor] = {}
     trials, pools = 0, []
@@ -108,8 +108,9 @@ def _best(x: Tensor, candidates: Tensor) -> Tensor:
 
 
 def _less_nearest(x: Tensor, candidates: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows less the candidate that leaves the shortest in a basis: (as they were given, in that basis)."""
-    # one product per matrix instead of a [rows, k, d] tensor: |a - b|^2 = |a|^2 - 2ab + |b|^2, up to |a|^2
+    """Subtract from each row the candidate that leaves the shortest remainder in a basis. Returns the remainders, in
+    the original basis and in the given one."""
+    # one matrix product instead of a [rows, k, d] tensor: |a - b|^2 = |a|^2 - 2ab + |b|^2, without |a|^2
     a, b = x @ basis, candidates @ basis
     pick = (b.square().sum(dim=1) - 2 * a @ b.t()).argmin(dim=1)
     return x - candidates[pick], a - b[pick]
@@ -123,13 +124,14 @@ def unfold(public: Public, exchange: Exchange, rows: Tensor) -> Tensor:
 
 
 def generation(view: ExecutorView) -> tuple[Exchange, ...]:
-    """Requests after the last training step: everything after the last gradient."""
+    """The requests after the last training step, that is after the last gradient."""
     last = max((e.order for e in view.exchanges if e.direction == BACKWARD), default=-1)
     return tuple(e for e in view.exchanges if e.order > last)
 
 
 def prefills(view: ExecutorView, group: int) -> list[tuple[Exchange, int, int]]:
-    """(request, sequences, tokens of each) for every prompt: many rows, then one row per sequence and token."""
+    """(request, sequences, tokens of each) for every prompt. A prompt has many rows, a generated token one row per
+    sequence."""
     online = [e for e in generation(view) if e.group == group]
     found = []
     for first, second in itertools.pairwise(online):

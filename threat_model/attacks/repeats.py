@@ -1,7 +1,7 @@
-"""Zero rows and padding rows reveal a reused noise.
+"""Zero rows and padding rows reveal reused noise.
 
-A gradient is exactly zero where no label is learned, and padding repeats one row. Under a reused noise both arrive as
-the same bytes several times. A repeated row is a noise (plus a known row), and can be subtracted from all other rows.
+A gradient is exactly zero where no label is learned, and padding repeats one row. Under reused noise, both arrive as
+the same bytes several times. A repeated row is the noise (plus a known row), and can be subtracted from all other rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MAX_NOISES, _MAX_ROWS, _SAME = 64, 2000, 1e-3
 
 
 class RepeatedRows(DirectedAttack[ExecutorView, Rows]):
-    """The rows that arrive again and again are taken for noises; never looks at the requests for effects."""
+    """Treats rows that arrive repeatedly as noise. Ignores the requests for effects."""
 
     name = "zero and padding rows"
     family = "noise removal"
@@ -34,7 +34,7 @@ class RepeatedRows(DirectedAttack[ExecutorView, Rows]):
         rows: dict[int, Tensor] = {}
         for group in sorted({e.group for e in view.of(direction=self.direction)}):
             if self.direction == FORWARD and group:
-                continue  # deeper, a padding row is no longer a public one
+                continue  # in deeper layers, a padding row is not public
             _, online = noises(view, group, self.direction)
             known = torch.zeros(online[0].rows.shape[1], dtype=torch.float64)
             if self.direction == FORWARD:
@@ -62,9 +62,9 @@ def _without_repeats(x: Tensor, known: Tensor) -> Tensor:
 
 
 def _repeated(x: Tensor) -> Tensor:
-    """The rows that come back most often, give or take a gradient that is only nearly zero; `[k, d]`."""
+    """The rows that are repeated most often, within the size of a gradient that is only nearly zero; `[k, d]`."""
     size = x.norm(dim=1)
-    # a float64 product of matrices: its rounding error is 1e-8 of a row's length, not 1e-3
+    # a float64 matrix product: its rounding error is 1e-8 of a row's length, not 1e-3
     near = torch.cdist(x, x) <= _SAME * size.median()
     found: list[Tensor] = []
     most = 0

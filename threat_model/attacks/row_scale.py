@@ -1,6 +1,7 @@
-"""A row's scale identifies its token: the largest entry of a first-layer row is as good as a name (rule 5).
+"""A row's scale identifies its token: the largest entry of a first-layer row is nearly unique (rule 5).
 
-Quantisation needs one float per row. Sent along in clear, it is looked up in a table of the whole vocabulary.
+Quantisation needs one float per row. If a tenant sent it in clear, an attacker could look it up in a table of the whole
+vocabulary.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from threat_model.evidence.views import ExecutorView
 
 
 class RowScale(FirstLayerAttack):
-    """Any header field with one number per row, against the scales that tokens have."""
+    """Compares any header field that has one number per row with the scales of tokens."""
 
     name = "row scale in clear"
     family = "protocol"

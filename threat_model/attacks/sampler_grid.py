@@ -1,10 +1,9 @@
-"""The grid under a float sampler: one-time Gaussian masks in float32 still betray the row.
+"""The grid of a float sampler: one-time Gaussian masks in float32 reveal the row.
 
-torch makes normals in float32 by Box-Muller from uniforms with 24 bits: element j and j + 8 of a block of 16 are
-`r cos t, r sin t` with `t = 2 pi u` and u a multiple of 2^-24. For the right x, `(x' - x) / sigma` lies on that
-grid; for a wrong one it lies anywhere. Each pair of coordinates gives a fraction of a bit, and there are d / 2 of
-them. Real numbers would hide the row perfectly up to `gaussian_channel_bits`; float32 numbers are not real numbers
-(Mironov, CCS 2012).
+torch makes float32 normals by Box-Muller from uniform numbers with 24 bits: elements j and j + 8 of a block of 16 are
+`r cos t, r sin t` with `t = 2 pi u` and u a multiple of 2^-24. For the right x, `(x' - x) / sigma` lies on that grid;
+for a wrong x it does not. Each pair of coordinates gives a fraction of a bit, and there are d / 2 pairs. Noise of real
+numbers would hide the row up to `gaussian_channel_bits`, but float32 numbers are not real numbers (Mironov, CCS 2012).
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class SamplerGrid(FirstLayerAttack):
         kept = first_rows(online, _MAX_ROWS)
         x = stack(kept)
         table = public.vocabulary_rows.double()
-        # a few rows tell how loud the noise is
+        # a few rows suffice to estimate the scale of the noise
         loud = _fits(x[:_SCALE_ROWS], table, _SCALES).amax(dim=2).mean(dim=1).argmax()
         return deal(_fits(x, table, (_SCALES[int(loud)],))[0].argmax(dim=1), kept)
 
@@ -51,13 +50,13 @@ def _fits(x: Tensor, table: Tensor, scales: Sequence[float]) -> Tensor:
 
 
 def _on_grid(noise: Tensor, scales: Sequence[float]) -> Tensor:
-    """Log-likelihood ratio, up to a factor, that each row `[v, d]` of noise came from the sampler; `[scales, v]`."""
+    """Log-likelihood ratio, up to a factor, that each noise row `[v, d]` came from the sampler; `[scales, v]`."""
     width = noise.shape[1] // 16 * 16
     blocks = noise[:, :width].view(len(noise), -1, 2, 8)
     cosine, sine = blocks[:, :, 0], blocks[:, :, 1]
     angle = torch.remainder(torch.atan2(sine, cosine), _TURN)
     nearest = (angle / _TURN * _GRID).round()
-    # the sampler multiplies in float32, and rounds on the way: so does this
+    # the sampler multiplies in float32 and rounds intermediate values, and so does this code
     angles = torch.stack([((nearest + k).float() / _GRID * _TURN).double() for k in (-1, 0, 1)])
     off_angle = torch.cos(_GRID * (angles - angle).abs().amin(dim=0))
     square = cosine.square() + sine.square()
@@ -65,7 +64,7 @@ def _on_grid(noise: Tensor, scales: Sequence[float]) -> Tensor:
 
 
 def _radius_on_grid(square: Tensor) -> Tensor:
-    # 1 - u of the radius is exp(-r^2/2); rounding of r blurs it unless it is small
+    # 1 - u of the radius is exp(-r^2/2); rounding of r hides it unless r is small
     inner = torch.exp(-0.5 * square)
     sharp = (inner * (1 - 2 * inner.clamp(min=1e-30).log()) < 0.3).double()
     return torch.cos(2 * math.pi * torch.remainder(inner * _GRID, 1.0)) * sharp

@@ -1,7 +1,8 @@
-"""Masks from a generator that is no cipher: try its seeds.
+"""Masks from a generator that is not a cipher: the attack tries all seeds.
 
-`torch.manual_seed(small)` leaves a few thousand streams. One request tells which: in the ring the right stream
-leaves small integers, in floats the right stream points the way the rows do. Every other request follows (rule 1).
+`torch.manual_seed(small)` has a few thousand possible streams. One request identifies the stream: in the ring the right
+stream leaves small integers, in floats it leaves vectors in the direction of the rows. The stream then unmasks every
+other request (rule 1).
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _SEEDS, _SMALL, _ALIKE = 2048, 1 << 27, 0.5
 
 
 class SeedRecovery(Attack[ExecutorView, Rows]):
-    """Seeds 0..2047 of torch's generator, as integers and as normals, in the order of requests. No seed, no guess."""
+    """Tries seeds 0..2047 of torch's generator, as integers and as normals, in the order of requests. Without a
+    matching seed there is no guess."""
 
     name = "seed of the generator"
     family = "generator"

@@ -44,7 +44,7 @@ class _SideChannel:
     by_design: ClassVar[bool] = True
 
     def score(self, guess: Facts, truth: Truth) -> Outcome:
-        """Facts that were claimed and are true."""
+        """Score the claimed facts: a claim that is true is a hit."""
         real = facts_of(truth)
         right = sum(real[name] == value for name, value in guess.items())
         return Outcome(right, len(guess), 0.0, 0.0 if right == len(guess) else 1.0)
@@ -87,7 +87,7 @@ class NetworkShapes(_SideChannel, Attack[NetworkView, Facts]):
             volume[packet.endpoint] += packet.size if packet.upward else 0
         executor, _ = volume.most_common(1)[0]
         stream = [p for p in view.packets if p.endpoint == executor]
-        group = public.group_of("down_proj", layer=0)  # no other group has its widths, and its directions differ
+        group = public.group_of("down_proj", layer=0)  # no other group has these widths, and its two directions differ
         entry, layers = public.manifest.groups[group], public.layers
         forward = _row_counts(stream, entry.inputs, entry.stacked_outputs)
         backward = _row_counts(stream, entry.stacked_outputs, entry.inputs)
@@ -96,7 +96,7 @@ class NetworkShapes(_SideChannel, Attack[NetworkView, Facts]):
         if not served:
             return None
         sequences = max(served, key=lambda rows: served[rows])
-        # what is a multiple of it is a prompt, and makes a first token each
+        # a multiple of the number of sequences is a prompt, and yields the first token of each sequence
         made = sum(n for rows, n in served.items() if rows % sequences == 0)
         return {
             "training steps": backward[training] // layers,
@@ -106,7 +106,8 @@ class NetworkShapes(_SideChannel, Attack[NetworkView, Facts]):
 
 
 def _row_counts(stream: list[Packet], inputs: int, outputs: int) -> Counter[int]:
-    """Number of requests by row count. The row count fits if the sizes of request and answer leave two headers."""
+    """Number of requests by row count. A row count fits if the rest of the sizes of request and answer is two
+    headers."""
     seen: Counter[int] = Counter()
     for up, down in itertools.pairwise(stream):
         rows = up.size // wire.RING32.size(1, inputs)
@@ -131,7 +132,7 @@ class NeighbourCounts(_SideChannel, Attack[NeighbourView, Facts]):
         return {"requests": view.requests[-1][1] - view.requests[0][1]}
 
     def score(self, guess: Facts, truth: Truth) -> Outcome:
-        """The victim's number of requests, give or take 10 % (a scheme may ask for effects, too)."""
+        """Score the victim's number of requests, within 10 % (a scheme may ask for effects, too)."""
         said, real = guess["requests"], len(truth.calls)
         right = isinstance(said, int) and abs(said - real) <= _TOLERANCE * real
         return Outcome(int(right), 1, 0.0, 0.0 if right else 1.0)

@@ -1,7 +1,7 @@
-"""Low-rank noise is no noise: project it away.
+"""Low-rank noise can be projected away.
 
-K noises (or any combinations of them) span K of d dimensions. Where they are loud, the first K principal axes of
-what arrives are that span; rows keep d - K coordinates outside it, and the vocabulary is matched there.
+K noise rows, and all their combinations, span K of d dimensions. If they are large, the first K principal axes of the
+received rows are that span. Rows keep d - K coordinates outside the span, which are matched with the vocabulary.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from threat_model.evidence.views import ExecutorView
 
 
 class SubspaceProjection(FirstLayerAttack):
-    """PCA; the rank is where the spectrum falls most."""
+    """PCA; the rank is where the spectrum falls most steeply."""
 
     name = "subspace projection (PCA)"
     family = "noise removal"
@@ -34,7 +34,7 @@ class SubspaceProjection(FirstLayerAttack):
         rank = 1 + int((values[:most] / values[1 : most + 1]).argmax())
         table = public.vocabulary_rows.double()
         best: tuple[float, torch.Tensor] | None = None
-        for cut in {0, rank}:  # 0: nothing to project away
+        for cut in {0, rank}:  # rank 0: there is nothing to project away
             rest = vectors[:, cut:]
             fit = normalize(x @ rest, dim=1) @ normalize(table @ rest, dim=1).t()
             sure = float(fit.amax(dim=1).mean())

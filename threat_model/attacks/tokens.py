@@ -1,4 +1,4 @@
-"""From rows back to text: the embedding is public, so the rows of the first layer are a table look-up."""
+"""From rows back to text: the embedding is public, so a row of the first layer can be looked up in a table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _RIDGE, _SHRINKAGE = 0.01, 0.05
 
 
 def nearest_tokens(rows: Mapping[int, Tensor], public: Public, orders: set[int]) -> dict[int, Tensor]:
-    """The vocabulary row of largest cosine, which no secret scale can change. A row of zeros is a token of zeros."""
+    """The vocabulary row with the largest cosine, which a secret scale does not change. For a row of zeros, the result
+    is zeros."""
     table = normalize(public.vocabulary_rows.double(), dim=1)
     empty = (table == 0).all(dim=1).to(table.dtype)  # padding
     cosines = {
@@ -46,12 +47,12 @@ class FirstLayerTokens(FirstLayerAttack):
 
 
 class DeepLayerTokens(Attack[ExecutorView, Labels]):
-    """Reads tokens from a deeper layer: runs the public model on every next token and keeps the best fit.
+    """Reads tokens from a deeper layer: runs the public model on every possible next token, and keeps the best fit.
 
-    The search is greedy: position t is decided with all positions before it fixed, so the cost is vocabulary x length
-    and not vocabulary ^ length. The tenant's adapters are unknown and change its activations, but in a similar way for
-    all tokens. So the attack fits a linear map from the public model's activations to the received ones after a first
-    reading, and reads every prompt again with that map.
+    The search is greedy: position t is decided after all positions before it, so the cost is vocabulary x length and
+    not vocabulary ^ length. The tenant's adapters are unknown. They change activations, but in a similar way for all
+    tokens. So the attack reads all prompts once, fits a linear map from the public model's activations to the received
+    ones, and reads every prompt again with that map.
     """
 
     name = "tokens, deep layer"
@@ -86,18 +87,19 @@ class DeepLayerTokens(Attack[ExecutorView, Labels]):
 
 
 def _read(rows: Tensor, public: Public, group: int, *, drift: Tensor, metric: Tensor) -> Tensor:
-    """Tokens `[b, t]` whose activations, moved by the drift, are nearest to rows `[b, t, d]`."""
+    """Tokens `[b, t]` whose activations, after the linear map, are nearest to rows `[b, t, d]`."""
     prefixes, which = torch.empty((1, 0), dtype=torch.long), torch.zeros(len(rows), dtype=torch.long)
     for t in range(rows.shape[1]):
         tries = normalize(public.next_inputs(group, prefixes).double(), dim=-1) @ (drift @ metric)
         distance = torch.cdist(tries[which], rows[:, t, None] @ metric)[..., 0]
         said = torch.cat([prefixes[which], distance.argmin(dim=1, keepdim=True)], dim=1)
-        prefixes, which = said.unique(dim=0, return_inverse=True)  # many prompts begin alike
+        prefixes, which = said.unique(dim=0, return_inverse=True)  # many prompts begin alike, so results are cached
     return prefixes[which]
 
 
 def _drift(public: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """(ridge regression from public activations `[n, d]` to seen ones, root of the inverse covariance of the rest)."""
+    """Return the ridge regression from public activations `[n, d]` to seen ones, and the root of the inverse covariance
+    of the rest."""
     n, width = public.shape
     one = torch.eye(width, dtype=public.dtype)
     drift = one + torch.linalg.solve(public.t() @ public + _RIDGE * n / width * one, public.t() @ (seen - public))

@@ -1,7 +1,7 @@
-"""Are masked rows uniform? Classical tests on every byte, and a trained distinguisher between two known rows.
+"""Tests if masked rows are uniform: classical tests on every byte, and a trained distinguisher between two known rows.
 
-A one-time pad over Z_2^32 makes rows uniform and independent of what is under them: every test rejects at its own
-level, and no distinguisher has an advantage over a coin. That is a theorem; here it is measured.
+A one-time pad over Z_2^32 makes rows uniform and independent of the rows under the pad. So every test rejects at its
+own level, and no distinguisher has an advantage. That is a theorem; this attack measures it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Uniformity(Attack[ExecutorView, list[bool]]):
         rejected = []
         layers = sorted({(e.group, e.direction) for e in view.exchanges})
         for group, direction in layers:
-            # equal lengths, so that all rows of a layer stack to one matrix of words
+            # equal lengths, so that all rows of a layer form one matrix of words
             words = torch.cat([e.rows for e in view.of(group=group, direction=direction)]).view(torch.int32)
             if words.numel() >= _MIN_WORDS:
                 rejected += [p < _LEVEL for p in (*_byte_tests(words), *_serial_tests(words))]
@@ -71,15 +71,15 @@ def _serial_tests(words: Tensor) -> list[float]:
 
 @dataclass(frozen=True, eq=False)
 class Verdicts:
-    """Scores of the unknown rows; above zero means "the second row"."""
+    """Scores of the unknown rows; a score above zero means "the second row"."""
 
     scores: Tensor
 
 
 class Distinguisher(DirectedAttack[ExecutorView, Verdicts]):
-    """Ridge regression from a row's words and bits to which of two chosen rows lies under the mask.
+    """Ridge regression from a row's words and bits to the row that lies under the mask, one of two chosen rows.
 
-    Real-or-random in miniature: the adversary picks two rows, the tenant masks one of them by a coin, thousands of
+    This is a distinguishing game: the adversary picks two rows, the tenant masks one of them at random, thousands of
     times.
     """
 

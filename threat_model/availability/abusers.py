@@ -27,9 +27,9 @@ from tenant.connections.channel import Channel, fresh_nonce
 from tenant.core.masked import UNMASKED_BY_CHOICE, mask
 
 DEADLINE_S = 60.0
-_GROUP = 0  # q, k and v
+_GROUP = 0  # the group of q, k and v
 _ROWS = 256  # rows of an abuser's request
-_CONNECTIONS = 4  # connections of a flood
+_CONNECTIONS = 4  # number of connections
 _READERS = 16
 _SILENT_A_SECOND, _SILENT_FROM, _SILENT = 400, 250, 2000
 _NICE = 19

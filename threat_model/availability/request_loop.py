@@ -24,7 +24,7 @@ from tenant.session.options import SessionOptions
 from tenant.session.session import Session
 
 PATIENCE_S = 120.0
-_GROUP = 0  # q, k and v
+_GROUP = 0  # the group of q, k and v
 _LARGEST = 100  # largest entry of a row, so that the exact product is in the range
 
 

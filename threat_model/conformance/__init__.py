@@ -6,9 +6,9 @@
     for outcome in verify([Subject(dialler, oracle)], PROPERTIES, examples=30, seed=seed): ...
 
 Theory of operation. A property has a name, a claim of one sentence, and a check that raises `Violation` when a request
-refutes the claim. Checks draw requests with Hypothesis, which shrinks what it finds to the smallest request that
-still fails; the sweep over all layers is systematic instead, and bisects a failing row. An `Oracle` computes the
-correct answers from the tenant's checkpoint. Each check tests its own claim only, so that a failure names the property
+refutes the claim. Checks draw requests with Hypothesis, which shrinks a failing request to the smallest one that still
+fails; the sweep over all layers is systematic instead, and bisects a failing row. An `Oracle` computes the correct
+answers from the tenant's checkpoint. Each check tests its own claim only, so that a failure names the property
 that the provider breaks: a check of values ignores whether the reply is bound to its request, and the check of the
 binding ignores values. A request is sent again to a busy provider. A provider that stops answering is reported as
 unreachable, not as dishonest.

@@ -55,7 +55,7 @@ def _reordering(subject: Subject, case: Case) -> Array | None:
     """Largest difference between two float answers to one request; None for ring answers, which must be equal."""
     if case.arithmetic == "ring":
         return None
-    assert isinstance(subject.oracle, CheckpointOracle)  # nothing else is asked for float answers
+    assert isinstance(subject.oracle, CheckpointOracle)  # other properties check everything else about float answers
     _, bound = subject.oracle.float_product(case.index, case.direction, case.rows, arithmetic=case.arithmetic)
     return 2 * bound
 

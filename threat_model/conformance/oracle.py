@@ -3,8 +3,8 @@
     CheckpointOracle   integers from `quantise`, products in numpy; floats in float64 with an error bound
     PreparedOracle     no checkpoint: the verification keys of an earlier session (Freivalds); ring arithmetic only
 
-The ring product is taken in two halves: with `x = 2^16 h + l`, `|h| <= 2^15`, `0 <= l < 2^16`, both `h @ W` and `l @ W`
-are sums of at most 2^21 integers below 2^16 * 2^11, so exact in float64 in any order. No kernel of
+The ring product is computed in two halves: with `x = 2^16 h + l`, `|h| <= 2^15`, `0 <= l < 2^16`, both `h @ W` and `l @
+W` are sums of at most 2^21 integers below 2^16 * 2^11, so exact in float64 in any order. No kernel of
 `symbiosis_priv.kernels` takes part.
 """
 
@@ -32,7 +32,7 @@ Array = NDArray[Any]
 
 UNIT_ROUNDOFF = 2.0**-24
 _SMALLEST_NORMAL = 2.0**-126
-_BYTES_PER_WEIGHT = 6  # int16 and float32
+_BYTES_PER_WEIGHT = 6  # bytes of a weight in int16 and in float32
 _MEMORY = 512 << 20
 
 
@@ -62,7 +62,7 @@ class Oracle(ABC):
     """
 
     floats = False
-    """Whether the float arithmetic can be judged."""
+    """True if the oracle can judge float answers."""
 
     def __init__(self, manifest: Manifest, sampled: tuple[int, ...]) -> None:
         self.manifest = manifest
@@ -73,7 +73,7 @@ class Oracle(ABC):
         return self.manifest.groups[index]
 
     def widths(self, index: int, direction: Direction) -> tuple[int, int]:
-        """(columns of a request's rows, columns of its answer's)."""
+        """The columns of a request's rows and of its answer's rows."""
         entry = self.entry(index)
         return (entry.inputs, entry.stacked_outputs) if direction == FORWARD else (entry.stacked_outputs, entry.inputs)
 
@@ -136,8 +136,9 @@ class CheckpointOracle(Oracle):
 
         A float32 product with n non-zero terms, summed in any order, fused or not, is within
         `gamma_n * sum |x_i w_i|` of the true one, `gamma_n = n u / (1 - n u)`, u = 2^-24 (Higham, Accuracy and
-        Stability of Numerical Algorithms, §3.1); terms that are zero add exactly. The bias is one more term. One more n
-        stands for the error of this float64 reference; what is below the smallest normal number may be flushed to zero.
+        Stability of Numerical Algorithms, §3.1); terms that are zero add exactly. The bias is one more term. n is
+        increased by one for the error of this float64 reference, and the bound allows for results below the smallest
+        normal number, which may be flushed to zero.
 
         Args:
             rows: float32 `[r, d]`, too small to overflow.
@@ -177,14 +178,15 @@ class CheckpointOracle(Oracle):
         if quantised.digest() != self.entry(index).digest:
             raise CheckpointError(f"{self._store.path} changed since its manifest was made; start again")
         group = _Group.of(quantised, torch.cat([layer.weight.to(torch.float32) for layer in layers]))
-        for other in self._kept.keys() - set(self.sampled):  # the sweep holds one at a time
+        for other in self._kept.keys() - set(self.sampled):  # the check of every layer needs one group at a time
             del self._kept[other]
         self._kept[index] = group
         return group
 
 
 class PreparedOracle(Oracle):
-    """Checks answers with the verification keys of the tenant's sessions. Finds wrong rows, computes no products."""
+    """Checks answers with the verification keys of the tenant's sessions. It finds wrong rows, but computes no
+    products."""
 
     def __init__(self, preparation: Preparation) -> None:
         super().__init__(preparation.manifest, tuple(range(len(preparation.manifest.groups))))

@@ -80,7 +80,8 @@ def _check_bias_free(subject: Subject, run: Run) -> None:
 
 
 def _check_bias_difference(subject: Subject, run: Run) -> None:
-    """Each answer is within its bound of x W^T (+ b), so their difference is within the bounds' sum of b."""
+    """Checks that the two answers differ by the bias. Each one is within its bound, so the difference is within both
+    bounds."""
     oracle = subject.oracle
     assert isinstance(oracle, CheckpointOracle)
     if not any(map(oracle.has_bias, subject.sampled)):
@@ -145,7 +146,8 @@ def _check_resend(subject: Subject, run: Run) -> None:
 def _check_row_counts(subject: Subject, run: Run) -> None:
     """Requests the cheapest layer group with increasing row counts, up to the limit of one request (64 MiB at most).
 
-    Of an answer with many rows, a sample is checked. If a row count fails, bisection finds the smallest that fails.
+    If an answer has many rows, a sample of them is checked. If a row count fails, bisection finds the smallest that
+    fails.
     """
     oracle = subject.oracle
     index = min(subject.sampled, key=lambda i: oracle.entry(i).inputs * oracle.entry(i).stacked_outputs)
@@ -299,4 +301,4 @@ PROPERTIES: tuple[Property, ...] = (
     ),
     Property("refusals", "A bad request is refused, and the connection goes on working.", _BOTH, check_refusals),
 )
-"""Every property, in the order they are run."""
+"""All properties, in the order in which they are tested."""

@@ -27,7 +27,7 @@ def arithmetics(subject: Subject) -> tuple[wire.Arithmetic, ...]:
 def windowed(draw: DrawFn, rows: Tensor) -> Tensor:
     """All columns of the rows, or only some neighbouring columns. Shrinks to the one column that shows a fault."""
     width = rows.shape[1]
-    # Twice the width: so the whole row is drawn often, and Hypothesis can shrink the two numbers independently.
+    # Twice the width, so that the whole row is drawn often, and Hypothesis can shrink the two numbers independently.
     last = min(width - 1, draw(st.integers(0, 2 * width)))
     first = last - min(last, draw(st.integers(0, 2 * width)))
     out = torch.zeros_like(rows)

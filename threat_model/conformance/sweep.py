@@ -23,20 +23,22 @@ _UNIFORM_ROWS = 4
 
 
 def check_every_layer(subject: Subject, run: Run) -> None:
-    """Requests every served (layer group, direction, arithmetic) with rows whose product shows an altered weight.
+    """Requests every served (layer group, direction, arithmetic) with rows whose product reveals an altered weight.
 
-    The ring. Let the served matrix differ from the pinned one by D != 0. The answer to x is right only if
-    `x @ D.T == 0` modulo 2^32. The first row has *odd* entries only. Odd numbers are units of the ring, so one altered
-    weight shows as `x_i * D[o, i]`, which is 0 only if D[o, i] is: a single altered weight is found with certainty,
-    whatever the amount. (A sparse row sees it only if it has an entry there; a uniform one misses a change by 2^v with
-    probability 2^-(32-v).) Several altered weights of a channel could cancel in that row, so two uniform rows follow:
-    they both miss a channel of smallest 2-adic valuation v with probability 2^-2(32-v), at most 2^-42 since
-    |D| < 2^12. A helper multiplies what its seed expands to: four uniform rows, which miss with at most 2^-84.
+    Ring. Let the served matrix differ from the pinned one by D != 0. The answer to x is right only if `x @ D.T == 0`
+    modulo 2^32. All entries of the first row are odd, so they are units of the ring. If one weight of a channel is
+    altered, the answer differs by `x_i * D[o, i]`, which is not 0: the check finds a single altered weight with
+    certainty. (A sparse row detects it only with a non-zero entry there. A uniform row misses a change by 2^v with
+    probability 2^-(32-v).) Several altered weights of a channel could cancel in the first row, so two uniform rows
+    follow. They both miss a channel of smallest 2-adic valuation v with probability 2^-2(32-v), at most 2^-42 because
+    |D| < 2^12. A helper multiplies rows that it expands from a seed, so it gets four uniform rows, which miss with
+    probability 2^-84 at most.
 
-    Floats. Rounding hides small changes in long sums. So row j is +-1 on its own block of 32 columns and zero
-    elsewhere; zeros add exactly, and the error bound of channel o is at most gamma_33 * 32 * max|W[o]| forward and
-    bias-free. A weight altered by one step of 12-bit quantisation (max|W[o]| / 2047) moves the answer by more than
-    twice that: it is found with certainty. (Backward, columns mix channels of different size, so it may be missed.)
+    Floats. Rounding hides small changes in long sums. So row j is +-1 on its own block of 32 columns, and zero
+    elsewhere. Adding zeros is exact, so the error bound of channel o is at most gamma_33 * 32 * max|W[o]|, forward and
+    bias-free. A weight altered by one step of 12-bit quantisation (max|W[o]| / 2047) changes the answer by more than
+    twice that bound, so it is found with certainty. (Backward, columns mix channels of different sizes, so it may be
+    missed.)
     """
     generator = np.random.default_rng(run.seed)
     for index, direction in itertools.product(subject.groups, DIRECTIONS):
@@ -50,7 +52,7 @@ def check_every_layer(subject: Subject, run: Run) -> None:
 
 
 def split(case: Case, limit: int) -> list[Case]:
-    """The same rows as requests of at most `limit` rows."""
+    """Divide a case into requests of at most `limit` rows."""
     return [
         replace(case, rows=rows, first_row=case.first_row + i * limit) for i, rows in enumerate(case.rows.split(limit))
     ]
@@ -73,7 +75,7 @@ def _case(
 
 
 def _isolated(subject: Subject, case: Case, difference: Difference) -> Violation:
-    """The wrong row alone, reduced by two binary searches to the fewest neighbouring columns that fail; ones there."""
+    """Reduce the wrong row to the fewest neighbouring columns that fail, with ones there, by two binary searches."""
     smallest, wrong = case, difference
     if subject.role == "executor":
         row = case.rows[difference.row : difference.row + 1]

@@ -20,7 +20,7 @@ from threat_model.conformance.subject import NotTested, Subject, Violation, Wron
 
 Verdict = Literal["holds", "broken", "not served", "not tested", "no answer", "out of time"]
 T = TypeVar("T")
-_PATIENCE = 2  # after this number of consecutive properties without an answer, the rest is skipped
+_PATIENCE = 2  # after this number of consecutive properties without an answer, the other properties are skipped
 _SHRINKING_S = 8.0
 _NO_FLOATS = (
     "it serves no floats, which only masking = 'paper-pool' needs; its operator sets float = true under [executor]"

@@ -2,7 +2,7 @@
 
     views        the view of each party of a real run
     public       public knowledge: the checkpoint
-    truth        knowledge of the tenant alone; only scorers read it
+    truth        the tenant's own knowledge; only scorers read it
 schemes      the masking schemes under attack
 neighbour    a second tenant of the same executor
 twins        a second certificate for the same key

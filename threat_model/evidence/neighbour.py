@@ -1,4 +1,4 @@
-"""A second tenant of the same executor, that watches what the first one causes."""
+"""A second tenant of the same executor, which observes the effects of the first tenant."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from tenant.core.masked import UNMASKED_BY_CHOICE, mask
 from threat_model.evidence.public import Public
 from threat_model.evidence.views import NeighbourView
 
-_ASK_EVERY_S, _HEALTH_EVERY_S = 0.05, 0.5  # a report takes a connection of its own
+_ASK_EVERY_S, _HEALTH_EVERY_S = 0.05, 0.5  # a report needs its own connection
 _START_S = 120.0
-_GROUP, _ROWS = 0, 4  # of each of its requests
+_GROUP, _ROWS = 0, 4  # rows of each of its requests
 
 
 class Neighbour:
@@ -45,7 +45,7 @@ class Neighbour:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """While this lasts it asks, and looks at the provider's figures."""
+        """Send requests and read the provider's reports until the block ends."""
         thread = threading.Thread(target=self._watch, name="neighbour")
         thread.start()
         self._ready.wait(_START_S)

@@ -1,7 +1,7 @@
 """Public knowledge: the checkpoint, and therefore everything that can be computed from it.
 
-Providers hold the frozen linears; the embeddings, norms and tokenizer of a public base model are a download away. So an
-adversary can run the whole base model, on any text, and look at any layer. It does not know the tenant's adapters.
+Providers hold the frozen linears; the embeddings, norms and tokenizer of a public base model can be downloaded. So an
+adversary can run the whole base model on any text and read any layer. It does not know the tenant's adapters.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Public:
         model: the base model in float32, without any adapter.
         store: its quantised groups.
         corpus: int64 `[n]`, tokens of public text.
-        pad_token: the tokenizer's.
-        siblings: per tuple, groups that receive the same rows; every group alone if the tenant fuses siblings.
+        pad_token: the tokenizer's padding token.
+        siblings: tuples of groups that receive the same rows; if the tenant fuses siblings, each tuple has one group.
     """
 
     model: PreTrainedModel
@@ -61,7 +61,7 @@ class Public:
         return int(self.model.config.num_hidden_layers)
 
     def has(self, suffix: str) -> bool:
-        """Returns True if the name of an offloaded linear ends so. A tied head is not offloaded."""
+        """Returns True if an offloaded linear's name has this ending. A tied head is not offloaded."""
         return any(member.endswith(suffix) for entry in self.manifest.groups for member in entry.members)
 
     def group_of(self, suffix: str, *, layer: int | None = None) -> int:
@@ -83,7 +83,7 @@ class Public:
         return self.quantised(group).bound(direction)
 
     def served_weight(self, group: int, member: str, *, arithmetic: wire.Arithmetic) -> Tensor:
-        """Float64 `[o, d]` that products in this arithmetic use, of the member whose name ends in `member`."""
+        """The weight of a member in this arithmetic, float64 `[o, d]`. The member's name ends in `member`."""
         if arithmetic != "ring":
             return next(m.weight.double() for m in self.store.layers(group) if m.name.endswith(member))
         entry, quantised = self.manifest.groups[group], self.quantised(group)
@@ -123,7 +123,7 @@ class Public:
             return self._until(group, input_ids=ids, use_cache=False)
 
     def _until(self, group: int, **inputs: Any) -> Tensor:
-        """Runs the base model as far as a group and no further; what arrives there."""
+        """Run the base model up to a group. Returns the group's input."""
         module = self.model.get_submodule(self.manifest.groups[group].members[0])
 
         def stop(module: object, args: tuple[Tensor, ...]) -> None:

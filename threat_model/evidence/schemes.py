@@ -1,5 +1,7 @@
-"""The masking schemes under test: those of `tenant.masking.registry`, some of them in several settings. What they claim
-is what they say about themselves, and no attack knows any scheme's name."""
+"""The masking schemes under test: those of `tenant.masking.registry`, some of them in several settings.
+
+The schemes themselves state their claims, and no attack depends on a scheme's name.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,10 @@ class Scheme:
     """A masking scheme in one setting.
 
     Args:
-        masking: what it is, and what it promises.
+        masking: the registered scheme with its promises.
         name: column of the report.
         settings: further keyword arguments of `RemoteConfig`.
-        helpers: how many take part.
+        helpers: number of helpers.
     """
 
     masking: masking.Scheme
@@ -51,7 +53,7 @@ def variant(scheme: masking.Scheme, *, name: str | None = None, helpers: int = 1
 
     Args:
         name: column of the report; the scheme's own name if None.
-        helpers: how many, for a scheme that needs helpers.
+        helpers: number of helpers, for a scheme that needs helpers.
         settings: further keyword arguments of `RemoteConfig`.
     """
     helpers = helpers if "helper" in scheme.roles else 0
@@ -62,7 +64,8 @@ _REMOTE = {scheme.name: scheme for scheme in registered() if scheme.roles}  # th
 
 
 def paper_pool(size: int, noise: float) -> Scheme:
-    """The paper's scheme with `size` noises per layer at `noise` times the activations."""
+    """The paper's scheme with `size` noise rows per layer. `noise` is their standard deviation relative to
+    activations."""
     name = f"pool {size} × {noise:g}"
     return variant(_REMOTE["paper-pool"], name=name, masking_options={"pool_size": size, "noise_scale": noise})
 

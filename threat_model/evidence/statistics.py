@@ -1,6 +1,6 @@
 """Confidence intervals of success rates, and the largest leak of a float mask.
 
-Everything is computed here from first principles (no SciPy): the incomplete beta function by its continued
+The functions need no SciPy: the incomplete beta function by its continued
 fraction (Lentz), its inverse by bisection. The tests check it against exact sums.
 """
 
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 CONFIDENCE = 0.99
-"""Of every interval in a report."""
+"""The confidence of every interval in a report."""
 
 FALSE_ALARM = 1e-8
-"""A cell counts as broken only if chance alone would score that well less often than this. With a few hundred cells per
-report, a sound scheme is then accused about once in a million reports."""
+"""A cell counts as broken if the probability of its score by chance is smaller than this. With a few hundred cells per
+report, a sound scheme is then called broken in about one of a million reports."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Interval:
 
 
 def clopper_pearson(successes: int, trials: int, *, confidence: float = CONFIDENCE) -> Interval:
-    """The exact interval: never covers less than `confidence` (Clopper and Pearson, Biometrika 1934)."""
+    """The exact interval (Clopper and Pearson, Biometrika 1934). Its coverage is at least `confidence`."""
     if not trials:
         return Interval(0.0, 1.0)
     tail = (1 - confidence) / 2
@@ -42,7 +42,7 @@ def clopper_pearson(successes: int, trials: int, *, confidence: float = CONFIDEN
 
 
 def binomial_tail(successes: int, trials: int, chance: float) -> float:
-    """P(X >= successes) for X ~ Binomial(trials, chance): how often chance alone does at least that well."""
+    """P(X >= successes) for X ~ Binomial(trials, chance): the probability of at least this score by chance."""
     if successes <= 0:
         return 1.0
     if chance <= 0:
@@ -72,10 +72,10 @@ def agreement_by_chance(guess: Tensor, truth: Tensor) -> float:
 
 
 def gaussian_channel_bits(noise_scale: float) -> float:
-    """Most bits about one coordinate in one masked row with fresh noise of `noise_scale` times its spread.
+    """Largest number of bits that one masked row reveals about one coordinate. `noise_scale` is relative to its spread.
 
-    Capacity of the Gaussian channel, `1/2 log2(1 + 1/scale^2)` (Shannon 1948). It adds up: over coordinates, over
-    repeated maskings of a row, and it says nothing when noises are used again or leave the real line for float32.
+    This is the capacity of the Gaussian channel, `1/2 log2(1 + 1/scale^2)` (Shannon 1948). It adds up over coordinates
+    and over repeated maskings of a row. It does not apply if noise is reused, or is rounded to float32.
     """
     return 0.5 * math.log2(1 + noise_scale**-2)
 
@@ -105,7 +105,7 @@ def beta_cdf(x: float, a: float, b: float) -> float:
 
 
 def _beta_fraction(x: float, a: float, b: float) -> float:
-    """Its continued fraction, by the modified Lentz method."""
+    """The continued fraction of the incomplete beta function, by the modified Lentz method."""
     tiny = 1e-300
     c, d = 1.0, 1 / _away_from_zero(1 - (a + b) * x / (a + 1), tiny)
     value = d

@@ -1,4 +1,4 @@
-"""Ground truth of a run: the tenant's knowledge, which no view holds. Only scorers read it."""
+"""The ground truth of a run: the tenant's own knowledge, which no view contains. Only scorers read it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Truth:
     """The tenant's side of a run.
 
     Args:
-        calls: by the order of the request that carried them.
+        calls: the calls by the order of their requests.
         updates: `scaling * B @ A` of the final adapter, by base module name.
         generated: new tokens of each `generate` call.
         batches: (sequences, tokens of each) of each `generate` call.
@@ -58,7 +58,7 @@ class Truth:
     prompts: list[Tensor] = field(default_factory=list)
     steps: int = 0
     loss: Callable[[Mapping[str, Tensor]], float] = lambda updates: float("nan")
-    """Loss of the base model on held-out private text with some weight updates added."""
+    """Returns the base model's loss on held-out private text, with some weight updates added."""
     coins: dict[Direction, Tensor] = field(default_factory=dict)
     """Which of two known rows was masked, in the second half of the distinguishing game; bool `[n]`."""
 
@@ -72,7 +72,7 @@ class Truth:
 
 
 class Witness(Backend):
-    """Stands between the model and its backend, and writes down what went in."""
+    """Wraps a model's backend, and records the rows that the model passes to it."""
 
     def __init__(self, inner: Backend, recorder: Recorder, public: Public, truth: Truth) -> None:
         self.inner, self.facts = inner, inner.facts
@@ -83,7 +83,7 @@ class Witness(Backend):
 
     @classmethod
     def install(cls, model: nn.Module, recorder: Recorder, public: Public, truth: Truth) -> Witness:
-        """Put a witness into every group of a split model."""
+        """Wrap the backend of every group of a split model."""
         groups = {id(m.group): m.group for m in model.modules() if isinstance(m, RemoteLayer)}
         witness = cls(next(iter(groups.values())).backend, recorder, public, truth)
         for group in groups.values():
@@ -114,7 +114,7 @@ class Witness(Backend):
         batch, length = self._ids.shape
         if rows == batch * length:
             keep = slice(None)
-        elif rows == batch:  # the head sees the last position only
+        elif rows == batch:  # the head gets the last position only
             keep = slice(-1, None)
         else:
             return None, None, None

@@ -17,14 +17,14 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from symbiosis_priv.certificates.reading import Identity, load_certificates
 
 _SEQUENCE, _BIT_STRING = 0x30, 0x03
-_LONG = 0x80  # a length that takes bytes of its own begins here
+_LONG = 0x80  # DER encodes lengths of at least this value in additional bytes
 
 
 def twin(certificate: x509.Certificate, *, curve: ec.EllipticCurve) -> x509.Certificate:
     """The certificate with the other signature.
 
     Args:
-        curve: of the issuer's key.
+        curve: curve of the issuer's key.
     """
     whole, signed = certificate.public_bytes(Encoding.DER), certificate.tbs_certificate_bytes
     signature = certificate.signature

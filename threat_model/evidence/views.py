@@ -6,8 +6,8 @@ knowledge is in `truth.Truth`, which only the scorer sees.
 
     executor           every request and answer of the executor role
     helper             every seed, row range and effect of one helper
-    executor+helper    the executor and every helper, when they break the one assumption of `pad`
-    all but a helper   the executor and every helper except one: what several helpers are for
+    executor+helper    the executor and every helper, against the assumption of `pad`
+    all but a helper   the executor and every helper except one
     network            times, endpoints and sizes of frames (TLS adds a constant to each record)
     neighbour          another tenant of the same executor: its own rows and answers, and the health reports it gets
 """
@@ -36,8 +36,8 @@ class Exchange:
     """One request to the executor and its answer.
 
     Args:
-        order: its number among all requests of the run, to any provider.
-        time_s: seconds from the beginning of the run until it was sent.
+        order: number of the request among all requests of the run, to any provider.
+        time_s: seconds from the start of the run to the request.
         rows: `[r, d]`, int32 on the ring path, float32 otherwise, as received.
         answer: `[r, o]`, as sent back.
         fields: every header field.
@@ -80,12 +80,12 @@ class Packet:
 
 @dataclass(frozen=True, eq=False)
 class Game:
-    """Two rows that the adversary chose, and what arrived when the tenant masked one or the other.
+    """Two rows that the adversary chose, and the rows that arrived when the tenant masked one or the other.
 
     Args:
         known: rows that arrived, `[n, d]`, with `labels` bool `[n]` that the adversary knows.
-        unknown: more of them, to be told apart.
-        shares: what each helper has added to `known` and then `unknown`, int32, by its name: what coalitions know.
+        unknown: further rows that arrived, which the adversary must tell apart.
+        shares: by helper, its shares of the pads of `known` and then of `unknown`, int32; coalitions know some of them.
     """
 
     known: Tensor
@@ -115,7 +115,7 @@ class HelperView:
 
 @dataclass(frozen=True, eq=False)
 class CollusionView:
-    """The executor and some helpers put their logs together."""
+    """The executor and some helpers combine their logs."""
 
     executor: ExecutorView
     helpers: tuple[HelperView, ...]
@@ -130,11 +130,11 @@ class NetworkView:
 
 @dataclass(frozen=True, eq=False)
 class NeighbourView:
-    """A second tenant: what its health reports tell of others' requests, and its own exchanges with true products.
+    """A second tenant's view: its own exchanges with the true products, and the health reports that it gets.
 
     Args:
-        requests: float seconds, and the reports' request counter less what this tenant has asked.
-        own: float64 `[n, o]`, its own answers minus the products they should be.
+        requests: float seconds, and the reports' request counter minus this tenant's own requests.
+        own: float64 `[n, o]`, its own answers minus the true products.
     """
 
     requests: tuple[tuple[float, int], ...]
@@ -168,7 +168,7 @@ class Views:
 
 
 class Recorder:
-    """A `tenant.connections.channel.Wiretap` that remembers everything. Thread-safe: every connection reports to it."""
+    """A `tenant.connections.channel.Wiretap` that records everything. Thread-safe: all connections report to it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

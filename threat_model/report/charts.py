@@ -56,7 +56,7 @@ def adapter_charts(suite: Suite) -> list[str]:
 def roc_charts(suite: Suite) -> list[str]:
     charts = []
     for attack in dict.fromkeys(c.attack for c in suite.cells):
-        # sizes and scales of one family look alike: its first will do; a scheme's other helpers are another family
+        # settings of one family look alike, so only the first one is shown; a scheme's other helpers are another family
         shown = {(s.family, s.helpers): s for s in reversed(suite.schemes)}.values()
         series = {
             c.scheme.name: c.outcome.curve

@@ -1,4 +1,4 @@
-"""The README's security table, from the same table of schemes that the attacks are run against."""
+"""The README's security table, made from the table of schemes that the attacks use."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ NOT_HIDDEN: tuple[tuple[str, str], ...] = (
     ),
     ("What the tenant publishes: an adapter or a generated text carries what it was trained on", "out of scope"),
 )
-"""(what, the attack that shows it)."""
+"""Pairs of (what is hidden, the attack that shows it)."""
 
 
 def security_table() -> str:
-    """Markdown: one row per scheme, what each party learns about rows, and on what that rests."""
+    """Markdown with one row per scheme: what each party learns about rows, and under which assumption."""
     families: dict[str, Scheme] = {}
     for scheme in SCHEMES:
         families.setdefault(scheme.family, scheme)
@@ -40,7 +40,7 @@ def security_table() -> str:
         "| masking | " + " | ".join(label for _, label in _PARTIES) + " | rests on | results |",
         "|" + "---|" * (len(_PARTIES) + 3),
     ]
-    # the one that promises most first
+    # the scheme that promises most is first
     for name, scheme in sorted(families.items(), key=lambda item: (-_reach(item[1]), item[0])):
         cells = [_cell(scheme, party) for party, _ in _PARTIES]
         lines.append(f"| `{name}` | " + " | ".join(cells) + f" | {scheme.masking.assumption} | {_results(scheme)} |")

@@ -20,7 +20,7 @@ _STYLE = {
     Verdict.BY_DESIGN: "cyan",
     Verdict.ABSENT: "dim",
 }
-_FULL, _SHORT = 17, 10  # columns that a scheme takes, with chance beside success and without
+_FULL, _SHORT = 17, 10  # columns of a scheme, with and without the chance level
 
 
 def show(suite: Suite, console: Console) -> None:

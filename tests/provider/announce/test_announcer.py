@@ -1,4 +1,4 @@
-"""A provider that announces itself: what registries hear, when, and that none of them can harm its tenants."""
+"""A provider announces itself: contents and times of announcements; registries cannot harm its tenants."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.vouching import Vouching
 if TYPE_CHECKING:
     from tests.provider.conftest import Configure, Connect, Keys, Launch, Requests
 
-WIDTH = 64  # of the tiny Llama
+WIDTH = 64  # layers of the tiny Llama
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ Announcing = Callable[..., ProviderConfig]
 
 @pytest.fixture
 def announcing(configure: Configure, vouching: Vouching, registry: RegistryServer) -> Announcing:
-    """`announcing("gamma", layers=..., announce=..., <of [registry]>)`: a provider's configuration."""
+    """`announcing("gamma", layers=..., announce=..., <fields of [registry]>)`: a provider's configuration."""
 
     def announcing(name: str, *, layers: str | None = None, **changes: Any) -> ProviderConfig:
         identity = vouching.identity(name)
@@ -65,7 +65,7 @@ def announcing(configure: Configure, vouching: Vouching, registry: RegistryServe
 
 
 def listed(vouching: Vouching, registry: RegistryServer, digest: str) -> dict[str, VerifiedDescriptor]:
-    """By name, whoever the registry lists."""
+    """The executors that the registry lists, by name."""
     with vouching.client(registry.address) as client:
         found = [verify(data, vouching.trust, now=time.time()) for data in client.list(digest)]
     return {announced.name: announced for announced in newest(found).values()}
@@ -78,7 +78,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_it_is_listed_with_what_it_serves_and_says_when_it_leaves(
+def test_a_provider_is_listed_with_its_layers_and_announces_its_end(
     announcing: Announcing, vouching: Vouching, registry: RegistryServer
 ) -> None:
     with Provider(announcing("gamma", layers="1", capacity=2.5)) as provider:
@@ -92,7 +92,7 @@ def test_it_is_listed_with_what_it_serves_and_says_when_it_leaves(
     assert left.issued > said.issued
 
 
-def test_it_announces_itself_again_and_again_and_after_a_reload(
+def test_announcements_are_repeated_periodically_and_after_a_reload(
     announcing: Announcing, vouching: Vouching, registry: RegistryServer
 ) -> None:
     with Provider(announcing("delta", lifetime_s=3.0)) as provider:
@@ -103,7 +103,7 @@ def test_it_announces_itself_again_and_again_and_after_a_reload(
         until(lambda: listed(vouching, registry, provider.model_digest)["delta"].key != first.key)
 
 
-def test_registries_that_are_gone_or_refuse_harm_nobody(
+def test_registries_that_are_away_or_refuse_do_not_disturb_the_provider(
     announcing: Announcing, vouching: Vouching, keys: Keys, connect: Connect, requests: Requests, tmp_path: Path
 ) -> None:
     stranger = Vouching.in_folder(tmp_path)
@@ -118,10 +118,10 @@ def test_registries_that_are_gone_or_refuse_harm_nobody(
             client = connect(to=provider, context=context)
             assert client.product(execute(0, 1), torch.ones(1, WIDTH, dtype=torch.int32)).shape[0] == 1
             began = time.monotonic()
-        assert time.monotonic() - began < 10  # it leaves without them
+        assert time.monotonic() - began < 10  # it stops without them
 
 
-def test_what_nobody_would_believe_is_said_at_the_start(
+def test_a_descriptor_that_tenants_would_refuse_is_an_error_at_the_start(
     announcing: Announcing, configure: Configure, vouching: Vouching, keys: Keys, registry: RegistryServer
 ) -> None:
     with pytest.raises(ConfigError, match=r"claims a host .* set address to one of its hosts"):
@@ -136,10 +136,10 @@ def test_what_nobody_would_believe_is_said_at_the_start(
         Provider(announcing("gamma", authority=keys.provider.certificate)).start()
 
 
-def test_a_provider_that_joins_takes_what_is_lacking(
+def test_a_provider_that_joins_takes_the_layers_that_are_lacking(
     announcing: Announcing, vouching: Vouching, registry: RegistryServer
 ) -> None:
-    """One after the other over two layers; each sees what those before it have announced."""
+    """Providers join one after the other over two layers; each sees the announcements of those before it."""
 
     def joining(name: str) -> Provider:
         return Provider(announcing(name, layers="auto", capacity_layers=1))
@@ -153,7 +153,7 @@ def test_a_provider_that_joins_takes_what_is_lacking(
             until(lambda: all(providers[-1].status().registries.values()))
             layers.append(str(provider.config.model.layers))
         assert layers == ["0", "1", "0", "1"]
-        providers.pop(1).stop()  # it says that it leaves
+        providers.pop(1).stop()  # it announces that it is leaving
         again = joining("five").start()
         providers.append(again)
         assert again.config.model.layers == "1"
@@ -164,8 +164,10 @@ def test_a_provider_that_joins_takes_what_is_lacking(
             provider.stop()
 
 
-def test_a_lying_registry_can_only_misplace(announcing: Announcing, vouching: Vouching, tmp_path: Path) -> None:
-    """Its own inventions are not believed: they do not even count as coverage."""
+def test_a_lying_registry_can_only_cause_a_bad_choice_of_layers(
+    announcing: Announcing, vouching: Vouching, tmp_path: Path
+) -> None:
+    """Descriptors that a registry invents are not valid, so they do not count as coverage."""
     stranger = Vouching.in_folder(tmp_path)
     with LyingRegistry(registry_config(vouching)) as liar:
         joining = announcing("six", layers="auto", capacity_layers=1, announce=(liar.address,))
@@ -175,7 +177,7 @@ def test_a_lying_registry_can_only_misplace(announcing: Announcing, vouching: Vo
             assert placed(joining).model.layers == chosen
 
 
-def test_without_a_registry_nobody_can_choose(announcing: Announcing) -> None:
+def test_choosing_layers_needs_a_registry(announcing: Announcing) -> None:
     with pytest.raises(ConfigError, match="none can be reached"):
         placed(announcing("gamma", layers="auto", capacity_layers=1, announce=("127.0.0.1:1",)))
 
@@ -206,7 +208,7 @@ def test_only_executors_are_listed(configure: Configure, vouching: Vouching) -> 
         msgspec.structs.replace(configure(), model=ModelConfig(checkpoint="model", layers="auto"))
 
 
-def test_as_a_process_it_leaves_the_registry_on_sigterm(
+def test_a_provider_process_announces_its_end_on_sigterm(
     announcing: Announcing, vouching: Vouching, registry: RegistryServer, launch: Launch
 ) -> None:
     service = launch(announcing("eight", layers="auto", capacity_layers=1))

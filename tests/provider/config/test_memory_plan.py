@@ -1,4 +1,4 @@
-"""The memory plan: what it says, that it holds, and that a provider which does not fit is refused with the numbers."""
+"""The memory plan: its figures, their truth, and the refusal of a provider that does not fit."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from tests.provider.conftest import Configure
 
 
-def test_the_plan_counts_what_is_loaded(configure: Configure, store: WeightStore) -> None:
+def test_the_plan_equals_the_memory_that_is_loaded(configure: Configure, store: WeightStore) -> None:
     manifest = store.manifest()
     packed = sum(store.matrix(index).nbytes for index in range(len(manifest.groups)))
     needs = {need.what: need for need in memory_plan(configure(), manifest, store.served)}
     ring = needs["ring weights, both directions"]
-    assert ring.size <= packed <= 1.5 * ring.size  # small matrices are padded to a kernel's panels
+    assert ring.size <= packed <= 1.5 * ring.size  # small matrices are padded to a kernel's block size
     assert (ring.place, ring.kind) == ("cpu", "int16")
     assert needs["matrices in flight"].size == 64 * MIB
     assert "float weights" not in needs
@@ -33,7 +33,7 @@ def test_the_plan_counts_what_is_loaded(configure: Configure, store: WeightStore
 
 
 def test_the_plan_counts_every_process(configure: Configure, store: WeightStore) -> None:
-    """Four ranks share the weights, and each of them gathers a layer group and is a process of its own."""
+    """Four ranks share the weights; each of them gathers a layer group and is a separate process."""
 
     def needs(executor: ExecutorConfig) -> dict[str, int]:
         return {n.what: n.size for n in memory_plan(configure(executor=executor), store.manifest(), store.served)}
@@ -47,13 +47,15 @@ def test_the_plan_counts_every_process(configure: Configure, store: WeightStore)
     assert ranks["a layer group, gathered by each rank"] == 4 * largest
 
 
-def test_eight_bits_take_a_byte(configure: Configure, store: WeightStore) -> None:
+def test_a_weight_of_eight_bits_takes_one_byte(configure: Configure, store: WeightStore) -> None:
     narrow = msgspec.structs.replace(store.manifest(), weight_bits=8)
     wide = memory_plan(configure(), store.manifest(), store.served)[0]
     assert memory_plan(configure(), narrow, store.served)[0].size * 2 == wide.size
 
 
-def test_what_does_not_fit_is_refused_with_the_numbers(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_does_not_fit_is_refused_with_the_numbers(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
     numbers = r"needs [\d,]+ MiB on cpu and there are [\d,]+ MiB .* in flight 1,048,576 MiB"
     with pytest.raises(ConfigError, match=numbers):
         Provider(configure(max_inflight_mib=1 << 20)).start()
@@ -66,7 +68,7 @@ def test_a_plan_that_fits_passes(configure: Configure, store: WeightStore) -> No
     check_plan(memory_plan(configure(), store.manifest(), store.served))
 
 
-def test_only_what_is_served_is_counted(configure: Configure, store: WeightStore) -> None:
+def test_only_served_layers_are_counted(configure: Configure, store: WeightStore) -> None:
     manifest = store.manifest()
     whole, *parts = (
         memory_plan(configure(), manifest, groups)[0].size for groups in (store.served, range(3), range(3, 9))
@@ -75,8 +77,10 @@ def test_only_what_is_served_is_counted(configure: Configure, store: WeightStore
     assert sum(parts) == whole
 
 
-def test_a_gpu_has_what_others_leave(configure: Configure, store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the device that is configured, and for ranks of one each."""
+def test_available_gpu_memory_excludes_other_processes(
+    configure: Configure, store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan reads the free memory of the configured device, and of one device per rank."""
     asked: list[torch.device] = []
 
     def free(device: torch.device) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The file that a provider begins with loads, and what is commented out in it is the default."""
+"""The template of provider.toml loads, and its commented values are the defaults."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def written(folder: Path, text: str) -> Path:
 
 
 def test_template_shows_the_defaults(tmp_path: Path) -> None:
-    """Uncommenting every default of the template changes nothing but what has no default."""
+    """Uncommenting every default of the template changes no setting that has a default."""
     (tmp_path / "model").mkdir()
     plain = load(written(tmp_path, template()))
     lines = []
@@ -41,7 +41,7 @@ def test_template_shows_the_defaults(tmp_path: Path) -> None:
 
 
 def test_template_explains_every_key() -> None:
-    """A key that its docstring leaves out would be missing."""
+    """A key without an explanation in its docstring would be missing in the template."""
     written = re.findall(r"^# .*\n#?(\w+) = ", template(), re.MULTILINE)
     for field in msgspec.structs.fields(ProviderConfig):
         if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
@@ -52,14 +52,14 @@ def test_template_explains_every_key() -> None:
 
 
 @pytest.mark.parametrize("layers", ["0-15", "7", None])
-def test_a_template_says_which_layers(layers: str | None, tmp_path: Path) -> None:
+def test_a_template_names_the_layers(layers: str | None, tmp_path: Path) -> None:
     assert load(written(tmp_path, template(layers=layers))).model.layers == layers
 
 
 @pytest.mark.parametrize(
     ("layers", "words"), [("15-0", "layers 15-0 are none"), ("all", "no range of layers"), ("auto", "capacity_layers")]
 )
-def test_a_template_is_no_file_that_would_be_refused(layers: str, words: str) -> None:
+def test_a_template_with_bad_values_is_refused(layers: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         template(layers=layers)
 

@@ -1,4 +1,4 @@
-"""Files that are read again while a provider runs: what is half written takes nothing back."""
+"""Files that are read again while a provider runs: a file that is being written never withdraws a revocation."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def tls(keys: Keys, tmp_path: Path) -> TlsConfig:
-    """Files of this test's own: two authorities, and two tenants who are revoked."""
+    """Files for each test: two authorities, and two revoked tenants."""
     other = issuing.create_authority(tmp_path, name="other")
     authorities = tmp_path / "authorities.pem"
     authorities.write_bytes(keys.authority.certificate.read_bytes() + other.certificate.read_bytes())
@@ -54,8 +54,9 @@ def tls(keys: Keys, tmp_path: Path) -> TlsConfig:
     return TlsConfig(certificate=own[0], key=own[1], tenant_authority=authorities, revoked=listed)
 
 
-def test_no_beginning_of_a_file_lets_anybody_in(tls: TlsConfig) -> None:
-    """Cut anywhere, a file is refused or takes somebody away: it adds no authority and gives nobody back."""
+def test_a_truncated_file_admits_no_additional_tenant(tls: TlsConfig) -> None:
+    """A file that is cut at any place is refused or removes rights: it adds no authority and withdraws no
+    revocation."""
     before = Credentials.load(tls)
     assert len(before.authorities) == len(before.revoked) == 2
 
@@ -78,7 +79,7 @@ def test_no_beginning_of_a_file_lets_anybody_in(tls: TlsConfig) -> None:
 
 
 def test_a_provider_toml_that_ends_within_a_line_is_refused(tmp_path: Path) -> None:
-    """Half a number is a number, and half a file may be one without a limit."""
+    """Half a number is a valid number, and half a file may be a valid file without a limit."""
     path = tmp_path / "provider.toml"
     whole = template() + "\n[tenants.alice]\nrequests_per_s = 1000.0\n"
     path.write_text(whole)
@@ -92,8 +93,8 @@ def test_a_provider_toml_that_ends_within_a_line_is_refused(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_pipe_is_not_waited_for(tls: TlsConfig, name: str) -> None:
-    """Nor is what it would bring kept; else nothing would be reloaded any more, and nobody could stop the provider."""
+def test_a_pipe_in_place_of_a_file_does_not_block(tls: TlsConfig, name: str) -> None:
+    """A pipe does not block the reload, and its content is not used. Otherwise the provider could not be stopped."""
     path: Path = getattr(tls, name)
     path.unlink()
     os.mkfifo(path)
@@ -101,7 +102,7 @@ def test_a_pipe_is_not_waited_for(tls: TlsConfig, name: str) -> None:
         Credentials.load(tls)
 
 
-def test_a_provider_stops_while_a_file_does_not_answer() -> None:
+def test_a_provider_can_stop_while_a_file_system_does_not_answer() -> None:
     begun, over = threading.Event(), threading.Event()
 
     def reload() -> None:
@@ -117,10 +118,10 @@ def test_a_provider_stops_while_a_file_does_not_answer() -> None:
     over.set()
 
 
-def test_who_was_revoked_stays_out_until_a_restart(
+def test_a_revoked_tenant_stays_revoked_until_a_restart(
     configure: Configure, connect: Connect, tls: TlsConfig, keys: Keys
 ) -> None:
-    """A list that is being written again is shorter for a moment; one that is no list is said to be none."""
+    """A list that is being rewritten is shorter for a moment. A file that is not a list is reported."""
     config = msgspec.structs.replace(configure(), tls=tls, metrics=MetricsConfig(listen="127.0.0.1:0"))
     assert tls.revoked is not None
     whole = tls.revoked.read_text()
@@ -149,10 +150,10 @@ def test_who_was_revoked_stays_out_until_a_restart(
         provider.reload()
 
 
-def test_who_is_revoked_while_a_provider_starts_is_out(
+def test_a_revocation_while_a_provider_starts_counts(
     configure: Configure, connect: Connect, tls: TlsConfig, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Quantising may take minutes."""
+    """A revocation during the start counts; quantising may take minutes."""
     listed = tls.revoked
     assert listed is not None
 
@@ -169,11 +170,11 @@ def refused(connect: Connect, provider: Provider) -> bool:
     client = connect("alice", role=None, to=provider)
     try:
         return isinstance(client.ask(wire.Health()), wire.Failure)
-    except OSError:  # hung up on
+    except OSError:  # the connection is closed
         return True
 
 
-def test_files_are_read_when_they_hold_still_and_whatever_happened_before(tmp_path: Path) -> None:
+def test_files_are_read_once_they_are_stable_and_also_after_errors(tmp_path: Path) -> None:
     path = tmp_path / "file"
     writing, looks, read = True, 0, threading.Semaphore(0)
     errors = [RecursionError("nobody has thought of it")]

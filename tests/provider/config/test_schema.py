@@ -1,4 +1,4 @@
-"""provider.toml: every mistake names its key, and what is read survives the way to another process."""
+"""provider.toml: every mistake names its key, and a configuration can be sent to another process."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-def test_everything_else_is_optional(tmp_path: Path) -> None:
+def test_other_keys_are_optional(tmp_path: Path) -> None:
     config = load(written(tmp_path, MINIMAL))
     assert config.roles == ("executor",)
-    assert config.model.checkpoint == "model"  # no such folder: a name on the hub
+    assert config.model.checkpoint == "model"  # no such folder, so it is a name on the hub
     assert from_json(to_json(config)) == config
 
 

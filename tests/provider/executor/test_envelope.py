@@ -1,4 +1,4 @@
-"""What the gateway tells its executor of a request."""
+"""The stage of a request in the gateway's message to its executor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ALICE, BOB = (TenantIdentity(name, authority="sha256:a") for name in ("alice", "
 
 def test_few_rows_forward_are_inference_unless_their_tenant_trains() -> None:
     stages = Stages(16)
-    assert stages.of(ALICE, ask("forward", 2), 0.0) == "inference"  # nothing is known yet
+    assert stages.of(ALICE, ask("forward", 2), 0.0) == "inference"  # no earlier request
     assert stages.of(ALICE, ask("backward", 2), 1.0) == "fine_tuning"
     assert stages.of(ALICE, ask("forward", 2), 2.0) == "fine_tuning"
     assert stages.of(BOB, ask("forward", 2), 2.0) == "inference"
@@ -28,7 +28,7 @@ def test_few_rows_forward_are_inference_unless_their_tenant_trains() -> None:
 
 
 @pytest.mark.parametrize(("later", "stage"), [(59.0, "fine_tuning"), (61.0, "inference")])
-def test_a_tenant_that_has_ended_training_generates(later: float, stage: str) -> None:
+def test_a_tenant_that_has_stopped_training_counts_as_inference_again(later: float, stage: str) -> None:
     stages = Stages(16)
     stages.of(ALICE, ask("backward", 2), 0.0)
     assert stages.of(ALICE, ask("forward", 1), later) == stage

@@ -1,4 +1,4 @@
-"""Whose thread computes: the executor's own, or that of an asker who finds it at rest."""
+"""The thread that computes a product: the executor's own, or the thread of a sender that finds the executor idle."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ POLICIES: tuple[PolicyName, ...] = ("none", "lockstep", "opportunistic")
 
 
 class Watched(ServedModel):
-    """Notes who takes which products, and holds them up while it is told to."""
+    """Records the thread of each product, and can block products."""
 
     def __init__(self, store: WeightStore) -> None:
         super().__init__(store)
@@ -55,7 +55,7 @@ class Watched(ServedModel):
 
 
 class Asker:
-    """One tenant's line."""
+    """The channel of one tenant."""
 
     def __init__(self, inbox: LocalInbox, requests: Requests, store: WeightStore, name: str = "alice") -> None:
         self.channel: RequestChannel = inbox.open_channel()
@@ -86,7 +86,7 @@ class Asker:
 def running(
     model: Watched, policy: PolicyName = "opportunistic", **scheduling: Any
 ) -> Iterator[tuple[LocalInbox, Future[None]]]:
-    """An executor in a thread of its own."""
+    """An executor in a separate thread."""
     inbox = LocalInbox()
     executor = Executor(model, inbox=inbox, scheduling=SchedulerConfig(policy=policy, **scheduling))
     with ThreadPoolExecutor(1) as pool:
@@ -96,7 +96,8 @@ def running(
 
 
 def find_it_at_rest(asker: Asker, model: Watched) -> None:
-    """Ask until the answer comes from this thread: the executor's goes to rest a moment after its last answer."""
+    """Send requests until this thread computes the answer: the executor's thread rests a moment after its last
+    answer."""
     deadline = time.monotonic() + TIMEOUT_S
     while not model.taken or model.taken[-1][0] is not threading.current_thread():
         assert time.monotonic() < deadline
@@ -104,7 +105,7 @@ def find_it_at_rest(asker: Asker, model: Watched) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_few_rows_are_multiplied_in_the_thread_that_brings_them(
+def test_few_rows_are_multiplied_in_the_senders_thread(
     store: WeightStore, requests: Requests, policy: PolicyName
 ) -> None:
     model = Watched(store)
@@ -112,7 +113,7 @@ def test_a_few_rows_are_multiplied_in_the_thread_that_brings_them(
         asker = Asker(inbox, requests, store)
         find_it_at_rest(asker, model)
         asker.send(3)
-        answer = asker.channel.receive(0.0)  # there already
+        answer = asker.channel.receive(0.0)  # already arrived
         assert answer is not None
         assert model.taken[-1] == (threading.current_thread(), 3)
         got = wire.RING32.unpack(bytearray(answer.payload), rows=3)
@@ -125,7 +126,7 @@ def test_a_few_rows_are_multiplied_in_the_thread_that_brings_them(
         assert 0 < report.seconds < report.uptime - report.idle
 
 
-def test_who_comes_meanwhile_queues_and_shares_the_next_product(store: WeightStore, requests: Requests) -> None:
+def test_requests_during_a_product_share_the_next_product(store: WeightStore, requests: Requests) -> None:
     model = Watched(store)
     with running(model) as (inbox, _), ThreadPoolExecutor(1) as pool:
         first, others = Asker(inbox, requests, store), [Asker(inbox, requests, store, name) for name in "bcd"]
@@ -146,32 +147,34 @@ def test_who_comes_meanwhile_queues_and_shares_the_next_product(store: WeightSto
         assert model.taken[before][0] not in (threading.current_thread(), model.taken[before - 1][0])
 
 
-def test_what_waits_for_company_is_left_to_the_executors_thread(store: WeightStore, requests: Requests) -> None:
+def test_a_request_that_waits_to_be_batched_is_left_to_the_executors_thread(
+    store: WeightStore, requests: Requests
+) -> None:
     model = Watched(store)
     with running(model, "lockstep") as (inbox, _):
         alice, bob = (Asker(inbox, requests, store, name) for name in ("alice", "bob"))
         for _ in range(3):
             find_it_at_rest(alice, model)
             bob.ask(1)
-            alice.ask(1)  # bob was here just now: it waits for him, and then goes without him
+            alice.ask(1)  # bob has just been served: the executor waits for him, and then multiplies without him
             assert model.taken[-1][0] is not threading.current_thread()
 
 
-def test_who_is_waited_for_multiplies_for_all_who_waited(store: WeightStore, requests: Requests) -> None:
-    """Nobody is woken for the product, though somebody's request was there before."""
+def test_an_expected_request_multiplies_for_all_waiting_requests(store: WeightStore, requests: Requests) -> None:
+    """The executor's thread is not woken for the product, although another request was waiting."""
     model = Watched(store)
     with running(model, "lockstep", lockstep_wait_ms=1000 * TIMEOUT_S / 2) as (inbox, _):
         alice, bob = (Asker(inbox, requests, store, name) for name in ("alice", "bob"))
         bob.ask(1)
         deadline = time.monotonic() + TIMEOUT_S
-        while model.taken[-1] != (threading.current_thread(), 2):  # the executor's thread goes to rest in a moment
+        while model.taken[-1] != (threading.current_thread(), 2):  # the executor's thread will rest in a moment
             assert time.monotonic() < deadline
             alice.send(1)
             bob.ask(1)
             assert alice.channel.receive(TIMEOUT_S) is not None
 
 
-def test_what_breaks_in_an_askers_thread_ends_the_executor(store: WeightStore, requests: Requests) -> None:
+def test_an_exception_in_a_senders_thread_ends_the_executor(store: WeightStore, requests: Requests) -> None:
     model = Watched(store)
     with running(model) as (inbox, ended):
         asker = Asker(inbox, requests, store)
@@ -181,7 +184,7 @@ def test_what_breaks_in_an_askers_thread_ends_the_executor(store: WeightStore, r
         with pytest.raises(RankLostError):
             ended.result(TIMEOUT_S)
         taken = len(model.taken)
-        asker.send(1)  # nobody is there any more
+        asker.send(1)  # the executor has ended
         assert asker.channel.receive(0.0) is None
         assert len(model.taken) == taken
 
@@ -189,7 +192,7 @@ def test_what_breaks_in_an_askers_thread_ends_the_executor(store: WeightStore, r
 def test_a_device_that_has_failed_ends_the_executor_and_a_lack_of_memory_does_not(
     store: WeightStore, requests: Requests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CUDA answers every call after an illegal access with the same error: only a new process goes on."""
+    """After an illegal access CUDA answers every call with the same error: only a new process can continue."""
     model = Watched(store)
     with running(model) as (inbox, ended):
         asker = Asker(inbox, requests, store)

@@ -1,4 +1,4 @@
-"""The guard of an executor, whatever kind that is."""
+"""The guard of an executor, for every kind of executor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _OutOfReach(ExecutorHandle):
-    """An executor that is well, on a machine that has no descriptors left when its guard asks it first."""
+    """A working executor on a machine that has no free descriptor at the guard's first request."""
 
     asked = 0
 
@@ -46,7 +46,7 @@ class _OutOfReach(ExecutorHandle):
         return True
 
 
-def test_a_guard_that_could_not_ask_asks_again(configure: Configure) -> None:
+def test_the_guard_retries_after_a_request_that_could_not_be_sent(configure: Configure) -> None:
     executor = _OutOfReach(configure(), model_digest="")
     executor.start()
     deadline = time.monotonic() + 30

@@ -1,4 +1,4 @@
-"""Keystream in the background: every slice once, tenants by turns, nothing for those who have left."""
+"""Keystream in the background: every slice once, tenants in turn, nothing for tenants that have left."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def collect(maker: KeystreamMaker[str], count: int, woken: threading.Semaphore) 
     return found
 
 
-def test_tenants_by_turns_and_errors_reported() -> None:
+def test_tenants_take_turns_and_errors_are_reported() -> None:
     woken, go_on = threading.Semaphore(0), threading.Event()
     maker: KeystreamMaker[str] = KeystreamMaker(woken.release)
 
@@ -31,7 +31,7 @@ def test_tenants_by_turns_and_errors_reported() -> None:
     def failing() -> torch.Tensor:
         raise ValueError
 
-    maker.want("first", "alice", blocked)  # while it is made, the others line up
+    maker.want("first", "alice", blocked)  # the other requests queue meanwhile
     for number in range(3):
         maker.want(f"alice {number}", "alice", lambda: torch.zeros(1, 1, dtype=torch.int32))
     maker.want("gone", "carol", lambda: torch.zeros(1, 1, dtype=torch.int32))
@@ -44,4 +44,4 @@ def test_tenants_by_turns_and_errors_reported() -> None:
     assert sorted(names) == ["alice 0", "alice 1", "alice 2", "bob 0", "first"]
     assert isinstance(dict(made)["bob 0"], ValueError)
     maker.close()
-    maker.close()  # once more does nothing
+    maker.close()  # closing twice does nothing

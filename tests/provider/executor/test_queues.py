@@ -1,4 +1,4 @@
-"""Askers and the executor, in one process and between two."""
+"""Messages between senders and the executor, in one process and between two."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import zmq
 from provider.executor.envelope import ReportRequest
 from provider.executor.queues import Context, ExecutorAnswer, SocketChannel, SocketInbox
 
-_MANY = 1100  # more than fit select's set of descriptors
+_MANY = 1100  # more descriptors than select supports
 
 
 @contextlib.contextmanager
 def crowd() -> Iterator[None]:
-    """A process that has many descriptors open, as a provider has with many strangers at its door."""
+    """Open many descriptors in this process, as a provider with many connections has."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < 2 * _MANY:
         pytest.skip(f"the system allows {hard} open files")
@@ -31,15 +31,15 @@ def crowd() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_an_answer_comes_however_many_connections_there_are(tmp_path: Path) -> None:
+def test_answers_arrive_with_any_number_of_open_descriptors(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/executor.sock"
     context: Context = zmq.Context()
     with contextlib.closing(SocketInbox(endpoint)) as inbox, crowd():
         with contextlib.closing(SocketChannel(context, endpoint)) as channel:
             channel.send(ReportRequest())
-            while not (arrived := list(inbox.arrived())):  # ZeroMQ's own greetings wake it, too
+            while not (arrived := list(inbox.arrived())):  # ZeroMQ's own handshake messages wake it, too
                 inbox.wait(30.0)
-            assert channel.receive(0.01) is None  # it waits, and says so
+            assert channel.receive(0.01) is None  # it waits, and announces that it does
             inbox.answer(arrived[0].sender, ExecutorAnswer(b"head", memoryview(b"rows"), 1))
             answer = channel.receive(30.0)
             assert answer is not None

@@ -1,7 +1,7 @@
-"""What one tenant, or a stranger, can do to another: bounded waits, bounded memory, and a name for whoever did it.
+"""Abuse by a tenant or by unauthenticated clients: waits and memory are bounded, and the bill names the abuser.
 
-Every attack comes over loopback, is bounded in number and time, and meets a provider in a process of its own, so that
-memory and processor time are the provider's alone. Beside it an honest tenant asks for one row at a time.
+Every attack uses loopback and has a limited number of requests and time. The provider is a separate process, so that
+its memory and processor time can be measured. At the same time an honest tenant requests one row at a time.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from tests.provider.conftest import Client, Configure, Connect, Keys, Launch, Requests, Service
 
 MIB = 1 << 20
-WIDTH, WIDE = 512, 2048  # of the attacked layer group, gate and up
+WIDTH, WIDE = 512, 2048  # columns of the attacked layer group, gate and up
 GATE_UP = 2
-ROWS = 8192  # a request's matrix has 16 MiB, its answer's 64
+ROWS = 8192  # a request's matrix has 16 MiB, its answer's has 64 MiB
 PATIENCE_S = 1.0
 LIMITS = {"max_payload_mib": 64, "max_inflight_mib": 320, "max_inflight_mib_per_tenant": 192}
 
@@ -58,11 +58,11 @@ def service(configure: Configure, launch: Launch, wide: Path, bills: Path) -> Se
 
 
 class Culprit:
-    """Whom the provider's usage counters name for what has happened in a test.
+    """The usage counters of the tenant that abuses the provider in a test.
 
     Args:
         bills: the provider's database.
-        tenant: who does it.
+        tenant: the abuser.
     """
 
     def __init__(self, bills: Path, tenant: str) -> None:
@@ -70,7 +70,7 @@ class Culprit:
         self._before = self._counts()
 
     def must_have(self, **least: int) -> None:
-        """Its counters grow by so much at least, and soon."""
+        """Wait until these counters have increased by at least these amounts."""
         deadline = time.monotonic() + 20
         while any(self._grown(name) < count for name, count in least.items()):
             assert time.monotonic() < deadline, {name: self._grown(name) for name in least}
@@ -92,7 +92,7 @@ Blame = Callable[[str], Culprit]
 
 @pytest.fixture
 def blame(bills: Path, victim: Service, connect: Connect) -> Blame:
-    """Whose counters have come to rest after the tests before."""
+    """Wait until the counters do not change any more after earlier tests."""
 
     def blame(tenant: str) -> Culprit:
         deadline = time.monotonic() + 20
@@ -110,7 +110,7 @@ def blame(bills: Path, victim: Service, connect: Connect) -> Blame:
 
 @pytest.fixture
 def victim(service: Service, connect: Connect, requests: Requests) -> Service:
-    """A provider that has multiplied by the attacked layer group before: what it holds now is weights and kernels."""
+    """A provider that has already loaded the attacked layer group, so that later memory is not weights and kernels."""
     execute, _ = requests
     client = connect("alice", to=service)
     for rows in (1, 64):
@@ -169,7 +169,7 @@ def watching(service: Service) -> contextlib.AbstractContextManager[Watch]:
 
 
 def longest_wait(client: Client, requests: Requests, *, seconds: float) -> float:
-    """Ask for one row after the other; the longest that one took."""
+    """Request one row after the other, and return the longest time of a request."""
     execute, _ = requests
     row, longest, end = torch.ones(1, WIDTH, dtype=torch.int32), 0.0, time.monotonic() + seconds
     while (begun := time.monotonic()) < end:
@@ -179,7 +179,8 @@ def longest_wait(client: Client, requests: Requests, *, seconds: float) -> float
 
 
 def test_effects_of_a_tenant_that_hangs_up(victim: Service, connect: Connect, requests: Requests, blame: Blame) -> None:
-    """A hundred bytes ask for a large product: it is cut, it waits its turn, and it ends when its tenant leaves."""
+    """A hundred bytes request a large product: it is cut into slices, waits its turn, and ends when its tenant
+    leaves."""
     _, effect = requests
     honest, culprit = connect("alice", to=victim), blame("dave")
     with watching(victim) as watch:
@@ -226,7 +227,7 @@ def test_payloads_that_are_announced_and_never_sent(
 
 
 def test_requests_whose_tenant_leaves(victim: Service, connect: Connect, requests: Requests, blame: Blame) -> None:
-    """Their memory is free before their bytes may be asked for again."""
+    """Their memory is freed before their bytes can be granted again."""
     execute, _ = requests
     honest, culprit = connect("alice", to=victim), blame("bob")
     matrix = bytes(ROWS * WIDTH * 4)
@@ -254,7 +255,7 @@ def test_requests_whose_tenant_leaves(victim: Service, connect: Connect, request
 def test_requests_that_come_too_late(
     configure: Configure, launch: Launch, wide: Path, connect: Connect, requests: Requests, tmp_path: Path
 ) -> None:
-    """Their tenants are told and ask again at once; what the executor still holds of them stays on their budget."""
+    """Late requests are refused and sent again at once; memory that the executor still holds stays on the budget."""
     execute, _ = requests
     bills = tmp_path / "usage.sqlite"
     config = configure(checkpoint=wide, request_timeout_s=0.05, **LIMITS)
@@ -290,7 +291,7 @@ def test_requests_that_come_too_late(
 
 
 def test_a_flood_of_large_requests(victim: Service, connect: Connect, requests: Requests, blame: Blame) -> None:
-    """Honest answers have their bits, and the flood is on the flooder's bill."""
+    """Honest answers have the right bits, and the abuser is billed for the flood."""
     execute, _ = requests
     honest, culprit = connect("alice", to=victim), blame("bob")
     row = torch.arange(WIDTH, dtype=torch.int32).reshape(1, WIDTH)
@@ -314,8 +315,8 @@ def test_a_flood_of_large_requests(victim: Service, connect: Connect, requests: 
     culprit.must_have(requests=24, rows=24 * 2048)
 
 
-def test_answers_that_nobody_reads(victim: Service, connect: Connect, requests: Requests, blame: Blame) -> None:
-    """They wait in memory that was taken from their tenant's share, and keep nobody else's rows there."""
+def test_answers_that_are_never_read(victim: Service, connect: Connect, requests: Requests, blame: Blame) -> None:
+    """Unread answers use memory of their tenant's share, and keep no other tenant's rows in memory."""
     execute, _ = requests
     honest, culprit = connect("alice", to=victim), blame("bob")
     readers = [connect("bob", to=victim) for _ in range(8)]
@@ -330,7 +331,7 @@ def test_answers_that_nobody_reads(victim: Service, connect: Connect, requests: 
 
 
 class FarClient:
-    """A tenant whose every flight of bytes takes `delay` seconds to arrive."""
+    """A tenant whose bytes take `delay` seconds to arrive."""
 
     def __init__(self, address: str, context: ssl.SSLContext, *, delay: float) -> None:
         self._raw = socket.create_connection(parse_address(address), timeout=10)
@@ -355,8 +356,8 @@ class FarClient:
                 self._in.write(self._raw.recv(65536))
 
 
-def test_strangers_who_say_nothing(victim: Service, keys: Keys) -> None:
-    """400 silent connections a second from 250 addresses, and a tenant 300 ms away."""
+def test_silent_unauthenticated_connections(victim: Service, keys: Keys) -> None:
+    """400 silent connections a second from 250 addresses, and a tenant with a delay of 300 ms."""
     over, opened = threading.Event(), list[socket.socket]()
 
     def flood() -> None:
@@ -371,7 +372,7 @@ def test_strangers_who_say_nothing(victim: Service, keys: Keys) -> None:
     with watching(victim) as watch:
         thread.start()
         try:
-            time.sleep(0.5)  # 200 of them are there
+            time.sleep(0.5)  # 200 of them are open
             for _ in range(3):
                 FarClient(victim.address, keys.context("alice"), delay=0.3).health()
         finally:
@@ -389,14 +390,14 @@ def held(pid: int) -> tuple[int, int]:
     return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))  # noqa: PTH208 - /proc
 
 
-def test_a_thousand_connections_come_and_go_and_leave_nothing(
+def test_a_thousand_closed_connections_leave_no_memory_files_or_threads(
     victim: Service, connect: Connect, keys: Keys, requests: Requests
 ) -> None:
     honest, before = connect("alice", to=victim), held(victim.process.pid)
 
     def come_and_go() -> None:
         for number in range(250):
-            with contextlib.suppress(OSError):  # some do not even wait for their handshake
+            with contextlib.suppress(OSError):  # some do not even finish their handshake
                 connection = socket.create_connection(parse_address(victim.address), timeout=20)
                 with connection, contextlib.ExitStack() as stack:
                     if number % 2:
@@ -418,7 +419,7 @@ def test_a_thousand_connections_come_and_go_and_leave_nothing(
 
 
 def test_memory_is_flat_in_the_number_of_tenants(victim: Service, connect: Connect, requests: Requests) -> None:
-    """At most 2 MiB for each connection, whatever it has asked for before."""
+    """At most 2 MiB for each connection, whatever it has requested before."""
     execute, _ = requests
     rows = torch.ones(64, WIDTH, dtype=torch.int32)
     with watching(victim) as watch:

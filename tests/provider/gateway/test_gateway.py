@@ -1,4 +1,4 @@
-"""Who is let in, what may be asked, and what happens to those who are slow, many or rude."""
+"""Access to the gateway, valid requests, and clients that are slow, many or malformed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from symbiosis_priv.network.tls import TenantIdentity
 if TYPE_CHECKING:
     from tests.provider.conftest import Client, Configure, Connect, Keys, Requests
 
-WIDTH = 64  # of the tiny Llama
+WIDTH = 64  # layer groups of the tiny Llama
 SLOW = {"handshake_timeout_s": 0.3, "frame_timeout_s": 0.3, "idle_timeout_s": 0.3}
 
 
@@ -49,7 +49,7 @@ def works(client: Client, requests: Requests) -> bool:
 def healthy(client: Client) -> bool:
     try:
         return isinstance(client.ask(wire.Health()), wire.HealthReport)
-    except OSError:  # refused before it could ask
+    except OSError:  # refused before the first request
         return False
 
 
@@ -61,7 +61,7 @@ def open_tcp(provider: Provider, *, source: str = "127.0.0.1") -> socket.socket:
 
 
 def refused(connection: socket.socket, context: ssl.SSLContext) -> bool:
-    """In TLS 1.3 a client learns of its refusal from its first read."""
+    """Returns True if the provider refuses the client. In TLS 1.3 a client learns of a refusal at its first read."""
     with connection, context.wrap_socket(connection, server_hostname="127.0.0.1") as tls:
         try:
             tls.sendall(wire.encode(wire.Health()))
@@ -96,7 +96,7 @@ def test_old_tls_and_no_tls(provider: Provider, connect: Connect, requests: Requ
     assert works(connect(), requests)
 
 
-# What may be asked
+# Requests
 
 
 def test_hello_is_checked(connect: Connect, provider: Provider) -> None:
@@ -113,7 +113,8 @@ def test_hello_is_checked(connect: Connect, provider: Provider) -> None:
 def test_a_part_of_the_layers(
     configure: Configure, connect: Connect, requests: Requests, provider: Provider, keys: Keys
 ) -> None:
-    """A provider of layer 1 alone: the whole model's digest, and the whole provider's bits where it serves."""
+    """A provider of layer 1 alone states the whole model's digest, and returns the same bits as a provider of all
+    layers."""
     execute, effect = requests
     whole, part = configure(), configure()
     part = msgspec.structs.replace(whole, model=msgspec.structs.replace(whole.model, layers="1"))
@@ -122,7 +123,7 @@ def test_a_part_of_the_layers(
         client, everything = connect(to=one), connect("bob")
         reply = connect("dave", role=None, to=one).hello(one.model_digest)
         assert isinstance(reply, wire.Welcome)
-        assert reply.groups == range(4, 9)  # the LM head goes with the last layer
+        assert reply.groups == range(4, 9)  # the LM head belongs to the last layer
         for group in range(9):
             request, rows = execute(group, 3), None
             columns = {True: WIDTH, False: 112}[group % 4 != 3]
@@ -145,7 +146,7 @@ def test_a_part_of_the_layers(
         assert status.heat == [5, 3, 3, 3, 3]
 
 
-def test_layers_that_the_model_has_not(configure: Configure) -> None:
+def test_layers_that_the_model_does_not_have(configure: Configure) -> None:
     whole = configure()
     part = msgspec.structs.replace(whole, model=msgspec.structs.replace(whole.model, layers="1-2"))
     with pytest.raises(ConfigError, match="layers = '1-2' goes beyond this model, whose layers are 0-1"):
@@ -163,10 +164,8 @@ def test_health_needs_no_hello(connect: Connect, provider: Provider, requests: R
     assert report.uptime_s > 0
 
 
-def test_who_asks_for_health_all_the_time_takes_nothing_of_the_executors(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the executor says about itself is in nobody's share, so it says it now and then, and not to everybody."""
+def test_frequent_health_requests_take_no_executor_time(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The executor's own report costs time that is charged to no tenant, so it is made at most every 0.25 s."""
     asked = []
     report = ExecutorClient.report
 
@@ -182,7 +181,9 @@ def test_who_asks_for_health_all_the_time_takes_nothing_of_the_executors(
     assert all(later - earlier > 0.2 for earlier, later in itertools.pairwise(asked))
 
 
-def test_a_health_report_counts_nobody_else(configure: Configure, connect: Connect, requests: Requests) -> None:
+def test_a_health_report_counts_only_the_tenant_that_asks(
+    configure: Configure, connect: Connect, requests: Requests
+) -> None:
     with Provider(configure()) as provider:
         alice, bob = connect("alice", to=provider), connect("bob", to=provider)
         neighbour = connect("alice", to=provider)
@@ -201,7 +202,7 @@ def test_a_health_report_counts_nobody_else(configure: Configure, connect: Conne
         assert counted(bob) == (1, 1)
 
 
-def test_namesakes_of_two_authorities_share_nothing(
+def test_tenants_with_one_name_from_two_authorities_are_separate(
     configure: Configure, connect: Connect, requests: Requests, keys: Keys, tmp_path: Path
 ) -> None:
     both = tmp_path / "tenants.pem"
@@ -211,7 +212,7 @@ def test_namesakes_of_two_authorities_share_nothing(
     with Provider(config) as provider:
         alice = connect("alice", to=provider)
         assert works(alice, requests)
-        namesake = connect("namesake", role=None, to=provider)  # not alice's one connection
+        namesake = connect("namesake", role=None, to=provider)  # not alice's only connection
         report = namesake.ask(wire.Health())
         assert isinstance(report, wire.HealthReport)
         assert (report.requests, report.connections) == (0, 1)
@@ -230,7 +231,7 @@ def test_refused_requests_leave_the_connection_usable(connect: Connect, provider
         (execute(0, 2), b"\0" * 4 * WIDTH, code.BAD_REQUEST),
         (execute(0, 1), b"", code.BAD_REQUEST),
         (execute(0, 0), b"\0" * 4, code.BAD_REQUEST),
-        (execute(0, 1, direction="backward"), b"\0" * 4 * WIDTH, code.BAD_REQUEST),  # backward is wider
+        (execute(0, 1, direction="backward"), b"\0" * 4 * WIDTH, code.BAD_REQUEST),  # backward rows are wider
         (execute(0, too_many), b"\0" * 4 * WIDTH * too_many, code.TOO_LARGE),
         (effect(0, 1, seed=seed), b"", code.ROLE_REFUSED),
         (wire.Health(), b"\0", code.BAD_REQUEST),
@@ -267,7 +268,7 @@ def test_broken_frames_end_the_connection(connect: Connect, provider: Provider) 
 
 
 def hello_until_welcome(client: Client, provider: Provider, role: wire.Role) -> None:
-    """The end of another connection is noticed soon, not at once."""
+    """Repeat the hello, because the end of another connection is noticed after a moment."""
     deadline = time.monotonic() + 10
     while not isinstance(client.hello(provider.model_digest, role), wire.Welcome):
         assert time.monotonic() < deadline
@@ -293,7 +294,7 @@ def test_a_provider_serves_only_its_roles(configure: Configure, connect: Connect
         assert failure(client.hello(provider.model_digest, "executor")) == wire.ErrorCode.ROLE_REFUSED
 
 
-# Slow, silent, many
+# Slow, silent and many clients
 
 
 def test_silent_and_slow_clients_are_dropped(
@@ -306,7 +307,7 @@ def test_silent_and_slow_clients_are_dropped(
         trickle.socket.settimeout(0.05)
         frame = wire.encode(wire.Health())
         ended = False
-        for byte in frame * 100:  # each byte in time, the frame never
+        for byte in frame * 100:  # each byte in time, but the frame never completes
             try:
                 trickle.socket.sendall(bytes([byte]))
                 ended = trickle.socket.recv(1) == b""
@@ -339,7 +340,7 @@ def test_a_client_that_does_not_read_is_dropped(
             deaf.sendall(wire.encode(execute(0, rows), payload_bytes=rows * WIDTH * 4) + bytes(rows * WIDTH * 4))
             client = connect("bob", role=None, to=provider)
             deadline = time.monotonic() + 10
-            while True:  # until it has been dropped: this connection of its tenant alone is left
+            while True:  # until the client has been dropped and only this connection of its tenant is left
                 report = client.ask(wire.Health())
                 assert isinstance(report, wire.HealthReport)
                 if report.connections == 1 and report.requests == 1:
@@ -347,16 +348,16 @@ def test_a_client_that_does_not_read_is_dropped(
                 assert time.monotonic() < deadline
 
 
-def test_strangers_cannot_take_the_places_of_tenants(
+def test_unauthenticated_connections_cannot_take_tenants_slots(
     configure: Configure, connect: Connect, requests: Requests
 ) -> None:
     with Provider(configure(max_handshakes=2)) as provider, contextlib.ExitStack() as stack:
         silent = [stack.enter_context(open_tcp(provider)) for _ in range(5)]
         assert works(connect(to=provider), requests)
-        assert silent[0].recv(1) == b""  # the oldest had to go
+        assert silent[0].recv(1) == b""  # the oldest connection was closed
 
 
-def test_a_flood_from_one_address_costs_another_no_handshake(
+def test_a_flood_from_one_address_does_not_block_another_address(
     configure: Configure, connect: Connect, keys: Keys, requests: Requests
 ) -> None:
     with Provider(configure(max_handshakes=4)) as provider, contextlib.ExitStack() as stack:
@@ -378,7 +379,7 @@ def test_too_many_connections(configure: Configure, connect: Connect, requests: 
             assert works(connect("bob", to=provider), requests)
         first.close()
         deadline = time.monotonic() + 10
-        while not healthy(connect(role=None, to=provider)):  # the end of `first` is noticed soon, not at once
+        while not healthy(connect(role=None, to=provider)):  # the end of `first` is noticed after a moment
             assert time.monotonic() < deadline
 
 
@@ -386,7 +387,8 @@ def tenants(*names: str) -> list[TenantIdentity]:
     return [TenantIdentity(name, authority="sha256:a") for name in names]
 
 
-LARGE = Limits(max_payload_mib=3, max_inflight_mib=16, max_inflight_mib_per_tenant=8, max_connections=4)  # 12 to share
+# 12 bytes for large requests
+LARGE = Limits(max_payload_mib=3, max_inflight_mib=16, max_inflight_mib_per_tenant=8, max_connections=4)
 
 
 def test_bytes_are_taken_before_memory_is() -> None:
@@ -413,8 +415,8 @@ def test_small_requests_never_wait_for_bytes() -> None:
             pass
 
 
-def test_bytes_come_to_tenants_by_turns() -> None:
-    """Who had some last waits longest, however often it asks; whose turn it is is not overtaken by smaller claims."""
+def test_tenants_take_turns_for_bytes() -> None:
+    """The tenant that got bytes least recently is next, and smaller requests do not overtake it."""
     budget = ByteBudget(LARGE)
     alice, bob, carol = tenants("alice", "bob", "carol")
     order: list[str] = []
@@ -443,7 +445,7 @@ def test_a_tenant_leaves_room_for_another() -> None:
     budget = ByteBudget(LARGE)
     alice, bob = tenants("alice", "bob")
     with contextlib.ExitStack() as stack:
-        for _ in range(3):  # half of the 12: one tenant more may come
+        for _ in range(3):  # half of the 12, so that one more tenant finds room
             stack.enter_context(budget.taken(alice, 2 * MIB, timeout=0))
         with pytest.raises(Refusal), budget.taken(alice, 2 * MIB, timeout=0):
             pass
@@ -451,10 +453,10 @@ def test_a_tenant_leaves_room_for_another() -> None:
             pass
 
 
-# The end
+# Stopping
 
 
-def test_stop_answers_what_is_in_flight(
+def test_stop_answers_requests_in_flight(
     configure: Configure, connect: Connect, requests: Requests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     execute, _ = requests
@@ -471,7 +473,7 @@ def test_stop_answers_what_is_in_flight(
     idle, busy = connect("bob", to=provider), connect(to=provider)
     busy.send(execute(0, 1), bytes(4 * WIDTH))
     assert begun.wait(20)
-    busy.send(execute(0, 1), bytes(4 * WIDTH))  # one more, too late
+    busy.send(execute(0, 1), bytes(4 * WIDTH))  # one more request, too late
     address = parse_address(provider.address)
     stopper = threading.Thread(target=provider.stop)
     stopper.start()
@@ -483,4 +485,4 @@ def test_stop_answers_what_is_in_flight(
     assert busy.at_end()
     stopper.join(20)
     assert not stopper.is_alive()
-    provider.stop()  # once more does nothing
+    provider.stop()  # stopping twice does nothing

@@ -1,4 +1,4 @@
-"""10,000 malformed frames: every one is answered with an error or ends its connection, and costs nobody else."""
+"""10,000 malformed frames: each gets an error or ends its connection, and other tenants are not disturbed."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ def resident_kib(pid: int) -> int:
 
 
 class Vandal:
-    """Breaks good frames in every way it knows, from a fixed seed."""
+    """Makes malformed frames of many kinds, from a fixed seed."""
 
     def __init__(self, requests: Requests) -> None:
         self._execute, self._effect = requests
         self._random = random.Random(2)
-        # The first five break the framing, so that each costs a connection; the others do not.
+        # The first five kinds break the framing, so each costs a connection; the others do not.
         self.ways = (self.flipped, self.truncated, self.oversized, self.noise, self.wrong_type)
         self.milder = (self.wrong_count, self.wrong_group, self.wrong_place)
 
     def frame(self) -> tuple[bytes, bool]:
-        """(bytes, whether the connection must be dropped by the client after sending them)."""
-        ways = self.ways if self._random.random() < 0.1 else self.milder  # some two hundred of each: handshakes cost
+        """Returns the bytes of a frame, and True if the client must drop the connection after sending them."""
+        # about two hundred of each, because handshakes are slow
+        ways = self.ways if self._random.random() < 0.1 else self.milder
         way = self._random.choice(ways)
         return way(), way == self.truncated
 
@@ -51,7 +52,7 @@ class Vandal:
         return wire.encode(request, payload_bytes=len(payload)) + payload
 
     def flipped(self) -> bytes:
-        """One byte of the header is another: often no header any more."""
+        """One byte of the header is changed; the result is often not a header."""
         frame = bytearray(self.good())
         header = wire.PREFIX.unpack(frame[: wire.PREFIX.size])[1]
         frame[wire.PREFIX.size + self._random.randrange(header)] ^= self._random.randrange(1, 256)
@@ -94,7 +95,7 @@ class Vandal:
 
 
 class GoodNeighbour(threading.Thread):
-    """Asks for one product after the other, and remembers the first wrong one."""
+    """Requests one product after the other, and records the first wrong one."""
 
     def __init__(self, client: Client, requests: Requests) -> None:
         super().__init__()
@@ -108,7 +109,7 @@ class GoodNeighbour(threading.Thread):
         x = torch.arange(2 * WIDTH, dtype=torch.int32).reshape(2, WIDTH)
         try:
             want = self._client.product(execute(0, 2), x)
-            while not self.enough.wait(0.01):  # both cores are for frames: it need not be busy, but served
+            while not self.enough.wait(0.01):  # it pauses, because both cores are needed for the malformed frames
                 assert torch.equal(self._client.product(execute(0, 2), x), want)
                 self.served += 1
         except BaseException as error:
@@ -116,7 +117,8 @@ class GoodNeighbour(threading.Thread):
 
 
 def provoke(vandal: Vandal, connect: Connect, service: Service, frames: int) -> int:
-    """Send malformed frames; returns how many were answered with a failure (the others ended their connection)."""
+    """Send malformed frames. Returns the number that were answered with a failure; the others ended their
+    connection."""
     client, failures = connect("alice", to=service), 0
     for _ in range(frames):
         frame, leave = vandal.frame()
@@ -140,7 +142,7 @@ def provoke(vandal: Vandal, connect: Connect, service: Service, frames: int) -> 
 def test_ten_thousand_malformed_frames(
     configure: Configure, launch: Launch, connect: Connect, requests: Requests
 ) -> None:
-    # thousands of handshakes would wait behind the neighbour's products for their share: that is `test_reception.py`'s
+    # thousands of handshakes would have a small share while products are computed; `test_reception.py` tests that
     service = launch(configure(frame_timeout_s=5, handshake_share=1.0, handshake_share_serving=1.0))
     vandal = Vandal(requests)
     neighbour = GoodNeighbour(connect("bob", to=service), requests)

@@ -1,4 +1,4 @@
-"""The door: handshakes take their share of one core and no more, and nobody is locked out by somebody else's."""
+"""Handshakes take their share of one core at most, and no network can lock out another one."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from symbiosis_priv.network.addresses import parse_address
 if TYPE_CHECKING:
     from tests.provider.conftest import Configure, Connect, Keys, Launch, Requests
 
-SHARE = 0.02  # some twenty handshakes a second
+SHARE = 0.02  # share for about twenty handshakes a second
 
 
 @contextlib.contextmanager
 def crowd(address: str, keys: Keys, *, source: str, threads: int) -> Iterator[None]:
-    """Tenants that connect and leave again, each as soon as the last one was let in."""
+    """Tenants that connect and disconnect repeatedly."""
     over = threading.Event()
 
     def come_and_go() -> None:
         while not over.is_set():
-            with contextlib.suppress(OSError):  # the handshake's end meets the provider's
+            with contextlib.suppress(OSError):  # the provider may close before the handshake has ended
                 raw = socket.create_connection(parse_address(address), timeout=20, source_address=(source, 0))
                 with raw, keys.context("bob").wrap_socket(raw, server_hostname="127.0.0.1"):
                     pass
@@ -55,7 +55,7 @@ def crowd(address: str, keys: Keys, *, source: str, threads: int) -> Iterator[No
             thread.join()
 
 
-def test_a_crowd_at_the_door_has_its_share_and_keeps_nobody_out(
+def test_many_handshakes_take_their_share_and_delay_no_other_network(
     configure: Configure, connect: Connect, keys: Keys, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = configure(handshake_share=SHARE, handshake_timeout_s=0.75)
@@ -66,10 +66,11 @@ def test_a_crowd_at_the_door_has_its_share_and_keeps_nobody_out(
                 assert time.monotonic() - begun < 20
                 time.sleep(0.01)
             came = time.monotonic()
-            client = connect(to=provider)  # from another address: behind one step of the crowd's, twice
+            # a client with another address waits for one step of the crowd's handshakes, twice
+            client = connect(to=provider)
             assert time.monotonic() - came < 2.0
             assert isinstance(client.ask(wire.Health()), wire.HealthReport)
-            neighbour = connect(to=provider, source="127.0.0.9")  # in the line with the others, for more than its time
+            neighbour = connect(to=provider, source="127.0.0.9")  # it waited in the queue for longer than its timeout
             assert isinstance(neighbour.ask(wire.Health()), wire.HealthReport)
             assert provider.status().handshakes.late == 0
         elapsed, status = time.monotonic() - begun, provider.status()
@@ -97,11 +98,11 @@ def test_handshakes_have_a_smaller_share_while_products_are_answered(
             assert serving.seconds - before.seconds <= SHARE * (elapsed + 1) + 0.02
             resting = time.monotonic()
             while provider.status().handshakes.accepted < serving.accepted + 400:
-                assert time.monotonic() < resting + 15  # it would take twenty seconds of the smaller share
+                assert time.monotonic() < resting + 15  # the smaller share would take twenty seconds
                 time.sleep(0.01)
 
 
-def test_a_new_share_is_taken_over_while_it_runs(configure: Configure, launch: Launch, keys: Keys) -> None:
+def test_a_new_share_applies_while_the_provider_runs(configure: Configure, launch: Launch, keys: Keys) -> None:
     config = configure(handshake_share=0.01)
     service = launch(msgspec.structs.replace(config, metrics=MetricsConfig(listen="127.0.0.1:0")))
 
@@ -114,15 +115,15 @@ def test_a_new_share_is_taken_over_while_it_runs(configure: Configure, launch: L
         service.config_file.write_text(text.replace("handshake_share = 0.01", "handshake_share = 1.0"))
         service.process.send_signal(signal.SIGHUP)
         before, deadline = accepted(), time.monotonic() + 20
-        while accepted() < before + 200:  # it would take twenty seconds of those
+        while accepted() < before + 200:  # the previous share would take twenty seconds
             assert time.monotonic() < deadline
             time.sleep(0.01)
     (reloaded,) = (line for line in service.logged() if line["event"] == "reloaded")
     assert reloaded["needs_restart"] is None
 
 
-def test_a_handshake_in_bits_has_one_deadline_and_no_thread(configure: Configure, connect: Connect, keys: Keys) -> None:
-    """Each byte of it comes in time, its end never."""
+def test_a_slow_handshake_has_one_deadline_and_no_thread(configure: Configure, connect: Connect, keys: Keys) -> None:
+    """Each byte of a handshake comes in time, but its end never comes."""
     hello, nothing = ssl.MemoryBIO(), ssl.MemoryBIO()
     with contextlib.suppress(ssl.SSLWantReadError):
         keys.context("alice").wrap_bio(nothing, hello, server_hostname="127.0.0.1").do_handshake()
@@ -144,8 +145,8 @@ def test_a_handshake_in_bits_has_one_deadline_and_no_thread(configure: Configure
         assert isinstance(connect(to=provider).ask(wire.Health()), wire.HealthReport)
 
 
-def test_a_door_that_has_closed_by_itself_can_be_closed(configure: Configure) -> None:
-    """Its thread may see that it is over before it is woken."""
+def test_a_reception_whose_thread_has_ended_can_be_stopped(configure: Configure) -> None:
+    """The reception's thread may end before it is woken."""
     config = configure()
     credentials = Credentials.load(config.tls)
     door = Reception(

@@ -28,7 +28,7 @@ LIMITS = Limits(max_connections=6, max_connections_per_tenant=4)
 
 
 @given(st.lists(st.tuples(st.sampled_from(TENANTS), st.booleans()), max_size=40))
-def test_slots_are_bounded_and_no_tenant_is_shut_out(arriving: list[tuple[TenantIdentity, bool]]) -> None:
+def test_slots_are_limited_and_shared_between_tenants(arriving: list[tuple[TenantIdentity, bool]]) -> None:
     """The idlest connection of the tenant with the most is closed, and only for a tenant that has fewer."""
     slots = Slots(LIMITS)
     present: dict[Slot, contextlib.ExitStack] = {}
@@ -74,8 +74,8 @@ def _held_by(slots: Slots) -> list[Slot]:
     return [slot for held in slots._held.values() for slot in held]
 
 
-def test_a_connection_is_served_after_the_one_that_is_closed_for_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each slot has its share of the bytes for small requests: two connections must not use one slot."""
+def test_a_new_connection_waits_for_the_end_of_the_one_closed_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each slot has a share of the bytes for small requests, so two connections must not use one slot."""
     slots, asked, let_go = Slots(Limits(max_connections=2)), threading.Event(), threading.Event()
     alice, bob, carol, _ = TENANTS
     served = threading.Event()
@@ -103,14 +103,14 @@ def test_a_connection_is_served_after_the_one_that_is_closed_for_it_has_ended(mo
             thread.join(20)
         monkeypatch.setattr("provider.gateway.slots._CLOSING_S", 0.01)
         with slots.taken(alice, lambda: None), pytest.raises(Refusal), slots.taken(carol, lambda: None):
-            pass  # the closed one stays, and has its slot until it has gone
+            pass  # the closed connection keeps its slot until its thread has ended
         assert slots.count(carol) == 0
 
 
-def test_tenants_with_idle_connections_shut_nobody_out(
+def test_idle_connections_do_not_shut_out_other_tenants(
     configure: Configure, connect: Connect, requests: Requests
 ) -> None:
-    """Four tenants with all the connections that each may have took every slot of a provider."""
+    """Four tenants with all their permitted connections could take every slot of a provider."""
     execute, _ = requests
     rows = torch.ones(1, 64, dtype=torch.int32)
     with Provider(configure(max_connections=6, max_connections_per_tenant=2)) as provider:
@@ -122,7 +122,8 @@ def test_tenants_with_idle_connections_shut_nobody_out(
         assert crowd["alice"][1].at_end()
         for name, which in (("alice", 0), ("bob", 0), ("bob", 1), ("dave", 0), ("dave", 1)):
             crowd[name][which].product(execute(0, 1), rows)
-        late = connect("carol", to=provider, role=None).receive()[0]  # bob and dave have no more than carol would have
+        # bob and dave have no more connections than carol would have
+        late = connect("carol", to=provider, role=None).receive()[0]
         assert isinstance(late, wire.Failure)
         assert late.code == wire.ErrorCode.BUSY
         carol.product(execute(0, 1), rows)

@@ -68,8 +68,8 @@ def ones(rows: int) -> torch.Tensor:
     st.lists(st.tuples(st.integers(1, 50), st.floats(0, 0.5)), min_size=1, max_size=60),
     st.sampled_from((10.0, 100.0)),
 )
-def test_over_time_no_more_than_the_rate_comes_in(asked: list[tuple[int, float]], rate: float) -> None:
-    """A second's worth at once, then the rate; the last request may be larger than all that was left."""
+def test_the_average_rate_stays_within_the_quota(asked: list[tuple[int, float]], rate: float) -> None:
+    """One second's tokens at once, then the rate; the last request may be larger than the tokens that were left."""
     quota, now, admitted = QuotaConfig(rows_per_s=rate), 0.0, 0
     meter = QuotaMeter(now)
     for rows, pause in asked:
@@ -77,7 +77,7 @@ def test_over_time_no_more_than_the_rate_comes_in(asked: list[tuple[int, float]]
         delay = meter.delay(quota, now)
         if delay:
             assert meter.delay(quota, now + 0.99 * delay) > 0
-            now += 1.01 * delay  # no longer than it says
+            now += 1.01 * delay  # no longer than `delay` states
             assert not meter.delay(quota, now)
         assert admitted <= rate * (now + 1) + 1e-6
         meter.take(rows=rows, work=0)
@@ -90,7 +90,7 @@ def test_quotas_are_each_tenants_own() -> None:
     for _ in range(100):
         with gate.admitted(BOB, rows=10**6, work=10**12):
             pass
-    for _ in range(2):  # the first leaves the bucket in debt
+    for _ in range(2):  # the first request leaves the bucket in debt
         with contextlib.suppress(Refusal), gate.admitted(ALICE, rows=1, work=1):
             pass
     with pytest.raises(Refusal) as refused, gate.admitted(ALICE, rows=1, work=1):
@@ -103,7 +103,7 @@ def test_quotas_are_each_tenants_own() -> None:
         pass
 
 
-def test_rows_in_flight_wait_for_those_before() -> None:
+def test_rows_in_flight_wait_for_earlier_rows() -> None:
     gate = QuotaGate(lambda _: QuotaConfig(max_rows_in_flight=10))
     with pytest.raises(Refusal) as refused, gate.admitted(ALICE, rows=11, work=0):
         pass
@@ -122,7 +122,7 @@ def test_rows_in_flight_wait_for_those_before() -> None:
     waiter.join()
 
 
-def test_a_tenants_own_values_stand_before_the_default(configure: Configure) -> None:
+def test_a_tenants_own_quota_overrides_the_default(configure: Configure) -> None:
     config = msgspec.structs.replace(
         configure(),
         quota=QuotaConfig(rows_per_s=5.0, weight=1.0),
@@ -133,7 +133,7 @@ def test_a_tenants_own_values_stand_before_the_default(configure: Configure) -> 
     assert config.quota_of(TenantIdentity("bob", authority="sha256:b")) == config.quota
 
 
-def test_a_quota_is_enforced_at_the_door(configure: Configure, connect: Connect, requests: Requests) -> None:
+def test_the_gateway_enforces_a_quota(configure: Configure, connect: Connect, requests: Requests) -> None:
     execute, _ = requests
     config = msgspec.structs.replace(configure(), tenants={"alice": QuotaConfig(rows_per_s=1.0)})
     with Provider(config) as provider:
@@ -149,7 +149,7 @@ def test_a_quota_is_enforced_at_the_door(configure: Configure, connect: Connect,
 def test_a_tenant_over_its_quota_is_told_which_one(
     configure: Configure, connect: Connect, requests: Requests, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With the answer that was late for it, and with the refusal; the operator sees it too."""
+    """The answer that waited and the refusal name the limit, and so do the log and the metrics."""
     execute, _ = requests
     quota = QuotaConfig(rows_per_s=100.0, requests_per_s=1000.0)
     with Provider(msgspec.structs.replace(configure(), tenants={"alice": quota})) as provider:
@@ -176,20 +176,20 @@ def test_a_tenant_over_its_quota_is_told_which_one(
 
 
 def test_refusals_and_reports_have_a_rate_of_their_own() -> None:
-    """Whoever asks for nothing else is listened to a thousand times a second, with a second's worth at once."""
+    """A tenant that sends only such requests gets a thousand answers a second, with one second's worth at once."""
     gate = QuotaGate(lambda _: QuotaConfig())
     assert [gate.pause(ALICE, size=0) for _ in range(1000)] == [0.0] * 1000
     assert 0.5 < [gate.pause(ALICE, size=0) for _ in range(1000)][-1] <= 1.0
     assert not gate.pause(BOB, size=0)
     assert gate.pause(BOB, size=512 * MIB) > 3.0
-    with gate.admitted(ALICE, rows=1, work=1):  # products do not wait for it
+    with gate.admitted(ALICE, rows=1, work=1):  # products do not wait for this rate
         pass
 
 
-def test_who_is_refused_all_the_time_is_not_listened_to_all_the_time_and_is_named(
+def test_refused_requests_have_a_limited_rate_and_are_billed(
     configure: Configure, connect: Connect, requests: Requests, tmp_path: Path
 ) -> None:
-    """Also before it has said hello, which needs no role: what it asks for in vain takes time from all others."""
+    """The rate also holds before the hello, which needs no role. Refused requests take time from all tenants."""
     execute, _ = requests
     database, matrix = tmp_path / "usage.sqlite", bytes(8 * MIB)
     with Provider(msgspec.structs.replace(configure(), usage=UsageConfig(database=database))) as provider:
@@ -205,17 +205,17 @@ def test_who_is_refused_all_the_time_is_not_listened_to_all_the_time_and_is_name
     assert bill == {("alice", "none"): 20, ("bob", "executor"): 1}
 
 
-def test_requests_of_zero_rows_take_nothing_of_the_executor_and_have_a_rate(
+def test_requests_of_zero_rows_take_no_executor_time_and_have_a_rate(
     configure: Configure, connect: Connect, requests: Requests
 ) -> None:
-    """No work could be charged for them: as jobs they would go before every other tenant's, for ever."""
+    """They have no work that could be charged, so in the scheduler they would precede all other tenants."""
     execute, effect = requests
     with Provider(configure()) as provider:
         alice, carol = connect("alice", to=provider), connect("carol", to=provider, role="helper")
         alice.product(execute(0, 1), ones(1))
         carol.product(effect(0, 0, seed=bytes(32)))
         begun = time.monotonic()
-        for _ in range(1200):  # a second's worth at once, and then the rate
+        for _ in range(1200):  # one second's worth at once, and then the rate
             assert alice.product(execute(0, 0), ones(0)).shape[0] == 0
         assert time.monotonic() - begun > 0.15
         executor = provider.status().executor
@@ -231,7 +231,7 @@ def test_requests_of_zero_rows_take_nothing_of_the_executor_and_have_a_rate(
 def test_a_tenant_that_trains_on_one_connection_trains_on_all(
     configure: Configure, connect: Connect, requests: Requests
 ) -> None:
-    """Else small forward requests on a connection of their own would go ahead as if somebody waited for a token."""
+    """Otherwise small forward requests on another connection would get inference's priority."""
     execute, _ = requests
     with Provider(configure()) as provider:
         backward, forward = connect(to=provider), connect(to=provider)
@@ -249,7 +249,7 @@ def test_a_tenant_that_trains_on_one_connection_trains_on_all(
 def test_counters_survive_sigkill(
     configure: Configure, launch: Launch, connect: Connect, requests: Requests, tmp_path: Path
 ) -> None:
-    """What tenants have received is on the bill, and no more than what was in flight beside it."""
+    """The bill contains every answer that tenants have received, and at most the requests in flight in addition."""
     execute, effect = requests
     database = tmp_path / "usage.sqlite"
     service = launch(msgspec.structs.replace(configure(), usage=UsageConfig(database=database)))
@@ -280,12 +280,12 @@ def test_counters_survive_sigkill(
         thread.join(20)
     bill = {str(row["tenant"]): row for row in read(database)}
     for name, count in received.items():
-        assert 0 <= int(bill[name]["requests"]) - count <= 1  # one in flight
+        assert 0 <= int(bill[name]["requests"]) - count <= 1  # one request in flight
         assert bill[name]["rows"] == 2 * int(bill[name]["requests"])
     assert bill["carol"]["role"] == "helper"
     assert int(bill["carol"]["work"]) / int(bill["carol"]["rows"]) > int(bill["alice"]["work"]) / int(
         bill["alice"]["rows"]
-    )  # the keystream is charged too
+    )  # the keystream is charged, too
     with Provider(msgspec.structs.replace(configure(), usage=UsageConfig(database=database))) as provider:
         connect("alice", to=provider).product(execute(0, 2), ones(2))
     again = {row["tenant"]: row for row in read(database)}
@@ -295,7 +295,7 @@ def test_counters_survive_sigkill(
 def test_refused_and_abandoned_requests_are_counted_apart(
     configure: Configure, connect: Connect, requests: Requests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Alice leaves while bob's product runs: hers is not computed, and not on the bill."""
+    """Alice leaves while bob's product runs: her request is not computed, and not billed as answered."""
     execute, _ = requests
     database = tmp_path / "usage.sqlite"
     begun, go_on, cancelled = threading.Event(), threading.Event(), threading.Event()
@@ -339,10 +339,10 @@ def test_refused_and_abandoned_requests_are_counted_apart(
     assert [bill["carol"][name] for name in counted] == [0, 0, 0, 1]
 
 
-def test_nothing_is_multiplied_for_who_has_left_before(
+def test_nothing_is_multiplied_for_a_tenant_that_has_left(
     configure: Configure, connect: Connect, requests: Requests, tmp_path: Path
 ) -> None:
-    """Alice is over her rate: by the time that it is her request's turn, she has gone."""
+    """Alice exceeds her rate, and leaves before it is her request's turn."""
     execute, _ = requests
     database = tmp_path / "usage.sqlite"
     config = msgspec.structs.replace(
@@ -362,10 +362,10 @@ def test_nothing_is_multiplied_for_who_has_left_before(
     assert [bill[name] for name in ("requests", "rows", "abandoned")] == [5, 5, 1]
 
 
-def test_what_was_multiplied_for_who_left_is_on_its_bill(
+def test_a_tenant_that_leaves_is_billed_for_its_multiplied_rows(
     configure: Configure, connect: Connect, requests: Requests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Alice leaves after the first slice of her request: that slice is hers to pay, and no other is multiplied."""
+    """Alice leaves after the first slice of her request: she is billed for that slice, and no other is multiplied."""
     execute, _ = requests
     database = tmp_path / "usage.sqlite"
     begun, cancelled = threading.Event(), threading.Event()
@@ -397,8 +397,8 @@ def test_what_was_multiplied_for_who_left_is_on_its_bill(
     assert database.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_full_disk_stops_nobody(tmp_path: Path) -> None:
-    """What could not be written is, when there is room again."""
+def test_a_full_disk_does_not_stop_the_provider(tmp_path: Path) -> None:
+    """Counts that could not be written are written when there is room again."""
     usage = Usage(tmp_path / "usage.sqlite")
     usage._connection.execute("PRAGMA max_page_count = 1")
     crowd = [TenantIdentity(f"tenant-{number}", authority="sha256:a") for number in range(500)]
@@ -413,10 +413,10 @@ def test_a_full_disk_stops_nobody(tmp_path: Path) -> None:
     usage.close()
 
 
-def test_what_a_full_disk_keeps_back_is_said_and_served_for_a_while_only(
+def test_unwritten_usage_is_reported_and_tolerated_for_a_limited_time(
     configure: Configure, connect: Connect, requests: Requests, tmp_path: Path
 ) -> None:
-    """Then tenants are told to ask again, and what they had is on the bill once there is room."""
+    """After that time tenants are refused with BUSY, and their usage is on the bill once there is room."""
     execute, _ = requests
     database = tmp_path / "usage.sqlite"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -442,8 +442,8 @@ def test_what_a_full_disk_keeps_back_is_said_and_served_for_a_while_only(
     assert bill["requests"] == 3
 
 
-def test_a_database_that_cannot_be_used_is_said_at_the_start(tmp_path: Path) -> None:
-    """Damaged, of a later release, of something else, or on a full disk: nobody is served without a bill."""
+def test_an_unusable_database_is_an_error_at_the_start(tmp_path: Path) -> None:
+    """Damaged, of a later release, another file, or on a full disk: no tenant is served without a bill."""
     whole = tmp_path / "whole.sqlite"
     usage = Usage(whole)
     for number in range(300):
@@ -471,7 +471,7 @@ def test_a_database_that_cannot_be_used_is_said_at_the_start(tmp_path: Path) -> 
     Usage(whole).close()
 
 
-def test_two_providers_may_share_a_database_and_who_holds_it_for_long_is_not_waited_for(tmp_path: Path) -> None:
+def test_two_providers_may_share_a_database_and_a_long_lock_is_not_waited_for(tmp_path: Path) -> None:
     database = tmp_path / "usage.sqlite"
     both = [Usage(database), Usage(database)]
     for _ in range(20):
@@ -491,7 +491,7 @@ def test_two_providers_may_share_a_database_and_who_holds_it_for_long_is_not_wai
     assert bill["requests"] == 41
 
 
-def test_tenants_do_not_wait_behind_each_other_for_who_holds_the_database(tmp_path: Path) -> None:
+def test_tenants_do_not_wait_one_after_the_other_for_a_locked_database(tmp_path: Path) -> None:
     database = tmp_path / "usage.sqlite"
     usage, waits = Usage(database), list[float]()
 
@@ -508,7 +508,7 @@ def test_tenants_do_not_wait_behind_each_other_for_who_holds_the_database(tmp_pa
             thread.start()
         for thread in threads:
             thread.join()
-        assert max(waits) < 1.5  # twelve quarters of a second, if they did
+        assert max(waits) < 1.5  # twelve times a quarter of a second, if they waited one after the other
         assert usage.unwritten_s > 0
     usage.settle()
     assert usage.unwritten_s == 0
@@ -518,13 +518,13 @@ def test_tenants_do_not_wait_behind_each_other_for_who_holds_the_database(tmp_pa
 
 
 @pytest.mark.parametrize("fate", ["moved", "replaced", "damaged"])
-def test_what_is_counted_is_not_written_to_a_file_that_nobody_will_read(tmp_path: Path, fate: str) -> None:
+def test_usage_is_not_written_to_a_deleted_or_replaced_file(tmp_path: Path, fate: str) -> None:
     database = tmp_path / "usage.sqlite"
     usage = Usage(database)
     usage.count(ALICE, "executor", Counts(requests=1))
     usage.keep()
     whole = database.read_bytes()
-    if fate == "damaged":  # by somebody else: the pages that this connection has read are as they were
+    if fate == "damaged":  # another process damages it; the pages that this connection has read are unchanged
         with database.open("r+b") as file:
             file.write(secrets.token_bytes(4096))
     else:
@@ -535,7 +535,7 @@ def test_what_is_counted_is_not_written_to_a_file_that_nobody_will_read(tmp_path
     usage.count(ALICE, "executor", Counts(requests=2))
     usage.settle()
     assert (usage.unwritten_s > 0) == (fate != "moved")
-    if fate == "damaged":  # it is brought back, from a copy
+    if fate == "damaged":  # the file is restored from a copy
         database.write_bytes(whole)
         usage.keep()
         assert usage.unwritten_s == 0
@@ -569,7 +569,7 @@ def test_a_damaged_row_stops_neither_the_bill_nor_the_counting(tmp_path: Path, v
 
 
 def damage_a_row(database: Path, change: str) -> None:
-    """As a bad disk does: the table's own checks are put aside."""
+    """Damage a row as a bad disk does, without the table's own checks."""
     for statement in (
         "UPDATE sqlite_schema SET sql = replace(sql, ', STRICT', '') WHERE name = 'usage'",
         change,
@@ -617,11 +617,11 @@ def test_export(tmp_path: Path, configure: Configure, keys: Keys) -> None:
 
 @pytest.fixture
 def dora(keys: Keys, tmp_path: Path) -> Identity:
-    """A tenant of her own, to be revoked."""
+    """A separate tenant that the tests revoke."""
     return issuing.issue(tmp_path, authority=keys.authority, kind=Kind.TENANT, name="dora")
 
 
-def test_a_revoked_tenant_is_hung_up_on_in_the_middle_of_a_request(
+def test_a_revoked_tenants_connection_is_closed_during_a_request(
     configure: Configure,
     connect: Connect,
     keys: Keys,
@@ -629,7 +629,7 @@ def test_a_revoked_tenant_is_hung_up_on_in_the_middle_of_a_request(
     tmp_path: Path,
     dora: Identity,
 ) -> None:
-    """No new authority, nobody else notices, and she is told when she comes back."""
+    """Without a new authority; no other tenant notices; the tenant is told when it connects again."""
     execute, _ = requests
     listed = tmp_path / "revoked.txt"
     listed.touch()
@@ -640,7 +640,7 @@ def test_a_revoked_tenant_is_hung_up_on_in_the_middle_of_a_request(
         alice = connect("alice", to=provider)
         revoked = connect(context=context, to=provider)
         revoked.product(execute(0, 1), ones(1))
-        revoked.send(execute(0, 100), announced=100 * WIDTH * 4)  # a request whose payload is on its way
+        revoked.send(execute(0, 100), announced=100 * WIDTH * 4)  # a request whose payload is being sent
         result = CliRunner().invoke(
             keys_cli.app, ["revoke", "--name", "dora", "--directory", str(tmp_path), "--file", str(listed)]
         )
@@ -654,7 +654,7 @@ def test_a_revoked_tenant_is_hung_up_on_in_the_middle_of_a_request(
         assert again.at_end()
 
 
-def test_a_connection_is_served_no_longer_than_its_certificate_is_good(
+def test_requests_are_refused_once_the_certificate_has_expired(
     configure: Configure,
     connect: Connect,
     keys: Keys,
@@ -662,7 +662,7 @@ def test_a_connection_is_served_no_longer_than_its_certificate_is_good(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The handshake looks at lifetimes once; a connection may be open for months."""
+    """The handshake checks the lifetime once, but a connection may be open for months."""
     execute, _ = requests
     erin = issuing.issue(tmp_path, authority=keys.authority, kind=Kind.TENANT, name="erin", days=1)
     context = client_context(certificate=erin.certificate, key=erin.key, pins=(keys.provider.certificate,))
@@ -683,10 +683,10 @@ def test_a_connection_is_served_no_longer_than_its_certificate_is_good(
         assert Credentials(context, authorities=authorities, revoked=frozenset()).refusal(peer) is not None
 
 
-def test_a_revoked_tenant_does_not_come_back_with_its_certificate_signed_another_way(
+def test_a_revoked_certificate_with_the_other_signature_is_refused(
     configure: Configure, connect: Connect, keys: Keys, tmp_path: Path, dora: Identity
 ) -> None:
-    """(r, n - s) is as good a signature as (r, s), and whoever has one can write the other."""
+    """(r, n - s) is as valid a signature as (r, s), and everybody who has one can write the other."""
     listed = tmp_path / "revoked.txt"
     listed.touch()
     config = configure()
@@ -694,7 +694,7 @@ def test_a_revoked_tenant_does_not_come_back_with_its_certificate_signed_another
     twin = twin_of(dora, tmp_path / "twin")
     context = client_context(certificate=twin.certificate, key=twin.key, pins=(keys.provider.certificate,))
     with Provider(config) as provider:
-        before = connect(context=context, to=provider)  # or this test shows nothing
+        before = connect(context=context, to=provider)  # otherwise this test would prove nothing
         revoke(listed, [dora.certificate])
         provider.reload()
         assert before.at_end()
@@ -703,7 +703,7 @@ def test_a_revoked_tenant_does_not_come_back_with_its_certificate_signed_another
         assert reply.code == wire.ErrorCode.REVOKED
 
 
-def test_a_list_that_is_not_understood_changes_nothing_and_starts_nothing(
+def test_a_malformed_revocation_list_changes_nothing_and_prevents_a_start(
     configure: Configure, connect: Connect, keys: Keys, requests: Requests, tmp_path: Path, dora: Identity
 ) -> None:
     execute, _ = requests
@@ -723,7 +723,7 @@ def test_a_list_that_is_not_understood_changes_nothing_and_starts_nothing(
             load_revoked(listed)
 
 
-def test_the_list(keys: Keys, tmp_path: Path, dora: Identity) -> None:
+def test_the_revocation_list(keys: Keys, tmp_path: Path, dora: Identity) -> None:
     listed = tmp_path / "list.txt"
     listed.write_text("# who left\n")
     first = revoke(listed, [dora.certificate, dora.certificate])
@@ -741,7 +741,7 @@ def test_the_list(keys: Keys, tmp_path: Path, dora: Identity) -> None:
 def test_a_new_certificate_and_new_quotas_are_taken_over(
     launch: Launch, configure: Configure, connect: Connect, keys: Keys, requests: Requests, tmp_path: Path
 ) -> None:
-    """SIGHUP; who is connected stays so, and new connections see the new certificate."""
+    """After SIGHUP, existing connections stay open, and new connections see the new certificate."""
     execute, _ = requests
     own = issuing.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="turning")
     config = configure()

@@ -1,4 +1,4 @@
-"""Who loses a place when there are too many who have not authenticated, and how little is said about it."""
+"""Which unauthenticated connection is dropped when there are too many, and how much is logged about it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def new_client(host: str, deadline: float = 10.0) -> UnauthenticatedConnection:
     return UnauthenticatedConnection(socket.socket(), host, deadline=deadline)
 
 
-def test_a_crowd_with_addresses_without_number_is_one_network() -> None:
+def test_all_addresses_of_an_ipv6_64_are_one_network() -> None:
     connections = UnauthenticatedConnections(4)
     tenant = new_client("2001:db8:ffff::1")
     assert connections.add(tenant) is None
@@ -68,7 +68,7 @@ def test_the_busiest_network_loses_its_silent_ones_first(coming: list[tuple[str,
         left.socket.close()
 
 
-def test_whoever_takes_too_long_is_late_silent_or_not() -> None:
+def test_silent_and_active_connections_have_the_same_deadline() -> None:
     connections = UnauthenticatedConnections(10)
     speaking, early, late = new_client("10.0.0.3", 0.5), new_client("10.0.0.1", 1.0), new_client("10.0.0.2", 2.0)
     for one in (speaking, early, late):
@@ -76,7 +76,7 @@ def test_whoever_takes_too_long_is_late_silent_or_not() -> None:
     connections.mark_active(speaking, speaking.socket)
     assert connections.next_deadline == 0.5
     assert connections.late(1.5) == [speaking, early]
-    for one in (speaking, early, early):  # once more does nothing
+    for one in (speaking, early, early):  # removing twice does nothing
         connections.remove(one)
     assert connections.next_deadline == 2.0
     for one in (early, late, speaking):
@@ -84,8 +84,8 @@ def test_whoever_takes_too_long_is_late_silent_or_not() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 5)), max_size=20))
-def test_time_that_was_waited_for_a_turn_is_nobodys_delay(steps: list[tuple[float, float]]) -> None:
-    """Who takes its time, in however many steps, has no more of it than who takes it at once."""
+def test_the_time_waiting_for_a_turn_does_not_count(steps: list[tuple[float, float]]) -> None:
+    """A client's own time has a limit, in however many steps; the time in the queue does not count."""
     connections, now, left = UnauthenticatedConnections(10), 0.0, 3.0
     one = new_client("10.0.0.1", left)
     connections.add(one)
@@ -106,7 +106,9 @@ def test_time_that_was_waited_for_a_turn_is_nobodys_delay(steps: list[tuple[floa
     one.socket.close()
 
 
-def test_what_others_cause_fills_no_disk(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_that_clients_cause_are_logged_at_a_limited_rate(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = 0.0
     monkeypatch.setattr("provider.logs.time.monotonic", lambda: now)
     log = logs.EventLog("provider.test")

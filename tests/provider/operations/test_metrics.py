@@ -1,4 +1,4 @@
-"""The operator's address: what Prometheus reads, health and readiness, and the live view."""
+"""The operator's address: Prometheus' metrics, health, readiness, and the live view."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def test_the_operators_address(configure: Configure, connect: Connect, requests:
         assert samples["symbiosis_provider_batch_rows_bucket", "+Inf"] == 5
         assert samples["symbiosis_provider_ready",] == 1
         names = {label for family in text_string_to_metric_families(text) for s in family.samples for label in s.labels}
-        assert names == {"tenant", "role", "stage", "reason", "outcome", "group", "le"}  # who and where, never what
+        # names and places, never content
+        assert names == {"tenant", "role", "stage", "reason", "outcome", "group", "le"}
         assert "SECR" not in text
         assert str(0x53454352) not in text
 
@@ -90,27 +91,27 @@ def test_the_operators_address(configure: Configure, connect: Connect, requests:
         result = CliRunner().invoke(app, ["top", "--address", address, "--once"])
         assert result.exit_code == 0, result.output
 
-        provider.executor.stop(5.0)  # as if it had hung: alive, but not ready
+        provider.executor.stop(5.0)  # like an executor that hangs: alive, but not ready
         assert get(address, "/healthz")[0] == 200
         assert get(address, "/readyz") == (503, "not ready\n")
         assert top.ask(address).executor is None
         begun = time.monotonic()
         with ExecutorClient(provider.executor) as asker, pytest.raises(Refusal):
             asker.report(deadline=begun)
-        assert time.monotonic() - begun < 1.0  # no grace for a word that it is late
+        assert time.monotonic() - begun < 1.0  # no extra time for a late answer
     with pytest.raises(ConnectionLostError, match="metrics"):
         top.ask(address)
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:0", "[::1]:0"])
-def test_it_listens_where_it_is_told_to(configure: Configure, listen: str) -> None:
+def test_metrics_listen_at_the_configured_address(configure: Configure, listen: str) -> None:
     with Provider(msgspec.structs.replace(configure(), metrics=MetricsConfig(listen=listen))) as provider:
         assert provider.metrics_address is not None
         assert provider.metrics_address.startswith(listen.removesuffix("0"))
         assert get(provider.metrics_address, "/healthz") == (200, "alive\n")
 
 
-def test_who_listens_to_everybody_is_told_so() -> None:
+def test_a_public_metrics_address_is_warned_about() -> None:
     assert all(map(is_public, ["0.0.0.0", "::", "8.8.8.8", "2001:4860::1"]))
     assert not any(map(is_public, ["127.0.0.1", "10.1.2.3", "192.168.0.1", "::1", "fd00::1", "metrics.internal"]))
 
@@ -127,7 +128,7 @@ def test_a_taken_address_is_named(configure: Configure, provider: Provider) -> N
 
 @contextlib.contextmanager
 def answering(*parts: bytes, pause_s: float = 0.0) -> Iterator[str]:
-    """The address of something that answers every request with these, one after the other, for ever."""
+    """The address of a server that sends these parts to every request, repeatedly."""
     listener = socket.create_server(("127.0.0.1", 0))
     closed = threading.Event()
 
@@ -163,8 +164,8 @@ def test_top_reads_no_more_than_a_status_and_no_longer_than_its_deadline() -> No
         assert time.monotonic() - began < 10
 
 
-def test_names_that_others_choose_say_nothing_else_on_a_terminal(provider: Provider) -> None:
-    """Neither escape sequences nor rich's own markup."""
+def test_tenants_names_cannot_control_the_terminal(provider: Provider) -> None:
+    """Neither escape sequences nor rich's markup."""
     status = msgspec.json.decode(msgspec.json.encode(provider.status()))
     status["provider"] = "evil\x1b[2J\x9b2J"
     nothing = dict.fromkeys(("requests", "rows", "work"), 0)
@@ -176,8 +177,9 @@ def test_names_that_others_choose_say_nothing_else_on_a_terminal(provider: Provi
     assert all(letter.isprintable() or letter == "\n" for letter in captured.get())
 
 
-def test_the_operators_address_has_places_and_no_more(provider: Provider) -> None:
-    """Everybody on this machine can connect to loopback: who says nothing keeps nobody out, and no thread for long."""
+def test_the_operators_address_has_a_limited_number_of_threads(provider: Provider) -> None:
+    """Every user of this machine can connect to loopback: a silent client blocks no other one, and no thread for
+    long."""
     server = MetricsServer("127.0.0.1:0", source=None)  # type: ignore[arg-type]
     try:
         with contextlib.ExitStack() as crowd:
@@ -192,7 +194,7 @@ def test_the_operators_address_has_places_and_no_more(provider: Provider) -> Non
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:0", "localhost:0"])
 def test_metrics_and_status_are_for_hosts_that_the_operator_names(provider: Provider, listen: str) -> None:
-    """A web page's script could else read tenants' names, by a name that its owner lets point to loopback."""
+    """Otherwise a web page could read tenants' names through a host name that resolves to loopback."""
     server = MetricsServer(listen, provider._status_source(provider._gateway), hosts=["GPU1.internal"])  # type: ignore[arg-type]
     port = parse_address(server.address)[1]
 
@@ -223,6 +225,6 @@ def test_metrics_and_status_are_for_hosts_that_the_operator_names(provider: Prov
                 assert status(path, bad) == 421, bad
             assert status(path) == 421
             assert status(path, "localhost", "rebound.example") == 421
-        assert status("/healthz") == status("/readyz", "probe.example") == 200  # they name nobody
+        assert status("/healthz") == status("/readyz", "probe.example") == 200  # these two name no tenant
     finally:
         server.close()

@@ -1,4 +1,4 @@
-"""The float path: off unless asked for, and bounded when on."""
+"""The float path: off by default, and limited in memory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_floats_are_off_by_default(connect: Connect, store: WeightStore, request
             assert "masking = 'pad'" in message
 
 
-def test_a_tenant_of_the_paper_pool_is_told_what_to_switch_on(
+def test_the_refusal_of_floats_names_the_setting(
     provider: Provider, keys: Keys, store: WeightStore, tmp_path: Path
 ) -> None:
     host, port = parse_address(provider.address)
@@ -75,7 +75,7 @@ def test_a_model_without_a_float_path_refuses_floats(store: WeightStore) -> None
         ServedModel(store).product(rows, group=0, direction="forward", arithmetic="float")
 
 
-def test_the_least_recently_used_groups_make_room(store: WeightStore) -> None:
+def test_the_least_recently_used_groups_are_dropped(store: WeightStore) -> None:
     room = sizes(store)
     groups = FloatGroups(store, device=CPU, memory=max(room) + min(room))
     for index in [*range(len(room)), 0, 1, 0, 2]:
@@ -89,14 +89,12 @@ def test_the_least_recently_used_groups_make_room(store: WeightStore) -> None:
     groups = FloatGroups(store, device=CPU, memory=room[small] + max(room[i] for i in others))
     groups.group(others[0])
     kept = groups.group(small)
-    groups.group(others[1])  # the older one makes room for it
+    groups.group(others[1])  # the least recently used group was dropped
     assert set(groups.loaded) == {small, others[1]}
     assert groups.group(small) is kept
 
 
-def test_a_bound_below_the_largest_group_is_refused_with_the_number(
-    save_llama: Callable[..., Path], cache: Path
-) -> None:
+def test_a_memory_limit_below_the_largest_group_is_refused(save_llama: Callable[..., Path], cache: Path) -> None:
     store = WeightStore(save_llama(hidden_size=512, intermediate_size=1024, num_hidden_layers=1), cache=cache)
     needed = -(-max(sizes(store)) // MIB)
     assert needed > 1
@@ -106,7 +104,7 @@ def test_a_bound_below_the_largest_group_is_refused_with_the_number(
 
 
 def ask_every_group(service: Service, client: Client, store: WeightStore, requests: Requests) -> int:
-    """One row to every group, twice; how much the provider has grown since the first, in bytes."""
+    """Request one row from every group, twice. Returns the growth of the provider after the first round, in bytes."""
     execute, _ = requests
     before = 0
     for _ in range(2):
@@ -118,14 +116,15 @@ def ask_every_group(service: Service, client: Client, store: WeightStore, reques
 
 
 def resident(pid: int) -> int:
-    """Bytes of private memory; pages of the checkpoint's file, which the system takes back at will, do not count."""
+    """Bytes of private memory; pages of the checkpoint's file, which the system can take back at any time, do not
+    count."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
 
 
 @pytest.fixture(scope="module")
 def forty_eight_mib(save_llama: Callable[..., Path]) -> Path:
-    """Of float weights, and some more."""
+    """A model with a little more than 48 MiB of float weights."""
     return save_llama(hidden_size=512, intermediate_size=1536, num_hidden_layers=4)
 
 
@@ -141,19 +140,20 @@ def test_one_row_requests_do_not_keep_the_model_in_memory(
     monkeypatch: pytest.MonkeyPatch,
     on: bool,
 ) -> None:
-    """Of 48 MiB of float weights, a provider keeps what it is allowed, or nothing."""
+    """Of 48 MiB of float weights, a provider keeps the configured amount, or nothing."""
     bound = 8
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(1 << 16))  # what is freed goes back to the system at once
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(1 << 16))  # freed memory is returned to the system at once
     store = WeightStore(forty_eight_mib, cache=cache)
     assert sum(sizes(store)) > 48 * MIB
     executor = ExecutorConfig(threads=1, warm_up=False, float_path=on, float_memory_mib=bound)
     service = launch(configure(checkpoint=forty_eight_mib, executor=executor), forked=False)
     client = connect(to=service)
     grown = ask_every_group(service, client, store, requests)
-    assert grown < (2 * bound if on else 2) * MIB  # while a group is loaded, its checkpoint dtype lies beside it
+    # while a group is loaded, its copy in the checkpoint's dtype exists, too
+    assert grown < (2 * bound if on else 2) * MIB
 
 
-def test_the_bound_is_read_from_the_file(configure: Configure, connect: Connect, requests: Requests) -> None:
+def test_the_memory_limit_is_read_from_the_file(configure: Configure, connect: Connect, requests: Requests) -> None:
     config = configure(executor=ExecutorConfig(threads=1, float_path=True, float_memory_mib=7))
     assert config.executor.float_memory == 7 * MIB
     assert b'"float":true' in msgspec.json.encode(config.executor)

@@ -1,4 +1,4 @@
-"""Every product that a provider serves, against an oracle."""
+"""Every product that a provider serves, compared with an oracle."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def check_float(client: Client, store: WeightStore, requests: Requests) -> None:
                     generator = torch.Generator().manual_seed(rows)
                     x = torch.randn(rows, matrix.shape[0], generator=generator)
                     got = client.product(execute(group, rows, direction=direction, arithmetic=arithmetic), x)
-                    n = matrix.shape[0] + 2  # the products, the bias, and the oracle's own rounding
+                    n = matrix.shape[0] + 2  # the terms of the product, the bias, and the oracle's own rounding
                     gamma = n * 2.0**-24 / (1 - n * 2.0**-24)
                     bound = gamma * (x.double().abs() @ matrix.abs() + add.abs())
                     error = (
@@ -122,7 +122,7 @@ def test_effects_are_products_of_the_keystream(connect: Connect, store: WeightSt
 
 @pytest.mark.parametrize("max_batch_rows", [16_384, 3])
 @pytest.mark.parametrize("policy", ["none", "lockstep", "opportunistic"])
-def test_tenants_at_once_get_what_they_get_alone(
+def test_concurrent_tenants_get_the_same_bits_as_alone(
     configure: Configure,
     connect: Connect,
     store: WeightStore,
@@ -130,7 +130,7 @@ def test_tenants_at_once_get_what_they_get_alone(
     policy: PolicyName,
     max_batch_rows: int,
 ) -> None:
-    """Bit by bit, with each policy, and also when every request is cut into pieces of three rows."""
+    """The same bits, with each policy, and also when every request is cut into pieces of three rows."""
     execute, effect = requests
     seed = secrets.token_bytes(32)
     entry = store.manifest().groups[0]
@@ -172,7 +172,7 @@ def work(request: wire.Execute | wire.Effect, *, tenant: str = "alice") -> envel
 
 
 class CountingModel(ServedModel):
-    """Notes the rows of each product."""
+    """Records the rows of each product."""
 
     def __init__(self, store: WeightStore) -> None:
         super().__init__(store)
@@ -188,7 +188,7 @@ class CountingModel(ServedModel):
 def test_waiting_requests_share_a_product(
     store: WeightStore, requests: Requests, max_batch_rows: int, policy: PolicyName
 ) -> None:
-    """Requests that wait for one group share products, however they are cut; another group's have their own."""
+    """Requests for one group share products, also when they are cut; other groups have separate products."""
     execute, effect = requests
     inbox = LocalInbox()
     model = CountingModel(store)
@@ -217,7 +217,8 @@ def test_waiting_requests_share_a_product(
     assert max(products) <= max_batch_rows
     assert sum(rows for group, rows in model.calls if group == 1) == 2
     if max_batch_rows == 100:
-        assert len(products) == 4 if policy == "none" else len(products) <= 2  # the keystream may come a little later
+        # the keystream may be ready a little later
+        assert len(products) == 4 if policy == "none" else len(products) <= 2
     for channel, (request, rows) in zip(channels, asked, strict=True):
         answer = channel.receive(0.0)
         assert answer is not None
@@ -255,8 +256,10 @@ def test_no_tensor_is_kept_between_requests(
     requests: Requests,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rows and results of requests alone, batched, cut, refused and of effects: their memory is free when all are
-    answered. Storages are watched, not tensors: a slice of a product is another tensor over the same one.
+    """Memory of rows and results is free when all requests are answered: requests alone, batched, cut, refused, and
+    effects.
+
+    The test watches storages, not tensors, because a slice of a product is another tensor over the same storage.
     """
     execute, effect = requests
     kept: list[StorageWeakRef] = []
@@ -293,7 +296,7 @@ def test_no_tensor_is_kept_between_requests(
 
 
 class _Operations(TorchFunctionMode):
-    """Those of torch's that this thread takes, while `watching`."""
+    """Counts torch operations of this thread while `watching`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -309,7 +312,7 @@ class _Operations(TorchFunctionMode):
 
 
 def test_rows_are_batched_and_answered_without_operations_of_torch(store: WeightStore, requests: Requests) -> None:
-    """Each would let go of the interpreter's lock, which sixteen threads of the gateway wait for."""
+    """Each torch operation would release the GIL, for which sixteen threads of the gateway wait."""
     execute, _ = requests
     width = store.manifest().groups[0].inputs
     operations = _Operations()
@@ -333,7 +336,7 @@ def test_rows_are_batched_and_answered_without_operations_of_torch(store: Weight
     with operations:
         executor.run()
     assert counts == [11]
-    assert operations.names <= {"__get__", "__len__", "numpy", "_set_grad_enabled"}  # which keep the lock
+    assert operations.names <= {"__get__", "__len__", "numpy", "_set_grad_enabled"}  # these keep the GIL
     for channel, part in zip(channels, rows, strict=True):
         answer = channel.receive(0.0)
         assert answer is not None
@@ -342,7 +345,7 @@ def test_rows_are_batched_and_answered_without_operations_of_torch(store: Weight
 
 
 def test_a_small_answer_does_not_keep_a_large_product(store: WeightStore, requests: Requests) -> None:
-    """Whoever reads its one row slowly holds up no memory of those who shared the product."""
+    """A tenant that reads one row slowly keeps no memory of the other tenants in its product."""
     execute, _ = requests
     width = store.manifest().groups[0].inputs
     products: list[StorageWeakRef] = []

@@ -1,4 +1,4 @@
-"""Products between copies: every part of the rows arrives, is multiplied, and comes back where it belongs."""
+"""Products with copies: every part of the rows is multiplied, and its result is in the right place."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests import drawn
 
 
 @given(data=st.data(), direction=testing.directions(), part=st.integers(1, 9))
-def test_parts_make_the_whole(data: DataObject, direction: Direction, part: int) -> None:
+def test_a_product_in_parts_equals_the_whole_product(data: DataObject, direction: Direction, part: int) -> None:
     matrix = RingMatrix(data.draw(drawn.integer_weights(outputs=13, inputs=24, bits=10)), weight_bits=10)
     rows = data.draw(testing.ring_rows(width=24 if direction == FORWARD else 13, count=st.integers(0, 20)))
     before = rows.clone()
@@ -28,7 +28,7 @@ def test_parts_make_the_whole(data: DataObject, direction: Direction, part: int)
 
 
 def test_one_part_needs_no_second_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Events and streams take as long as a small product."""
+    """Events and streams would take as long as a small product."""
     matrix = RingMatrix(torch.ones((3, 5), dtype=torch.int16), weight_bits=10)
     transfers = Transfers(torch.device("cpu"), part=4)
     used: list[object] = []

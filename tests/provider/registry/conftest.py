@@ -1,4 +1,4 @@
-"""Registries to start, and whom they list."""
+"""Registries for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A running registry: what it takes, what it answers, and what it survives."""
+"""A running registry: announcements that it accepts, its answers, and its limits."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ if TYPE_CHECKING:
     from tests.provider.registry.conftest import Serve
 
 
-def test_what_an_executor_announces_is_listed(serve: Serve, vouching: Vouching) -> None:
+def test_an_announced_executor_is_listed(serve: Serve, vouching: Vouching) -> None:
     server = serve()
     with vouching.client(server.address) as registry:
         assert registry.list(DIGEST) == []
         registry.announce(gamma := vouching.says("gamma"))
         registry.announce(delta := vouching.says("delta", after_ms=1, layers="4-7"))
-        registry.announce(gamma)  # again: nothing new
+        registry.announce(gamma)  # the same announcement again changes nothing
         assert registry.list(DIGEST) == registry.list() == [gamma, delta]
         assert registry.list("sha256:" + "8" * 64) == []
     with vouching.client(server.address) as registry:
@@ -64,7 +64,7 @@ def test_what_an_executor_announces_is_listed(serve: Serve, vouching: Vouching) 
         assert registry.list(DIGEST) == [delta, leaving]
 
 
-def test_nothing_else_is_taken(serve: Serve, vouching: Vouching, tmp_path: Path) -> None:
+def test_invalid_announcements_are_refused(serve: Serve, vouching: Vouching, tmp_path: Path) -> None:
     server = serve()
     stranger = Vouching.in_folder(tmp_path)
     now = vouching.began
@@ -85,7 +85,7 @@ def test_nothing_else_is_taken(serve: Serve, vouching: Vouching, tmp_path: Path)
         assert registry.list(DIGEST) == [good]
 
 
-def test_who_is_revoked_is_listed_no_more(serve: Serve, vouching: Vouching, tmp_path: Path) -> None:
+def test_a_revoked_executor_is_no_longer_listed(serve: Serve, vouching: Vouching, tmp_path: Path) -> None:
     """As soon as the registry has read the list, and after a restart."""
     revoked = tmp_path / "revoked.txt"
     revoked.touch()
@@ -106,14 +106,14 @@ def test_who_is_revoked_is_listed_no_more(serve: Serve, vouching: Vouching, tmp_
         assert registry.list(DIGEST) == []
 
 
-def test_nothing_that_a_reload_drops_comes_back(serve: Serve, vouching: Vouching) -> None:
-    """A descriptor that was verified before the files were read again, and is stored after that."""
+def test_a_descriptor_that_a_reload_drops_is_not_stored_again(serve: Serve, vouching: Vouching) -> None:
+    """A descriptor that is verified before a reload, and stored after it, is dropped."""
     server, said = serve(), vouching.said("gamma")
     with pytest.raises(DescriptorError, match="again"):
         server._admit(said.key, Trust(()))
 
 
-def test_show_prints_what_is_listed_and_what_is_refused(serve: Serve, vouching: Vouching, tmp_path: Path) -> None:
+def test_show_prints_listed_and_refused_executors(serve: Serve, vouching: Vouching, tmp_path: Path) -> None:
     server, revoked = serve(), tmp_path / "revoked.txt"
     revoke(revoked, [vouching.identity("delta").certificate])
     with vouching.client(server.address) as registry:
@@ -128,7 +128,7 @@ def test_show_prints_what_is_listed_and_what_is_refused(serve: Serve, vouching: 
     assert "1 of 2 descriptors are refused" in result.output
 
 
-def test_one_executor_announces_only_so_often(serve: Serve, vouching: Vouching) -> None:
+def test_announcements_of_one_executor_are_limited(serve: Serve, vouching: Vouching) -> None:
     server = serve(announcements_per_h=12.0)  # three at once
     with vouching.client(server.address) as registry:
         for step in range(3):
@@ -136,7 +136,7 @@ def test_one_executor_announces_only_so_often(serve: Serve, vouching: Vouching) 
         with pytest.raises(ProviderError, match="too often") as caught:
             registry.announce(vouching.says("gamma", after_ms=3))
         assert caught.value.code == wire.ErrorCode.BUSY
-        for _ in range(4):  # what is known already costs its executor nothing, whoever repeats it
+        for _ in range(4):  # repeating a known descriptor does not count against its executor
             registry.announce(registry.list(DIGEST)[0])
         registry.announce(vouching.says("delta", after_ms=9))
         assert len(registry.list(DIGEST)) == 2
@@ -149,23 +149,23 @@ def test_requests_of_one_network_are_limited(serve: Serve, vouching: Vouching) -
             registry.list(DIGEST)
         with pytest.raises(ProviderError, match="too many requests"):
             registry.list(DIGEST)
-        with pytest.raises(TransportError):  # not answered once more for every frame that is sent
+        with pytest.raises(TransportError):  # later frames are not answered one by one
             registry.list(DIGEST)
 
 
-def test_rates_come_back_and_are_bounded() -> None:
+def test_rates_are_replenished_and_buckets_are_limited() -> None:
     rates = Rates(per_s=1.0, burst=2.0, most=2)
     assert [rates.take("a", now=0.0) for _ in range(3)] == [True, True, False]
     assert rates.take("a", now=1.0)
     assert not rates.take("a", now=1.0)
     assert rates.take("b", now=1.0)
-    assert rates.take("c", now=1.0)  # a is forgotten
+    assert rates.take("c", now=1.0)  # the bucket of a was dropped
     assert rates.take("a", now=1.0)
     assert len(rates._buckets) == 2
 
 
-def test_a_crowd_does_not_keep_others_out(serve: Serve, vouching: Vouching) -> None:
-    """Silent connections from one address take its own places."""
+def test_many_connections_from_one_address_do_not_block_others(serve: Serve, vouching: Vouching) -> None:
+    """Silent connections from one address take only that address's places."""
     server = serve(max_connections=4)
     with contextlib.ExitStack() as crowd:
         for _ in range(12):
@@ -176,8 +176,8 @@ def test_a_crowd_does_not_keep_others_out(serve: Serve, vouching: Vouching) -> N
             assert registry.list(DIGEST) == []
 
 
-def test_there_are_never_more_threads_than_places(serve: Serve, vouching: Vouching) -> None:
-    """Who had to go is gone before somebody else comes in, also in the middle of a handshake."""
+def test_threads_never_exceed_the_connection_limit(serve: Serve, vouching: Vouching) -> None:
+    """The dropped connection has ended before another one is accepted, also during a handshake."""
     server = serve(max_connections=4)
     with contextlib.ExitStack() as crowd:
         for _ in range(100):
@@ -185,7 +185,7 @@ def test_there_are_never_more_threads_than_places(serve: Serve, vouching: Vouchi
                 socket.create_connection(parse_address(server.address), timeout=20, source_address=("127.0.0.9", 0))
             )
             connection.sendall(b"\x16\x03\x01\x02\x00\x01")  # the beginning of a handshake
-        with vouching.client(server.address) as registry:  # the last to come: everybody before it was seen
+        with vouching.client(server.address) as registry:  # the last connection: the registry has seen all earlier ones
             assert registry.list(DIGEST) == []
             threads = [thread for thread in threading.enumerate() if thread.name == "connection"]
             assert len(threads) <= 4
@@ -198,7 +198,7 @@ def test_slow_and_silent_connections_end(serve: Serve, vouching: Vouching) -> No
     context = registry_client_context(vouching.trust.authorities)
     raw = socket.create_connection(parse_address(server.address), timeout=20)
     with context.wrap_socket(raw, server_hostname="127.0.0.1") as slow:
-        slow.send(wire.PREFIX.pack(wire.MAGIC, 100, 0))  # and no more
+        slow.send(wire.PREFIX.pack(wire.MAGIC, 100, 0))  # and nothing more
         with contextlib.suppress(ssl.SSLError, ConnectionError):
             assert slow.recv(1) == b""
     with vouching.client(server.address) as registry, pytest.raises(TransportError):
@@ -206,20 +206,22 @@ def test_slow_and_silent_connections_end(serve: Serve, vouching: Vouching) -> No
 
 
 def keep_asking(registry: RegistryClient) -> None:
-    """For as long as its deadline lets it, which is much longer than a connection may last."""
+    """Send requests until the client's deadline, which is much longer than a connection may last."""
     while True:
         registry.list(DIGEST)
 
 
 @pytest.fixture(scope="module")
 def running(vouching: Vouching) -> Iterator[RegistryServer]:
-    """One for every example."""
+    """One registry for all examples."""
     with RegistryServer(registry_config(vouching, name="running")) as server:
         yield server
 
 
 @given(data=st.binary(max_size=200), framed=st.booleans())
-def test_any_bytes_leave_it_running(running: RegistryServer, vouching: Vouching, data: bytes, framed: bool) -> None:
+def test_any_bytes_leave_the_registry_running(
+    running: RegistryServer, vouching: Vouching, data: bytes, framed: bool
+) -> None:
     context = registry_client_context(vouching.trust.authorities)
     raw = socket.create_connection(parse_address(running.address), timeout=20)
     with context.wrap_socket(raw, server_hostname="127.0.0.1") as connection:
@@ -245,7 +247,7 @@ JUNK = st.one_of(
 
 
 class Talker(RegistryServer):
-    """Vouched for, and answers what it is told to answer."""
+    """A registry with a valid certificate that sends prepared answers."""
 
     answer: tuple[protocol.Reply, bytes] = protocol.Listed(), b""
 
@@ -253,8 +255,8 @@ class Talker(RegistryServer):
         return self.answer
 
 
-def test_whatever_a_registry_answers_is_an_answer_or_an_error_of_the_tree(vouching: Vouching) -> None:
-    """Lists of anything, and bytes that are none; the messages print nothing to a terminal but text."""
+def test_any_answer_of_a_registry_is_parsed_or_an_error_of_the_tree(vouching: Vouching) -> None:
+    """Lists of any values, and bytes that are not lists; messages print only text on a terminal."""
     with Talker(registry_config(vouching)) as talker:
         messages: list[protocol.Reply] = [
             protocol.Listed(),
@@ -263,7 +265,7 @@ def test_whatever_a_registry_answers_is_an_answer_or_an_error_of_the_tree(vouchi
         ]
         with vouching.client(talker.address) as registry:
             talker.answer = protocol.Listed(), msgspec.msgpack.encode([b"1"])
-            assert registry.list(DIGEST) == [b"1"]  # or this test shows nothing
+            assert registry.list(DIGEST) == [b"1"]  # otherwise this test would prove nothing
 
             @given(
                 message=st.sampled_from(messages),
@@ -297,7 +299,7 @@ def test_an_announced_size_is_checked_before_memory_is_taken(serve: Serve, vouch
             assert connection.recv(1) == b""
 
 
-def test_a_client_talks_only_to_registries_of_its_federation(serve: Serve, vouching: Vouching, tmp_path: Path) -> None:
+def test_a_client_refuses_registries_of_other_federations(serve: Serve, vouching: Vouching, tmp_path: Path) -> None:
     server = serve()
     stranger = Vouching.in_folder(tmp_path)
     with pytest.raises(CertificateError, match="was refused"), stranger.client(server.address):
@@ -320,7 +322,7 @@ def test_a_client_keeps_its_deadline(vouching: Vouching) -> None:
         assert time.monotonic() - began < 10
 
 
-def test_who_has_no_certificate_of_the_authority_runs_no_registry(vouching: Vouching, tmp_path: Path) -> None:
+def test_a_registry_needs_a_certificate_of_the_authority(vouching: Vouching, tmp_path: Path) -> None:
     own = issuing.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="registry")
     config = RegistryConfig(
         listen="127.0.0.1:0", certificate=own.certificate, key=own.key, authority=vouching.authority.certificate
@@ -335,7 +337,7 @@ def test_an_address_in_use_is_an_error(serve: Serve, vouching: Vouching) -> None
         serve(name="second", listen=server.address)
 
 
-def test_what_was_accepted_survives_a_kill(serve: Serve, vouching: Vouching, tmp_path: Path) -> None:
+def test_accepted_descriptors_survive_sigkill(serve: Serve, vouching: Vouching, tmp_path: Path) -> None:
     identity, data = vouching.identity("registry"), vouching.says("gamma")
     program = "from provider.registry.cli import app; app()"
     database = tmp_path / "registry.sqlite"

@@ -21,7 +21,7 @@ NAMES = ("gamma", "delta", "epsilon")
 
 @given(announcements=st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 5)), max_size=12))
 def test_the_newest_of_every_key_is_listed(vouching: Vouching, announcements: list[tuple[str, int]]) -> None:
-    """In any order: an older one is refused, the same one again changes nothing."""
+    """In any order of announcements: an older descriptor is refused, and a repeated one changes nothing."""
     store, now = Store(None), vouching.began / MS
     taken: list[VerifiedDescriptor] = []
     for name, step in announcements:
@@ -37,8 +37,9 @@ def test_the_newest_of_every_key_is_listed(vouching: Vouching, announcements: li
     store.close()
 
 
-def test_an_older_one_does_not_come_back_after_the_newest_has_expired(vouching: Vouching, tmp_path: Path) -> None:
-    """A long life is announced and then a short one; also over a restart. It is forgotten when both are over."""
+def test_an_older_descriptor_is_refused_after_the_newest_has_expired(vouching: Vouching, tmp_path: Path) -> None:
+    """A long lifetime is announced and then a short one, also with a restart between. Both are forgotten after both
+    lifetimes."""
     began, database = vouching.began / MS, tmp_path / "registry.sqlite"
     long = vouching.said("gamma", lifetime_s=float(MAX_LIFETIME_S))
     short = vouching.said("gamma", after_ms=1, lifetime_s=1.0, draining=True)
@@ -70,8 +71,9 @@ def test_only_live_executors_of_the_model_are_listed(vouching: Vouching) -> None
     store.close()
 
 
-def test_operators_share_the_places(vouching: Vouching) -> None:
-    """One operator's certificates, however many, leave room for others; who has the most gives way."""
+def test_operators_share_the_limit_of_executors(vouching: Vouching) -> None:
+    """One operator's certificates, however many, leave room for others; the operator with the most executors loses
+    one."""
     store, now = Store(None, limit=4), vouching.began / MS
     for number in range(6):
         vouching.identity(f"mass{number}", operator="Mass AG" if number % 2 else "MASS  ag")
@@ -87,8 +89,8 @@ def test_operators_share_the_places(vouching: Vouching) -> None:
         store.take(vouching.said("mass5", after_ms=9), now=now)
     store.take(vouching.said("epsilon"), now=now)
     with pytest.raises(DescriptorError, match="4 executors already"):
-        store.take(vouching.said("zeta"), now=now)  # as many operators as places: who is there stays
-    store.take(vouching.said("gamma", after_ms=9), now=now)  # and goes on announcing
+        store.take(vouching.said("zeta"), now=now)  # as many operators as places: the present executors stay
+    store.take(vouching.said("gamma", after_ms=9), now=now)  # and they can continue to announce
     store.close()
 
 
@@ -99,7 +101,7 @@ def _operators(store: Store, vouching: Vouching, now: float) -> list[str]:
     return [plain(verify(data, vouching.trust, now=now).operator) for data in store.listed(DIGEST, now=now)]
 
 
-def test_what_is_not_believed_any_more_is_dropped(vouching: Vouching) -> None:
+def test_descriptors_that_are_no_longer_valid_are_dropped(vouching: Vouching) -> None:
     store, now = Store(None), vouching.began / MS
     gamma, delta = vouching.said("gamma"), vouching.said("delta", after_ms=1)
     for said in (gamma, delta):
@@ -110,7 +112,7 @@ def test_what_is_not_believed_any_more_is_dropped(vouching: Vouching) -> None:
     store.close()
 
 
-def test_another_file_is_not_taken_for_a_database(tmp_path: Path) -> None:
+def test_another_file_is_refused_as_database(tmp_path: Path) -> None:
     other, older = tmp_path / "other.sqlite", tmp_path / "older.sqlite"
     other.write_bytes(b"not a database, and longer than its header would be" * 9)
     with contextlib.closing(sqlite3.connect(older)) as connection:
@@ -123,9 +125,9 @@ def test_another_file_is_not_taken_for_a_database(tmp_path: Path) -> None:
         assert path.read_bytes()[100:] == before[100:]
 
 
-def test_what_cannot_be_read_or_written_is_an_error_of_the_tree(vouching: Vouching) -> None:
+def test_failures_of_the_disk_are_errors_of_the_tree(vouching: Vouching) -> None:
     store = Store(None)
-    store.close()  # as a disk that is gone
+    store.close()  # like a disk that fails
     with pytest.raises(StorageError, match="cannot read"):
         store.listed(DIGEST, now=0.0)
     with pytest.raises(StorageError, match="cannot write"):

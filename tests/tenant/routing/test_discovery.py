@@ -132,7 +132,7 @@ def test_order_and_repetition_make_no_difference(
     assert set(found.refused) == {"x0", "x1", "x2"}
 
 
-def test_an_older_one_does_not_come_back_after_the_newest_has_expired(
+def test_an_older_descriptor_is_refused_after_the_newest_has_expired(
     federation: Federation, vouching: Vouching
 ) -> None:
     """A long life is announced and then a short one: the registry waits until the short one is over."""
@@ -217,7 +217,7 @@ def test_whoever_is_taken_on_is_admissible_with_every_helper(
     assert len({peer.key_fingerprint for peer in everybody}) == len(everybody)
 
 
-def test_operators_share_the_places(federation: Federation, vouching: Vouching) -> None:
+def test_operators_share_the_limit_of_executors(federation: Federation, vouching: Vouching) -> None:
     """One operator's executors, however many, leave room for others."""
     names = [f"m{number:03}" for number in range(MAX_FOUND + 3)]
     for name in names:

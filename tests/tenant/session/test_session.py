@@ -855,7 +855,7 @@ def test_a_helper_that_is_away_for_a_moment_costs_nothing_but_time(
 
 
 @pytest.mark.parametrize("absent", ["executor", "helper"])
-def test_who_never_comes_back_is_given_up_within_the_deadline(
+def test_a_provider_that_stays_away_is_an_error_within_the_deadline(
     executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, absent: str
 ) -> None:
     """Also with many pads on order: they are not waited for one after the other."""

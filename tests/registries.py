@@ -1,4 +1,4 @@
-"""Registries for tests: one to start, and one that says what it is told to say."""
+"""Registries for tests: an honest one, and one that lists prepared descriptors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.vouching import Vouching
 
 
 def registry_config(vouching: Vouching, *, name: str = "registry", **changes: Any) -> RegistryConfig:
-    """Of a registry that the authority vouches for, on loopback, with its descriptors in memory."""
+    """Configuration of a registry that the authority vouches for, on loopback, with its descriptors in memory."""
     identity = vouching.identity(name)
     values: dict[str, Any] = {
         "listen": "127.0.0.1:0",
@@ -34,7 +34,7 @@ class _Script(Store):
 
 
 class LyingRegistry(RegistryServer):
-    """Vouched for like any other one; lists what it is told to list."""
+    """A registry with a valid certificate that lists prepared descriptors."""
 
     def __init__(self, config: RegistryConfig) -> None:
         super().__init__(config)
@@ -42,5 +42,5 @@ class LyingRegistry(RegistryServer):
         self.script = self.store = _Script()
 
     def show(self, *listing: bytes) -> None:
-        """From now on it lists these, in this order, whatever has been announced."""
+        """List these descriptors from now on, in this order, regardless of announcements."""
         self.script.listing = list(listing)

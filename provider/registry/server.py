@@ -132,13 +132,13 @@ class RegistryServer:
                 continue
             client = UnauthenticatedConnection(raw, peer[0], deadline=time.monotonic() + self.config.connection_s)
             if (crowded_out := self._present.add(client)) is not None:
-                self._see_off(crowded_out)
+                self._close_dropped(crowded_out)
             if crowded_out is client:
                 raw.close()
             else:
                 self._begin(client)
 
-    def _see_off(self, crowded_out: UnauthenticatedConnection) -> None:
+    def _close_dropped(self, crowded_out: UnauthenticatedConnection) -> None:
         """Close the connection that was dropped, and wait for its thread, so that open connections never exceed the
         limit."""
         log.often("connection_dropped", address=crowded_out.network)

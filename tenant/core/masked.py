@@ -107,7 +107,7 @@ def mask(rows: Tensor, pads: Sequence[Pad]) -> MaskedRows:
     if pads is not UNMASKED_BY_CHOICE:
         first = 0
         for pad in pads:
-            pad.put_on(some_rows(rows, first, pad.rows))
+            pad.add_mask(some_rows(rows, first, pad.rows))
             first += pad.rows
         if first != rows.shape[0]:
             raise BurntRowError(f"{first} rows of pads were drawn for {rows.shape[0]} rows; nothing was sent")
@@ -130,8 +130,8 @@ def remask(masked: MaskedRows, fresh: Mapping[int, Pad]) -> MaskedRows:
             if new.rows != old.rows:
                 raise BurntRowError(f"a pad of {new.rows} rows cannot replace one of {old.rows}")
             rows = masked_words[first : first + old.rows]
-            old.take_off(rows)
-            new.put_on(rows)
+            old.subtract_mask(rows)
+            new.add_mask(rows)
             pads[number] = new
         first += old.rows
     return MaskedRows(_MAKER, masked_words, pads)

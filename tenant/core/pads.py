@@ -67,7 +67,7 @@ class Pad:
         self.rows, self.shares, self.start = rows, shares, start
         self._unused = [True]  # popping is atomic, also with threads
 
-    def put_on(self, rows: Tensor) -> None:
+    def add_mask(self, rows: Tensor) -> None:
         """Add the mask to int32 rows `[r, d]`, in place.
 
         Raises:
@@ -77,8 +77,8 @@ class Pad:
         for share in self.shares:
             share.keystream.add_to(rows, first_row=share.first_row + self.start)
 
-    def take_off(self, rows: Tensor) -> None:
-        """Subtract the mask again, in place. The pad does not become fresh by it."""
+    def subtract_mask(self, rows: Tensor) -> None:
+        """Subtract the mask, in place. The pad remains used."""
         rows.neg_()
         for share in self.shares:
             share.keystream.add_to(rows, first_row=share.first_row + self.start)

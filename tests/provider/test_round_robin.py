@@ -9,8 +9,9 @@ from provider.round_robin import RoundRobin
 
 
 @given(st.lists(st.sampled_from("abbbbbbbc"), max_size=60))
-def test_a_crowd_waits_behind_itself(clients: list[str]) -> None:
-    """An item waits for the earlier ones of its own client, and for no more than as many and one of each other."""
+def test_a_client_with_many_items_does_not_delay_others(clients: list[str]) -> None:
+    """An item waits for the earlier items of its own client, and for at most as many, plus one, of each other
+    client."""
     queue: RoundRobin[str, tuple[str, int]] = RoundRobin()
     items = [(client, number) for number, client in enumerate(clients)]
     for item in items:
@@ -25,7 +26,7 @@ def test_a_crowd_waits_behind_itself(clients: list[str]) -> None:
         assert all(before.count(other) <= before.count(client) + 1 for other in set(before))
 
 
-def test_what_was_removed_does_not_come() -> None:
+def test_removed_items_are_not_returned() -> None:
     queue: RoundRobin[str, int] = RoundRobin()
     queue.put("a", 1)
     queue.put("a", 2)

@@ -1,4 +1,4 @@
-"""The program as an operator runs it: ready, healthy, quiet about content, and gone when told to."""
+"""The program as an operator runs it: ready, healthy, no content in logs, and an orderly end."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ LOG_FIELDS = {
 
 @pytest.fixture
 def socket_folder() -> Iterator[Path]:
-    """A short path: pytest's own may be too long for a socket."""
+    """A short path, because pytest's own may be too long for a socket."""
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder) / "private"
 
 
 @pytest.fixture(scope="module")
 def exposed(keys: Keys, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The provider's key, where others can read it."""
+    """The provider's key, readable by other users."""
     key = tmp_path_factory.mktemp("exposed") / "exposed.key"
     key.write_bytes(keys.provider.key.read_bytes())
     key.chmod(0o644)
@@ -75,11 +75,11 @@ def test_a_key_that_others_can_read_is_warned_of_in_the_log(service: Service, ex
 def test_serve_until_told_to_stop(
     service: Service, exposed: Path, connect: Connect, requests: Requests, keys: Keys
 ) -> None:
-    """The ready file, health by command line, logs without content, and a clean end on SIGTERM."""
+    """The ready file, health on the command line, logs without content, and a clean end on SIGTERM."""
     execute, effect = requests
     assert service.ready_file.read_text() == service.address
     client, helper = connect(to=service), connect(role="helper", to=service)
-    marked = torch.full((3, WIDTH), 0x53454352, dtype=torch.int32)  # "SECR"
+    marked = torch.full((3, WIDTH), 0x53454352, dtype=torch.int32)  # the ASCII codes of "SECR"
     request, seed = execute(0, 3), secrets.token_bytes(32)
     client.product(request, marked)
     helper.product(effect(0, 4, seed=seed))
@@ -93,7 +93,7 @@ def test_serve_until_told_to_stop(
     pin = ["--certificate", str(keys.provider.certificate)]
     result = CliRunner().invoke(app, ["health", service.address, *pin, *identity])
     assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["requests"] == 1  # alice's own
+    assert json.loads(result.stdout)["requests"] == 1  # alice's own counts
 
     assert service.stop() == 0
     lines = [line for line in service.logged() if not line["event"].endswith(str(exposed))]
@@ -115,15 +115,16 @@ def test_serve_until_told_to_stop(
     assert str(0x53454352) not in text
 
 
-def test_executor_in_its_own_process_comes_back(
+def test_a_killed_executor_process_is_restarted(
     configure: Configure,
     connect: Connect,
     requests: Requests,
     socket_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """SIGKILL in the middle of a request: BUSY, which is worth the same bytes again, and then the same answer.
-    Also if the machine has no room for another process at first.
+    """After SIGKILL in the middle of a request, the tenant gets BUSY, then the same answer to the same bytes.
+
+    Also if the machine first has no room for another process.
     """
     execute, _ = requests
     starts, popen = [0], subprocess.Popen
@@ -142,7 +143,7 @@ def test_executor_in_its_own_process_comes_back(
         x = torch.arange(4 * WIDTH, dtype=torch.int32).reshape(4, WIDTH)
         before = client.product(execute(0, 4), x)
         first = provider.executor.pid
-        os.kill(first, signal.SIGSTOP)  # the request will be in flight for as long as it takes
+        os.kill(first, signal.SIGSTOP)  # the request will be in flight until the executor is killed
         with in_flight(monkeypatch) as forwarded:
             client.send(execute(0, 4), wire.RING32.pack(x))
             assert forwarded.wait(20)
@@ -152,7 +153,7 @@ def test_executor_in_its_own_process_comes_back(
         assert isinstance(reply, wire.Failure)
         assert reply.code in wire.RETRYABLE
         turned_away = connect("bob", to=provider, role=None).hello(provider.model_digest)
-        assert isinstance(turned_away, wire.Failure)  # who is greeted counts on answers
+        assert isinstance(turned_away, wire.Failure)  # a tenant that gets a welcome expects answers
         assert turned_away.code == wire.ErrorCode.BUSY
         after, _ = client.until_served(execute(0, 4), x, within=60)
         assert torch.equal(before, after)
@@ -218,14 +219,14 @@ def test_a_socket_in_use_is_not_taken_over(configure: Configure, socket_folder: 
             Provider(configure(executor=ExecutorConfig(endpoint=f"ipc://{path}"))).start()
 
 
-def test_an_executor_serves_what_the_gateway_announced_or_nothing(configure: Configure) -> None:
-    """A checkpoint that was replaced since: an executor that is started again must not serve the new one."""
+def test_an_executor_serves_only_the_model_that_the_gateway_announced(configure: Configure) -> None:
+    """If the checkpoint was replaced, a restarted executor must not serve the new one."""
     with pytest.raises(CheckpointError, match="changed"):
         build(configure(), model_digest="sha256:" + 64 * "0", inbox=LocalInbox())
 
 
-def test_room_for_every_connection(configure: Configure, socket_folder: Path) -> None:
-    """ZeroMQ's own limit is 1,023 sockets."""
+def test_there_is_a_descriptor_for_every_connection(configure: Configure, socket_folder: Path) -> None:
+    """ZeroMQ's default limit is 1,023 sockets."""
     apart = ExecutorConfig(endpoint=f"ipc://{socket_folder}/executor.sock")
     executor = make(configure(max_connections=1100, executor=apart), model_digest="")
     with contextlib.ExitStack() as channels:
@@ -234,10 +235,10 @@ def test_room_for_every_connection(configure: Configure, socket_folder: Path) ->
     executor.close()
 
 
-def test_an_executor_that_hangs_is_started_again(
+def test_a_hanging_executor_is_restarted(
     configure: Configure, connect: Connect, requests: Requests, socket_folder: Path
 ) -> None:
-    """It is there and says nothing: that must be noticed without anybody asking it for a product."""
+    """A hanging executor does not answer. The guard must notice that without a tenant's request."""
     execute, _ = requests
     apart = ExecutorConfig(endpoint=f"ipc://{socket_folder}/executor.sock", threads=1, hang_timeout_s=1.0)
     x = torch.ones(1, WIDTH, dtype=torch.int32)
@@ -260,7 +261,7 @@ def test_an_executor_that_hangs_is_started_again(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_while_starting_ends_it(
+def test_a_signal_during_the_start_ends_the_provider(
     configure: Configure, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: signal.Signals
 ) -> None:
     def start(self: Provider) -> None:
@@ -275,11 +276,11 @@ def test_a_signal_while_starting_ends_it(
     finally:
         for n, handler in before.items():
             signal.signal(n, handler)
-    assert not capsys.readouterr().out  # and nobody was told that it listens
+    assert not capsys.readouterr().out  # and the provider has not announced that it listens
 
 
 @pytest.mark.parametrize("warm_up", [True, False])
-def test_layers_are_loaded_in_idle_moments_or_when_first_asked_for(
+def test_layers_are_loaded_in_idle_time_or_at_the_first_request(
     configure: Configure, connect: Connect, requests: Requests, warm_up: bool
 ) -> None:
     execute, _ = requests
@@ -295,7 +296,7 @@ def test_layers_are_loaded_in_idle_moments_or_when_first_asked_for(
         if not warm_up:
             assert loaded() == 0
             client.product(execute(0, 1), torch.ones(1, WIDTH, dtype=torch.int32))
-        while loaded() < (9 if warm_up else 1):  # a report may be a moment old
+        while loaded() < (9 if warm_up else 1):  # a report may be slightly old
             assert time.monotonic() < deadline
         assert warm_up or loaded() == 1
 

@@ -1,4 +1,4 @@
-"""Over time, no more than the rate."""
+"""The average rate of a token bucket."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from provider.token_bucket import TokenBucket
 
 
 @given(st.lists(st.tuples(st.floats(0, 0.1), st.floats(1e-5, 0.01)), max_size=300), st.floats(0.01, 1.0))
-def test_over_time_no_more_than_the_rate_is_taken(steps: list[tuple[float, float]], rate: float) -> None:
-    """Beyond the rate: one burst, and the debt that the last step has left."""
+def test_the_average_rate_is_limited(steps: list[tuple[float, float]], rate: float) -> None:
+    """In addition to the rate: one burst, and the debt of the last step."""
     bucket, now, taken = TokenBucket(per_s=rate, burst=rate, now=0.0), 0.0, 0.0
     for pause, amount in steps:
         now += pause
@@ -21,7 +21,7 @@ def test_over_time_no_more_than_the_rate_is_taken(steps: list[tuple[float, float
         assert taken <= rate * (now + 1.0) + max(step for _, step in steps) + 1e-6
 
 
-def test_a_bucket_saves_up_one_burst() -> None:
+def test_a_bucket_holds_one_burst_at_most() -> None:
     bucket = TokenBucket(per_s=0.25, burst=0.25, now=0.0)
     bucket.take(0.251)
     assert bucket.delay(0.0) == pytest.approx(0.004)

@@ -14,7 +14,7 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 
 @pytest.fixture(scope="session")
 def llama() -> PreTrainedModel:
-    """A Llama with grouped queries and an LM head of its own."""
+    """A Llama with grouped queries and an untied LM head."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=32,
@@ -61,7 +61,8 @@ def gpt2_path(gpt2: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="session")
 def gpt2_cache(gpt2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a `WeightStore` of the GPT-2 leaves behind, packed groups and plain ones. To be copied."""
+    """The cache folder that a `WeightStore` of the GPT-2 has written, with packed and plain groups. Copy it before
+    use."""
     cache = tmp_path_factory.mktemp("gpt2") / "cache"
     store = WeightStore(gpt2_path, cache=cache)
     for index in range(len(store.manifest().groups)):
@@ -71,7 +72,7 @@ def gpt2_cache(gpt2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture
 def set_threads() -> Iterator[Callable[[int], None]]:
-    """`torch.set_num_threads`, undone after the test."""
+    """`torch.set_num_threads`, restored after the test."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)

@@ -1,4 +1,4 @@
-"""The root command: all that is plugged in is listed, nothing is imported early, errors are one line."""
+"""The root command: every plug-in is listed, nothing is imported early, errors are one line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Plug = Callable[[str, Any], None]
 
 @pytest.fixture
 def plug(monkeypatch: pytest.MonkeyPatch) -> Plug:
-    """Adds a command as another package would, for one test."""
+    """`plug(...)` adds a command for one test, as another package would."""
     plugged: list[EntryPoint] = []
 
     def add(name: str, target: object) -> None:
@@ -66,7 +66,7 @@ def test_every_command_loads(name: str, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_a_group_lists_and_runs_commands_of_another_package(plug: Plug, capsys: pytest.CaptureFixture[str]) -> None:
-    """The group's own commands stay, a command of another package runs, and the others are not imported."""
+    """The group's own commands stay, a command of another package runs, and other modules are not imported."""
     app = typer.Typer()
     app.command("own")(lambda: typer.echo("own ran"))
     plug("group", app)
@@ -86,7 +86,7 @@ def test_a_group_lists_and_runs_commands_of_another_package(plug: Plug, capsys: 
     assert "added" not in capsys.readouterr().out
 
 
-def test_neither_help_nor_what_only_writes_a_configuration_waits_for_torch(tmp_path: Path) -> None:
+def test_help_and_configuration_commands_do_not_import_torch(tmp_path: Path) -> None:
     program = """
 import contextlib, io, sys
 from typer.main import get_command
@@ -174,7 +174,7 @@ def test_error_is_one_clean_line(error: errors.SymbiosisError, plug: Plug, capsy
     assert err[:-1].isprintable()
 
 
-def test_a_file_that_cannot_be_used_is_one_line(plug: Plug, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_an_unusable_file_is_a_one_line_error(plug: Plug, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "cache").touch()
     plug("prepare", lambda: (tmp_path / "cache" / "weights").mkdir())
     assert run("prepare") == 1
@@ -193,7 +193,7 @@ REPORTS = [("bench", name, "--json") for name in ("linear", "step", "provider", 
 
 
 @pytest.mark.parametrize("words", REPORTS, ids=" ".join)
-def test_a_report_that_cannot_be_written_is_no_surprise_after_the_work(
+def test_a_report_that_cannot_be_written_is_an_early_error(
     words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "file"
@@ -202,7 +202,7 @@ def test_a_report_that_cannot_be_written_is_no_surprise_after_the_work(
     assert capsys.readouterr().err.startswith(f"error: cannot write {file / 'report'}: ")
 
 
-def test_a_full_disk_is_one_line(plug: Plug, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_a_one_line_error(plug: Plug, capsys: pytest.CaptureFixture[str]) -> None:
     def fill() -> None:
         with Path("/dev/full").open("w") as file:
             file.write("figures")
@@ -220,7 +220,7 @@ def test_a_letter_that_the_terminal_lacks_is_replaced(plug: Plug, monkeypatch: p
     assert printed.getvalue() == b"d?j? vu\n"
 
 
-def test_every_answer_of_a_provider_comes_with_a_next_step() -> None:
+def test_every_error_code_has_advice() -> None:
     for code in wire.ErrorCode:
         error = errors.ProviderError(code=code, provider="p", detail="no\nforged line\x1b[2J")
         assert str(error).startswith(f"provider 'p' answered {code}: no forged line [2J; ")
@@ -287,6 +287,7 @@ sys.exit(time.process_time() - before > 0.3)
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="nobody to wait for")
 def test_torchs_threads_do_not_spin_while_they_wait() -> None:
-    """A command's process shares its cores: spinning, the same loop takes about a second of CPU time, and not 0.02."""
+    """A command's process shares its cores: with spinning, the same loop takes about 1 s of CPU time instead of 0.02
+    s."""
     clean = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     subprocess.run([sys.executable, "-c", IDLE], check=True, timeout=120, env=clean)

@@ -1,4 +1,4 @@
-"""The compiled library is optional: built where there is a compiler, ignored when stale, damaged or switched off."""
+"""The compiled library is optional: built if there is a compiler, ignored when stale, damaged or switched off."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ needs_library = pytest.mark.skipif(native.library() is None, reason="installed w
 
 @pytest.fixture
 def reload(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The next `library()` loads again, wherever it is switched off, and what it loads is forgotten afterwards."""
+    """Make `library()` load again, and forget the loaded library after the test."""
     monkeypatch.delenv("SYMBIOSIS_PRIV_NATIVE", raising=False)
     _forget()
     yield
@@ -66,7 +66,7 @@ def test_a_library_that_does_not_fit_is_ignored(
             pytest.skip("installed without a C compiler")
         native._load.cache_clear()
         shutil.copy(native._LIBRARY, library)
-        monkeypatch.setattr(native, "_FOLDER", tmp_path)  # where there are other sources: none
+        monkeypatch.setattr(native, "_FOLDER", tmp_path)  # with other sources, there is no library
     monkeypatch.setattr(native, "_LIBRARY", library)
     with caplog.at_level(logging.INFO, logger="symbiosis_priv.native"):
         assert native.library() is None
@@ -74,7 +74,8 @@ def test_a_library_that_does_not_fit_is_ignored(
 
 
 def build_wheel(folder: Path, **environment: str) -> Path:
-    """A wheel of a copy of what is distributed, by pip as users run it (its backend comes from this environment)."""
+    """Build a wheel from a copy of the distributed files with pip, as users do. The build backend comes from this
+    environment."""
     source = folder / "source"
     ignored = shutil.ignore_patterns("__pycache__", "libring.so")
     for package in ("symbiosis_priv", "provider", "tenant", "threat_model"):

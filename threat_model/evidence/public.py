@@ -145,7 +145,7 @@ class Public:
 
 
 class _Arrived(Exception):
-    """Ends a forward pass; `rows` is what a group was given."""
+    """Ends a forward pass; `rows` is the group's input."""
 
     def __init__(self, rows: Tensor) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Schedulers played with: jobs as small as they come, and the executor's part on a clock of its own."""
+"""Runs schedulers with jobs of all sizes, including the smallest, and a simulated executor and clock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ POLICIES = get_args(PolicyName)
 STAGES = get_args(Stage)
 ROW_WORK = 1000
 SLICE_ROWS = 8
-RATE = 2e9  # what a scheduler assumes at first
+RATE = 2e9  # the scheduler's initial assumption
 POLICY = Policy(slice_s=SLICE_ROWS * ROW_WORK / RATE, max_wait_s=0.002)
 
 
@@ -47,10 +47,10 @@ def job(
 
 
 def scheduler(name: PolicyName = "opportunistic", *, reading: float = 0.0, **changes: Any) -> Scheduler[Job]:
-    """One that has learned how long weights are read."""
+    """A scheduler that has learned how long reading weights takes."""
     subject: Scheduler[Job] = Scheduler(replace(POLICY, name=name, **changes))
     for direction in ("forward", "backward"):
-        for _ in range(60 if reading else 0):  # it learns by halves
+        for _ in range(60 if reading else 0):  # each measurement halves the distance
             subject.pace.record((0, direction, "ring"), rows=1, work=ROW_WORK, seconds=max(reading, ROW_WORK / RATE))
     return subject
 
@@ -75,7 +75,7 @@ def jobs(draw: st.DrawFn) -> list[Job]:
 
 
 def run(subject: Scheduler[Job], arriving: list[Job]) -> list[tuple[float, list[Piece[Job]]]]:
-    """Play the executor; every batch with the time at which it began."""
+    """Simulate the executor. Returns every batch with its start time."""
     now, waiting, batches = 0.0, list(arriving), []
     while waiting or len(subject):
         while waiting and waiting[0].arrival <= now:
@@ -91,6 +91,6 @@ def run(subject: Scheduler[Job], arriving: list[Job]) -> list[tuple[float, list[
         deadline = subject.next_deadline(now)
         times += [] if deadline is None else [deadline]
         assert times
-        assert min(times) > now  # or the executor would spin
+        assert min(times) > now  # otherwise the executor would spin
         now = min(times)
     return batches

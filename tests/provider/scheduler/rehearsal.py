@@ -1,9 +1,9 @@
-"""A provider and its tenants on a clock of their own: what policies do to throughput and latency, without noise.
+"""Simulates a provider and its tenants with a simulated clock, to compare the throughput and latency of policies.
 
-Products take what they take of a 4096 wide model on one core: the time to read the weights or that of all rows,
-whichever is longer, for the compiled kernels read ahead. Tenants go through a model's layer groups forward, and
-trainers back again; between two requests each computes on the one core that all of them share, and may be held up. It
-is a model: `symbiosis-priv bench provider` measures.
+A product takes as long as on a model of width 4096 on one core, with compiled kernels that prefetch: the time to read
+the weights or the time of all rows, whichever is longer. Tenants go through a model's layer groups forward, and
+training tenants back again. Between two requests each tenant computes, on one core that all tenants share, and may be
+delayed. `symbiosis-priv bench provider` measures real providers.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from symbiosis_priv.arithmetic.ring import Direction
 
 HIDDEN = 4096
 GROUPS = ((HIDDEN, 3 * HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, 4 * HIDDEN), (2 * HIDDEN, HIDDEN))
-READING = 50e-12  # seconds per weight
+READING = 50e-12  # seconds to read a weight
 ROW = 8.6e-12  # seconds per weight and row
-PRODUCT, REQUEST = 0.6e-3, 0.25e-3  # seconds of the executor besides
-TENANT, VALUE = 0.6e-3, 4.5e-9  # seconds of a tenant per request, and per number of it
+PRODUCT, REQUEST = 0.6e-3, 0.25e-3  # further seconds of the executor per product
+TENANT, VALUE = 0.6e-3, 4.5e-9  # seconds of a tenant per request, and per number in it
 NETWORK = 0.3e-3
 HOLD_UP = 6e-3
 FEW_ROWS = 16
@@ -33,14 +33,14 @@ WARM_UP = 2.0
 
 @dataclass
 class Tenant:
-    """One of them.
+    """A tenant.
 
     Args:
-        name: of it.
-        rows: of each request.
-        trains: whether it goes back again.
-        layers: of the model, four layer groups each.
-        turns: seconds of each token of a batch, or step, after the first moments.
+        name: name of the tenant.
+        rows: rows of each request.
+        trains: True if it sends backward requests, too.
+        layers: layers of the model, four layer groups each.
+        turns: seconds of each token of a batch, or of each step, after the start.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Tenant:
     _begun: float = 0.0
 
     def ask(self, now: float) -> Job:
-        """Its next request."""
+        """The next request."""
         path = self._path()
         group, direction = path[self._at % len(path)]
         if self._at % len(path) == 0:
@@ -71,7 +71,7 @@ class Tenant:
         )
 
     def hear(self, now: float) -> float:
-        """It has its answer; returns the seconds that it computes before it asks again."""
+        """Receive an answer. Returns the seconds that the tenant computes before its next request."""
         path = self._path()
         group, _ = path[self._at % len(path)]
         self._at += 1
@@ -87,35 +87,35 @@ class Tenant:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What generating tenants had of it.
+    """Results of the generating tenants.
 
     Args:
-        tokens_per_s: of all of them.
+        tokens_per_s: tokens per second of all tenants.
         latency: mean seconds of a token of a batch.
-        idle: the executor's share.
-        company: mean requests of a product.
+        idle: share of time in which the executor was idle.
+        batch_requests: mean number of requests of a product.
     """
 
     tokens_per_s: float
     latency: float
     idle: float
-    company: float
+    batch_requests: float
 
 
 def rehearse(
     policy: Policy, tenants: Sequence[Tenant], *, seconds: float = 12.0, seed: int = 0, held_up: float = 0.0
 ) -> Outcome:
-    """Let them ask; their turns are in them afterwards.
+    """Let the tenants send requests; their `turns` hold their times afterwards.
 
     Args:
-        held_up: the share of requests before which a tenant does something else, for `HOLD_UP` on average.
+        held_up: share of requests before which a tenant is delayed, for `HOLD_UP` on average.
     """
     chance, order = random.Random(seed), itertools.count()
     subject: Scheduler[Job] = Scheduler(policy)
     by_name = {tenant.name: tenant for tenant in tenants}
     coming = [(chance.uniform(0, 0.01), next(order), tenant) for tenant in tenants]
     heapq.heapify(coming)
-    now = idle = core = 0.0  # the last: when the tenants' core is free
+    now = idle = core = 0.0  # the last entry is the time at which the tenants' core is free
     products = requests = 0
     while now < WARM_UP + seconds:
         while coming and coming[0][0] <= now:
@@ -139,7 +139,7 @@ def rehearse(
             if piece.last:
                 tenant = by_name[str(piece.job.tenant)]
                 busy = tenant.hear(now) * chance.uniform(0.7, 1.4)
-                core = max(core, now) + min(busy, 2e-3)  # whoever needs long is interrupted by the others
+                core = max(core, now) + min(busy, 2e-3)  # a long computation is interrupted by the other tenants'
                 late = chance.expovariate(1 / HOLD_UP) if chance.random() < held_up else 0.0
                 heapq.heappush(coming, (core + max(0.0, busy - 2e-3) + NETWORK + late, next(order), tenant))
     generating = [(tenant.rows, turn) for tenant in tenants if not tenant.trains for turn in tenant.turns]
@@ -147,5 +147,5 @@ def rehearse(
         tokens_per_s=sum(rows for rows, _ in generating) / seconds,
         latency=sum(turn for _, turn in generating) / max(1, len(generating)),
         idle=idle / now,
-        company=requests / max(1, products),
+        batch_requests=requests / max(1, products),
     )

@@ -1,4 +1,4 @@
-"""Everybody side by side."""
+"""Policy `lockstep`: all tenants are at the same layer group."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from tests.provider.scheduler.playing import POLICY, job, scheduler
 
 
-def test_lockstep_lets_those_behind_go_first() -> None:
+def test_lockstep_serves_tenants_behind_first() -> None:
     subject = scheduler("lockstep")
     ahead, behind = job("alice", group=3), job("bob", group=1)
     subject.put(ahead)
@@ -17,19 +17,20 @@ def test_lockstep_lets_those_behind_go_first() -> None:
     assert {p.job.tenant for p in subject.take(0.0)} == {"alice", "bob"}
 
 
-def test_lockstep_waits_for_whoever_was_here_however_long_the_others_have_waited() -> None:
+def test_lockstep_waits_for_recently_active_tenants() -> None:
     subject = scheduler("lockstep")
     subject.put(job("bob"))
     subject.done(subject.take(0.0), now=1.0, seconds=1.0)
-    subject.put(job("alice", arrival=0.5))  # while that was multiplied
+    subject.put(job("alice", arrival=0.5))  # while that product was computed
     assert subject.take(1.0) == []
     assert subject.next_deadline(1.0) == pytest.approx(1.0 + POLICY.lockstep_wait_s)
     subject.put(job("bob", arrival=1.05))
     assert {p.job.tenant for p in subject.take(1.05)} == {"alice", "bob"}
 
 
-def test_nobody_takes_a_second_turn_before_the_others_have_had_their_first() -> None:
-    """Who generates waits for the backward half of the others' step: else it would never come."""
+def test_no_tenant_starts_a_second_pass_before_the_others_have_finished_their_first() -> None:
+    """A generating tenant waits for the backward half of the others' step; otherwise that half would never be
+    computed."""
     subject = scheduler("lockstep")
     subject.put(job("trainer", group=1))
     subject.put(job("chat", group=1))

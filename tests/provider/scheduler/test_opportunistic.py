@@ -1,4 +1,4 @@
-"""Company: who is waited for and for how long, who rides with whom."""
+"""Policy `opportunistic`: waiting to be batched, and sharing products."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.provider.scheduler.playing import POLICY, RATE, ROW_WORK, SLICE_ROWS,
 
 
 @given(jobs())
-def test_only_fine_tuning_and_leaders_are_cut(arriving: list[Job]) -> None:
-    """What somebody waits for rides whole, ahead of fine-tuning, which fills what is left of a slice."""
+def test_only_fine_tuning_and_leading_requests_are_cut(arriving: list[Job]) -> None:
+    """Inference requests join whole, before fine-tuning; fine-tuning fills the rest of a slice."""
     for _, pieces in run(scheduler(), arriving):
         stages = [p.job.stage for p in pieces]
         assert stages == sorted(stages, reverse=True)
@@ -35,8 +35,8 @@ def test_rows_of_fine_tuning_fill_the_slice_of_an_inference() -> None:
 
 
 @pytest.mark.parametrize(("reading_rows", "riders"), [(0, 2), (20, 10)])
-def test_who_rides_makes_inference_wait_for_half_as_long_again_at_most(reading_rows: int, riders: int) -> None:
-    """When it is inference's turn: a flood of large requests for the same layer group is in no hurry."""
+def test_added_fine_tuning_delays_inference_by_half_at_most(reading_rows: int, riders: int) -> None:
+    """When inference is due, a flood of large requests for the same layer group has less priority."""
     row_s = ROW_WORK / RATE
     subject = scheduler(reading=reading_rows * row_s, slice_s=200 * row_s)
     subject.put(job("flood", rows=5000, stage="fine_tuning"))
@@ -49,8 +49,8 @@ def test_who_rides_makes_inference_wait_for_half_as_long_again_at_most(reading_r
     assert together <= 1.5 * alone + 1e-12
 
 
-def test_who_rides_gets_no_more_than_its_share() -> None:
-    """Only one of two trainers waits for what inference asks for."""
+def test_added_fine_tuning_gets_no_more_than_its_share() -> None:
+    """Only one of two training tenants waits for the layer group of the inference request."""
     subject = scheduler()
     served: Counter[object] = Counter()
     for group, tenant in enumerate(("rides", "does not")):
@@ -59,11 +59,11 @@ def test_who_rides_gets_no_more_than_its_share() -> None:
         subject.put(job("chat", rows=2, arrival=now))
         for piece in subject.take(now):
             served[piece.job.tenant] += piece.rows
-    assert served["does not"] > 5 * SLICE_ROWS  # and it does get it
+    assert served["does not"] > 5 * SLICE_ROWS  # and it does get its share
     assert served["rides"] - served["does not"] <= 3 * SLICE_ROWS
 
 
-def test_inference_rides_with_fine_tuning_which_keeps_half_of_its_slice() -> None:
+def test_inference_joins_fine_tuning_which_keeps_half_of_its_slice() -> None:
     subject = scheduler()
     subject.put(job("chat", rows=1, group=1))
     subject.take(0.0)  # fine-tuning has been charged less now
@@ -77,27 +77,29 @@ def test_inference_rides_with_fine_tuning_which_keeps_half_of_its_slice() -> Non
 @pytest.mark.parametrize(
     ("wait_share", "reading", "max_wait", "wait"),
     [
-        (0.5, 1.0, 1.0, 0.5),  # a share of what its own product takes
-        (9.0, 0.01, 1.0, 0.01),  # no longer than the company saves
-        (9.0, 1.0, 0.02, 0.02),  # nor than anybody may
+        (0.5, 1.0, 1.0, 0.5),  # a share of the time of its own product
+        (9.0, 0.01, 1.0, 0.01),  # no longer than batching saves
+        (9.0, 1.0, 0.02, 0.02),  # nor longer than the policy's limit
     ],
 )
-def test_a_job_waits_for_who_is_expected_and_no_longer(
+def test_a_job_waits_for_an_expected_tenant_and_no_longer(
     wait_share: float, reading: float, max_wait: float, wait: float
 ) -> None:
     subject = scheduler(slice_s=1.0, max_wait_s=max_wait, wait_share=wait_share, reading=reading)
     first, second = job("alice", rows=100, arrival=1.0), job("bob", rows=100, arrival=1.0 + wait / 2)
     subject.put(job("bob", arrival=1.0))
-    subject.done(subject.take(1.0), now=1.0, seconds=reading + ROW_WORK / RATE)  # bob was here a moment ago
+    subject.done(subject.take(1.0), now=1.0, seconds=reading + ROW_WORK / RATE)  # bob was served a moment ago
     subject.put(first)
     assert subject.take(1.0) == []
     assert subject.next_deadline(1.0) == pytest.approx(1.0 + wait)
     subject.put(second)
-    assert [p.job for p in subject.take(second.arrival)] == [first, second]  # at once: nobody else is expected
+    # immediately, because no other tenant is expected
+    assert [p.job for p in subject.take(second.arrival)] == [first, second]
 
 
-def test_who_waits_in_company_waits_for_less_of_it() -> None:
-    """Waiting costs all of them, and the next one saves one reading of the weights: three wait for a third of it."""
+def test_several_waiting_tenants_wait_for_a_shorter_time() -> None:
+    """Waiting costs all waiting tenants, and one more request saves one reading of the weights: three wait a third of
+    it."""
     reading = 0.003
     subject = scheduler(slice_s=1.0, max_wait_s=1.0, wait_share=9.0, reading=reading)
     subject.put(job("late", arrival=1.0))
@@ -109,7 +111,8 @@ def test_who_waits_in_company_waits_for_less_of_it() -> None:
 
 
 def served_in_order(subject: Scheduler[Job], tenant: str, groups: int, *, pause: float, stage: Stage) -> float:
-    """A tenant goes through a model, `pause` between an answer and the next request; returns when it has its last."""
+    """A tenant goes through a model, `pause` between an answer and the next request. Returns the time of its last
+    answer."""
     now = 1.0
     for group in range(groups):
         subject.put(job(tenant, group=group, stage=stage, arrival=now))
@@ -122,8 +125,8 @@ def served_in_order(subject: Scheduler[Job], tenant: str, groups: int, *, pause:
     return now - pause
 
 
-def test_nobody_waits_for_who_will_ask_for_something_else() -> None:
-    """Bob goes from group 0 to 1 to 2 to 3: he is expected at 3, soon, and nowhere else."""
+def test_no_job_waits_for_a_tenant_that_will_ask_for_another_group() -> None:
+    """Bob goes from group 0 to 1 to 2 to 3: he is expected at group 3, soon, and nowhere else."""
     patient: dict[str, Any] = {"slice_s": 1.0, "max_wait_s": 0.01, "wait_share": 1e6, "reading": 1.0}
     for group, waits in ((3, True), (2, False), (0, False)):
         subject = scheduler(**patient)
@@ -135,8 +138,8 @@ def test_nobody_waits_for_who_will_ask_for_something_else() -> None:
             assert subject.take(now + 0.0021) != []
 
 
-def test_fine_tuning_waits_a_moment_for_a_tenant_that_generates() -> None:
-    """When it has had its share, between two requests of the other; and no longer than it may."""
+def test_fine_tuning_waits_a_moment_for_a_generating_tenant() -> None:
+    """After fine-tuning has had its share, it waits between two requests of the generating tenant, up to the limit."""
     subject = scheduler()
     now = served_in_order(subject, "chat", 4, pause=0.001, stage="inference")
     subject.put(job("trainer", rows=500, group=1, stage="fine_tuning", arrival=now))
@@ -151,7 +154,7 @@ def test_fine_tuning_waits_a_moment_for_a_tenant_that_generates() -> None:
     assert subject.take(again)[0].job.tenant == "trainer"
 
 
-def test_a_tenant_alone_waits_for_nobody() -> None:
+def test_a_single_tenant_never_waits() -> None:
     subject = scheduler(max_wait_s=10.0, wait_share=10.0, reading=10.0)
     for turn in range(5):
         subject.put(job("alice", rows=5, arrival=float(turn)))
@@ -160,7 +163,7 @@ def test_a_tenant_alone_waits_for_nobody() -> None:
         subject.done(pieces, now=turn + 0.1, seconds=0.1)
 
 
-def test_the_larger_batch_goes_first_and_nobody_is_passed_over_for_longer_than_a_slice() -> None:
+def test_the_larger_batch_is_first_and_no_request_is_passed_over_for_longer_than_a_slice() -> None:
     subject = scheduler(slice_s=0.01)
     subject.put(job("alone", group=1))
     for tenant in "abc":
@@ -175,8 +178,8 @@ def test_the_larger_batch_goes_first_and_nobody_is_passed_over_for_longer_than_a
     assert {p.job.tenant for p in subject.take(0.012)} == {"a", "b", "c", "d"}
 
 
-def test_those_behind_go_first_and_share_a_product_with_those_whom_they_meet() -> None:
-    """Even a single tenant, before a crowd that is one layer group ahead."""
+def test_tenants_behind_are_first_and_share_products_with_the_tenants_they_reach() -> None:
+    """Even a single tenant precedes a crowd that is one layer group ahead."""
     subject = scheduler(slice_s=0.01)
     now = served_in_order(subject, "behind", 5, pause=0.0001, stage="inference")
     for tenant in "abc":
@@ -189,7 +192,7 @@ def test_those_behind_go_first_and_share_a_product_with_those_whom_they_meet() -
     assert {p.job.tenant for p in subject.take(now)} == {"a", "b", "c", "behind"}
 
 
-def test_nobody_goes_first_for_being_behind_who_has_had_more_than_the_others() -> None:
+def test_a_tenant_ahead_of_its_fair_share_is_not_first() -> None:
     subject = scheduler(slice_s=1.0, max_wait_s=0.005)
     now = served_in_order(subject, "behind", 5, pause=0.0001, stage="inference")
     subject.put(job("ahead", group=3, arrival=now))

@@ -1,4 +1,4 @@
-"""What slices are cut by."""
+"""The prediction of product times, which determines the size of slices."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from provider.scheduler.jobs import Key
 from tests.provider.scheduler.playing import RATE, ROW_WORK, job, scheduler
 
 
-def test_slices_follow_the_pace() -> None:
+def test_slices_follow_the_measured_times() -> None:
     key: Key = (0, "forward", "ring")
     subject = scheduler()
     big = job(rows=1000)
     for _ in range(20):  # a fast machine
         subject.pace.record(key, rows=100, work=100 * ROW_WORK, seconds=100 * ROW_WORK / (RATE * 8))
     before = subject.pace.rows(big)
-    for _ in range(20):  # what a single row takes longer for is not said of many
+    for _ in range(20):  # the additional time of a single row does not count for many rows
         subject.pace.record(key, rows=1, work=ROW_WORK, seconds=1.0)
     assert subject.pace.rows(big) >= before // 8
-    subject.pace.record(key, rows=100, work=100 * ROW_WORK, seconds=100.0)  # one hiccup
+    subject.pace.record(key, rows=100, work=100 * ROW_WORK, seconds=100.0)  # one outlier
     assert subject.pace.rows(big) >= 1
 
 
-def test_a_pace_that_has_collapsed_recovers() -> None:
-    """A machine that was busy for a while: slices stay large enough to notice when it is not any more."""
+def test_the_prediction_recovers_after_a_busy_time() -> None:
+    """After the machine was busy for a while, slices stay large enough to measure that it is fast again."""
     key: Key = (0, "forward", "ring")
     subject = scheduler()
     big = job(rows=1000)
@@ -34,7 +34,7 @@ def test_a_pace_that_has_collapsed_recovers() -> None:
 
 
 def test_rows_are_multiplied_while_weights_are_read() -> None:
-    """A product takes the longer of both, and not their sum: a few more rows cost nothing."""
+    """A product takes the longer of both times, not their sum: a few more rows cost nothing."""
     key: Key = (0, "forward", "ring")
     subject = scheduler()
     for _ in range(20):
@@ -44,7 +44,7 @@ def test_rows_are_multiplied_while_weights_are_read() -> None:
     assert subject.pace.seconds(job(), 100) == pytest.approx(20e-3, rel=0.01)
 
 
-def test_rows_that_waited_for_the_weights_say_little_about_arithmetic() -> None:
+def test_products_limited_by_reading_do_not_measure_arithmetic() -> None:
     key: Key = (0, "forward", "ring")
     subject = scheduler()
     for _ in range(20):

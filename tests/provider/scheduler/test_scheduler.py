@@ -1,4 +1,4 @@
-"""The scheduler as a pure object, under every policy: all rows are taken once, in bounded products, in bounded time."""
+"""The scheduler under every policy: all rows are taken once, in bounded products, in bounded time."""
 
 from __future__ import annotations
 
@@ -36,10 +36,8 @@ def test_a_batch_is_of_one_kind_and_bounded(arriving: list[Job], name: PolicyNam
 
 
 @given(jobs(), st.sampled_from(POLICIES))
-def test_nothing_waits_for_company_longer_than_the_policy_allows(arriving: list[Job], name: PolicyName) -> None:
-    """Work conserving within policy: whoever goes after idle time has been there, while nothing was multiplied, for no
-    longer than its wait.
-    """
+def test_no_job_waits_to_be_batched_longer_than_the_policy_allows(arriving: list[Job], name: PolicyName) -> None:
+    """A product that begins after idle time has jobs that have waited, while nothing was computed, within the limit."""
     subject = scheduler(name)
     longest = {"none": 0.0, "opportunistic": POLICY.max_wait_s, "lockstep": POLICY.lockstep_wait_s}[name]
     end = 0.0
@@ -59,7 +57,7 @@ def test_dropped_and_expired_jobs_are_forgotten(arriving: list[Job], dropped: li
     gone = [arriving[i] for i in dropped if i < len(arriving)]
     for one in gone:
         subject.drop(one)
-        subject.drop(one)  # once more does nothing
+        subject.drop(one)  # dropping twice does nothing
     subject.take(1.0)
     expired = subject.expire(5.0)
     assert all(one.deadline == 5.0 and one not in gone for one in expired)
@@ -71,7 +69,7 @@ def test_dropped_and_expired_jobs_are_forgotten(arriving: list[Job], dropped: li
 
 
 @given(jobs(), st.sampled_from(POLICIES))
-def test_what_can_go_now_is_not_slept_over(arriving: list[Job], name: PolicyName) -> None:
+def test_a_runnable_job_is_never_left_waiting_while_the_executor_sleeps(arriving: list[Job], name: PolicyName) -> None:
     subject = scheduler(name)
     for one in arriving:
         subject.put(one)
@@ -84,12 +82,12 @@ def test_what_can_go_now_is_not_slept_over(arriving: list[Job], name: PolicyName
 
 
 def test_a_job_without_rows_is_refused() -> None:
-    """Nothing could be charged for it, and its tenant would be first for ever."""
+    """It would have no cost, and its tenant would always be first."""
     with pytest.raises(ValueError, match="at least one row"):
         job(rows=0)
 
 
-def test_rows_that_are_not_there_yet_are_not_taken() -> None:
+def test_rows_that_are_not_ready_are_not_taken() -> None:
     subject = scheduler()
     effect = job(rows=10, ready=0)
     subject.put(effect)

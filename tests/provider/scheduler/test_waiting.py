@@ -1,4 +1,4 @@
-"""Fair shares: of tenants by their weights, of stages by theirs."""
+"""Fair shares of tenants and of stages, by their weights."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.provider.scheduler.playing import POLICIES, SLICE_ROWS, job, schedule
     st.lists(st.sampled_from((0.5, 1.0, 3.0)), min_size=4, max_size=4),
 )
 def test_tenants_with_work_waiting_get_equal_shares(sizes: list[int], name: PolicyName, weights: list[float]) -> None:
-    """Whatever the size of their requests and the number of their connections: by rows per weight, to a slice."""
+    """For any request sizes and numbers of connections: equal rows per weight, within one slice."""
     subject = scheduler(name)
     served: Counter[object] = Counter()
-    if name == "lockstep":  # its order is by layer group; within one, by arrival
+    if name == "lockstep":  # the order is by layer group; within a group, by arrival
         weights = [1.0] * 4
 
-    def ask(tenant: int) -> None:  # a group of its own, so that nobody rides
+    def ask(tenant: int) -> None:  # separate groups, so that no tenant joins another one's product
         subject.put(job(str(tenant), rows=sizes[tenant], group=tenant, stage="fine_tuning", weight=weights[tenant]))
 
     for tenant in range(len(sizes)):
@@ -42,7 +42,7 @@ def test_tenants_with_work_waiting_get_equal_shares(sizes: list[int], name: Poli
     assert sum(served.values())
 
 
-def test_a_tenant_that_was_away_has_saved_nothing_up() -> None:
+def test_an_idle_tenant_accrues_no_credit() -> None:
     subject = scheduler("none")
     subject.put(job("busy", rows=800, stage="fine_tuning"))
     for _ in range(90):
@@ -52,8 +52,8 @@ def test_a_tenant_that_was_away_has_saved_nothing_up() -> None:
     assert 9 <= turns.count("new") <= 11
 
 
-def test_inference_goes_ahead_and_starves_nobody() -> None:
-    """Both want everything: by their weights."""
+def test_inference_has_priority_and_does_not_starve_fine_tuning() -> None:
+    """Both stages have more work than the executor can do; shares follow the weights."""
     subject = scheduler("none", inference_weight=4.0)
     served: Counter[str] = Counter()
     subject.put(job("trainer", rows=10_000, stage="fine_tuning"))
@@ -65,7 +65,7 @@ def test_inference_goes_ahead_and_starves_nobody() -> None:
     assert served["inference"] / served["fine_tuning"] == pytest.approx(4, rel=0.2)
 
 
-def test_one_row_of_inference_overtakes_what_waits() -> None:
+def test_one_row_of_inference_overtakes_waiting_fine_tuning() -> None:
     subject = scheduler()
     for tenant in "abc":
         subject.put(job(tenant, rows=1000, stage="fine_tuning"))

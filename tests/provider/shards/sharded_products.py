@@ -1,5 +1,7 @@
-"""Run by `test_shards.py` on every rank of a group: rank 0 compares sharded products with those of one process, and
-then, if there is one, every rank loads its shard of a large model under a limit on its memory."""
+"""A script that `test_sharded.py` runs on every rank of a group. Rank 0 compares sharded products with one process's.
+
+If there is a large model, every rank then loads its shard of it under a limit on its memory.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ ROOM = 60 << 20  # bytes: stacks of threads, rows, a layer group while it is rea
 
 
 def products(store: WeightStore) -> None:
-    """Every layer group, direction and way to share out, at row counts that leave some ranks without rows."""
+    """Every layer group, direction and way to divide, at row counts that leave some ranks without rows."""
     for sharding in ("columns", "gathered", "auto"):
         operands = ShardedOperands(store, sharding=sharding)
         if not operands.leads:
@@ -49,9 +51,9 @@ def products(store: WeightStore) -> None:
 
 
 def limited(store: WeightStore, *, whole: int) -> None:
-    """Load and multiply where a rank may allocate its share and some room, and not the whole of the weights.
+    """Load and multiply where a rank may allocate its shard and some room, but not all weights.
 
-    After `products`: what torch imports on the way takes as much as a small model's shard.
+    Call this after `products`, because torch's late imports take as much memory as a small model's shard.
     """
     store.matrix(0)
     status = Path("/proc/self/status").read_text()
@@ -65,7 +67,7 @@ def limited(store: WeightStore, *, whole: int) -> None:
             for direction in DIRECTIONS:
                 operands.product(probe_rows(2, entry.columns(direction)[0]), group=group, direction=direction)
         operands.close()
-        with contextlib.suppress(RuntimeError):  # the limit is one
+        with contextlib.suppress(RuntimeError):  # the limit is effective
             torch.empty(whole, dtype=torch.int8)
             raise AssertionError
         print("loaded")

@@ -1,4 +1,4 @@
-"""Heartbeats go on beside whatever the rank does, and end before its process does."""
+"""Heartbeats continue during any work of the rank, and end before its process ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_the_thread_ends_when_heartbeats_are_closed(tmp_path: Path) -> None:
     beats.close()
 
 
-def test_a_rank_that_stops_is_named_and_one_that_beats_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_stopped_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeats, "_BEAT_S", 0.01)
     monkeypatch.setattr(heartbeats, "_PATIENCE_S", 0.2)
     found: list[int] = []
@@ -34,17 +34,17 @@ def test_a_rank_that_stops_is_named_and_one_that_beats_is_not(tmp_path: Path, mo
         told.set()
 
     counters = FileCounters(tmp_path)
-    counters.add("beats/2", 1)  # and never again
+    counters.add("beats/2", 1)  # called once only
     follower = Heartbeats(rank=1, world=3, counters=counters, lost=lambda ranks: None)
     lead = Heartbeats(rank=0, world=3, counters=FileCounters(tmp_path), lost=lost)
     assert told.wait(30)
     assert found == [2]
-    assert follower.absent() == [0, 2]  # the lead has stopped by now: a process that has lost a rank ends
+    assert follower.absent() == [0, 2]  # rank 0 has stopped by now: a process that has lost a rank ends
     for beats in (lead, follower):
         beats.close()
 
 
-def test_gone_counters_mean_that_the_group_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_counters_mean_that_the_group_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeats, "_BEAT_S", 0.01)
     folder = tmp_path / "meeting"
     folder.mkdir()

@@ -1,6 +1,7 @@
-"""A group of ranks gives the products of one process, however it shards; who is lost is named, and the group returns.
+"""A group of ranks computes the products of one process, with each sharding; a lost rank is named, and the group
+restarts.
 
-Every group here is real: processes with gloo between them and FSDP2 underneath. torchrun starts those that serve.
+Every group here is real: processes with gloo and FSDP2. torchrun starts the groups that serve.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from tests.provider.processes import has_ended, listening_addresses
 
 SCRIPT = Path(__file__).with_name("sharded_products.py")
 TWO_NODES = Path(__file__).parents[3] / "examples/deploy/two-nodes.sh"
-WIDTH = 64  # of the tiny Llama
+WIDTH = 64  # layer groups of the tiny Llama
 Configure = Callable[..., ProviderConfig]
 Connect = Callable[..., Any]
 Requests = tuple[Callable[..., wire.Execute], Callable[..., wire.Effect]]
@@ -71,8 +72,11 @@ def test_sharded_products_are_those_of_one_process(
     kernel: str,
     layers: str,
 ) -> None:
-    """Products of a whole model, and of the second of two layers, beside which no other one is packed. The group that
-    has a whole model also loads one that is larger than what every rank may allocate (RLIMIT_DATA): 128 MiB packed."""
+    """Products of a whole model, and of the second of two layers, for which only that layer is packed.
+
+    The group with a whole model also loads a model that is larger than the memory of each rank (RLIMIT_DATA): 128 MiB
+    packed.
+    """
     path = save_gpt2(vocab_size=61, n_positions=32, n_embd=48, n_layer=2 if layers else 1)
     wanted = [f"equal: {way} on {ranks} ranks" for way in ("columns", "gathered", "auto")]
     large: tuple[object, ...] = ()
@@ -100,18 +104,18 @@ def ranks_of(provider: Provider) -> dict[int, int]:
     return found
 
 
-def test_a_group_meets_in_private_comes_back_from_ranks_that_hang_and_ends_with_its_torchrun(
+def test_a_group_uses_a_private_folder_restarts_after_a_hanging_rank_and_ends_with_torchrun(
     configure: Configure,
     connect: Connect,
     requests: Requests,
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever torchrun finds in the environment, whichever rank hangs, and long before the group's timeout. Tenants
-    are told at once that the provider is busy, and get the same bits later.
-    `tests/threat_model/availability/test_ranks.py` kills a rank.
+    """For any torchrun options in the environment and any hanging rank, long before the group's timeout.
 
-    In one test, because every group is three processes that import torch.
+    Tenants are told immediately that the provider is busy, and get the same bits later.
+    `tests/threat_model/availability/test_ranks.py` kills a rank. All checks are in one test, because every group is
+    three processes that import torch.
     """
     monkeypatch.setenv("PET_STANDALONE", "1")
     execute, _ = requests
@@ -129,7 +133,7 @@ def test_a_group_meets_in_private_comes_back_from_ranks_that_hang_and_ends_with_
             os.kill(lost[rank], signal.SIGSTOP)
             after, refused = client.until_served(execute(0, 4), rows, within=60)
             assert torch.equal(before, after)
-            assert refused > 5  # who knows another provider is not kept waiting for this one to start
+            assert refused > 5  # a tenant that knows another provider does not wait for this one to start
             assert provider.status().restarts == restarts
             assert f"not answering: rank {rank}" in capfd.readouterr().err
             assert all(map(has_ended, lost.values()))
@@ -137,7 +141,7 @@ def test_a_group_meets_in_private_comes_back_from_ranks_that_hang_and_ends_with_
 
 
 def end_with_their_torchrun(agent: int, ranks: dict[int, int]) -> None:
-    """Also one that hangs, and would notice nothing."""
+    """Also a rank that hangs, and does not notice anything itself."""
     os.kill(ranks[0], signal.SIGSTOP)
     os.kill(agent, signal.SIGKILL)
     deadline = time.monotonic() + 3
@@ -146,10 +150,10 @@ def end_with_their_torchrun(agent: int, ranks: dict[int, int]) -> None:
         time.sleep(0.02)
 
 
-def test_the_models_digest_goes_to_the_ranks_by_gloo(
+def test_the_models_digest_is_broadcast_with_gloo(
     store: WeightStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It lies on the CPU, and with GPUs the default group is NCCL's."""
+    """The digest is on the CPU, and with GPUs the default group is NCCL's."""
     broadcast, groups = dist.broadcast, []
 
     def noted(tensor: torch.Tensor, source: int, group: Any = None) -> Any:
@@ -179,8 +183,10 @@ def test_two_machines_serve_one_model(
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """`examples/deploy/two-nodes.sh` twice, as on two machines: the bits of a provider that holds everything, and when
-    one of them is lost, the other one ends and says why."""
+    """Runs `examples/deploy/two-nodes.sh` twice, as on two machines: same bits as a provider with all layers.
+
+    If one machine is lost, the other one ends and logs the reason.
+    """
     execute, _ = requests
     config = configure()
     settings: dict[str, dict[str, Any]] = {
@@ -222,7 +228,7 @@ def test_two_machines_serve_one_model(
         rows = torch.arange(4 * WIDTH, dtype=torch.int32).reshape(4, WIDTH)
         got = connect(to=served).product(execute(0, 4), rows)
         assert torch.equal(got, connect(to=provider).product(execute(0, 4), rows))
-        assert listening_addresses([nodes[0].pid]) == {"127.0.0.1"}  # torchrun's store: the address it was given
+        assert listening_addresses([nodes[0].pid]) == {"127.0.0.1"}  # torchrun's store, at the given address
         nodes[1].kill()
         assert nodes[0].wait(60) == 1
         assert "not answering: rank 1" in capfd.readouterr().err

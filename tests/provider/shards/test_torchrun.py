@@ -1,4 +1,4 @@
-"""A rank that ends its group kills its own torchrun, with every rank of it, and no other process."""
+"""A rank that ends its group kills its own torchrun with all of its ranks, and no other process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from provider.shards import torchrun
 from tests.provider.processes import has_ended
 
-# Two ranks, the first of which stops: torchrun (this script) knows nothing of it.
+# Two ranks, of which the first stops; torchrun (this script) does not notice it.
 GROUP = """
 import os, signal, subprocess, sys, time
 from provider.shards import torchrun
@@ -58,8 +58,8 @@ def test_the_whole_group_ends_and_nothing_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("parent", [None, -1, 0, 1, "this process"])
-def test_nothing_but_the_parent_is_killed(parent: int | str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A remembered process id is killed only if the kernel says that it is the parent's."""
+def test_only_the_parent_is_killed(parent: int | str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A remembered process id is killed only if the kernel reports it as the parent's."""
     monkeypatch.setattr(torchrun, "_parent", os.getpid() if parent == "this process" else parent)
     killed: list[int] = []
     monkeypatch.setattr(signal, "pidfd_send_signal", lambda process, number: killed.append(process))
@@ -87,6 +87,6 @@ except MemoryError:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc says what is used")
-def test_what_a_store_is_sent_fills_no_machine() -> None:
+def test_data_sent_to_a_store_cannot_fill_the_memory() -> None:
     megabytes = subprocess.run([sys.executable, "-c", FLOODED], check=False, timeout=60).returncode
     assert 40 <= megabytes <= 64

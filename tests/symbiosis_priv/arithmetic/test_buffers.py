@@ -1,4 +1,4 @@
-"""Buffers come back when nobody can see them any more, and never before."""
+"""Buffers are reused after their last reference is gone, and never before."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def address(matrix: Tensor) -> int:
 
 
 @given(shapes=st.lists(st.tuples(st.integers(0, 700), st.integers(1, 700)), max_size=12), limit=st.integers(0, 4 * MIB))
-def test_two_who_hold_one_never_share_a_byte(shapes: list[tuple[int, int]], limit: int) -> None:
+def test_two_buffers_in_use_never_share_a_byte(shapes: list[tuple[int, int]], limit: int) -> None:
     buffers = Buffers(limit=limit)
-    for _ in range(2):  # the second time from memory that was used before
+    for _ in range(2):  # the second time in memory that was used before
         held = [buffers.matrix(rows, columns).fill_(number) for number, (rows, columns) in enumerate(shapes)]
         for number, (matrix, shape) in enumerate(zip(held, shapes, strict=True)):
             assert matrix.shape == shape
@@ -38,7 +38,7 @@ def test_two_who_hold_one_never_share_a_byte(shapes: list[tuple[int, int]], limi
 
 
 @pytest.mark.parametrize("look", [lambda m: m[5:], lambda m: m.view(-1), lambda m: m.numpy(), lambda m: m.t()[3]])
-def test_a_view_keeps_it(look: object) -> None:
+def test_a_view_keeps_its_buffer_in_use(look: object) -> None:
     assert callable(look)
     buffers = Buffers(limit=64 * MIB)
     matrix = buffers.matrix(512, 1024)
@@ -52,17 +52,17 @@ def test_a_view_keeps_it(look: object) -> None:
     assert buffers.unused >= 2 * MIB
 
 
-def test_it_is_used_again() -> None:
+def test_a_free_buffer_is_used_again() -> None:
     buffers = Buffers(limit=64 * MIB)
     places = set()
-    for rows in (512, 500, 512, 490):  # shapes that differ a little share
+    for rows in (512, 500, 512, 490):  # similar shapes share buffers
         matrix = buffers.matrix(rows, 1024)
         places.add(address(matrix))
         del matrix
     assert len(places) == 1
 
 
-def test_no_more_lies_unused_than_allowed() -> None:
+def test_unused_memory_is_limited() -> None:
     buffers = Buffers(limit=5 * MIB)
     held = [buffers.matrix(512, 1024) for _ in range(4)]
     assert buffers.unused == 0
@@ -70,8 +70,8 @@ def test_no_more_lies_unused_than_allowed() -> None:
     assert buffers.unused == 4 * MIB
 
 
-def test_what_has_lain_longest_makes_room() -> None:
-    """Sizes that come once, as those of a first step, do not keep the places of those that come again and again."""
+def test_the_buffer_unused_for_longest_is_freed() -> None:
+    """Sizes that occur once, as in a first step, do not displace sizes that occur repeatedly."""
     buffers = Buffers(limit=8 * MIB)
     once = [buffers.matrix(256, 1024) for _ in range(8)]
     del once
@@ -84,7 +84,7 @@ def test_what_has_lain_longest_makes_room() -> None:
     assert buffers.unused == 6 * MIB
 
 
-def test_a_buffer_larger_than_the_limit_takes_no_ones_place() -> None:
+def test_a_buffer_larger_than_the_limit_frees_no_other() -> None:
     buffers = Buffers(limit=MIB)
     small, large = buffers.matrix(256, 512), buffers.matrix(1024, 1024)
     del small
@@ -92,7 +92,7 @@ def test_a_buffer_larger_than_the_limit_takes_no_ones_place() -> None:
     assert buffers.unused == MIB // 2
 
 
-def test_a_forked_child_writes_into_pages_of_its_own() -> None:
+def test_a_forked_child_writes_into_its_own_pages() -> None:
     script = """if True:
         import os, sys
         from symbiosis_priv.arithmetic.buffers import Buffers
@@ -124,7 +124,7 @@ def test_threads_may_take_and_return_at_once() -> None:
 
 @pytest.mark.parametrize("shape", [(0, 7), (3, 5), (600, 3, 64, 2)])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16])
-def test_a_large_tensor_is_a_tensor_of_its_own(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_a_large_tensor_is_not_part_of_the_pool(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     one, other = large_tensor(shape, dtype=dtype).fill_(1), large_tensor(shape, dtype=dtype).fill_(2)
     assert one.shape == shape
     assert one.dtype == dtype

@@ -1,4 +1,4 @@
-"""Masks: the right AES stream, addressed by row, never the same twice; secrets that do not outlive their process."""
+"""Masks: the right AES stream, addressed by row, never repeated; secrets that end with their process."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def hkdf(secret: bytes, info: bytes, *, salt: bytes = b"", length: int = 32) -> 
 
 def test_the_oracle_passes_rfc_5869() -> None:
     first = hkdf(bytes([0x0B] * 22), bytes(range(0xF0, 0xFA)), salt=bytes(range(13)), length=42)
-    third = hkdf(bytes([0x0B] * 22), b"", length=42)  # no salt, as here
+    third = hkdf(bytes([0x0B] * 22), b"", length=42)  # without a salt, as here
     assert first.hex() == ("3cb25f25faacd57a90434f64d0362f2a2d2d0a90cf1a5a4c5db02d56ecc4c5bf34007208d5b887185865")
     assert third.hex() == ("8da4e775a563c18f715f802a063c5a31b8a11f5c5ee1879ec3454e5f3c738d2d9d201395faa4b61a96c8")
 
@@ -63,7 +63,7 @@ def test_labels_never_collide(paths: list[tuple[str, ...]]) -> None:
     assert len({derive(KEY, *path) for path in paths}) == len(paths)
 
 
-def test_moving_a_boundary_changes_the_key() -> None:
+def test_moving_characters_between_labels_changes_the_key() -> None:
     assert derive(KEY, "ab", "c") != derive(KEY, "a", "bc")
     assert mask_key(KEY, group_name="a", direction="bforward") != mask_key(KEY, group_name="ab", direction="forward")
 
@@ -86,9 +86,7 @@ def test_a_keystream_is_added_as_it_is_expanded(
 
 
 @given(width=drawn.widths(), places=st.lists(st.tuples(first_rows, st.integers(0, 4), st.booleans()), max_size=9))
-def test_a_keystream_that_is_used_again_starts_where_it_is_told(
-    width: int, places: list[tuple[int, int, bool]]
-) -> None:
+def test_a_reused_keystream_starts_at_the_requested_row(width: int, places: list[tuple[int, int, bool]]) -> None:
     keystream = Keystream(KEY, width=width)
     for first_row, rows, added in places:
         got = torch.zeros(rows, width, dtype=torch.int32)
@@ -103,7 +101,7 @@ def test_a_keystream_that_is_used_again_starts_where_it_is_told(
     width=drawn.widths(),
     places=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.booleans()), max_size=30),
 )
-def test_rows_made_ahead_are_those_that_are_asked_for_or_none(width: int, places: list[tuple[int, int, bool]]) -> None:
+def test_only_the_requested_rows_made_ahead_are_used(width: int, places: list[tuple[int, int, bool]]) -> None:
     keystream = Keystream(KEY, width=width)
     for first_row, rows, ahead in places:
         if ahead:
@@ -114,7 +112,7 @@ def test_rows_made_ahead_are_those_that_are_asked_for_or_none(width: int, places
             assert got.tolist() == [by_hand(KEY, row=first_row + i, width=width) for i in range(rows)]
 
 
-def test_nothing_is_made_ahead_that_there_is_not_or_that_is_much() -> None:
+def test_no_rows_out_of_range_and_no_large_ranges_are_made_ahead() -> None:
     keystream, width = Keystream(KEY, width=1 << 12), 1 << 12
     keystream.make_ahead(MAX_ROW - 1, 2)
     keystream.make_ahead(0, 1 << 40)
@@ -140,7 +138,7 @@ def test_threads_share_a_keystream() -> None:
 
 @pytest.mark.parametrize("width", [4096, 4097, 1 << 17, (1 << 17) + 3])
 def test_pieces_are_one_stream(width: int) -> None:
-    """Rows that fill several pieces of what is encrypted at a time, and end within one."""
+    """Rows that span several encryption blocks, and end inside one."""
     rows = (1 << 18) // width + 2
     got = expand(KEY, first_row=5, rows=rows, width=width)
     assert got[0].tolist() == by_hand(KEY, row=5, width=width)
@@ -159,7 +157,7 @@ def test_expand_is_seekable(first_row: int, rows: int, width: int, data: st.Data
     assert torch.equal(part, whole[start:stop])
 
 
-def test_the_last_row_there_is() -> None:
+def test_the_last_row_of_a_keystream() -> None:
     assert expand(KEY, first_row=MAX_ROW - 1, rows=1, width=9).tolist() == [by_hand(KEY, row=MAX_ROW - 1, width=9)]
 
 

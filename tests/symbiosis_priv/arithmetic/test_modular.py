@@ -21,7 +21,7 @@ CORNERS = (0, 1, PRIME - 1, PRIME - 2, (1 << 21) - 1, 1 << 21, (1 << 41) - 1, 1 
 
 @st.composite
 def columns(draw: st.DrawFn, *, count: int) -> Column:
-    """Residues: uniform, or those where a limb or a digit begins and ends."""
+    """Residues: uniform, or at the limits of limbs and digits."""
     generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     if draw(st.booleans()):
         return Column(torch.from_numpy(generator.integers(0, PRIME, count)))
@@ -29,7 +29,7 @@ def columns(draw: st.DrawFn, *, count: int) -> Column:
 
 
 def exact(rows: Tensor, column: Column) -> list[int]:
-    """`rows @ column` modulo p in integers without end."""
+    """`rows @ column` modulo p with Python's integers."""
     values = column.values.tolist()
     return [sum(x * r for x, r in zip(row, values, strict=True)) % PRIME for row in rows.tolist()]
 
@@ -54,7 +54,7 @@ def test_dot_is_exact(name: str, data: st.DataObject, width: int, count: int) ->
 @pytest.mark.parametrize("name", BUILDS)
 @pytest.mark.parametrize("width", [1024, 1025, 16384, 16385, 40_000])
 def test_dot_is_exact_where_sums_are_largest(name: str, width: int) -> None:
-    """Every product as large as can be and of one sign: int64 and float64 sums come nearest to their limits."""
+    """All products have the largest value and one sign: int64 and float64 sums come closest to their limits."""
     rows = torch.tensor([[-(2**31)], [2**31 - 1]], dtype=torch.int32).expand(2, width).contiguous()
     for value in (PRIME - 1, (1 << 60) - 1, (1 << 41) - 1):
         column = Column(torch.full((width,), value))
@@ -90,11 +90,11 @@ def test_a_uniform_column_is_keystream_cut_to_61_bits(monkeypatch: pytest.Monkey
     assert modular.uniform(key, 10).values.tolist() == [int(word) % 2**61 for word in words]
     ones = torch.full((1, 6), -1, dtype=torch.int32)
     monkeypatch.setattr(modular, "expand", lambda key, **where: ones)
-    assert modular.uniform(key, 3).values.tolist() == [0, 0, 0]  # p itself is no residue
+    assert modular.uniform(key, 3).values.tolist() == [0, 0, 0]  # p itself is not a residue
 
 
 def test_uniform_residues_are_fair_in_every_bit() -> None:
-    """Small or sparse residues could be learned by probing. By chance unfair: below 1e-12 for each bit."""
+    """Small or sparse residues could be learned by probing. The false-alarm rate is below 1e-12 for each bit."""
     values = modular.uniform(bytes(range(32)), 1 << 16).values
     assert int(values.min()) >= 0
     assert int(values.max()) < PRIME

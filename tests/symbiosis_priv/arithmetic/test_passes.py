@@ -1,4 +1,4 @@
-"""The two passes, compiled and with torch: the same bits as the steps they are made of, on every build."""
+"""The two passes, compiled and with torch: the same bits as their separate steps, on every build."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def scales(width: int, seed: int) -> Tensor:
 
 
 @given(data=st.data(), rows=testing.float_rows(width=drawn.widths(), largest=1e300))
-def test_encode_is_quantise_and_expect(data: st.DataObject, rows: Tensor) -> None:
+def test_encode_equals_quantising_and_computing_the_check_value(data: st.DataObject, rows: Tensor) -> None:
     width = rows.shape[1]
     fold = data.draw(st.none() | st.builds(scales, st.just(width), st.integers(0, 9)))
     column = data.draw(st.none() | st.just(modular.uniform(KEY, width)))
@@ -68,7 +68,7 @@ def test_encode_is_quantise_and_expect(data: st.DataObject, rows: Tensor) -> Non
     dtype=st.sampled_from(testing.FLOAT_DTYPES),
     helpers=st.integers(0, 3),
 )
-def test_decode_is_subtract_dequantise_and_store(
+def test_decode_equals_subtracting_dequantising_and_storing(
     data: st.DataObject, answer: Tensor, dtype: torch.dtype, helpers: int
 ) -> None:
     count, width = answer.shape
@@ -106,7 +106,7 @@ def test_decode_is_subtract_dequantise_and_store(
 @pytest.mark.parametrize("name", BUILDS)
 @given(data=st.data(), width=drawn.widths(), error=st.integers(1, 2**32 - 1))
 def test_no_wrong_row_passes(name: str, data: st.DataObject, width: int, error: int) -> None:
-    """Whatever the error's valuation, and also where it wraps: by chance once in 2^60."""
+    """For every valuation of the error, and also if it wraps; by chance once in 2^60."""
     answer = data.draw(testing.ring_rows(width=width, count=st.integers(1, 4)))
     column = modular.uniform(KEY, width)
     expected = modular.dot(answer, column)
@@ -126,7 +126,7 @@ def test_no_wrong_row_passes(name: str, data: st.DataObject, width: int, error: 
 
 @pytest.mark.parametrize("name", BUILDS)
 def test_an_error_of_the_modulus_of_a_smaller_prime_does_not_pass(name: str) -> None:
-    """Against p = 2^31 - 1 an error of exactly p would."""
+    """With p = 2^31 - 1, an error of exactly p would pass."""
     answer = torch.zeros(1, 5, dtype=torch.int32)
     column, expected = modular.uniform(KEY, 5), torch.zeros(1, dtype=torch.int64)
     answer[0, 3] = 2**31 - 1
@@ -135,7 +135,7 @@ def test_an_error_of_the_modulus_of_a_smaller_prime_does_not_pass(name: str) -> 
 
 
 @pytest.mark.parametrize("name", [name for name in BUILDS if name != TORCH])
-def test_nothing_of_a_wrong_row_is_stored(name: str) -> None:
+def test_no_value_of_a_wrong_row_is_stored(name: str) -> None:
     column = modular.uniform(KEY, 9)
     answer = torch.ones(3, 9, dtype=torch.int32)
     expected = modular.dot(answer, column)
@@ -163,7 +163,7 @@ def test_non_finite_rows_are_refused(name: str, rows: Tensor, bad: float, data: 
 
 
 @pytest.mark.parametrize("name", BUILDS)
-def test_what_a_fold_makes_infinite_is_refused(name: str) -> None:
+def test_rows_that_overflow_after_folding_are_refused(name: str) -> None:
     rows, fold = torch.full((1, 3), 1e300, dtype=torch.float64), torch.full((3,), 1e10, dtype=torch.float64)
     with build(name), pytest.raises(NonFiniteError):
         passes.encode([rows], bound=bound_of(3), out=torch.empty(1, 3, dtype=torch.int32), fold=fold)
@@ -201,7 +201,7 @@ def strided(rows: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", BUILDS)
 @pytest.mark.parametrize("dtype", testing.FLOAT_DTYPES)
 def test_layout_and_threads_change_nothing(name: str, dtype: torch.dtype, set_threads: Callable[[int], None]) -> None:
-    """Also where there is enough to do for several threads."""
+    """Also with enough rows for several threads."""
     width = 4099
     generator = np.random.default_rng(0)
     rows = torch.from_numpy(generator.standard_normal((257, width))).to(dtype)
@@ -225,7 +225,7 @@ def test_layout_and_threads_change_nothing(name: str, dtype: torch.dtype, set_th
 
     with build(TORCH):
         want = both(rows, torch.empty_like)
-    assert torch.equal(want[2], expected_of(want[0]))  # of this "layer", whose product is its input
+    assert torch.equal(want[2], expected_of(want[0]))  # of this "layer", whose product equals its input
     with build(name):
         for threads in (1, 2, 5):
             set_threads(threads)

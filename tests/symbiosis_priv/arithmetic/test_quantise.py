@@ -1,4 +1,4 @@
-"""Weights to integers: how far off, how deterministic, and whether the digest sees everything."""
+"""Quantising weights: error bounds, determinism, and what the digest covers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_error_is_half_a_step_per_channel(members: list[Layer], bits: int) -> No
         largest = weights.abs().max().item()
         scale = Fraction(step)
         assert integers.abs().max() <= peak
-        if step == 1.0 and largest < 1e-300:  # a zero channel, or one that no float32 can tell from it
+        if step == 1.0 and largest < 1e-300:  # a zero channel, or one that float32 cannot tell from it
             assert not integers.any()
             continue
         assert integers.abs().max() == peak  # the whole range is used
@@ -74,13 +74,13 @@ def test_zero_channels_stay_zero() -> None:
 
 
 def test_subnormal_channels_do_not_leave_the_integer_range() -> None:
-    """Half-way between two subnormal numbers the scale is off by a third: 189 / 127 would be stored as 1."""
+    """Half-way between two subnormal numbers, the scale is off by a third: 189 / 127 would be stored as 1."""
     weight = torch.full((1, 4), 189 * 5e-324, dtype=torch.float64)
     assert quantise([layer(weight)], weight_bits=8).weight.abs().max() <= 127
 
 
 @given(drawn.layers(), st.data())
-def test_the_digest_sees_every_bit(members: list[Layer], data: DataObject) -> None:
+def test_the_digest_covers_every_bit(members: list[Layer], data: DataObject) -> None:
     group = quantise(members)
     parts = {"weight": group.weight, "channel_scale": group.channel_scale, "bias": group.bias}
     name = data.draw(st.sampled_from([name for name, tensor in parts.items() if tensor is not None]))
@@ -94,7 +94,7 @@ def test_the_digest_sees_every_bit(members: list[Layer], data: DataObject) -> No
     assert group.digest() == before
 
 
-def test_the_digest_sees_shapes_and_absent_biases() -> None:
+def test_the_digest_covers_shapes_and_absent_biases() -> None:
     flat = torch.arange(6, dtype=torch.int16)
     ones = torch.ones(6, dtype=torch.float64)
     groups = [
@@ -106,14 +106,14 @@ def test_the_digest_sees_shapes_and_absent_biases() -> None:
     assert len({group.digest() for group in groups}) == len(groups)
 
 
-def test_the_digest_is_of_values_not_of_layout() -> None:
+def test_the_digest_depends_on_values_and_not_on_layout() -> None:
     group = quantise([layer(torch.arange(12.0).view(3, 4))])
     turned = QuantisedGroup(group.weight.t().contiguous().t(), group.channel_scale, None)
     assert turned.digest() == group.digest()
 
 
-def test_the_digest_is_what_it_says() -> None:
-    """SHA-256 of name, dtype, shape and little-endian values, in this order: other programs can compute it."""
+def test_the_digest_follows_its_specification() -> None:
+    """SHA-256 of name, dtype, shape and little-endian values, in this order, so that other programs can compute it."""
     group = quantise([layer(torch.tensor([[1.0, -0.25, 0.1], [0.0, 0.0, 0.0]]), torch.tensor([0.5, -1.5]))])
     stream = b'["weight","<i2",[2,3]]' + struct.pack("<6h", 511, -128, 51, 0, 0, 0)
     stream += b'["channel_scale","<f8",[2]]' + struct.pack("<2d", 1 / 511, 1.0)
@@ -122,7 +122,7 @@ def test_the_digest_is_what_it_says() -> None:
 
 
 def test_threads_and_layout_change_nothing(set_threads: Callable[[int], None]) -> None:
-    """Also where there is enough to do for several threads."""
+    """Also with enough weights for several threads."""
     generator = torch.Generator().manual_seed(0)
     weight, bias = torch.randn(600, 2100, generator=generator), torch.randn(600, generator=generator)
     digests, bounds = set(), set()
@@ -138,8 +138,8 @@ def test_threads_and_layout_change_nothing(set_threads: Callable[[int], None]) -
 
 
 @given(drawn.layers(), drawn.weight_bits())
-def test_every_build_makes_the_same_bits(members: list[Layer], bits: int) -> None:
-    """A digest is pinned in federation files: it must not depend on a compiler having been there."""
+def test_every_build_gives_the_same_bits(members: list[Layer], bits: int) -> None:
+    """A digest is pinned in federation files, so it must not depend on a compiler."""
     seen = set()
     for name in BUILDS:
         with build(name):
@@ -166,7 +166,7 @@ def test_the_storage_dtype_changes_nothing(members: list[Layer]) -> None:
 
 @given(drawn.layers(members=1, dtypes=[torch.float32]))
 def test_a_transposed_weight_is_the_same_weight(members: list[Layer]) -> None:
-    """`Conv1D` stores `[in, out]`; reading it through `.t()` must not matter."""
+    """`Conv1D` stores `[in, out]`; reading it through `.t()` gives the same integers."""
     [member] = members
     stored = member.weight.t().contiguous()
     assert quantise([Layer("c_attn", stored.t(), member.bias)]).digest() == quantise(members).digest()
@@ -195,7 +195,7 @@ def test_non_finite_parameters_are_refused_by_name(where: str, bad: float) -> No
         quantise([Layer("model.layers.7", parameters["weight"], parameters["bias"])])
 
 
-def test_members_that_share_no_input_are_refused() -> None:
+def test_members_with_different_input_widths_are_refused() -> None:
     with pytest.raises(CheckpointError, match="share"):
         quantise([layer(torch.ones(3, 4)), layer(torch.ones(3, 5))])
 

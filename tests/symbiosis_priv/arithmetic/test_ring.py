@@ -1,4 +1,4 @@
-"""The ring's promises, against exact integer arithmetic: nothing leaves the range, masking changes nothing."""
+"""The ring's promises, compared with exact integer arithmetic: no product leaves the range, masking changes nothing."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def group_of(weight: Tensor) -> QuantisedGroup:
 
 
 def matrix_of(group: QuantisedGroup, direction: Direction) -> Tensor:
-    """`[width, outputs]`: what rows of a direction are multiplied by."""
+    """The matrix `[width, outputs]` with which rows of a direction are multiplied."""
     return group.weight if direction == BACKWARD else group.weight.t()
 
 
 def exact_product(rows: Tensor, matrix: Tensor) -> np.ndarray:
-    """In int64, which no product of int32 rows with 12-bit weights overflows below 2^20 terms."""
+    """The product in int64, which int32 rows and 12-bit weights do not overflow below 2^20 terms."""
     return rows.numpy().astype(np.int64) @ matrix.numpy().astype(np.int64)
 
 
@@ -72,8 +72,8 @@ def test_no_product_leaves_the_range_of_a_wide_layer(width: int, bits: int) -> N
 
 
 @given(st.data(), drawn.weight_bits(), st.integers(0, 2**32 - 1), st.floats(0, 1))
-def test_no_precision_is_given_away(data: DataObject, bits: int, seed: int, density: float) -> None:
-    """The better of the two Hölder bounds is met within 1 %: the other one, or a bound for the worst row, is not."""
+def test_rows_use_the_full_range(data: DataObject, bits: int, seed: int, density: float) -> None:
+    """Rows meet the better of the two Hölder bounds within 1 %; the other bound would waste range."""
     outputs, inputs = data.draw(drawn.widths()), data.draw(drawn.widths())
     weight = data.draw(drawn.integer_weights(outputs=outputs, inputs=inputs, bits=bits))
     bound = group_of(weight).bound("forward")
@@ -93,8 +93,8 @@ def test_rounding_error_is_half_a_step(rows: Tensor, data: DataObject) -> None:
     step = Fraction(float(scale[i, 0]))
     for value, integer in zip(rows[i].double().tolist(), xq[i].tolist(), strict=True):
         x = Fraction(value)
-        # Three float64 roundings (x / peak, times the factor, the scale itself) move x by at most 4 eps of itself;
-        # a scale among the subnormal numbers is off by half of their spacing.
+        # Three float64 roundings (x / peak, times the factor, the scale itself) change x by at most 4 eps; a subnormal
+        # scale is off by half of the spacing of subnormal numbers.
         slack = 4 * abs(x) * Fraction(2) ** -52 + abs(integer) * Fraction(2) ** -1075
         assert abs(x - integer * step) <= step / 2 + slack
 
@@ -106,7 +106,7 @@ def test_a_row_does_not_depend_on_its_batch(data: DataObject, rows: Tensor) -> N
     order = torch.tensor(data.draw(st.permutations(range(len(rows)))))
     permuted = quantise_rows(rows[order], bound)
     alone = [quantise_rows(row[None], bound) for row in rows]
-    for k in range(2):  # integers, scales
+    for k in range(2):  # integers and scales
         assert torch.equal(permuted[k], together[k][order])
         assert torch.equal(torch.cat([one[k] for one in alone]), together[k])
 
@@ -179,7 +179,7 @@ def test_no_rows() -> None:
 @pytest.mark.parametrize("kernel", [name for name in KERNELS if KERNELS[name].supports(torch.device("cpu"))])
 @given(data=st.data(), direction=testing.directions(), bits=drawn.weight_bits())
 def test_masking_changes_nothing(kernel: str, data: DataObject, direction: Direction, bits: int) -> None:
-    """encode -> mask -> execute -> unmask == the integer product, bit for bit, whatever the rows and the pad."""
+    """encode -> mask -> execute -> unmask equals the integer product, bit for bit, for all rows and pads."""
     group = quantise(data.draw(drawn.layers()), weight_bits=bits)
     matrix = matrix_of(group, direction)
     executor = RingMatrix(group.weight, weight_bits=bits, kernel=kernel)
@@ -210,5 +210,5 @@ def test_the_product_approximates_the_float_one(data: DataObject, direction: Dir
     truth = rows.double() @ matrix * (1.0 if channel_scale is None else channel_scale)
     unit = 1.0 if channel_scale is None else channel_scale
     columns = matrix.abs().sum(dim=0) * unit
-    rounding = 1e-12 * (rows.double().abs() @ matrix.abs()) * unit  # of `truth`, summed in float64
+    rounding = 1e-12 * (rows.double().abs() @ matrix.abs()) * unit  # error of `truth`, summed in float64
     assert bool(((y - truth).abs() <= scale / 2 * columns * (1 + 1e-9) + rounding + 1e-300).all())

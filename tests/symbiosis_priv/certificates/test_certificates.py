@@ -1,4 +1,4 @@
-"""Certificates: what is written, what is refused, and what rotation keeps."""
+"""Certificates: content, refusals, and rotation."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_damaged_authority(
     assert not (tmp_path / "alice.pem").exists()
 
 
-def test_a_leaf_is_no_authority(tmp_path: Path, authority: Identity) -> None:
+def test_a_leaf_certificate_cannot_issue(tmp_path: Path, authority: Identity) -> None:
     alice = issuing.issue(tmp_path, authority=authority, kind=Kind.TENANT, name="alice")
     with pytest.raises(CertificateError, match="is not a CA certificate"):
         issuing.issue(tmp_path, authority=alice, kind=Kind.TENANT, name="bob")
@@ -217,9 +217,7 @@ def pair_bytes(identity: Identity) -> tuple[bytes, bytes]:
 
 @pytest.mark.parametrize("kind", Kind)
 @pytest.mark.parametrize("self_signed", [True, False])
-def test_rotation_changes_the_key_and_nothing_else(
-    tmp_path: Path, authority: Identity, kind: Kind, self_signed: bool
-) -> None:
+def test_rotation_changes_only_the_key(tmp_path: Path, authority: Identity, kind: Kind, self_signed: bool) -> None:
     hosts = ["a.example.org", "10.0.0.7"] if kind is Kind.PROVIDER else []
     if self_signed:
         identity = issuing.create_self_signed(tmp_path, kind=kind, name="node.1", hosts=hosts)
@@ -244,7 +242,7 @@ def test_rotation_changes_the_key_and_nothing_else(
 
 @pytest.mark.parametrize("self_signed", [True, False])
 def test_a_prepared_pair_is_the_one_that_comes_next(tmp_path: Path, authority: Identity, self_signed: bool) -> None:
-    """Tenants can pin it beforehand, and it needs no authority any more when its time has come."""
+    """Tenants can pin it before, and no authority is needed at the rotation."""
     if self_signed:
         identity = issuing.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")
     else:
@@ -265,7 +263,7 @@ def test_a_prepared_pair_is_the_one_that_comes_next(tmp_path: Path, authority: I
 
 
 def test_rotating_twice_keeps_the_latest_previous(tmp_path: Path) -> None:
-    """As a pair, with the certificates before it, which can be revoked."""
+    """As a pair, together with earlier certificates, which can be revoked."""
     identity = issuing.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")
     first = reading.load_certificates(identity.certificate)
     issuing.rotate(identity.certificate, authority=None)
@@ -349,7 +347,7 @@ def test_missing_certificate_names_the_file(tmp_path: Path) -> None:
         reading.describe(tmp_path / "missing.pem")
 
 
-def test_strangers_have_no_kind(tmp_path: Path) -> None:
+def test_other_certificates_have_no_kind(tmp_path: Path) -> None:
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     name = x509.Name([])
     now = datetime.now(UTC)
@@ -367,7 +365,7 @@ def test_strangers_have_no_kind(tmp_path: Path) -> None:
 
 @pytest.fixture
 def warned(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
-    """What has been warned of since the last call."""
+    """`warned()` returns the warnings since the last call."""
     monkeypatch.setattr(alerts, "_warned", set())
 
     def take() -> list[str]:
@@ -383,7 +381,7 @@ def use_both_sides(provider: Identity, tenant: Identity, authority: Identity) ->
     client_context(certificate=tenant.certificate, key=tenant.key, pins=[provider.certificate])
 
 
-def test_keys_that_others_can_read_are_warned_of_once(
+def test_readable_keys_are_warned_about_once(
     tmp_path: Path, authority: Identity, warned: Callable[[], list[str]]
 ) -> None:
     provider = issuing.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")
@@ -399,7 +397,7 @@ def test_keys_that_others_can_read_are_warned_of_once(
     assert second.endswith(f"(mode 620): chmod 600 {tenant.key}")
 
 
-def test_certificates_that_expire_within_days_are_warned_of_once(
+def test_certificates_that_expire_soon_are_warned_about_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warned: Callable[[], list[str]]
 ) -> None:
     authority = issuing.create_authority(tmp_path, days=20)
@@ -414,7 +412,7 @@ def test_certificates_that_expire_within_days_are_warned_of_once(
     messages = warned()
     assert all("expires in 9 days" in message for message in messages)
     fixes = {message.split(": ", 1)[1] for message in messages}
-    assert len(messages) == len(fixes) == 4  # the provider's once at each side
+    assert len(messages) == len(fixes) == 4  # for the provider, once on each side
     assert any("keys rotate --prepare" in fix for fix in fixes)
     assert any("keys rotate --name alice" in fix for fix in fixes)
     assert any("next_certificate" in fix for fix in fixes)
@@ -451,8 +449,8 @@ def test_keys_commands(tmp_path: Path) -> None:
     assert keys("show", str(tmp_path / "keys" / "gpu.pem")).endswith(keys("show", "--name", "gpu").partition("\n")[2])
 
 
-def test_a_certificate_says_no_more_on_a_terminal_than_what_it_is(tmp_path: Path) -> None:
-    """Whoever made it chose its names: they must not show a fingerprint of their own, or hide the one below them."""
+def test_names_in_a_certificate_cannot_control_the_terminal(tmp_path: Path) -> None:
+    """The creator of a certificate chooses its names: they must not imitate a fingerprint or hide following lines."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "a\n  fingerprint  sha256:0\x1b[8m")])
     made = (
@@ -470,7 +468,7 @@ def test_a_certificate_says_no_more_on_a_terminal_than_what_it_is(tmp_path: Path
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
 @pytest.mark.filterwarnings("ignore")
-def test_an_altered_certificate_or_request_is_read_or_a_certificate_error(
+def test_an_altered_certificate_or_request_is_parsed_or_a_certificate_error(
     parsed: tuple[Path, bytes, bytes], data: st.DataObject
 ) -> None:
     folder, certificate, request = parsed
@@ -494,7 +492,7 @@ def test_an_altered_certificate_or_request_is_read_or_a_certificate_error(
 
 @pytest.fixture(scope="module")
 def parsed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes, bytes]:
-    """A folder, and DER of a certificate and of a request."""
+    """A folder, and the DER of a certificate and of a request."""
     folder = tmp_path_factory.mktemp("parsed")
     identity = issuing.create_self_signed(folder, kind=Kind.PROVIDER, name="gpu")
     request = requests.create_request(folder, name="alice")
@@ -509,7 +507,7 @@ def parsed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes, bytes
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["tenant", "--name", "alice"],  # no authority yet
+        ["tenant", "--name", "alice"],  # no authority exists yet
         ["provider", "--name", "../gpu", "--self-signed"],
         ["rotate", "--name", "../gpu"],
         ["show"],

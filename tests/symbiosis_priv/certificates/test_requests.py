@@ -1,4 +1,4 @@
-"""A tenant's key stays where it was made, and nobody gets a name that is another's."""
+"""Certificate requests: a key stays on its machine, and a name belongs to one key."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def sign(authority: Identity, request: Path, *, renew: bool = False) -> Path:
 
 
 def foreign_request(path: Path, *, names: list[str], key: ec.EllipticCurvePrivateKey | None = None) -> Path:
-    """A request by another program, that asks to be an authority and a provider."""
+    """A request by another program that asks to be an authority and a provider."""
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name) for name in names])
     builder = x509.CertificateSigningRequestBuilder().subject_name(subject)
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=3), critical=True)
@@ -59,7 +59,7 @@ def foreign_request(path: Path, *, names: list[str], key: ec.EllipticCurvePrivat
     return path
 
 
-def test_a_signed_request_makes_a_tenant_that_a_provider_knows(tmp_path: Path, authority: Identity) -> None:
+def test_a_provider_accepts_a_tenant_with_a_signed_request(tmp_path: Path, authority: Identity) -> None:
     tenant = tmp_path / "tenant"
     request = requests.create_request(tenant, name="alice")
     assert stat.S_IMODE((tenant / "alice.key").stat().st_mode) == 0o600
@@ -98,7 +98,7 @@ def handshake(serving: ssl.SSLContext, calling: ssl.SSLContext) -> tls.TenantIde
         return served.result(10)
 
 
-def test_what_a_request_asks_for_beside_its_name_is_ignored(tmp_path: Path, authority: Identity) -> None:
+def test_requested_extensions_are_ignored(tmp_path: Path, authority: Identity) -> None:
     signed = reading.load_certificates(sign(authority, foreign_request(tmp_path / "r.csr", names=["alice"])))[0]
     assert reading.kind_of(signed) is Kind.TENANT
     assert reading.tenant_name(signed) == "alice"
@@ -108,7 +108,7 @@ def test_what_a_request_asks_for_beside_its_name_is_ignored(tmp_path: Path, auth
     assert signed.subject.rfc4514_string() == "CN=alice,OU=tenant,O=symbiosis-priv"
 
 
-def test_ed25519_is_a_key_too(tmp_path: Path, authority: Identity) -> None:
+def test_ed25519_keys_are_accepted(tmp_path: Path, authority: Identity) -> None:
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "alice")])
     request = (
         x509.CertificateSigningRequestBuilder().subject_name(subject).sign(ed25519.Ed25519PrivateKey.generate(), None)
@@ -165,14 +165,14 @@ def test_bad_requests_are_refused(
 
 
 @given(st.binary(max_size=400))
-def test_any_bytes_are_a_request_or_an_error_of_the_tree(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+def test_any_bytes_are_parsed_or_an_error_of_the_tree(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "any.csr"
     path.write_bytes(b"-----BEGIN CERTIFICATE REQUEST-----\n" + data)
     with pytest.raises(CertificateError):
         requests.load_request(path)
 
 
-def test_a_name_stays_with_its_key_unless_it_is_renewed(tmp_path: Path, authority: Identity) -> None:
+def test_a_name_belongs_to_its_key_unless_it_is_renewed(tmp_path: Path, authority: Identity) -> None:
     first = requests.create_request(tmp_path / "one", name="alice")
     other = requests.create_request(tmp_path / "two", name="alice")
     record = sign(authority, first)
@@ -188,7 +188,7 @@ def test_a_name_stays_with_its_key_unless_it_is_renewed(tmp_path: Path, authorit
 
 @pytest.mark.parametrize("renew", [False, True])
 @pytest.mark.parametrize("name", ["Alice", "authority", "alpha", "renamed"])
-def test_no_request_takes_the_place_of_somebody_else(
+def test_no_request_replaces_another_tenants_certificate(
     tmp_path: Path, authority: Identity, name: str, renew: bool
 ) -> None:
     operator = authority.certificate.parent
@@ -202,7 +202,7 @@ def test_no_request_takes_the_place_of_somebody_else(
     assert {path: path.read_bytes() for path in operator.iterdir()} == before
 
 
-def test_a_request_keeps_the_key_that_is_there_and_never_a_providers(tmp_path: Path) -> None:
+def test_a_request_keeps_an_existing_key_but_never_a_providers_key(tmp_path: Path) -> None:
     path = requests.create_request(tmp_path, name="alice")
     key, fingerprint = (tmp_path / "alice.key").read_bytes(), requests.load_request(path).fingerprint
     requests.create_request(tmp_path, name="alice")
@@ -248,7 +248,7 @@ def test_rotating_a_tenants_pair_without_the_authority_names_the_request(tmp_pat
 def test_the_command_that_an_expired_certificate_names_renews_it(
     tmp_path: Path, authority: Identity, monkeypatch: pytest.MonkeyPatch, kind: Kind, signed_here: bool
 ) -> None:
-    """Where the authority's key lies beside it, and where the authority is elsewhere."""
+    """With the authority's key in the same folder, and with an authority on another machine."""
     folder, signed = authority.certificate.parent if signed_here else tmp_path / "own", authority.certificate.parent
     details: list[str] = ["--operator", "L", "--host", "l.example"] if kind is Kind.PROVIDER else []
     request: list[str | Path] = ["sign", folder / "late.csr", "--directory", signed, *details]
@@ -269,8 +269,8 @@ def test_the_command_that_an_expired_certificate_names_renews_it(
     reading.require_identity(late, kind=kind)
 
 
-def test_all_that_a_tenant_was_ever_given_can_be_revoked(tmp_path: Path, authority: Identity) -> None:
-    """Three renewals and a new key: every certificate that is still good is in the list."""
+def test_all_certificates_of_a_tenant_can_be_revoked(tmp_path: Path, authority: Identity) -> None:
+    """Three renewals and a new key: every certificate that is still valid is in the list."""
     operator = authority.certificate.parent
     given = []
     for folder in ("one", "one", "one", "two"):
@@ -278,13 +278,13 @@ def test_all_that_a_tenant_was_ever_given_can_be_revoked(tmp_path: Path, authori
         given.append(mark_of(reading.load_certificates(sign(authority, request, renew=True))[0]))
     assert len(set(given)) == 4
     run("revoke", "--name", "alice.previous", "--directory", operator, "--file", operator / "old.txt")
-    assert load_revoked(operator / "old.txt") == set(given[:3])  # the new key works on
+    assert load_revoked(operator / "old.txt") == set(given[:3])  # the new key still works
     run("revoke", "--name", "alice", "--directory", operator)
     assert load_revoked(operator / "revoked.txt") == set(given)
 
 
 def test_all_certificates_of_several_rotations_are_revoked(tmp_path: Path, authority: Identity) -> None:
-    """Also the one that is prepared, and in whatever order pairs were rotated and requests were signed."""
+    """Also the prepared pair, and for every order of rotations and signed requests."""
     folder = authority.certificate.parent
     alice = issuing.issue(folder, authority=authority, kind=Kind.TENANT, name="alice")
     given = [alice.certificate.read_bytes()]
@@ -313,8 +313,8 @@ def test_an_expired_certificate_is_not_kept(
     assert len(reading.load_certificates(folder / "brief.previous.pem")) == 1
 
 
-def test_what_is_printed_can_be_typed_and_pasted_as_it_is(tmp_path: Path) -> None:
-    """The name of the authority in `keys sign`, no header of a section that the file has, and a list that exists."""
+def test_printed_commands_and_settings_work_as_printed(tmp_path: Path) -> None:
+    """`keys sign` names the authority, no section header is repeated, and the list exists."""
     folder = tmp_path / "keys"
     output = run("authority", "--name", "federation", "--directory", folder)
     assert load_revoked(folder / "revoked.txt") == frozenset()
@@ -330,13 +330,13 @@ def test_what_is_printed_can_be_typed_and_pasted_as_it_is(tmp_path: Path) -> Non
     assert not re.search(r"^\[", output, re.MULTILINE)
     for section in sections:
         assert toml.count(f"\n[{section}]") == 1
-    run("authority", "--name", "second", "--directory", folder)  # an existing list is left as it is
+    run("authority", "--name", "second", "--directory", folder)  # an existing list is unchanged
 
 
 # Providers that an authority vouches for
 
 
-def test_a_providers_operator_and_hosts_are_what_the_signer_says(tmp_path: Path, authority: Identity) -> None:
+def test_the_signer_determines_a_providers_operator_and_hosts(tmp_path: Path, authority: Identity) -> None:
     federation = authority.certificate.parent
     request = requests.create_request(tmp_path / "gamma", name="gamma", kind=Kind.PROVIDER)
     with pytest.raises(ConfigError, match=r"--operator 'Alpha GmbH' --host alpha\.example"):
@@ -362,7 +362,7 @@ def test_a_tenants_certificate_never_names_an_operator_or_a_host(tmp_path: Path,
     assert not (authority.certificate.parent / "alice.pem").exists()
 
 
-def test_nobody_vouches_for_a_self_signed_operator(tmp_path: Path) -> None:
+def test_a_self_signed_certificate_names_no_operator(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--self-signed"):
         run("provider", "--name", "p", "--self-signed", "--operator", "P", "--directory", tmp_path)
     own = issuing.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")
@@ -381,7 +381,7 @@ UNSAFE = [
     "A\u0301",
     "\uff21",
 ]
-# Invisible, blank, of another script, or one of several ways to write a letter.
+# Invisible or blank characters, another script, or another way to write a letter.
 
 
 @pytest.mark.parametrize("operator", ["", " A", "A\n", "Symbiosis-Priv", "x" * 65, *UNSAFE])
@@ -407,10 +407,8 @@ def test_an_operator_survives_rotation_and_a_listed_provider_can_be_revoked(
 @pytest.mark.parametrize(
     "operators", [[], ["A", "B"], ["A\nB"], [" A"], ["SYMBIOSIS-PRIV"], *([name] for name in UNSAFE)]
 )
-def test_an_operator_that_another_program_has_signed_is_one_plain_name_or_none(
-    tmp_path: Path, operators: list[str]
-) -> None:
-    """It is logged, and what is compared with helpers' operators to keep companies apart."""
+def test_an_operator_from_another_program_is_one_plain_name_or_none(tmp_path: Path, operators: list[str]) -> None:
+    """The operator's name is logged, and compared with helpers' operators to separate companies."""
     key = ec.generate_private_key(ec.SECP256R1())
     issued = issuing.create_self_signed(tmp_path, kind=Kind.PROVIDER, name="p")
     like = reading.load_certificates(issued.certificate)[0]

@@ -49,7 +49,7 @@ def test_shards_hold_the_same_tensors(llama_path: Path, sharded: Path) -> None:
 
 
 def test_shards_are_opened_when_needed(sharded: Path) -> None:
-    """A tenant or a layer server reads its own layers: the other files may not even be readable yet."""
+    """A tenant or a provider reads its own layers; the other files may not be readable yet."""
     with Checkpoint(sharded) as checkpoint:
         index = json.loads((sharded / INDEX).read_text())["weight_map"]
         name = "model.layers.1.mlp.down_proj.weight"
@@ -86,7 +86,7 @@ def test_a_damaged_index_is_a_checkpoint_error(index: str, sharded: Path) -> Non
         Checkpoint(sharded)
 
 
-def test_an_index_that_promises_too_much_is_named(sharded: Path) -> None:
+def test_a_tensor_that_the_index_names_and_no_file_has_is_an_error(sharded: Path) -> None:
     index = json.loads((sharded / INDEX).read_text())
     index["weight_map"]["promised.weight"] = index["weight_map"]["lm_head.weight"]
     (sharded / INDEX).write_text(json.dumps(index))
@@ -112,7 +112,7 @@ def test_a_checkpoint_without_safetensors_says_what_to_do(copied: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["size", "time", "config", "shard", "in place", "copy"])
-def test_the_identity_sees_changes(change: str, sharded: Path) -> None:
+def test_the_identity_changes_with_the_files(change: str, sharded: Path) -> None:
     def identity() -> str:
         with Checkpoint(sharded) as checkpoint:
             return checkpoint.identity()

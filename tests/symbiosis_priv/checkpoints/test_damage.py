@@ -1,4 +1,4 @@
-"""Damaged and hostile checkpoints: whatever is wrong with a file, what comes is an error of the tree, and soon."""
+"""Damaged and hostile checkpoints: every fault is an error of the tree, without a long wait."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ JUNK: st.SearchStrategy[Any] = st.sampled_from(
 
 @st.composite
 def damaged(draw: st.DrawFn, content: dict[str, Any]) -> dict[str, Any]:
-    """A JSON object with one or two entries, at any depth, replaced by something else or gone."""
+    """A JSON object with one or two entries, at any depth, replaced or removed."""
     changed: dict[str, Any] = json.loads(json.dumps(content))
     for _ in range(draw(st.integers(1, 2))):
         place: Any = changed
@@ -78,14 +78,14 @@ def damaged(draw: st.DrawFn, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def header(path: Path) -> tuple[dict[str, Any], bytes]:
-    """The header of a safetensors file, and the rest."""
+    """The header of a safetensors file, and the bytes after it."""
     whole = path.read_bytes()
     (size,) = struct.unpack("<Q", whole[:8])
     return json.loads(whole[8 : 8 + size]), whole[8 + size :]
 
 
 def survives(folder: Path) -> None:
-    """Every reader takes the folder, or refuses it with an error of the tree."""
+    """Check that every reader accepts the folder, or refuses it with an error of the tree."""
     ways: list[Callable[[], object]] = [
         lambda: resolve(folder),
         lambda: discover(folder),
@@ -99,7 +99,7 @@ def survives(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def copies(tmp_path_factory: pytest.TempPathFactory, llama: PreTrainedModel, gpt2_path: Path) -> Callable[[str], Path]:
-    """`copies("llama")`, in shards, or `copies("gpt2")`: always the same folder, whole again."""
+    """`copies("llama")`, in shards, or `copies("gpt2")`: always the same folder, restored before each use."""
     sharded, folder = tmp_path_factory.mktemp("sharded"), tmp_path_factory.mktemp("damaged")
     llama.save_pretrained(sharded, max_shard_size="20KB")
 
@@ -208,7 +208,7 @@ def test_weights_of_other_shapes_and_dtypes_are_named(copies: Callable[[str], Pa
         ("depths", [2, 2**40]),
     ],
 )
-def test_sizes_that_would_take_all_memory_are_refused(copies: Callable[[str], Path], key: str, value: Any) -> None:
+def test_sizes_beyond_the_limits_are_refused(copies: Callable[[str], Path], key: str, value: Any) -> None:
     folder = copies("llama")
     config = json.loads((folder / "config.json").read_bytes())
     (folder / "config.json").write_text(json.dumps(config | {key: value}))
@@ -217,7 +217,7 @@ def test_sizes_that_would_take_all_memory_are_refused(copies: Callable[[str], Pa
 
 
 def test_one_weight_under_two_names_is_refused(copies: Callable[[str], Path]) -> None:
-    """transformers adds and removes prefixes: which of the two it took, nobody could tell."""
+    """transformers adds and removes prefixes, so it would be unclear which of the two it loads."""
     folder = copies("gpt2")
     tensors = load_file(folder / SINGLE)
     name = next(n for n in tensors if n.endswith("h.0.mlp.c_fc.weight"))
@@ -227,7 +227,7 @@ def test_one_weight_under_two_names_is_refused(copies: Callable[[str], Path]) ->
         WeightStore(folder, cache=folder / "cache").manifest()
 
 
-def test_one_file_goes_before_an_index_as_in_transformers(copies: Callable[[str], Path], llama_path: Path) -> None:
+def test_a_single_file_precedes_an_index_as_in_transformers(copies: Callable[[str], Path], llama_path: Path) -> None:
     folder = copies("llama")
     shutil.copy(llama_path / SINGLE, folder)
     with Checkpoint(folder) as checkpoint:

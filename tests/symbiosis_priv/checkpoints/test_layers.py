@@ -1,4 +1,4 @@
-"""Layers: how they are counted, and that a range of them is one contiguous range of groups."""
+"""Layer numbers, and ranges of layers as contiguous ranges of groups."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ranges = st.tuples(st.integers(0, 40), st.integers(0, 40)).map(lambda pair: Laye
     ],
     ids=str,
 )
-def test_blocks_are_counted_as_the_manifest_names_them(group_names: list[str], layers: tuple[int, ...]) -> None:
+def test_blocks_are_counted_in_the_manifests_order(group_names: list[str], layers: tuple[int, ...]) -> None:
     assert layers_of(group_names) == layers
 
 
@@ -63,12 +63,12 @@ def test_a_range_of_layers_is_one_range_of_groups(group_names: list[str], wanted
     assert whole_layers(groups, layers) == tuple(range(wanted.first, wanted.last + 1))
 
 
-def test_half_a_layer_is_no_whole_one() -> None:
+def test_a_partial_layer_is_not_a_whole_layer() -> None:
     assert whole_layers(range(1, 5), (0, 0, 1, 1, 2, 2)) == (1,)
 
 
 @given(ranges)
-def test_a_range_is_read_as_it_is_written(wanted: LayerRange) -> None:
+def test_a_range_survives_writing_and_parsing(wanted: LayerRange) -> None:
     assert LayerRange.parse(str(wanted)) == wanted
     assert LayerRange.parse(f"{wanted.first}-{wanted.last}") == wanted
 
@@ -76,13 +76,13 @@ def test_a_range_is_read_as_it_is_written(wanted: LayerRange) -> None:
 @pytest.mark.parametrize(
     "text", ["", "-", "15-0", "-1", "-1-3", "0-", "0–15", "0-15 ", " 0", "0-1-2", "٣", "auto", "1e3", "9" * 5000, "0\n"]
 )
-def test_anything_else_is_a_config_error_that_shows_how(text: str) -> None:
+def test_invalid_ranges_are_config_errors_with_an_example(text: str) -> None:
     with pytest.raises(ConfigError, match=r"as in '?0-15"):
         LayerRange.parse(text)
 
 
 @given(st.sets(st.integers(0, 60)))
-def test_spans_hold_exactly_the_numbers_and_touch_nowhere(numbers: set[int]) -> None:
+def test_spans_contain_exactly_the_numbers_and_are_not_adjacent(numbers: set[int]) -> None:
     found = spans(numbers)
     assert {n for span in found for n in range(span.first, span.last + 1)} == numbers
     assert all(before.last + 1 < after.first for before, after in itertools.pairwise(found))

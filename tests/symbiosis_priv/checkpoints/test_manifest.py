@@ -1,4 +1,4 @@
-"""The manifest: its digest is its content, and whatever is not one is refused."""
+"""The manifest: its digest depends on its whole content, and other data is refused."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def test_manifests_round_trip_and_differ_in_digest(a: Manifest, b: Manifest) -> 
 @example(b'{"\xff": 1}')
 @example(b'{"later": ' + b"[" * 10_000)
 @given(st.binary(max_size=60) | manifests.map(lambda m: m.to_json()[:-1]))
-def test_what_is_no_manifest_is_a_checkpoint_error(data: bytes) -> None:
+def test_other_data_is_a_checkpoint_error(data: bytes) -> None:
     with pytest.raises(CheckpointError):
         Manifest.from_json(data)
 
 
-def test_a_manifest_of_the_future_is_refused() -> None:
+def test_a_manifest_of_a_later_version_is_refused() -> None:
     future = Manifest(version=MANIFEST_VERSION + 1, weight_bits=10, groups=())
     with pytest.raises(CheckpointError, match="upgrade"):
         Manifest.from_json(msgspec.json.encode(future))

@@ -1,4 +1,4 @@
-"""Packed weights on disk: mapped and not made again, and never believed where they are damaged."""
+"""Packed weights on disk: mapped at later starts, and never used if damaged."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def cache(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("kernel", ["auto", *(n for n, k in KERNELS.items() if k.supports(CPU))])
-def test_what_is_mapped_is_what_was_packed(kernel: str, llama_path: Path, cache: Path) -> None:
+def test_mapped_weights_equal_the_packed_ones(kernel: str, llama_path: Path, cache: Path) -> None:
     WeightStore(llama_path, cache=cache, kernel=kernel).manifest()
     store = WeightStore(llama_path, cache=cache, kernel=kernel)
     for index in range(len(store.manifest().groups)):
@@ -59,9 +59,7 @@ def test_what_is_mapped_is_what_was_packed(kernel: str, llama_path: Path, cache:
             assert torch.equal(served(store, index, direction), expected(store, index, direction))
 
 
-def test_the_second_start_maps_and_makes_nothing(
-    llama_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_second_start_only_maps(llama_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entries = WeightStore(llama_path, cache=cache).manifest().groups
     monkeypatch.setattr(weights, "quantise", lambda *_, **__: pytest.fail("quantised again"))
     monkeypatch.setattr(WeightStore, "_pack", lambda *_: pytest.fail("packed again"))
@@ -71,11 +69,11 @@ def test_the_second_start_maps_and_makes_nothing(
     if mapped.is_file():
         text = mapped.read_text("utf-8")
         assert all(str(file_of(cache, entry.digest)) in text for entry in entries)
-    assert len(list(cache.rglob("*.safetensors"))) == len(entries)  # nothing else is kept
+    assert len(list(cache.rglob("*.safetensors"))) == len(entries)  # nothing else is stored
     del matrices
 
 
-def test_a_cache_that_others_can_change_is_said(
+def test_a_cache_that_others_can_change_is_warned_about(
     llama_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "weights"
@@ -88,8 +86,8 @@ def test_a_cache_that_others_can_change_is_said(
         assert ("others can change the weights" in caplog.text) == said
 
 
-def test_a_pipe_in_the_cache_is_not_waited_for(llama_path: Path, tmp_path: Path) -> None:
-    """Whatever it takes the place of is made again."""
+def test_a_pipe_in_the_cache_does_not_block(llama_path: Path, tmp_path: Path) -> None:
+    """The file that it replaces is made again."""
     digest = WeightStore(llama_path, cache=tmp_path).manifest().digest
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     for path in {*files, tmp_path / "weights" / "kernels.json"}:
@@ -123,7 +121,7 @@ def test_files_are_safetensors_and_aligned(
 
 @settings(max_examples=25)
 @given(data=st.data(), bits=drawn.weight_bits())
-def test_one_altered_weight_always_shows(data: DataObject, bits: int) -> None:
+def test_one_altered_weight_is_always_detected(data: DataObject, bits: int) -> None:
     outputs, inputs = data.draw(drawn.widths()), data.draw(drawn.widths())
     weight = data.draw(drawn.integer_weights(outputs=outputs, inputs=inputs, bits=bits))
     products = packed.probe_products(weight, weight_bits=bits)
@@ -158,7 +156,7 @@ def test_a_damaged_file_is_noticed_and_made_again(
         assert torch.equal(served(later, 0, direction), expected(store, 0, direction))
 
 
-def test_damage_is_said_and_repaired(llama_path: Path, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damage_is_logged_and_repaired(llama_path: Path, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = WeightStore(llama_path, cache=cache)
     entry = store.manifest().groups[1]
     file = file_of(cache, entry.digest)
@@ -173,7 +171,7 @@ def test_damage_is_said_and_repaired(llama_path: Path, cache: Path, caplog: pyte
     assert file.read_bytes() == whole
 
 
-def test_another_groups_file_is_not_believed(llama_path: Path, cache: Path) -> None:
+def test_another_groups_file_is_not_used(llama_path: Path, cache: Path) -> None:
     store = WeightStore(llama_path, cache=cache)
     victim, other = (file_of(cache, entry.digest) for entry in (store.manifest().groups[0], store.manifest().groups[4]))
     assert store.manifest().groups[0].inputs == store.manifest().groups[4].inputs
@@ -181,7 +179,7 @@ def test_another_groups_file_is_not_believed(llama_path: Path, cache: Path) -> N
     assert torch.equal(served(store, 0, "forward"), expected(store, 0, "forward"))
 
 
-def test_a_kernel_of_another_layout_packs_for_itself(llama_path: Path, cache: Path) -> None:
+def test_a_kernel_of_another_layout_has_its_own_packed_weights(llama_path: Path, cache: Path) -> None:
     store = WeightStore(llama_path, cache=cache)
     entry = store.manifest().groups[0]
     default = choose((entry.stacked_outputs, entry.inputs), weight_bits=10, device=CPU).layout

@@ -1,4 +1,4 @@
-"""Rule 10: a folder does not decide what only its user may, runs nothing, and nobody else is asked about it."""
+"""Rule 10: a folder overrides none of the user's choices, runs no code, and causes no request to the hub."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def folder(llama_path: Path, tmp_path: Path) -> Callable[..., Path]:
-    """`folder(**entries)`: a copy of the Llama whose config.json says more."""
+    """`folder(**entries)`: a copy of the Llama with further entries in config.json."""
 
     def write(**entries: Any) -> Path:
         path = tmp_path / "checkpoint"
@@ -53,7 +53,7 @@ def folder(llama_path: Path, tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.mark.parametrize("override", OVERRIDES)
-def test_overrides_are_refused_by_name_on_every_way_in(
+def test_overrides_are_refused_by_name_by_every_function(
     folder: Callable[..., Path], override: str, tmp_path: Path
 ) -> None:
     path = folder(**OVERRIDES[override])
@@ -68,16 +68,16 @@ def test_overrides_are_refused_by_name_on_every_way_in(
             way()
 
 
-def test_what_decides_nothing_is_let_through(folder: Callable[..., Path]) -> None:
-    """`null`, attention by a plain name, and code that is not going to be run."""
+def test_harmless_entries_are_accepted(folder: Callable[..., Path]) -> None:
+    """`null`, attention by a plain name, and code that is not run."""
     harmless = {"quantization_config": None, "attn_implementation": "sdpa", "auto_map": {"AutoConfig": "evil--code.C"}}
     path = folder(**harmless)
     assert resolve(path) == path
     assert len(discover(path).groups) == 9
 
 
-def test_a_manifest_in_the_cache_opens_no_way_in(folder: Callable[..., Path], llama_path: Path) -> None:
-    """It is found by the files, config.json among them."""
+def test_a_cached_manifest_does_not_bypass_the_checks(folder: Callable[..., Path], llama_path: Path) -> None:
+    """A manifest is found by the checkpoint's files, and config.json is one of them."""
     WeightStore(llama_path).manifest()
     with pytest.raises(CheckpointError, match="does not decide"):
         WeightStore(folder(quantization_config=OURS)).manifest()
@@ -92,7 +92,7 @@ def test_files_that_transformers_loads_unasked_are_refused(folder: Callable[...,
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"a": ' * 100_000, "\0", '"text"', "nan"])
-def test_what_is_no_json_object_is_refused(tmp_path: Path, content: str) -> None:
+def test_anything_but_a_json_object_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"config\.json"):
         vet(tmp_path)
@@ -101,7 +101,7 @@ def test_what_is_no_json_object_is_refused(tmp_path: Path, content: str) -> None
 def test_sizes_are_checked_before_memory_is_taken(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     with path.open("wb") as file:
-        file.truncate(1 << 40)  # sparse
+        file.truncate(1 << 40)  # a sparse file
     with pytest.raises(CheckpointError, match="MiB"):
         read_json(path)
     with pytest.raises(CheckpointError, match="cannot be read"):
@@ -175,7 +175,7 @@ def test_an_adapter_is_never_unpickled(tmp_path: Path) -> None:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The hub is allowed, and here is who was looked up."""
+    """Allow the hub, and record the names that are requested."""
     names: list[str] = []
 
     def look_up(host: str, *_: Any, **__: Any) -> Any:
@@ -187,8 +187,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_the_hub_is_not_asked_about_a_folder_that_is_here(asked: list[str], tmp_path: Path, llama_path: Path) -> None:
-    """A config.json may name a repository: plain transformers looks it up."""
+def test_no_request_to_the_hub_is_sent_for_a_local_folder(asked: list[str], tmp_path: Path, llama_path: Path) -> None:
+    """A config.json may name a repository, which plain transformers would request."""
     backbone = {"model_type": "dpt", "backbone": "evil/backbone", "architectures": ["DPTForDepthEstimation"]}
     (tmp_path / "config.json").write_text(json.dumps(backbone))
     with pytest.raises(Exception, match="no network"):
@@ -203,7 +203,7 @@ def test_the_hub_is_not_asked_about_a_folder_that_is_here(asked: list[str], tmp_
     assert asked == []
 
 
-def test_the_switch_is_put_back(asked: list[str]) -> None:
+def test_the_offline_switch_is_restored(asked: list[str]) -> None:
     with on_this_machine(), on_this_machine():
         assert constants.is_offline_mode()
     assert not constants.is_offline_mode()
@@ -213,7 +213,7 @@ def test_the_switch_is_put_back(asked: list[str]) -> None:
 
 
 def loading_calls(source: str) -> list[ast.Call]:
-    """Calls of `Auto*.from_pretrained` and of `from_pretrained` of whatever else is not PEFT."""
+    """Calls of `Auto*.from_pretrained`, and of every other `from_pretrained` except PEFT's."""
     return [
         node
         for node in ast.walk(ast.parse(source))
@@ -225,7 +225,7 @@ def loading_calls(source: str) -> list[ast.Call]:
 
 
 def test_no_code_of_a_checkpoint_is_run() -> None:
-    """Every loading call here says so: transformers would ask `[y/N]`."""
+    """Every loading call passes `trust_remote_code=False`; otherwise transformers would ask `[y/N]`."""
     folders = ("symbiosis_priv", "provider", "tenant", "threat_model", "examples")
     calls = [
         (path, call)

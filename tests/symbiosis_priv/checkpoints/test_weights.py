@@ -1,4 +1,4 @@
-"""The manifest: one digest per model whatever its files, process and cache; a cache that is never believed."""
+"""The manifest: one digest per model for all file layouts, processes and caches; a cache is never trusted."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def same(a: QuantisedGroup, b: QuantisedGroup) -> bool:
 
 
 def from_model(model: PreTrainedModel, members: tuple[str, ...]) -> QuantisedGroup:
-    """The oracle: quantised from the live model's modules, no file and no store in between."""
+    """The oracle: quantised from the live model's modules, without files or a store."""
     layers = []
     for name in members:
         module = model.get_submodule(name)
@@ -78,7 +78,7 @@ def first_weight(store: WeightStore) -> str:
     return f"{store.manifest().groups[0].members[0]}.weight"
 
 
-def test_groups_are_the_model(model: PreTrainedModel, path: Path, cache: Path) -> None:
+def test_groups_equal_the_model(model: PreTrainedModel, path: Path, cache: Path) -> None:
     store = WeightStore(path, cache=cache)
     manifest = store.manifest()
     for i, entry in enumerate(manifest.groups):
@@ -131,7 +131,7 @@ def test_sharding_does_not_change_the_digest(model: PreTrainedModel, path: Path,
 def test_names_with_and_without_prefix_are_one_model(
     how: str, model: PreTrainedModel, path: Path, tmp_path: Path
 ) -> None:
-    """Published GPT-2 checkpoints say `h.0...`, transformers writes `transformer.h.0...`."""
+    """Published GPT-2 checkpoints use `h.0...`, transformers writes `transformer.h.0...`."""
     whole = WeightStore(path, cache=tmp_path / "a").manifest()
     prefix = model.base_model_prefix + "."
     tensors = load_file(path / "model.safetensors")
@@ -141,8 +141,8 @@ def test_names_with_and_without_prefix_are_one_model(
     assert WeightStore(path, cache=tmp_path / "b").manifest() == whole
 
 
-def test_an_architecture_that_was_renamed_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
-    """GPT-NeoX checkpoints say `embed_out`; the model's head is `lm_head` now."""
+def test_renamed_modules_are_read_as_in_transformers(tmp_path: Path) -> None:
+    """GPT-NeoX checkpoints use `embed_out`; the model's head is `lm_head` now."""
     sizes: dict[str, Any] = {
         "hidden_size": 32,
         "num_hidden_layers": 1,
@@ -162,7 +162,8 @@ def test_an_architecture_that_was_renamed_is_read_as_transformers_reads_it(tmp_p
 def test_weights_that_transformers_rearranges_are_refused(
     llama_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tensor may even keep its name and change its rows' order: reading it as it stands would be silently wrong."""
+    """A tensor may keep its name although its rows are rearranged; reading it unchanged would be wrong without an
+    error."""
     rule = WeightConverter(["q_proj.weight"], ["q_proj.weight"], operations=[Chunk(dim=0)])
     monkeypatch.setattr(stored_names, "get_model_conversion_mapping", lambda _: [rule])
     with pytest.raises(UnsupportedModelError, match=r"q_proj\.weight .*rearranges"):
@@ -183,15 +184,15 @@ def test_streaming_gives_the_manifest_and_keeps_no_weights(
     assert calls == [(i, total) for i in range(total + 1)]
     assert manifest == WeightStore(path, cache=tmp_path / "other").manifest()
     assert not list(cache.rglob("*.safetensors"))
-    # A later store finds the manifest, quantises a group on demand and keeps it.
+    # A later store finds the manifest, quantises a group on demand and stores it.
     later = WeightStore(path, cache=cache)
     assert later.manifest() == manifest
     assert later.group(0).digest() == manifest.groups[0].digest
     assert len(list(cache.rglob("*.safetensors"))) == 1
 
 
-def test_files_that_are_swapped_while_they_are_read_have_no_manifest(path: Path, cache: Path) -> None:
-    """The cached manifest of the new files would be the old files' one."""
+def test_files_that_are_replaced_while_they_are_read_get_no_manifest(path: Path, cache: Path) -> None:
+    """Otherwise the manifest of the old files would be cached for the new files."""
     whole = (path / "model.safetensors").read_bytes()
 
     def swap(index: int, entry: GroupEntry, group: QuantisedGroup) -> GroupEntry:
@@ -254,7 +255,7 @@ def test_a_corrupt_cache_file_is_found_and_made_again(
     assert QuantisedGroup(repaired["weight"], repaired["channel_scale"], repaired["bias"]).digest() == entry.digest
 
 
-def test_another_models_cache_file_is_not_believed(path: Path, cache: Path) -> None:
+def test_another_models_cache_file_is_not_used(path: Path, cache: Path) -> None:
     store = WeightStore(path, cache=cache)
     first, second = store.manifest().groups[:2]
     assert store.group(0) is not store.group(1)
@@ -330,7 +331,7 @@ def test_a_bias_that_the_model_does_not_have_is_not_added(llama_path: Path, tmp_
     assert manifests[0] == manifests[1]
 
 
-def test_what_another_transformers_finds_is_not_hidden_by_the_cache(
+def test_the_cache_of_another_transformers_version_is_not_used(
     llama_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert max(len(entry.members) for entry in WeightStore(llama_path, cache=cache).manifest().groups) == 3
@@ -345,7 +346,7 @@ def test_what_another_transformers_finds_is_not_hidden_by_the_cache(
     assert max(len(entry.members) for entry in WeightStore(llama_path, cache=cache).manifest().groups) == 1
 
 
-def test_a_cache_that_cannot_be_written_costs_time_only(
+def test_a_cache_that_cannot_be_written_only_costs_time(
     llama_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "full").write_text("no folder", encoding="utf-8")
@@ -353,5 +354,5 @@ def test_a_cache_that_cannot_be_written_costs_time_only(
     assert uncached.manifest() == cached.manifest()
     assert uncached.group(0).digest() == cached.group(0).digest()
     assert torch.equal(uncached.matrix(0).product(ROWS), cached.matrix(0).product(ROWS))
-    assert [r.levelname for r in caplog.records] == ["WARNING"]  # said once
+    assert [r.levelname for r in caplog.records] == ["WARNING"]  # logged once
     assert "choose another folder" in caplog.text

@@ -1,4 +1,4 @@
-"""What people see of results is all of it."""
+"""Output for people is never cut off."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORDS = st.text("abcdefgh:.0123456789", min_size=1, max_size=30)
 
 @given(data=st.data(), width=st.integers(40, 200), things=st.integers(1, 6), columns=st.integers(2, 9))
 def test_no_cell_is_cut_off(data: st.DataObject, width: int, things: int, columns: int) -> None:
-    """Folded where it must be, as long as every column has room for a character and its border."""
+    """Text is folded if necessary, provided that every column has room for a character and its border."""
     rows = data.draw(st.lists(st.lists(WORDS, min_size=columns, max_size=columns), min_size=things, max_size=things))
     headings = [f"h{place}" for place in range(columns)]
     console = Console(width=width, emoji=False)
@@ -27,21 +27,21 @@ def test_no_cell_is_cut_off(data: st.DataObject, width: int, things: int, column
     assert letters == sorted("".join(headings) + "".join(map("".join, rows)))
 
 
-def test_few_things_stand_beside_each_other() -> None:
+def test_a_table_of_few_items_has_a_column_per_item() -> None:
     wide = terminal.table(["provider", "role", "address"], [["alpha", "executor", "127.0.0.1:7401"]])
     assert [column.header for column in wide.columns] == ["provider", "alpha"]
     long = terminal.table(["provider", "role"], [["alpha", "executor"], ["beta", "helper"]])
     assert [column.header for column in long.columns] == ["provider", "role"]
 
 
-def test_where_there_is_no_terminal_a_table_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_is_not_narrowed_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
-    assert terminal.console().width >= 120  # pytest captures: this is no terminal
+    assert terminal.console().width >= 120  # pytest captures the output, so there is no terminal
     monkeypatch.setenv("COLUMNS", "72")
     assert terminal.console().width == 72
 
 
-def test_long_work_is_said_again_and_again(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_work_is_announced_repeatedly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(terminal, "_AGAIN_S", 0.01)
     told, twice = [], threading.Event()
 

@@ -1,4 +1,4 @@
-"""A good federation.toml, and certificates for it."""
+"""A valid federation.toml, and certificates for it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def renewed(pair: Path) -> bytes:
-    """One more certificate for a provider's own key, as PEM."""
+    """Another certificate for a provider's own key, as PEM."""
     key = Identity(pair.with_suffix(".pem"), pair.with_suffix(".key")).private_key()
     assert isinstance(key, ec.EllipticCurvePrivateKey)
     old = load_certificates(pair.with_suffix(".pem"))[0]
@@ -45,7 +45,8 @@ def renewed(pair: Path) -> bytes:
 
 @pytest.fixture
 def write(keys: Path) -> Write:
-    """Writes a good federation.toml beside `keys`, with changes: tables of it, or entries of its providers."""
+    """`write(...)` writes a valid federation.toml beside `keys`, with changed tables or changed entries of its
+    providers."""
 
     def section(header: str, entries: dict[str, Any]) -> str:
         return "\n".join(

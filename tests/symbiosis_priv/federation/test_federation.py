@@ -1,4 +1,4 @@
-"""Rule 8 in a federation: who may be asked under whose pads, and whether there is a choice at all."""
+"""Rule 8 in a federation: which executor may see rows under which pads, and whether enough helpers exist."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = [f"p{i}" for i in range(6)]
 
 @st.composite
 def worlds(draw: st.DrawFn) -> Federation:
-    """Peers with few operators, companies among them, names spelled as people do."""
+    """Peers with few operators, companies among them, names in different spellings."""
 
     def spelled(text: str) -> str:
         return draw(st.sampled_from([text, text.upper(), f" {text}", f"{text}\u200b"]))
@@ -43,7 +43,7 @@ def worlds(draw: st.DrawFn) -> Federation:
 
 @given(worlds())
 def test_one_company_is_the_closure_of_operators_and_companies(world: Federation) -> None:
-    """Against the definition: repeat until nothing changes."""
+    """Compared with the definition: repeat until nothing changes."""
 
     def plain(text: str) -> str:
         return text.strip().strip("\u200b").casefold()
@@ -79,7 +79,7 @@ def test_a_peer_that_is_not_in_the_file_belongs_to_its_operators_company() -> No
 
 
 @pytest.mark.parametrize("operator", ["A", " a\u200b"])
-def test_with_pads_a_company_may_have_both_roles_beside_enough_others(write: Write, operator: str) -> None:
+def test_with_pads_a_company_may_have_both_roles_if_there_are_enough_others(write: Write, operator: str) -> None:
     beta = {"operator": operator}
     with pytest.raises(RoleConflictError, match="executor 'alpha' and helper 'beta' have the same operator"):
         load_federation(write(beta=beta, gamma={}))
@@ -90,11 +90,11 @@ def test_with_pads_a_company_may_have_both_roles_beside_enough_others(write: Wri
     assert federation.admissible(alpha, [other])
     with pytest.raises(RoleConflictError, match=r"helpers of 1 companies .* helpers = 2 needs 2 different companies"):
         load_federation(write(beta=beta, gamma={}, pads={"helpers": 2}))
-    with pytest.raises(RoleConflictError, match="helpers of 1 companies"):  # two helpers, and one company behind them
+    with pytest.raises(RoleConflictError, match="helpers of 1 companies"):  # two helpers of one company
         load_federation(write(beta={"operator": "C"}, gamma={}, pads={"helpers": 2}))
 
 
-def test_helpers_are_of_enough_companies_also_where_a_registry_finds_the_executors(write: Write) -> None:
+def test_helpers_are_of_enough_companies_also_for_executors_from_a_registry(write: Write) -> None:
     for operator, refused in (("B", True), ("C", False)):
         path = write(alpha={"role": "helper", "operator": operator}, pads={"helpers": 2})
         path.write_text(path.read_text() + '\n[registry]\naddresses = ["r.example:1"]\nauthority = "keys/ca.pem"\n')

@@ -1,4 +1,4 @@
-"""`federation.toml`: what is accepted, and what is refused with which words."""
+"""`federation.toml`: accepted content, and refusals with their messages."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_wrong_file_is_named_with_its_key(write: Write, changes: dict[str, Any
     assert str(path) in str(caught.value)
 
 
-def test_a_registry_is_somewhere(write: Write) -> None:
+def test_a_registry_needs_an_address(write: Write) -> None:
     for address, words in (("r.example:0", "port 0 is not valid"), ("r.example", "is not host:port")):
         path = write()
         path.write_text(f'{path.read_text()}\n[registry]\naddresses = ["{address}"]\nauthority = "keys/ca.pem"\n')

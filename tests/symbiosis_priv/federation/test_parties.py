@@ -1,4 +1,4 @@
-"""Nobody is listed twice, or in two roles (rules 8 and 11), however it is written."""
+"""No party is listed twice or in two roles (rules 8 and 11), however its names are written."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     ("same", "shared"),
     [
         ({"name": "ALPHA"}, "name"),
-        ({"name": "\uff41lpha\u200b"}, "name"),  # a full-width letter, and one that nobody sees
+        ({"name": "\uff41lpha\u200b"}, "name"),  # a full-width letter, and an invisible character
         ({"certificate": "keys/alpha.pem"}, "certificate, public key"),
         ({"next_certificate": "keys/alpha.pem"}, "certificate, public key"),
         ({"certificate": "keys/alpha-next.pem"}, "public key"),
@@ -52,7 +52,7 @@ def test_rule_11_no_party_is_listed_twice(
     assert repr(name) in str(caught.value)
 
 
-def test_rule_8_an_operator_may_run_two_executors_and_no_helper_beside(write: Write) -> None:
+def test_rule_8_an_operator_may_run_two_executors_but_no_helper_with_them(write: Write) -> None:
     executors = load_federation(write(beta={"role": "executor", "operator": "a"}, gamma={}))
     assert len(executors.executors) == 2
     for operator in ("b", " A ", "\uff21", "A\ufe0f", "\u3164a", "A\x00", "\u034fA", "\U000e0041A\U000e0100", "\x0bA"):
@@ -60,7 +60,7 @@ def test_rule_8_an_operator_may_run_two_executors_and_no_helper_beside(write: Wr
             load_federation(write(alpha={"operator": "A" if operator != "b" else "B"}, beta={"operator": operator}))
 
 
-# What shows nothing: fillers, a braille pattern without dots, a note without a head, spaces, an unassigned character.
+# Invisible characters: fillers, a braille pattern without dots, a note without a head, spaces, an unassigned character.
 BLANKS = "\u3164\uffa0\u2800\U0001d159\U00016fe4\u3000\u00a0\u200b\u2060\ufe0f\u115f\u17b4\U000e0100\ue000\U0003fffd "
 
 
@@ -118,7 +118,7 @@ def test_rule_11_one_address_in_many_spellings(write: Write, spellings: tuple[st
     load_federation(write(alpha={"address": f"{spellings[0]}:7401"}, beta={"address": f"{spellings[1]}:7402"}))
 
 
-def test_a_rotation_pins_both_and_keeps_the_party(write: Write, keys: Path) -> None:
+def test_a_rotation_pins_both_certificates_of_one_party(write: Write, keys: Path) -> None:
     before = load_federation(write())
     during = load_federation(write(beta={"next_certificate": "keys/gamma.pem"}))
     after = load_federation(write(beta={"certificate": "keys/gamma.pem"}))
@@ -141,7 +141,7 @@ JOINED = [
 
 @pytest.mark.parametrize(("companies", "gamma"), JOINED)
 def test_rule_8_a_company_is_one_party(write: Write, companies: list[Any], gamma: dict[str, str]) -> None:
-    """Refused where all helpers share every pad, and where the helper is needed; not where another one is there."""
+    """Refused if all helpers share every pad, and if the helper is needed; accepted if there is another helper."""
     parties = {"gamma": {"role": "executor", **gamma}, "companies": companies}
     with pytest.raises(RoleConflictError, match="'alpha' and helper 'beta' have the same company: together they could"):
         load_federation(write(**parties))
@@ -158,8 +158,8 @@ def test_rule_11_holds_with_pads_too(write: Write, same: dict[str, str], name: s
         load_federation(write(beta=same, gamma={}, pads={"helpers": 1}))
 
 
-def test_check_parties_without_the_files_further_keys_is_as_strict_as_ever(write: Write) -> None:
-    """Whoever forgets to pass them gets a refusal, never a pass."""
+def test_check_parties_without_optional_arguments_is_stricter(write: Write) -> None:
+    """Without these arguments the check refuses more, never less."""
     federation = load_federation(write(beta={"operator": "A"}, gamma={}, pads={"helpers": 1}))
     check_parties(federation.peers, pad_helpers=federation.pad_helpers)
     with pytest.raises(RoleConflictError, match="have the same operator"):

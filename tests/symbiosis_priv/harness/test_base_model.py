@@ -1,4 +1,4 @@
-"""The synthetic texts and the base model: repeatable, apart from each other, and an ordinary checkpoint."""
+"""The synthetic texts and the base model: repeatable, different from each other, and an ordinary checkpoint."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_tenants_drugs_are_private(drug: str) -> None:
     assert drug not in public_text(seed=0, sentences=Pretraining().sentences)
 
 
-def test_checkpoint_is_an_ordinary_one(
+def test_the_checkpoint_is_an_ordinary_one(
     checkpoint: Path, tokenizer: PreTrainedTokenizerFast, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint)
@@ -104,14 +104,14 @@ def test_a_finished_model_is_used_again(tmp_path: Path) -> None:
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_not_used(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     made = cached_base_model(tmp_path / "file" / "cache", tmp_path / "scratch", recipe=TINY)
     assert (made / "model.safetensors").is_file()
 
 
-def test_whoever_is_second_leaves_the_first_ones_model_alone(tmp_path: Path) -> None:
-    """Two demos that start together: the other one finishes while this one is training."""
+def test_the_first_finished_model_is_kept(tmp_path: Path) -> None:
+    """Two demos start together: the other one finishes while this one is training."""
     cache = tmp_path / "cache"
 
     def other(step: int, total: int, loss: float) -> None:
@@ -125,7 +125,7 @@ def test_whoever_is_second_leaves_the_first_ones_model_alone(tmp_path: Path) -> 
     assert (only / "first").exists()
 
 
-def test_a_directory_with_other_content_is_left_alone(tmp_path: Path) -> None:
+def test_a_directory_with_other_content_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("the only copy")
     with pytest.raises(ConfigError, match="in use"):
         make_base_model(tmp_path, recipe=TINY)

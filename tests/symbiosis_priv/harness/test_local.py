@@ -1,4 +1,4 @@
-"""The launcher: providers come up, go down, come back at the same address, and leave nothing behind."""
+"""The launcher: providers start, stop, restart at the same address, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def is_running(pid: int) -> bool:
     return True
 
 
-def test_providers_come_back_at_their_address_others_join_and_all_are_gone_at_the_end(
+def test_providers_restart_at_their_address_others_join_and_all_end_with_the_block(
     llama_path: Path, tmp_path: Path
 ) -> None:
     layers = {"executor-1": "0", "executor-2": "1", "helper-1": "0-1"}
@@ -61,7 +61,7 @@ def test_providers_come_back_at_their_address_others_join_and_all_are_gone_at_th
     assert not any(is_running(pid) for pid in pids if pid is not None)
 
 
-def test_layers_of_nobody_are_a_mistake(llama_path: Path, tmp_path: Path) -> None:
+def test_layers_of_an_unknown_provider_are_an_error(llama_path: Path, tmp_path: Path) -> None:
     with (
         pytest.raises(ConfigError, match="no provider 'executor-3' here; there are executor, helper"),
         LocalFederation(llama_path, tmp_path, layers={"executor-3": "0"}),
@@ -69,15 +69,13 @@ def test_layers_of_nobody_are_a_mistake(llama_path: Path, tmp_path: Path) -> Non
         pytest.fail("it started")
 
 
-def test_a_provider_that_ends_at_once_is_an_error_with_its_reason(llama_path: Path, tmp_path: Path) -> None:
+def test_a_provider_that_fails_to_start_is_an_error_with_the_reason(llama_path: Path, tmp_path: Path) -> None:
     options = {"limits": {"max_rows": 0}}
     with pytest.raises(ConfigError, match="max_rows"), LocalFederation(llama_path, tmp_path, provider_options=options):
         pytest.fail("it started")
 
 
-def test_an_executor_that_no_file_lists_is_in_the_registry_with_the_layers_that_were_lacking(
-    llama_path: Path, tmp_path: Path
-) -> None:
+def test_an_unlisted_executor_announces_the_missing_layers(llama_path: Path, tmp_path: Path) -> None:
     options = {"registry": {"capacity_layers": 1}}
     with LocalFederation(
         llama_path, tmp_path / "run", helpers=0, layers={"executor": "0"}, registry=True, provider_options=options
@@ -86,7 +84,7 @@ def test_an_executor_that_no_file_lists_is_in_the_registry_with_the_layers_that_
         federation = load_federation(local.federation)
         assert federation.registries is not None
         assert federation.registries.addresses == (local.registry,)
-        for name, layers in (("one", "1"), ("two", "0")):  # the file's executor has layer 0, and has said so
+        for name, layers in (("one", "1"), ("two", "0")):  # the file's executor serves layer 0, and has announced it
             local.add(name, layers="auto", listed=False)
             placed = [line for line in local.logs(name).splitlines() if '"placed"' in line]
             assert [json.loads(line)["layers"] for line in placed] == [layers]

@@ -1,4 +1,4 @@
-"""Which kernels are admitted, and which of them are used: against planted ones."""
+"""The admission of kernels and the choice between them, tested with planted kernels."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ WEIGHT = torch.arange(-511, 512, dtype=torch.int16).repeat(88)[: 300 * 300].resh
 
 
 class Planted(Int32Kernel):
-    """Hands out what the int32 kernel once computed, so it would win every race; `spoil` gets at the result."""
+    """A kernel that returns stored results of the int32 kernel, so it would always be the fastest; `spoil` alters
+    them."""
 
     name = "planted"
 
@@ -92,7 +93,7 @@ def test_an_inexact_kernel_is_left_out(
 def test_a_kernel_that_cannot_run_is_left_out_with_a_warning(
     plant: Callable[..., Planted], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A GPU without its fast kernel is slow; the log says why."""
+    """A GPU without its fast kernel is slow; the log states the reason."""
 
     def fail(_: Tensor) -> None:
         raise FileNotFoundError("no C compiler")
@@ -115,20 +116,20 @@ def test_a_kernel_that_is_inexact_for_a_shape_only_is_left_out(plant: Callable[.
     assert "planted" not in used(memory)
 
 
-def test_an_exact_and_faster_kernel_is_taken_and_remembered(plant: Callable[..., Planted], memory: Path) -> None:
-    """The counterpart: the planted kernel loses by its fault and by nothing else."""
+def test_an_exact_and_faster_kernel_is_chosen_and_remembered(plant: Callable[..., Planted], memory: Path) -> None:
+    """The control: the planted kernel is refused only because of its fault."""
     planted = plant()
     tune(WEIGHT, weight_bits=10, device=CPU, memory=memory)
     assert used(memory) == {"planted"}
     measured = len(planted.counts)
     tune(WEIGHT, weight_bits=10, device=CPU, memory=memory)
     assert len(planted.counts) == measured
-    assert used(None) != {"planted"}  # no memory, and choosing never measures
+    assert used(None) != {"planted"}  # without a memory file, choosing never measures
     assert len(planted.counts) == measured
 
 
-def test_what_is_remembered_by_halves_is_not_used(plant: Callable[..., Planted], memory: Path) -> None:
-    """The file is another release's, or damaged."""
+def test_an_incomplete_measurement_is_not_used(plant: Callable[..., Planted], memory: Path) -> None:
+    """The file is of another release, or damaged."""
     plant()
     tune(WEIGHT, weight_bits=10, device=CPU, memory=memory)
     ((key, whole),) = json.loads(memory.read_text()).items()
@@ -139,14 +140,14 @@ def test_what_is_remembered_by_halves_is_not_used(plant: Callable[..., Planted],
         assert choose(SHAPE, weight_bits=10, device=CPU, memory=memory) == choose(SHAPE, weight_bits=10, device=CPU)
 
 
-def test_a_slower_kernel_is_not_taken(plant: Callable[..., Planted], memory: Path) -> None:
+def test_a_slower_kernel_is_not_chosen(plant: Callable[..., Planted], memory: Path) -> None:
     plant(lambda _: time.sleep(0.02))
     tune(WEIGHT, weight_bits=10, device=CPU, memory=memory)
     assert memory.is_file()
     assert "planted" not in used(memory)
 
 
-def test_what_is_remembered_and_no_longer_there_is_not_used(
+def test_a_remembered_kernel_that_no_longer_exists_is_not_used(
     plant: Callable[..., Planted], memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     default = used(None)
@@ -156,7 +157,7 @@ def test_what_is_remembered_and_no_longer_there_is_not_used(
     assert used(memory) == default
 
 
-def test_what_ranks_can_shard_is_chosen_beside_what_is_faster(plant: Callable[..., Planted], memory: Path) -> None:
+def test_a_shardable_kernel_is_chosen_although_another_is_faster(plant: Callable[..., Planted], memory: Path) -> None:
     planted = plant()
     planted.block = None  # type: ignore[assignment, misc]
     for shardable in (True, False):
@@ -180,14 +181,14 @@ def test_a_damaged_memory_is_measured_again(content: bytes, plant: Callable[...,
     assert used(memory) == {"planted"}
 
 
-def test_there_is_nothing_to_measure_where_there_is_no_choice(memory: Path) -> None:
+def test_a_single_candidate_is_not_measured(memory: Path) -> None:
     if len(candidates(CPU)) > 1:
         pytest.skip("several candidates on this CPU")
     tune(WEIGHT, weight_bits=10, device=CPU, memory=memory)
     assert not memory.exists()
 
 
-def test_memory_tells_machines_shapes_and_threads_apart(set_threads: Callable[[int], None]) -> None:
+def test_measurements_are_separate_for_machines_shapes_and_threads(set_threads: Callable[[int], None]) -> None:
     set_threads(1)
     known = {choice._shape_class(shape, 10, CPU) for shape in [(64, 64), (64, 128), (128, 64)]}
     set_threads(2)
@@ -219,7 +220,7 @@ def test_limbs_are_not_offered_beyond_their_accumulator() -> None:
     assert RingMatrix(wide, weight_bits=4).chosen(1).name != "limbs"
 
 
-def test_without_the_library_torch_does_the_work() -> None:
+def test_without_the_library_torch_computes_products() -> None:
     with switched(SYMBIOSIS_PRIV_NATIVE="0"):
         found = choose(SHAPE, weight_bits=10, device=CPU)
         assert found.layout == "plain"

@@ -1,4 +1,4 @@
-"""Every kernel, instruction set and direction against numpy's wrapping int64 product."""
+"""Every kernel, instruction set and direction, compared with numpy's wrapping int64 product."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ NAMES = [
     ),
 ]
 NATIVE_NAMES = [name for name in NAMES if getattr(name, "values", None) != ("triton",)]  # its interpreter is slow
-# Of Triton, one width of each number of digits. `test_kernels_are_exact_at_the_corners` draws from all widths.
+# For Triton, one width for each number of digits. `test_kernels_are_exact_at_the_corners` draws from all widths.
 EVERY_DIGIT = [
     pytest.param(*getattr(name, "values", (name,)), bits, marks=getattr(name, "marks", ()))
     for name in NAMES
     for bits in ((8, 12) if name not in NATIVE_NAMES else (4, 8, 10, 12))
 ]
 SHAPES = [(1, 1), (1, 7), (9, 1), (3, 5), (33, 65), (64, 128), (70, 31)]
-DEEP = [(65, 1031), (1031, 65)]  # more terms than any kernel takes at once, and an odd rest
+DEEP = [(65, 1031), (1031, 65)]  # more terms than any kernel takes in one block, and an odd remainder
 
 
 def oracle(rows: Tensor, weight: Tensor, direction: Direction) -> Tensor:
@@ -80,7 +80,7 @@ def test_kernels_are_exact(kernel: str, bits: int, direction: Direction) -> None
     count=st.integers(1, 40) | st.sampled_from([3, 4, 16, 17]),
     cut=st.integers(0, 4),
 )
-def test_compiled_blocks_and_slices_meet_without_a_seam(
+def test_compiled_blocks_and_slices_cover_the_whole_product(
     isa: native.Isa, direction: Direction, bits: int, terms: int, columns: int, count: int, cut: int
 ) -> None:
     """Whole and partial blocks, row groups of every size, weights of 1 and 2 bytes, columns in one slice and in two."""
@@ -123,7 +123,7 @@ def test_the_oracle_itself() -> None:
 @pytest.mark.parametrize("bits", [4, 10, 12])
 @pytest.mark.parametrize("kernel", NATIVE_NAMES)
 def test_wide_products_of_one_sign(kernel: str, bits: int, direction: Direction) -> None:
-    """All partial sums at their largest, past the width where float64 has to split (2^(23 - b) terms)."""
+    """All partial sums are largest, beyond the width at which float64 must split (2^(23 - b) terms)."""
     width = min(3 * 2 ** (23 - bits) + 5, 1 << 16)
     peak = 2 ** (bits - 1) - 1
     weight = torch.full((3, width) if direction == FORWARD else (width, 3), peak, dtype=torch.int16)
@@ -139,7 +139,7 @@ def test_wide_products_of_one_sign(kernel: str, bits: int, direction: Direction)
 @pytest.mark.parametrize("kernel", NAMES)
 @given(data=st.data(), direction=testing.directions())
 def test_batch_composition_changes_nothing(kernel: str, data: DataObject, direction: Direction) -> None:
-    """Requests flattened into one matrix get the answers that each would have got alone."""
+    """Requests joined into one matrix get the answers that each would get alone."""
     weight = data.draw(drawn.integer_weights(outputs=13, inputs=24, bits=10))
     rows = data.draw(testing.ring_rows(width=24 if direction == FORWARD else 13, count=st.integers(1, 40)))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(rows)), max_size=4)))
@@ -164,7 +164,7 @@ def test_layout_and_threads_change_nothing(kernel: str, set_threads: Callable[[i
 
 
 class Pages(NamedTuple):
-    """What a matrix may hold."""
+    """The memory that a matrix may hold."""
 
     bits: int
     bytes_per_weight: int
@@ -173,7 +173,8 @@ class Pages(NamedTuple):
 @pytest.mark.parametrize("pages", [Pages(8, 1), Pages(10, 2)])
 @pytest.mark.parametrize("kernel", NAMES)
 def test_one_packed_copy_serves_both_directions(kernel: str, pages: Pages) -> None:
-    """2 bytes per weight, 1 at up to 8 bits, and nothing else as large: no original, no second layout, no candidate."""
+    """2 bytes per weight, 1 at up to 8 bits, and nothing else of that size: no original, no second layout, no
+    candidate."""
     outputs, inputs = 192, 320
     before = {id(t) for t in tensors_reached_from(kernel_modules(), outputs * inputs)}
     matrix = RingMatrix(uniform((outputs, inputs), bits=pages.bits), weight_bits=pages.bits, kernel=kernel)
@@ -193,7 +194,7 @@ def kernel_modules() -> list[object]:
 def tensors_reached_from(roots: Sequence[object], size: int) -> list[Tensor]:
     """Tensors of at least `size` entries that objects refer to, not through modules, classes or functions.
 
-    A walk over all objects of the process would meet those that other threads are just making.
+    A walk over all objects of the process would also find objects that other threads are creating.
     """
     seen, waiting, found = {id(root) for root in roots}, list(roots), list[Tensor]()
     while waiting:
@@ -209,7 +210,7 @@ def tensors_reached_from(roots: Sequence[object], size: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("kernel", NAMES)
-def test_results_can_be_written_where_they_belong(kernel: str, direction: Direction) -> None:
+def test_results_can_be_written_into_a_given_tensor(kernel: str, direction: Direction) -> None:
     weight = uniform((70, 31), bits=10)
     matrix = RingMatrix(weight, weight_bits=10, kernel=kernel)
     width, columns = matrix.columns(direction)
@@ -230,13 +231,13 @@ def test_results_can_be_written_where_they_belong(kernel: str, direction: Direct
         torch.empty((5, 2), dtype=torch.int32).t(),
     ],
 )
-def test_a_place_that_does_not_fit_is_refused(out: Tensor) -> None:
+def test_a_result_tensor_of_another_shape_is_refused(out: Tensor) -> None:
     matrix = RingMatrix(torch.ones(5, 4, dtype=torch.int16), weight_bits=8)
     with pytest.raises(RangeError, match="contiguous"):
         matrix.product(torch.zeros(2, 4, dtype=torch.int32), out=out)
 
 
-def test_the_dtype_that_torch_makes_by_default_does_not_matter() -> None:
+def test_the_default_dtype_of_torch_does_not_matter() -> None:
     """transformers changes it while it loads a checkpoint."""
     registry.passes_self_test.cache_clear()
     before = torch.get_default_dtype()

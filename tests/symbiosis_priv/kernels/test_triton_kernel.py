@@ -1,5 +1,6 @@
-"""What is particular to the Triton kernel: how products are divided, what its accumulators can hold, and that it
-compiles for GPUs that are not here. That it is exact is tested with all the others, in test_matrix.py.
+"""Properties of the Triton kernel only: division of products, range of accumulators, compilation for absent GPUs.
+
+Its exactness is tested together with all other kernels, in test_matrix.py.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ sizes = st.sampled_from([1, 15, 16, 17, 63, 64, 65, 4096, MAX_TERMS, MAX_TERMS +
 
 
 @given(count=st.integers(1, 5000), width=sizes, columns=sizes, processors=st.integers(1, 200))
-def test_a_plan_covers_the_product_and_nothing_twice(count: int, width: int, columns: int, processors: int) -> None:
+def test_a_plan_covers_every_term_once(count: int, width: int, columns: int, processors: int) -> None:
     launch = plan(count, width, columns, processors=processors)
     down, across, shares = launch.grid
     assert (down - 1) * launch.tile.rows < count <= down * launch.tile.rows
@@ -44,7 +45,8 @@ def test_a_plan_covers_the_product_and_nothing_twice(count: int, width: int, col
 
 @pytest.mark.parametrize("bits", range(MIN_WEIGHT_BITS, MAX_WEIGHT_BITS + 1))
 def test_accumulators_stay_in_int32(bits: int) -> None:
-    """Triton's int8 products saturate on CUDA and wrap in its interpreter: here only this sum can tell."""
+    """Triton's int8 products saturate on CUDA and wrap in its interpreter, so only this calculation can test it
+    here."""
     weight = torch.arange(-(2 ** (bits - 1)) + 1, 2 ** (bits - 1), dtype=torch.int16)[None]
     digits = TRITON.pack(weight, weight_bits=bits).data.to(torch.int64)
     limb = 128
@@ -54,7 +56,7 @@ def test_accumulators_stay_in_int32(bits: int) -> None:
 @needs_interpreter
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_terms_of_one_sign_beyond_one_program(direction: Direction) -> None:
-    """All partial sums at their largest, and so many of them that one tile has several programs."""
+    """All partial sums are largest, and one tile has several programs."""
     width = MAX_TERMS + 5
     weight = torch.full((2, width) if direction == FORWARD else (width, 2), 2047, dtype=torch.int16)
     weight[0, 0] -= 1
@@ -108,7 +110,7 @@ print(json.dumps([build(*case) for case in [*cases, (90, 1, "forward", 8)]]))
 
 
 @pytest.mark.skipif(not TRITON.supports(CPU), reason="needs Triton")
-def test_it_compiles_for_gpus_that_are_not_here(tmp_path: Path) -> None:
+def test_it_compiles_for_absent_gpus(tmp_path: Path) -> None:
     """To int8 matrix instructions, and within the shared memory of the smallest GPU that has them."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Slices cover everything once, whatever the sizes and threads, and go on working in a fork."""
+"""Slices cover everything once, for all sizes and thread counts, also in a forked child."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_little_work_stays_on_the_callers_thread(set_threads: Callable[[int], No
     assert seen == [threading.current_thread()]
 
 
-def test_errors_arrive(set_threads: Callable[[int], None]) -> None:
+def test_errors_reach_the_caller(set_threads: Callable[[int], None]) -> None:
     set_threads(2)
 
     def fail(begin: int, end: int) -> None:
@@ -57,9 +57,9 @@ def _in_a_fork() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_fork_has_threads_of_its_own(set_threads: Callable[[int], None]) -> None:
+def test_a_forked_child_starts_its_own_threads(set_threads: Callable[[int], None]) -> None:
     set_threads(2)
-    _in_a_fork()  # the parent's threads are there
+    _in_a_fork()  # the parent's threads exist
     child = multiprocessing.get_context("fork").Process(target=_in_a_fork)
     child.start()
     child.join(60)

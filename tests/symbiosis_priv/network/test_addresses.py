@@ -15,16 +15,16 @@ VISIBLE = st.characters(exclude_categories=["C", "Z"], exclude_characters="[]")
 
 
 @given(host=st.text(VISIBLE, min_size=1), port=st.integers(0, (1 << 16) - 1))
-def test_an_address_comes_apart_as_it_was_put_together(host: str, port: int) -> None:
+def test_an_address_survives_formatting_and_parsing(host: str, port: int) -> None:
     assert parse_address(f"{host}:{port}") == parse_address(f"[{host}]:{port}") == (host, port)
 
 
 @example("[]:1")
 @example("a:" + "1" * 5000)
-@example("a\0:1")  # the resolver takes none
-@example("\x1b[2J:1")  # nor should a terminal
+@example("a\0:1")  # the resolver does not accept it
+@example("\x1b[2J:1")  # a terminal should not show it
 @given(st.text() | st.from_regex(r"\A[a-z]*:-?[0-9]{5,7}\Z"))
-def test_an_address_is_good_or_a_config_error(text: str) -> None:
+def test_an_address_is_parsed_or_a_config_error(text: str) -> None:
     try:
         host, port = parse_address(text)
     except ConfigError:
@@ -46,7 +46,7 @@ def test_private_and_public_addresses_may_be_dialled(address: object) -> None:
     | st.ip_addresses(network="224.0.0.0/4")
     | st.sampled_from([*map(IPv4Address, ("0.0.0.0", "255.255.255.255", "168.63.129.16"))])
 )
-def test_internal_addresses_are_known_in_every_form(address: IPv4Address) -> None:
+def test_internal_addresses_are_recognised_in_every_form(address: IPv4Address) -> None:
     assert is_internal(str(address))
     for prefix in ("::ffff:0:0", "64:ff9b::"):
         assert is_internal(str(IPv6Address(int(IPv6Address(prefix)) + int(address))))

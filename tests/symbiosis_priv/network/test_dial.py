@@ -1,4 +1,4 @@
-"""A connection whose host was named by a stranger: what the name resolves to decides, at the moment of dialling."""
+"""A connection whose host another party has named: the resolved address is checked when the connection is made."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from symbiosis_priv.network.dial import ClientConnection
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "rebound.example"])
 def test_a_remote_only_connection_does_not_reach_this_machine(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
-    """Also by a name that has just been made to point here; not a byte arrives."""
+    """Also for a name that resolves to this machine only now; not a byte arrives."""
     with socket.create_server(("127.0.0.1", 0)) as service:
         port = service.getsockname()[1]
         here = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]

@@ -1,4 +1,4 @@
-"""Records in memory: every byte arrives once and in order, whatever the sizes, and whenever a timeout strikes."""
+"""Records in memory: every byte arrives once and in order, for all sizes and timeouts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SIZE = struct.Struct(">I")
 
 
 class Contexts(NamedTuple):
-    """Of a server, of a client that trusts it, and of one that does not."""
+    """TLS contexts of a server, of a client that trusts it, and of one that does not."""
 
     server: ssl.SSLContext
     client: ssl.SSLContext
@@ -63,7 +63,7 @@ def connected(
     client: ssl.SSLContext | None = None,
     pair: Callable[[], tuple[socket.socket, socket.socket]] = socket.socketpair,
 ) -> Iterator[tuple[RecordStream, Future[object]]]:
-    """A stream, and what becomes of its server."""
+    """A stream, and a future with the result of its server."""
     ours, theirs = pair()
     for end in (ours, theirs):
         end.settimeout(TIMEOUT_S)
@@ -90,7 +90,7 @@ def take(connection: ssl.SSLSocket, size: int) -> bytes:
 
 
 def returns_what_it_gets(connection: ssl.SSLSocket) -> None:
-    """A size, so many bytes, and those bytes again; ends with a size of 0."""
+    """Receives a size and that many bytes, and sends the bytes back; ends at size 0."""
     while size := _SIZE.unpack(take(connection, _SIZE.size))[0]:
         connection.sendall(take(connection, size))
 
@@ -132,7 +132,7 @@ def read_all(
     sizes=st.lists(st.integers(1, 1 << 20) | st.sampled_from([1, 16_384, 16_385, 1 << 17]), min_size=1, max_size=4),
     step=st.sampled_from([1 << 20, 70_000, 16_384, 1000]),
 )
-def test_what_is_sent_comes_back(contexts: Contexts, sizes: list[int], step: int) -> None:
+def test_sent_bytes_come_back(contexts: Contexts, sizes: list[int], step: int) -> None:
     with connected(contexts, returns_what_it_gets) as (stream, server):
         stream.handshake(TIMEOUT_S)
         for size in sizes:
@@ -142,8 +142,8 @@ def test_what_is_sent_comes_back(contexts: Contexts, sizes: list[int], step: int
         server.result(TIMEOUT_S)
 
 
-def test_no_wait_is_for_more_than_what_was_promised(contexts: Contexts) -> None:
-    """Where the last bytes of a payload are fewer than what is usually taken at once, by more or less than a record."""
+def test_no_wait_is_for_more_than_the_expected_bytes(contexts: Contexts) -> None:
+    """If the last bytes of a payload are fewer than a usual read, by more or less than a record."""
     sizes = [at_once + extra for at_once in (1 << 18, 1 << 19) for extra in range(-20_000, 20_001, 1_000)]
     with connected(contexts, returns_what_it_gets, pair=tcp_pair) as (stream, server):
         stream.handshake(TIMEOUT_S)
@@ -156,15 +156,16 @@ def test_no_wait_is_for_more_than_what_was_promised(contexts: Contexts) -> None:
     assert time.monotonic() - begun < TIMEOUT_S
 
 
-def test_much_that_comes_in_two_parts_is_read_when_it_is_there(contexts: Contexts) -> None:
-    """Not when the timeout is over: a read that has taken the first part is not woken by less than as much again."""
+def test_a_large_payload_in_two_parts_is_read_when_it_has_arrived(contexts: Contexts) -> None:
+    """And not at the timeout: after a read has taken the first part, the kernel wakes it only after as many bytes
+    again."""
     first, rest = LARGE[: 200 << 10], LARGE[200 << 10 : 400 << 10]
     read = threading.Event()
 
     def serve(connection: ssl.SSLSocket) -> bool:
         take(connection, 1)
         connection.sendall(first)
-        time.sleep(0.2)  # until it has been taken, or is waited for
+        time.sleep(0.2)  # until it has been read, or is being waited for
         connection.sendall(rest)
         return read.wait(TIMEOUT_S / 2)
 
@@ -178,7 +179,7 @@ def test_much_that_comes_in_two_parts_is_read_when_it_is_there(contexts: Context
 
 @pytest.mark.parametrize("shaken", [False, True], ids=["handshake", "read"])
 def test_a_trickle_extends_no_timeout(contexts: Contexts, shaken: bool) -> None:
-    """A byte at a time, each well within the timeout: nobody waits for all of them."""
+    """One byte at a time, each within the timeout: the total time is still limited."""
     slow = threading.Event()
 
     def trickling_pair() -> tuple[socket.socket, socket.socket]:
@@ -211,7 +212,7 @@ def test_a_trickle_extends_no_timeout(contexts: Contexts, shaken: bool) -> None:
 
 
 def test_timeouts_lose_nothing(contexts: Contexts) -> None:
-    """Neither while nobody reads nor while nobody writes, nor in the handshake."""
+    """Neither while the other side does not read, nor while it does not write, nor in the handshake."""
     goes_on = [threading.Event() for _ in range(2)]
 
     def serve(connection: ssl.SSLSocket) -> bytes:
@@ -227,12 +228,12 @@ def test_timeouts_lose_nothing(contexts: Contexts) -> None:
                 stream.handshake(0.001)
                 break
         send_all(stream, LARGE, timeout=0.001, on_timeout=goes_on[0].set)
-        assert goes_on[0].is_set()  # it did time out, or nobody would have read
+        assert goes_on[0].is_set()  # the timeout passed, because the other side did not read
         assert read_all(stream, len(LARGE), timeout=0.001, on_timeout=goes_on[1].set) == LARGE
         assert server.result(TIMEOUT_S) == LARGE
 
 
-def test_an_end_is_an_end_however_it_comes(contexts: Contexts) -> None:
+def test_every_kind_of_end_is_reported(contexts: Contexts) -> None:
     for farewell in (ssl.SSLSocket.unwrap, ssl.SSLSocket.detach):
 
         def serve(connection: ssl.SSLSocket, farewell: Callable[[ssl.SSLSocket], object] = farewell) -> None:
@@ -247,7 +248,7 @@ def test_an_end_is_an_end_however_it_comes(contexts: Contexts) -> None:
             assert stream.recv_into(memoryview(bytearray(1)), TIMEOUT_S) == 0
 
 
-def test_the_other_side_hears_why_it_was_refused(contexts: Contexts) -> None:
+def test_the_other_side_receives_the_reason_of_a_refusal(contexts: Contexts) -> None:
     with connected(contexts, lambda connection: None, client=contexts.stranger) as (stream, server):
         with pytest.raises(ssl.SSLCertVerificationError):
             stream.handshake(TIMEOUT_S)

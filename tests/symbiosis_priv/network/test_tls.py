@@ -1,4 +1,4 @@
-"""Real handshakes over loopback sockets: who gets in, who is refused, and by whom."""
+"""Handshakes over loopback sockets: which certificates are accepted, and which side refuses the others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TIMEOUT = 10.0
 
 @dataclass(frozen=True)
 class Keys:
-    """One provider with its tenants, and everybody who should not get in."""
+    """A provider, its tenants, and certificates that must be refused."""
 
     directory: Path
     authority: Identity
@@ -107,7 +107,7 @@ def client(keys: Keys, pins: Pins, identity: Identity | None = None) -> ssl.SSLC
 
 
 def careless(protocol: ssl._SSLMethod, identity: Identity | None) -> ssl.SSLContext:
-    """A peer that ignores this project's rules and checks nothing."""
+    """A peer that checks nothing."""
     context = ssl.SSLContext(protocol)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -126,7 +126,7 @@ def careless_client(identity: Identity | None) -> ssl.SSLContext:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What either side ended with: what it learnt, or its error."""
+    """The result of one side: data it received, or its error."""
 
     server: TenantIdentity | SymbiosisError | None
     client: bytes | SymbiosisError
@@ -134,7 +134,7 @@ class Outcome:
 
     @property
     def tenant(self) -> str:
-        """The name that the server learnt."""
+        """The name that the server has read."""
         assert isinstance(self.server, TenantIdentity), self.server
         return self.server.name
 
@@ -205,7 +205,7 @@ def test_a_self_signed_tenant_that_the_provider_lists(keys: Keys) -> None:
     assert connect(serving, client(keys, pins), pins=pins).tenant == "alice"
 
 
-def test_namesakes_of_two_authorities_are_two_tenants(tmp_path: Path, keys: Keys) -> None:
+def test_one_name_from_two_authorities_is_two_tenants(tmp_path: Path, keys: Keys) -> None:
     other = issuing.create_authority(tmp_path / "other")  # of the same name as keys.authority
     namesake = issuing.issue(tmp_path, authority=other, kind=Kind.TENANT, name="alice")
     lone = issuing.create_self_signed(tmp_path / "lone", kind=Kind.TENANT, name="alice")
@@ -219,7 +219,7 @@ def test_namesakes_of_two_authorities_are_two_tenants(tmp_path: Path, keys: Keys
 
 
 def test_an_authority_renewed_with_its_key_keeps_its_tenants(tmp_path: Path, keys: Keys) -> None:
-    """One more certificate for the authority's key: whichever is found first, the tenant stays who it is."""
+    """Two certificates for the authority's key: the tenant's identity does not depend on which one is found first."""
     old = reading.load_certificates(keys.authority.certificate)[0]
     key = keys.authority.private_key()
     assert isinstance(key, ec.EllipticCurvePrivateKey)
@@ -233,8 +233,8 @@ def test_an_authority_renewed_with_its_key_keeps_its_tenants(tmp_path: Path, key
     assert connect(server(keys, tenants=renewed), client(keys, pins)).server == alice(keys)
 
 
-def test_an_authority_in_between_must_be_listed(tmp_path: Path, keys: Keys) -> None:
-    """A tenant may bring its issuer along in its file: then its name would be worth what that issuer is."""
+def test_an_intermediate_authority_must_be_listed(tmp_path: Path, keys: Keys) -> None:
+    """A tenant may add its issuer to its file; its name would then be worth only as much as that issuer."""
     root_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     root = authority_certificate("root", key=root_key, signer=root_key, issuer="root", path_length=1)
     between = authority_certificate("between", key=key, signer=root_key, issuer="root", path_length=0)
@@ -306,7 +306,7 @@ def test_rotation_with_both_pins(tmp_path: Path, keys: Keys, self_signed: bool, 
 
 
 def test_authority_rotation_with_both_listed(tmp_path: Path, keys: Keys) -> None:
-    successor = issuing.create_authority(tmp_path)  # of the same name
+    successor = issuing.create_authority(tmp_path)  # with the same name
     bob = issuing.issue(tmp_path, authority=successor, kind=Kind.TENANT, name="bob")
     pins = keys.provider.certificate
     tenants = tmp_path / "tenants.pem"
@@ -316,7 +316,7 @@ def test_authority_rotation_with_both_listed(tmp_path: Path, keys: Keys) -> None
     assert connect(serving, client(keys, pins), pins=pins).tenant == "alice"
 
 
-def test_nothing_to_resume(keys: Keys) -> None:
+def test_sessions_are_not_resumed(keys: Keys) -> None:
     pins = keys.provider.certificate
     calling = client(keys, pins)
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
@@ -350,7 +350,7 @@ def test_the_server_refuses(keys: Keys, name: str | None, message: str) -> None:
     identity = None if name is None else getattr(keys, name)
     outcome = connect(server(keys), careless_client(identity))
     assert_refused(outcome.server, CertificateError, message)
-    # The client's handshake was over before the server had looked: the refusal is its first read.
+    # The client's handshake was complete before the server had checked: the refusal comes with its first read.
     assert outcome.client_finished_handshake
     assert_refused(outcome.client, CertificateError, "for want of a good certificate")
 
@@ -387,7 +387,7 @@ def test_the_client_refuses_in_the_handshake(keys: Keys, shown: str, pinned: lis
     assert_refused(outcome.client, CertificateError, message)
 
 
-def test_a_tenant_cannot_stand_in_for_a_provider(keys: Keys) -> None:
+def test_a_tenants_certificate_is_not_accepted_as_a_providers(keys: Keys) -> None:
     """Even if its certificate were trusted."""
     calling = client(keys, keys.provider.certificate)
     calling.load_verify_locations(keys.tenant.certificate)
@@ -397,7 +397,7 @@ def test_a_tenant_cannot_stand_in_for_a_provider(keys: Keys) -> None:
 
 
 def test_the_pin_refuses_a_sibling_that_the_handshake_accepts(keys: Keys) -> None:
-    """Only where the context trusts more than pins: no pinned file makes it do so."""
+    """Possible only if the context trusts more than pins; no pinned file makes it do so."""
     pins = keys.provider.certificate
     calling = client(keys, pins)
     calling.load_verify_locations(keys.authority.certificate)
@@ -412,7 +412,7 @@ def test_the_pin_refuses_a_sibling_that_the_handshake_accepts(keys: Keys) -> Non
     assert connect(server(keys), calling, pins=pins).client == b"welcome"
 
 
-def test_an_unverified_certificate_names_nobody(keys: Keys) -> None:
+def test_an_unverified_certificate_names_no_tenant(keys: Keys) -> None:
     class Unverified:
         context = careless_server(keys.provider)
 
@@ -467,12 +467,12 @@ def test_context_settings(keys: Keys) -> None:
 
 
 def test_no_trust_store_and_no_key_log(keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the environment names: a context of Python's own would write its sessions' keys there."""
+    """For any environment: a context of Python's own would write its sessions' keys there."""
     keylog = tmp_path / "keylog"
     monkeypatch.setenv("SSLKEYLOGFILE", str(keylog))
     for name in ("SSL_CERT_FILE", "SSL_CERT_DIR"):
         monkeypatch.setenv(name, str(keys.sibling.certificate))
-    assert ssl.create_default_context().keylog_filename == str(keylog)  # or this test shows nothing
+    assert ssl.create_default_context().keylog_filename == str(keylog)  # otherwise this test would prove nothing
     keylog.unlink(missing_ok=True)
     context = tls.registry_client_context(reading.load_certificates(keys.authority.certificate))
     assert context.cert_store_stats()["x509"] == 1

@@ -1,4 +1,4 @@
-"""Frames: what is sent comes back the same, and nothing else comes in."""
+"""Frames: messages survive encoding and decoding, and all other data is refused."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ EFFECT = EXECUTE | {"type": "effect", "seed": bytes(32), "first_row": 0}
 
 
 def split(frame: bytes, *, payload: int) -> bytes:
-    """The header of a frame, its prefix checked on the way."""
+    """The header of a frame, after its prefix was checked."""
     header_bytes, payload_bytes = wire.decode_prefix(frame[: wire.PREFIX.size], max_payload=payload)
     header = frame[wire.PREFIX.size :]
     assert (header_bytes, payload_bytes) == (len(header), payload)
@@ -90,7 +90,7 @@ def test_replies_round_trip(message: wire.Reply, payload: int) -> None:
 
 
 @given(requests, replies)
-def test_requests_and_replies_do_not_stand_in_for_each_other(request: wire.Request, reply: wire.Reply) -> None:
+def test_requests_and_replies_are_not_confused(request: wire.Request, reply: wire.Reply) -> None:
     with pytest.raises(ProtocolError):
         wire.decode_reply(wire.encode(request)[wire.PREFIX.size :])
     with pytest.raises(ProtocolError):
@@ -158,7 +158,7 @@ def test_a_prefix_is_lengths_or_a_protocol_error(prefix: bytes, limit: int) -> N
         (10, 2**32 - 1, False),
     ],
 )
-def test_limits_come_before_memory(header: int, payload: int, fits: bool) -> None:
+def test_limits_are_checked_before_memory_is_allocated(header: int, payload: int, fits: bool) -> None:
     prefix = wire.PREFIX.pack(wire.MAGIC, header, payload)
     tracemalloc.start()
     try:
@@ -173,7 +173,7 @@ def test_limits_come_before_memory(header: int, payload: int, fits: bool) -> Non
 
 
 def test_the_layout_of_a_frame() -> None:
-    """Twelve bytes, little-endian: what another implementation has to write."""
+    """Twelve bytes, little-endian: the format for other implementations."""
     frame = wire.encode(wire.Health(), payload_bytes=0x01020304)
     header = msgspec.msgpack.encode({"type": "health"})
     assert frame == b"SYM1" + bytes([len(header), 0, 0, 0]) + bytes([4, 3, 2, 1]) + header
@@ -182,7 +182,7 @@ def test_the_layout_of_a_frame() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"scale": 0.5},  # rule 5: there is no field for it, and none can be added
+        {"scale": 0.5},  # rule 5: there is no such field, and none can be added
         {"labels": [1, 2, 3]},
         {"type": "run"},
         {"type": None},
@@ -239,8 +239,8 @@ def test_a_welcome_that_serves_nothing_is_refused(groups: tuple[int, int | None]
 @pytest.mark.parametrize(
     "change", [{"time": math.nan}, {"uptime_s": math.inf}, {"time": -1.0}, {"groups": -1}, {"requests": -1}], ids=str
 )
-def test_a_report_of_what_is_no_number_is_refused(change: dict[str, Any]) -> None:
-    """A clock of nan seconds would be compared with the own one, and found neither ahead nor behind."""
+def test_a_report_with_a_value_that_is_not_a_number_is_refused(change: dict[str, Any]) -> None:
+    """A clock of nan seconds would be found neither ahead nor behind."""
     counted = dict.fromkeys(("groups", "groups_loaded", "requests", "connections"), 1)
     document = {"type": "health_report", "name": "x", "model_digest": "y", "time": 1.0, "uptime_s": 1.0, **counted}
     assert wire.decode_reply(msgspec.msgpack.encode(document))
@@ -249,7 +249,7 @@ def test_a_report_of_what_is_no_number_is_refused(change: dict[str, Any]) -> Non
 
 
 def test_no_message_has_a_field_for_a_secret() -> None:
-    """Rule 5. A new field has to be argued for here."""
+    """Rule 5. A new field must be justified here."""
     binding = {"nonce", "group", "direction", "arithmetic", "rows"}
     fields = {m.__name__: set(m.__struct_fields__) for m in (*get_args(wire.Request), *get_args(wire.Reply))}
     assert fields == {
@@ -266,7 +266,7 @@ def test_no_message_has_a_field_for_a_secret() -> None:
     }  # fmt: skip
 
 
-def test_a_frame_that_could_not_be_read_is_not_written() -> None:
+def test_a_frame_beyond_the_limits_is_not_written() -> None:
     with pytest.raises(FrameTooLargeError):
         wire.encode(wire.Failure(code=wire.ErrorCode.INTERNAL, detail="x" * wire.MAX_HEADER))
     with pytest.raises(FrameTooLargeError):
@@ -294,7 +294,7 @@ def test_matrices_round_trip_without_a_copy(data: st.DataObject, width: int, cou
     assert torch.equal(got, matrix)
     matrix[0, 0] = 77  # the bytes are the tensor's own,
     assert int.from_bytes(sent[:4], "little") == matrix.view(torch.int32)[0, 0]
-    received[:4] = sent[:4]  # and so is the buffer that was received
+    received[:4] = sent[:4]  # and so are those of the received buffer
     assert got[0, 0] == 77
     assert encoding.unpack(memoryview(received), rows=count).data_ptr() == got.data_ptr()
     again = torch.frombuffer(sent, dtype=matrix.dtype)

@@ -1,4 +1,4 @@
-"""Where a provider that joins goes: the rule, against a search through everything, and what follows from it."""
+"""The choice of layers for a new provider, compared with an exhaustive search, and its consequences."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def vouching(tmp_path_factory: pytest.TempPathFactory) -> Vouching:
 
 
 @given(layers=SERVED, length=st.integers(1, 15))
-def test_no_other_range_is_needed_more(layers: list[Served], length: int) -> None:
+def test_no_other_range_is_served_less(layers: list[Served], length: int) -> None:
     chosen = most_needed(layers, length)
     wanted = min(length, len(layers))
     assert chosen.last - chosen.first + 1 == wanted
@@ -34,19 +34,19 @@ def test_no_other_range_is_needed_more(layers: list[Served], length: int) -> Non
         other = sorted(layers[first : first + wanted])
         assert served <= other
         if served == other:
-            assert chosen.first <= first  # everybody decides alike
+            assert chosen.first <= first  # all providers decide alike
 
 
 @given(layers=SERVED, length=st.integers(1, 15))
-def test_a_layer_that_nobody_serves_goes_first(layers: list[Served], length: int) -> None:
+def test_an_unserved_layer_is_chosen_first(layers: list[Served], length: int) -> None:
     chosen = most_needed(layers, length)
     if NOBODY in layers:
         assert NOBODY in layers[chosen.first : chosen.last + 1]
 
 
 @given(layers=st.integers(1, 40), length=st.integers(1, 12))
-def test_providers_that_come_one_after_the_other_cover_everything(layers: int, length: int) -> None:
-    """As many as it takes, and no layer is left out while another one is served twice as often as it must be."""
+def test_providers_that_join_one_after_the_other_cover_all_layers(layers: int, length: int) -> None:
+    """Enough providers cover all layers: none is left out while another layer is served twice as often as necessary."""
     capacities = [0.0] * layers
     for _ in range(2 * math.ceil(layers / length)):
         chosen = most_needed([Served(1, capacity) for capacity in capacities], length)
@@ -66,8 +66,8 @@ def test_a_gap_is_filled_exactly() -> None:
 
 
 @pytest.mark.parametrize("lied_about", ["0-3", "4-7"])
-def test_who_says_that_it_can_do_everything_keeps_nobody_away(vouching: Vouching, lied_about: str) -> None:
-    """Of four others with room for half of the model, some serve those layers, too."""
+def test_a_huge_claimed_capacity_keeps_no_other_provider_away(vouching: Vouching, lied_about: str) -> None:
+    """Of four other providers with room for half of the model, some serve those layers, too."""
     layers = LayerRange.parse(lied_about)
     there = [vouching.said("liar", layers=lied_about, capacity=1e9)]
     for name in ("gamma", "delta", "epsilon", "zeta"):
@@ -77,7 +77,7 @@ def test_who_says_that_it_can_do_everything_keeps_nobody_away(vouching: Vouching
     assert all(served[layer].operators for layer in range(layers.first, layers.last + 1))
 
 
-def test_what_is_said_counts_up_to_four_times_what_is_usual(vouching: Vouching) -> None:
+def test_a_claimed_capacity_counts_up_to_four_times_the_median(vouching: Vouching) -> None:
     there = [
         vouching.said(name, layers="0", capacity=capacity)
         for name, capacity in (("gamma", 1.0), ("delta", 2.0), ("liar", 1e9))

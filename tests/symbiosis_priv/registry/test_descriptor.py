@@ -1,4 +1,4 @@
-"""Signed descriptors: what is believed, and that nothing which differs from it in one byte, one key or one hour is."""
+"""Signed descriptors: valid ones are accepted; any change of a byte, a key or a time makes them invalid."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ DOMAIN = b"symbiosis-priv descriptor 1\0"
 
 @dataclass(frozen=True)
 class World:
-    """A federation's authority, one of its providers, and others that it does not vouch for as an executor."""
+    """A federation's authority, one of its providers, and other certificates that it does not accept for an
+    executor."""
 
     trust: Trust
     gamma: Identity
@@ -72,7 +73,7 @@ class World:
 
 
 def signed(body: bytes, identity: Identity, *, domain: bytes = DOMAIN) -> bytes:
-    """Whatever bytes, as their signer would have to sign them."""
+    """Sign any bytes as an executor would."""
     key = identity.private_key()
     assert isinstance(key, ec.EllipticCurvePrivateKey)
     return msgspec.msgpack.encode({"body": body, "signature": key.sign(domain + body, ec.ECDSA(hashes.SHA256()))})
@@ -102,7 +103,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(Trust.load(authority.certificate), gamma, issue("delta"), others, valid_from.timestamp() + 1000)
 
 
-def test_what_an_executor_has_signed_is_believed(world: World) -> None:
+def test_a_descriptor_that_an_executor_has_signed_is_accepted(world: World) -> None:
     vouched = verify(world.good, world.trust, now=world.began)
     assert vouched.descriptor == world.said()
     assert (vouched.name, vouched.operator, vouched.data) == ("gamma", "Gamma AG", world.good)
@@ -110,7 +111,8 @@ def test_what_an_executor_has_signed_is_believed(world: World) -> None:
     assert vouched.descriptor.layers == LayerRange(0, 15)
 
 
-@pytest.mark.filterwarnings("ignore:Parsed a serial number which wasn't positive")  # cryptography: of what is refused
+# cryptography's warnings about refused certificates
+@pytest.mark.filterwarnings("ignore:Parsed a serial number which wasn't positive")
 @pytest.mark.parametrize("bits", [0x01, 0x20, 0x80, 0xFF])
 def test_any_flipped_byte_is_refused(world: World, bits: int) -> None:
     for place in range(len(world.good)):
@@ -121,7 +123,7 @@ def test_any_flipped_byte_is_refused(world: World, bits: int) -> None:
 
 
 @given(data=st.data())
-def test_nothing_else_that_is_cut_or_added_to_is_believed(world: World, data: st.DataObject) -> None:
+def test_truncated_or_extended_data_is_refused(world: World, data: st.DataObject) -> None:
     start, stop = sorted(data.draw(st.lists(st.integers(0, len(world.good)), min_size=2, max_size=2)))
     altered = world.good[:start] + data.draw(st.binary(max_size=40)) + world.good[stop:]
     if altered != world.good:
@@ -130,39 +132,39 @@ def test_nothing_else_that_is_cut_or_added_to_is_believed(world: World, data: st
 
 
 @given(st.binary(max_size=300) | st.binary(min_size=MAX_BYTES + 1, max_size=MAX_BYTES + 9))
-def test_any_bytes_are_a_descriptor_or_an_error_of_the_tree(world: World, data: bytes) -> None:
+def test_any_bytes_are_accepted_or_an_error_of_the_tree(world: World, data: bytes) -> None:
     with pytest.raises(DescriptorError):
         verify(data, world.trust, now=world.began)
 
 
-def test_a_field_more_is_refused_even_if_it_is_signed(world: World) -> None:
-    """A reader that passed over what it does not know would believe less than was said."""
+def test_an_additional_field_is_refused_even_if_it_is_signed(world: World) -> None:
+    """If readers ignored unknown fields, they would accept less than the executor has signed."""
     body = msgspec.msgpack.encode({**msgspec.structs.asdict(world.said()), "role": "helper"})
     with pytest.raises(DescriptorError, match="malformed"):
         verify(signed(body, world.gamma), world.trust, now=world.began)
 
 
-def test_another_spelling_of_the_same_is_refused_even_if_it_is_signed(world: World) -> None:
+def test_another_encoding_of_the_same_values_is_refused_even_if_it_is_signed(world: World) -> None:
     fields = msgspec.structs.asdict(world.said())
     body = msgspec.msgpack.encode(dict(reversed(fields.items())))
     with pytest.raises(DescriptorError, match="canonical"):
         verify(signed(body, world.gamma), world.trust, now=world.began)
 
 
-def test_who_is_not_vouched_for_is_refused(world: World) -> None:
+def test_certificates_that_the_authority_has_not_issued_are_refused(world: World) -> None:
     for words, identity in world.others.items():
         forged = sign(world.said(identity), identity.private_key())
         with pytest.raises(DescriptorError, match=words):
             verify(forged, world.trust, now=world.began)
 
 
-def test_a_key_does_not_speak_for_another_ones_certificate(world: World) -> None:
+def test_a_signature_by_another_key_is_refused(world: World) -> None:
     forged = sign(world.said(world.gamma), world.delta.private_key())
     with pytest.raises(DescriptorError, match="not signed by the key of its certificate"):
         verify(forged, world.trust, now=world.began)
 
 
-def test_a_signature_of_another_domain_is_none(world: World) -> None:
+def test_a_signature_with_another_domain_is_refused(world: World) -> None:
     body = msgspec.msgpack.encode(world.said())
     verify(signed(body, world.gamma), world.trust, now=world.began)
     for domain in (b"", b"symbiosis-priv descriptor 2\0", b"descriptor 1\0"):
@@ -170,20 +172,22 @@ def test_a_signature_of_another_domain_is_none(world: World) -> None:
             verify(signed(body, world.gamma, domain=domain), world.trust, now=world.began)
 
 
-def test_a_revoked_certificate_speaks_no_more(world: World) -> None:
+def test_a_revoked_certificate_is_refused(world: World) -> None:
     revoked = frozenset({mark_of(reading.load_certificates(world.gamma.certificate)[0])})
     with pytest.raises(DescriptorError, match="revoked"):
         verify(world.good, Trust(world.trust.authorities, revoked), now=world.began)
 
 
-def test_an_address_is_one_that_the_authority_vouches_for(world: World) -> None:
+def test_the_host_must_be_in_the_certificate(world: World) -> None:
     for host in ("delta.example", "GAMMA.example", "gamma.example.", "127.0.0.1", "*.example"):
         with pytest.raises(DescriptorError, match="claims a host"):
             verify(sign(world.said(host=host), world.gamma.private_key()), world.trust, now=world.began)
 
 
 @given(shift=st.integers(-2 * MAX_LIFETIME_S, 2 * MAX_LIFETIME_S), life=st.integers(1, MAX_LIFETIME_S))
-def test_it_counts_between_issue_and_expiry_and_the_clocks_tolerance(world: World, shift: int, life: int) -> None:
+def test_a_descriptor_is_valid_between_issue_and_expiry_within_the_clock_tolerance(
+    world: World, shift: int, life: int
+) -> None:
     said = world.said()
     data = sign(
         msgspec.structs.replace(said, expires=said.issued + MS * life),
@@ -197,7 +201,7 @@ def test_it_counts_between_issue_and_expiry_and_the_clocks_tolerance(world: Worl
             verify(data, world.trust, now=said.issued / MS + shift)
 
 
-def test_a_certificate_counts_as_long_as_it_is_valid(world: World) -> None:
+def test_an_expired_certificate_is_refused(world: World) -> None:
     end = reading.load_certificates(world.gamma.certificate)[0].not_valid_after_utc.timestamp()
     for now, good in ((end - 10, True), (end + 10, False)):
         said = world.said(issued=round(MS * (end - 20)), expires=round(MS * (end + 600)))
@@ -228,16 +232,14 @@ def test_values_out_of_their_bounds_are_refused_even_if_they_are_signed(world: W
         verify(signed(body, world.gamma), world.trust, now=world.began)
 
 
-def test_nothing_lives_for_longer_than_a_day(world: World) -> None:
+def test_no_descriptor_is_valid_for_longer_than_a_day(world: World) -> None:
     with pytest.raises(ValueError, match="lifetime"):
         world.said(expires=world.said().issued + MS * MAX_LIFETIME_S + 1)
 
 
 @given(order=st.permutations(range(4)), repeats=st.lists(st.integers(0, 3), max_size=6))
-def test_the_newest_of_a_key_counts_in_whatever_order_they_come(
-    world: World, order: list[int], repeats: list[int]
-) -> None:
-    """A registry may reorder and repeat as it likes; also two of one moment end up in one order."""
+def test_the_newest_descriptor_of_a_key_counts_in_any_order(world: World, order: list[int], repeats: list[int]) -> None:
+    """A registry may reorder and repeat; two descriptors of one moment also have a fixed order."""
     began = world.said().issued
     said = [world.said(issued=began + step, port=port) for step, port in ((0, 1), (1, 2), (2, 3), (2, 4))]
     vouched = [verify(sign(one, world.gamma.private_key()), world.trust, now=world.began) for one in said]
@@ -246,7 +248,7 @@ def test_the_newest_of_a_key_counts_in_whatever_order_they_come(
     assert found.descriptor.issued == began + 2
 
 
-def test_what_cannot_vouch_is_no_authority(world: World, tmp_path: Path) -> None:
+def test_only_a_ca_certificate_is_an_authority(world: World, tmp_path: Path) -> None:
     with pytest.raises(CertificateError, match="holds no CA certificate"):
         Trust.load(world.gamma.certificate)
     both = tmp_path / "both.pem"

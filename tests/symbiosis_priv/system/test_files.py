@@ -1,4 +1,4 @@
-"""Where caches live, and writes that are whole or not there."""
+"""The cache folder, size limits for reading, and atomic writes."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def test_atomic_writes_leave_the_old_file_or_the_new_one(tmp_path: Path, monkeyp
     assert list(file.parent.iterdir()) == [file]
 
 
-def test_nobody_else_can_change_what_is_written_whatever_the_umask(tmp_path: Path) -> None:
-    """Packed weights are mapped: whoever can cut such a file short ends the process that has it (SIGBUS)."""
+def test_only_the_owner_can_change_written_files_for_every_umask(tmp_path: Path) -> None:
+    """Packed weights are mapped: truncating such a file ends the process that maps it (SIGBUS)."""
     file = tmp_path / "cache" / "file"
     before = os.umask(0)
     try:
@@ -57,13 +57,13 @@ def test_nobody_else_can_change_what_is_written_whatever_the_umask(tmp_path: Pat
     assert not (file.stat().st_mode | file.parent.stat().st_mode) & 0o022
 
 
-def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_an_error_names_the_file_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match=r"cannot write .*file/deep/new: .*make room"):
         write_atomically(tmp_path / "file" / "deep" / "new", b"")
 
 
-def test_a_full_disk_is_one_error_whoever_writes(tmp_path: Path) -> None:
+def test_a_full_disk_is_the_same_error_for_every_writer(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     writers: list[Callable[[], None]] = [
         lambda: write_atomically(tmp_path / "bytes", bytes(4096)),
@@ -79,8 +79,8 @@ def test_a_full_disk_is_one_error_whoever_writes(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_has_no_end_or_is_no_file_is_not_read(tmp_path: Path) -> None:
-    """Nobody waits for whoever writes into a pipe, and no memory is taken for what no file of ours holds."""
+def test_pipes_devices_and_large_files_are_not_read(tmp_path: Path) -> None:
+    """Opening a pipe would block, and an endless file would take memory."""
     path, pipe, open_files = tmp_path / "file", tmp_path / "pipe", len(list(Path("/dev/fd").iterdir()))
     path.write_bytes(b"abc")
     assert read_limited(path, 3) == b"abc"
@@ -111,11 +111,11 @@ def test_only_a_new_or_empty_folder_is_unused(tmp_path: Path) -> None:
             check_unused(used)
 
 
-def test_what_cannot_be_written_is_said_before_the_work(tmp_path: Path) -> None:
+def test_an_output_that_cannot_be_written_is_an_early_error(tmp_path: Path) -> None:
     assert output_file(None) is None
     assert output_file(tmp_path / "new" / "report.json") == tmp_path / "new" / "report.json"
     assert list((tmp_path / "new").iterdir()) == []
-    for wrong in (tmp_path, Path(os.devnull)):  # root would leave a plain file where /dev/null was
+    for wrong in (tmp_path, Path(os.devnull)):  # root would replace /dev/null by a plain file
         with pytest.raises(ConfigError, match="is no file; name one"):
             output_file(wrong)
     (tmp_path / "file").touch()

@@ -1,4 +1,4 @@
-"""Signals as exceptions, where they may arrive."""
+"""Signals as exceptions, and the places where they may arrive."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from symbiosis_priv.system.interrupts import Interrupts
 
 @pytest.fixture(autouse=True)
 def heeded() -> Iterator[None]:
-    """Ctrl-C is ignored where the tests run in the background of a shell."""
+    """Restore SIGINT, which is ignored if the tests run in the background of a shell."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -42,7 +42,7 @@ def raises(kind: type[BaseException], body: Callable[[Interrupts], None]) -> Non
         run()
 
 
-def test_what_is_whole_is_completed_first() -> None:
+def test_a_whole_block_is_completed_first() -> None:
     steps = []
 
     def body(interrupts: Interrupts) -> None:
@@ -53,7 +53,7 @@ def test_what_is_whole_is_completed_first() -> None:
     assert steps == ["optimizer"]
 
 
-def test_a_signal_that_waits_arrives_at_the_next_place_where_it_may() -> None:
+def test_a_delayed_signal_arrives_at_the_next_permitted_place() -> None:
     steps = []
 
     def body(interrupts: Interrupts) -> None:
@@ -66,7 +66,7 @@ def test_a_signal_that_waits_arrives_at_the_next_place_where_it_may() -> None:
     assert steps == ["save"]
 
 
-def test_it_may_arrive_anywhere_inside() -> None:
+def test_a_signal_may_arrive_in_an_anywhere_block() -> None:
     def body(interrupts: Interrupts) -> None:
         with interrupts.anywhere():
             send(signal.SIGINT)
@@ -75,7 +75,7 @@ def test_it_may_arrive_anywhere_inside() -> None:
     raises(KeyboardInterrupt, body)
 
 
-def test_the_second_signal_is_obeyed_at_once() -> None:
+def test_the_second_signal_is_not_delayed() -> None:
     def body(interrupts: Interrupts) -> None:
         send(signal.SIGTERM)
         send(signal.SIGINT)
@@ -84,7 +84,7 @@ def test_the_second_signal_is_obeyed_at_once() -> None:
     raises(KeyboardInterrupt, body)
 
 
-def test_handlers_are_put_back_and_what_is_ignored_stays_ignored() -> None:
+def test_handlers_are_restored_and_ignored_signals_stay_ignored() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     before = signal.getsignal(signal.SIGTERM)
     with Interrupts():
@@ -94,7 +94,7 @@ def test_handlers_are_put_back_and_what_is_ignored_stays_ignored() -> None:
     assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
 
 
-def test_other_threads_may_open_it_too() -> None:
+def test_other_threads_may_use_it() -> None:
     failures: list[BaseException] = []
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""Folders that another user could change or replace are refused, on every level of their path."""
+"""Folders that another user could change or replace are refused, at every level of their path."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `path` belong to another user, or let this process be another user."""
+    """Make `path` belong to another user, or pretend to be another user."""
     if os.geteuid() == 0:
         os.chown(path, STRANGER, -1)
     else:
@@ -48,8 +48,8 @@ def test_no_folder_of_the_path_may_belong_to_another_user(
         PrivateFolder.open(folder)
 
 
-def test_a_sticky_folder_is_safe_for_entries_of_this_user_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As /tmp: nobody renames another user's entries, but anybody makes one first."""
+def test_a_sticky_folder_is_safe_only_for_entries_of_this_user(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example /tmp: no user can rename another user's entries, but any user could create the entry first."""
     folder.parent.chmod(0o1777)
     PrivateFolder.open(folder).close()
     give_away(folder, monkeypatch)
@@ -115,7 +115,7 @@ def test_a_file_that_others_can_read_or_made_is_refused(
             opened.read("file")
 
 
-def test_what_was_checked_is_what_is_used(folder: Path) -> None:
+def test_the_checked_folder_is_the_one_that_is_used(folder: Path) -> None:
     with PrivateFolder.open(folder) as opened:
         folder.rename(folder.parent / "moved")
         folder.mkdir()

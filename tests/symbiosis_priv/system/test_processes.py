@@ -1,4 +1,4 @@
-"""A module that is started this way is what `python -m` makes of it; its process looks for no garbage at its end."""
+"""A module that is started this way runs as with `python -m`; its process skips the last garbage collection."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("arguments", "said"), [(["--rows", "3"], "['--rows', '3'] True\n"), (["collect"], "['collect'] True\nfound\n")]
 )
-def test_a_module_is_the_main_one_and_has_its_arguments_and_its_status(
-    tmp_path: Path, arguments: list[str], said: str
-) -> None:
+def test_a_module_runs_as_main_with_its_arguments_and_status(tmp_path: Path, arguments: list[str], said: str) -> None:
     (tmp_path / "worker.py").write_text(MODULE)
     done = subprocess.run(
         start.command("worker", *arguments),

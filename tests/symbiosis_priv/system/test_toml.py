@@ -1,4 +1,4 @@
-"""What a configuration file's errors name."""
+"""Errors of configuration files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_an_unknown_field_comes_with_the_known_ones(text: str, known: str, tmp_p
     assert known in str(raised.value)
 
 
-def test_in_a_list_too(tmp_path: Path) -> None:
+def test_an_unknown_field_in_a_list(tmp_path: Path) -> None:
     (tmp_path / "federation.toml").write_text('[[provider]]\nnme = "alpha"\n')
     with pytest.raises(ConfigError, match=r"known are .*operator.*certificate"):
         load_federation(tmp_path / "federation.toml")

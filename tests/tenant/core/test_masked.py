@@ -167,8 +167,8 @@ def breaches(name: str, tree: ast.Module) -> set[str]:
             used = node.attr if isinstance(node, ast.Attribute) else node.id
             if used == "_MAKER" and name != "tenant/core/masked.py":
                 found.add("uses the token")
-            if used in {"put_on", "take_off"} and not core:
-                found.add("puts on pads itself")
+            if used in {"add_mask", "subtract_mask"} and not core:
+                found.add("masks rows itself")
             if used == "masked_words" and not core and name not in MAY_SEND:
                 found.add("reads the words of masked rows")
     return found
@@ -185,7 +185,7 @@ def test_no_other_code_can_hand_a_tensor_to_a_connection() -> None:
         ("from tenant.core.masked import UNMASKED_BY_CHOICE", "leaves rows unmasked"),
         ("sent = MaskedRows(token, rows, ())", "makes masked rows"),
         ("token = masked._MAKER", "uses the token"),
-        ("pad.put_on(rows)", "puts on pads itself"),
+        ("pad.add_mask(rows)", "masks rows itself"),
         ("line.send(message, part.sent.masked_words)", "reads the words of masked rows"),
     ],
 )

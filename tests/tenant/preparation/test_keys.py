@@ -333,7 +333,7 @@ def test_the_folder_is_made_private_whatever_the_umask(store: WeightStore, tmp_p
     prepared(None, store.manifest().digest, tmp_path)
 
 
-def test_a_cache_that_cannot_be_written_costs_time_only(
+def test_a_cache_that_cannot_be_written_only_costs_time(
     store: WeightStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "full").write_text("no folder", encoding="utf-8")

@@ -39,7 +39,7 @@ def mask_of(pads: list[Pad], width: int) -> Tensor:
     """What the pads, one below the other, add to rows."""
     masks = [torch.zeros(pad.rows, width, dtype=torch.int32) for pad in pads]
     for pad, mask in zip(pads, masks, strict=True):
-        pad.put_on(mask)
+        pad.add_mask(mask)
     return joined(masks)
 
 

@@ -1,4 +1,4 @@
-"""Layer groups, found from config.json alone, against what real models of many architectures do when they run."""
+"""Layer groups found from config.json alone, compared with forward passes of real models of many architectures."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "Lfm2ForCausalLM": lambda: Lfm2Config(**SIZES, num_key_value_heads=2, layer_types=["conv", "full_attention"]),
     "BertForMaskedLM": lambda: BertConfig(**SIZES),
     "T5ForConditionalGeneration": lambda: T5Config(**T5_SIZES),
-    # these look at their masks when nobody traces them
+    # these models read the values of their masks when they are not traced
     "BigBirdForMaskedLM": lambda: BigBirdConfig(**SIZES),
     "ConvBertForMaskedLM": lambda: ConvBertConfig(**SIZES | {"embedding_size": 64}),
     "MegatronBertForMaskedLM": lambda: MegatronBertConfig(**SIZES),
@@ -98,7 +98,8 @@ def build(architecture: str, config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def run(model: PreTrainedModel) -> dict[str, list[Tensor]]:
-    """One real forward pass: every tensor that each linear received, kept alive so that identity means something."""
+    """One real forward pass. Returns every tensor that each linear received, and keeps them alive, so that ids are
+    unique."""
     received: dict[str, list[Tensor]] = {}
 
     def hook(name: str) -> Any:
@@ -124,7 +125,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize("training", [False, True])
 def test_siblings_receive_one_tensor_and_others_do_not(found: tuple[str, Skeleton, Path], training: bool) -> None:
-    """Rule 4: one mask for siblings of one input, and different inputs never share one."""
+    """Rule 4: siblings with one input share a mask, and different inputs never share one."""
     architecture, skeleton, _ = found
     model = build(architecture, CONFIGS[architecture]()).train(training)
     received = run(model)
@@ -159,13 +160,13 @@ def test_groups_cover_every_linear_but_a_tied_head(found: tuple[str, Skeleton, P
     assert len({group.name for group in skeleton.groups}) == len(skeleton.groups)
 
 
-def test_both_sides_find_the_same(found: tuple[str, Skeleton, Path]) -> None:
+def test_tenant_and_provider_find_the_same_groups(found: tuple[str, Skeleton, Path]) -> None:
     _, skeleton, path = found
     assert discover(path) == skeleton
 
 
-def test_looking_leaves_the_random_numbers_alone(tmp_path: Path) -> None:
-    """Fake tensors draw some. Whoever seeds torch and loads a model gets the same head, whether or not it is split."""
+def test_discovery_does_not_change_the_random_state(tmp_path: Path) -> None:
+    """Fake tensors use random numbers. After seeding torch, a loaded model must get the same head, split or not."""
     path = save(CONFIGS["BigBirdForMaskedLM"](), "BigBirdForMaskedLM", tmp_path)
     before = torch.get_rng_state()
     discover(path)
@@ -187,7 +188,7 @@ def test_the_groups_of_one_block(architecture: str, tmp_path: Path) -> None:
     groups = discover(save(CONFIGS[architecture](), architecture, tmp_path)).groups
     shown = [" ".join(member.rpartition(".")[2] for member in group.members) for group in groups]
     block = [text for group, text in zip(groups, shown, strict=True) if ".0." in group.members[0]]
-    # parallel branches are called in an order of their own: the order inside a group is what matters
+    # parallel branches have their own order of calls: only the order inside a group matters
     assert sorted(block) == sorted(EXPECTED[architecture])
 
 
@@ -200,15 +201,16 @@ def test_a_tied_head_stays_and_an_untied_one_goes(tied: bool, tmp_path: Path) ->
 
 
 def kept(path: Path, architecture: str, config: PreTrainedConfig) -> set[str]:
-    """Last names of the linears that stay with the tenant."""
+    """Last parts of the names of the linears that stay with the tenant."""
     offloaded = {member for group in discover(save(config, architecture, path)).groups for member in group.members}
     names = {name for name, m in build(architecture, config).named_modules() if is_linear(m)}
     assert offloaded < names
     return {name.rpartition(".")[2] for name in names - offloaded}
 
 
-def test_both_ends_of_a_tie_between_linears_stay(tmp_path: Path) -> None:
-    """Zamba2's blocks share one transformer: were it offloaded where it is called first, there were none for others."""
+def test_tied_linears_stay_with_the_tenant(tmp_path: Path) -> None:
+    """Zamba2's blocks share one transformer: if it were offloaded at its first use, the other uses would have no
+    weights."""
     config = Zamba2Config(
         **SIZES | {"num_hidden_layers": 3},
         layers_block_type=["mamba", "hybrid", "hybrid"],
@@ -284,7 +286,7 @@ class Grouped(nn.Linear):
         return nn.functional.linear(input.view(len(input), 2, -1), self.weight.view(2, -1, 4), self.bias)
 
 
-def test_a_subclass_is_a_linear_if_it_computes_what_a_linear_does() -> None:
+def test_a_subclass_is_a_linear_if_it_computes_the_same_product() -> None:
     for bias in (False, True):
         for kind, linear in {
             Same: True,
@@ -301,7 +303,7 @@ def test_a_subclass_is_a_linear_if_it_computes_what_a_linear_does() -> None:
 
 
 def test_cross_attention_is_not_fused_over_blocks(tmp_path: Path) -> None:
-    """All decoder blocks read the encoder's output: one tensor, but nobody wants to wait for the last block."""
+    """All decoder blocks read the encoder's output. It is one tensor, but the blocks run one after the other."""
     groups = discover(save(CONFIGS["T5ForConditionalGeneration"](), "T5ForConditionalGeneration", tmp_path)).groups
     cross = [group.members for group in groups if "EncDecAttention.k" in group.members[0]]
     assert [len(members) for members in cross] == [2, 2]
@@ -322,8 +324,8 @@ def test_unknown_model_types_are_refused(tmp_path: Path) -> None:
         discover(tmp_path)
 
 
-def test_a_name_in_transformers_that_is_no_model_is_refused(tmp_path: Path) -> None:
-    """`architectures` comes from whoever made the checkpoint: it chooses among models, not among functions."""
+def test_a_name_in_transformers_that_is_not_a_model_is_refused(tmp_path: Path) -> None:
+    """The author of a checkpoint chooses `architectures`; it may name models only, not functions."""
     path = save(CONFIGS["LlamaForCausalLM"](), "LlamaForCausalLM", tmp_path) / "config.json"
     for name in ("AutoTokenizer", "logging", "__version__", "LlamaConfig"):
         config = json.loads(path.read_text())
@@ -333,7 +335,7 @@ def test_a_name_in_transformers_that_is_no_model_is_refused(tmp_path: Path) -> N
 
 
 def test_code_in_a_checkpoint_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is anybody asked whether to run it."""
+    """And the user is not asked whether to run it."""
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     (tmp_path / "custom.py").write_text("raise SystemExit('ran the code of the checkpoint')\n")
     automatic = {"AutoConfig": "custom.Config", "AutoModelForCausalLM": "custom.Model"}
@@ -344,14 +346,14 @@ def test_code_in_a_checkpoint_is_never_run(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_mixture_of_experts_is_refused_by_name(tmp_path: Path) -> None:
-    """Its experts are no linears: without this, nearly all of the model would be loaded by the tenant."""
+    """Experts are not linears: without the refusal, the tenant would load nearly the whole model."""
     path = save(MixtralConfig(**SIZES, num_local_experts=4), "MixtralForCausalLM", tmp_path)
     with pytest.raises(UnsupportedModelError, match=r"MixtralForCausalLM .*mixture of experts.* model\.layers\.0\.mlp"):
         discover(path)
 
 
 def test_weights_that_are_quantised_already_are_refused(tmp_path: Path) -> None:
-    """Their integers would be taken for the weights, without the scales that stand beside them."""
+    """Their integers would be used as weights, without the scales."""
     path = save(CONFIGS["LlamaForCausalLM"](), "LlamaForCausalLM", tmp_path) / "config.json"
     config = json.loads(path.read_text()) | {"quantization_config": {"quant_method": "fp8"}}
     path.write_text(json.dumps(config))
@@ -366,7 +368,7 @@ def test_a_model_that_does_not_run_on_token_ids_is_refused(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("change", [{"hidden_size": "wide"}, {"num_attention_heads": 0}, {"hidden_act": "magic"}])
-def test_a_config_of_nonsense_is_refused(change: dict[str, object], tmp_path: Path) -> None:
+def test_an_invalid_config_is_refused(change: dict[str, object], tmp_path: Path) -> None:
     path = save(CONFIGS["LlamaForCausalLM"](), "LlamaForCausalLM", tmp_path) / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(UnsupportedModelError):

@@ -42,7 +42,7 @@ def serve(
     ready_file: Annotated[
         Path | None, typer.Option(help="Write the bound address here once ready (for port 0).")
     ] = None,
-    lifeline: Annotated[bool, typer.Option("--lifeline", help="Also stop when stdin closes.")] = False,
+    stop_with_stdin: Annotated[bool, typer.Option("--stop-with-stdin", help="Also stop when stdin closes.")] = False,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C. When ready, print one line of JSON to stdout; logs go to stderr."""
     from provider import logs
@@ -63,7 +63,7 @@ def serve(
             settings,
             source=config,
             ready_file=ready_file,
-            lifeline=lifeline,
+            stop_with_stdin=stop_with_stdin,
             progress=progress,
             on_ready=starting.close,
         )

@@ -207,7 +207,7 @@ def serve(
     *,
     source: Path | None = None,
     ready_file: Path | None = None,
-    lifeline: bool = False,
+    stop_with_stdin: bool = False,
     progress: Progress | None = None,
     on_ready: Callable[[], None] = lambda: None,
 ) -> None:
@@ -219,7 +219,7 @@ def serve(
         config: configuration of the provider.
         source: file of the configuration; it is read again when it changes.
         ready_file: file for the bound address, written when the provider is ready.
-        lifeline: also stop when stdin closes, so that the provider ends with its parent.
+        stop_with_stdin: also stop when stdin closes, so that the provider ends with its parent.
         progress: called during the first quantisation of a checkpoint.
         on_ready: called when the provider is ready.
     """
@@ -251,7 +251,7 @@ def serve(
                 ready["metrics"] = provider.metrics_address
             on_ready()
             print(json.dumps(ready), flush=True)
-            if lifeline:
+            if stop_with_stdin:
                 when_stdin_closes(stop.set)
             stop.wait()
     finally:

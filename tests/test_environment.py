@@ -1,4 +1,4 @@
-"""What the environment can do is what SECURITY.md says: nothing else is read from it."""
+"""SECURITY.md lists all environment variables that are read."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ FOLDERS = ("symbiosis_priv", "provider", "tenant", "threat_model")
 
 
 def named(source: str) -> Iterator[str]:
-    """Names of variables that a module reads: in calls and subscripts of `os.environ`, or compared with it."""
+    """Names of variables that a module reads: in calls and subscripts of `os.environ`, or compared with its keys."""
     for node in ast.walk(ast.parse(source)):
         parts: list[ast.expr] = []
         if isinstance(node, ast.Call) and ast.unparse(node.func) in CALLS:
             parts = node.args[:1]
         elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":
-            parts = [] if isinstance(node.ctx, ast.Del) else [node.slice]  # what is taken out of it is not read
+            parts = [] if isinstance(node.ctx, ast.Del) else [node.slice]  # deleting a variable does not read it
         elif isinstance(node, ast.Compare) and ast.unparse(node.comparators[0]) == "os.environ":
             parts = [node.left]
         for part in parts:

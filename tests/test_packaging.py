@@ -1,4 +1,4 @@
-"""What the distribution promises: curated names, types, one version, declared dependencies, and who imports whom."""
+"""The distribution: public names, types, one version, declared dependencies, and the direction of imports."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ EXPORTS = {
 
 
 CROWDED = {"tenant/bench", "threat_model/attacks"}
-"""Folders of many modules of one kind: a benchmark, or an attack, each."""
+"""Folders with one module for each benchmark or attack, which may have more entries."""
 
 
 def imported(package: str) -> set[str]:
-    """Top-level names of everything that a package imports, wherever in its code."""
+    """Top-level names of everything that a package imports, anywhere in its code."""
     names: set[str] = set()
     for path in (ROOT / package).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -56,7 +56,7 @@ def test_a_package_imports_only_what_it_may(package: str) -> None:
 
 
 def modules_it_imports(path: Path, modules: dict[str, Path]) -> set[str]:
-    """Modules of ours that one names, at its top, in a function or for types alone."""
+    """The modules of this project that one imports, at its top, in a function or only for types."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -68,8 +68,8 @@ def modules_it_imports(path: Path, modules: dict[str, Path]) -> set[str]:
 
 
 @pytest.mark.parametrize("parts", [2, 3, 9], ids=["folders of a package", "folders in folders", "modules"])
-def test_nothing_imports_itself_in_a_circle(parts: int) -> None:
-    """Neither with an import that waits for a call: then each can be read, and tested, after what it is made of."""
+def test_there_is_no_import_circle(parts: int) -> None:
+    """Also counting imports inside functions. So each module can be read and tested after those that it imports."""
     modules = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
         for package in PACKAGES
@@ -87,14 +87,14 @@ def test_nothing_imports_itself_in_a_circle(parts: int) -> None:
 
 
 def layers() -> dict[str, list[str]]:
-    """By package: its folders and modules, from the ground up, as CONTRIBUTING lists them."""
+    """By package: its folders and modules in order of imports, as CONTRIBUTING lists them."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     lines = text.partition("```layers\n")[2].partition("```")[0].splitlines()
     return {package: names for package, *names in map(str.split, lines)}
 
 
 def side_by_side(folder: Path) -> set[str]:
-    """Names of the modules and folders in a folder, without what every package has."""
+    """Names of the modules and folders in a folder, except those that every package has."""
     modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
     return modules | {path.name for path in folder.iterdir() if any(path.glob("*.py"))}
 
@@ -117,8 +117,8 @@ def test_no_import_runs_upward(package: str) -> None:
     assert upward == []
 
 
-def test_folders_can_be_taken_in_at_a_glance() -> None:
-    """At most 16 modules and folders side by side, and every folder says what it is."""
+def test_folders_are_small_and_documented() -> None:
+    """At most 16 modules and folders in each folder, and every folder has a docstring."""
     folders = {path.parent for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
     crowded = {str(folder.relative_to(ROOT)) for folder in folders if len(side_by_side(folder)) > 16}
     assert crowded <= CROWDED
@@ -133,7 +133,7 @@ def test_every_import_is_a_declared_dependency() -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_public_names_are_these(package: str) -> None:
+def test_public_names(package: str) -> None:
     module = importlib.import_module(package)
     submodules = {path.stem for path in (ROOT / package).iterdir()}
     public = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])
@@ -146,13 +146,14 @@ def test_the_version_has_one_source() -> None:
     assert version("symbiosis-priv") == symbiosis_priv.__version__
 
 
-def test_the_error_tree_is_whole() -> None:
+def test_the_error_tree_is_complete() -> None:
     defined = {name for name, value in vars(errors).items() if isinstance(value, type)}
     assert all(issubclass(getattr(errors, name), errors.SymbiosisError) for name in defined)
 
 
 def test_a_provider_starts_without_transformers() -> None:
-    """Whose import takes longer than everything else: only who must look at a checkpoint anew waits for it."""
+    """Importing transformers takes longer than everything else, and is needed only for a checkpoint without a cached
+    manifest."""
     names = "import sys, provider.serve; print('transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", names], check=True, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "False"

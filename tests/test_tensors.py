@@ -1,4 +1,4 @@
-"""Every tensor says what it is made of: transformers changes torch's defaults while it loads, and so do scripts."""
+"""Every tensor states its dtype and device, because transformers and scripts change torch's defaults."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def test_no_tensor_takes_its_dtype_or_device_from_torchs_defaults(package: str) 
 
 @pytest.mark.parametrize("package", ["symbiosis_priv", "provider", "tenant"])
 def test_factories_are_called_by_their_names(package: str) -> None:
-    """`from torch import zeros` would go unseen above."""
+    """`from torch import zeros` would not be found by the test above."""
     for path in (ROOT / package).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.ImportFrom) and node.module == "torch":
                 assert not FACTORIES & {alias.name for alias in node.names}, path
 
 
-def test_what_is_looked_for_is_found() -> None:
+def test_undecided_calls_are_found() -> None:
     assert len(undecided("x = torch.zeros(3)\ny = torch.empty(3, dtype=torch.int32)")) == 2
     assert undecided("x = torch.zeros(3, dtype=torch.int32, device='cpu')") == []

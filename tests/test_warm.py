@@ -1,4 +1,4 @@
-"""Forks behave like new processes, and nothing of this project has come over a fork."""
+"""Forks behave like new processes, and have no module of this project from their parent."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_fork_ends_like_a_process(code: str, status: int, output: str, error: 
     assert error in done.stderr
 
 
-def test_a_fork_has_the_folder_environment_and_input_that_it_was_given(tmp_path: Path) -> None:
+def test_a_fork_has_its_given_folder_environment_and_input(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import os, sys; print(os.getcwd(), *sys.argv[1:], os.environ, input())")
     command = [sys.executable, "-W", "error", str(tmp_path / "script.py"), "word"]
     with Popen(command, cwd=tmp_path, env={"ONLY": "this"}, stdin=PIPE, stdout=PIPE, text=True) as process:
@@ -56,5 +56,5 @@ def test_a_fork_has_the_folder_environment_and_input_that_it_was_given(tmp_path:
     assert process.returncode == 0
 
 
-def test_what_is_no_python_is_an_ordinary_process() -> None:
+def test_other_commands_are_ordinary_processes() -> None:
     assert run(["echo", "here"], capture_output=True, text=True, timeout=10).stdout == "here\n"

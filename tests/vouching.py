@@ -1,4 +1,4 @@
-"""A federation's authority, executors and registries that it vouches for, and what they say."""
+"""A federation's authority, executors and registries with its certificates, and their descriptors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEADLINE_S = 20.0
 
 @dataclass
 class Vouching:
-    """Whom its authority vouches for, and what they say."""
+    """An authority with executors and registries, and their announcements."""
 
     folder: Path
     authority: Identity
@@ -37,7 +37,7 @@ class Vouching:
         return Trust.load(self.authority.certificate)
 
     def identity(self, name: str, *, operator: str | None = None) -> Identity:
-        """Of an executor, or of a registry."""
+        """The certificate of an executor or a registry."""
         if name not in self.known:
             self.known[name] = issuing.issue(
                 self.folder, authority=self.authority, kind=Kind.PROVIDER, name=name, operator=operator or f"{name} AG"
@@ -45,7 +45,7 @@ class Vouching:
         return self.known[name]
 
     def says(self, name: str, *, after_ms: int = 0, layers: str = "0-3", **changes: Any) -> bytes:
-        """What an executor announces so many milliseconds after all of this began."""
+        """An executor's signed descriptor, issued `after_ms` milliseconds after the start."""
         values: dict[str, Any] = {
             "address": ("localhost", 7401),
             "model_digest": DIGEST,
@@ -58,10 +58,10 @@ class Vouching:
         return describe(self.identity(name), **(values | changes))
 
     def said(self, name: str, **changes: Any) -> VerifiedDescriptor:
-        """The same, verified as of its issue."""
+        """The same descriptor, verified at its time of issue."""
         issued = changes.get("issued", self.began + changes.get("after_ms", 0))
         return verify(self.says(name, **changes), self.trust, now=issued / MS)
 
     def client(self, address: str) -> RegistryClient:
-        """To be entered."""
+        """A client for a registry; use it as a context manager."""
         return RegistryClient(address, registry_client_context(self.trust.authorities), deadline_s=DEADLINE_S)

@@ -2,9 +2,9 @@
 
 `Popen` and `run` are those of `subprocess`, for commands that run Python: `[sys.executable, "-m", MODULE, ...]`, a
 script or `-c`. The first use starts the parent of the forks. The parent imports `LIBRARIES`, none of this project's
-modules, and starts no thread. So each fork imports this project's modules itself, and no object of theirs has come over
-a fork (rule 12). At its end a fork joins its threads, runs its exit handlers and leaves without taking the modules
-apart. A fork needs some tenths of a second of CPU for that, and a new process two to five seconds.
+modules, and starts no thread. So each fork imports this project's modules itself, and no object of them was copied by a
+fork (rule 12). At its end a fork joins its threads, runs its exit handlers and exits without freeing the modules. A
+fork needs some tenths of a second of CPU for that, and a new process two to five seconds.
 
 Tests of how a process starts or ends (`--help` without torch, rule 12, a script that closes nothing) start new
 processes.
@@ -62,7 +62,7 @@ _STANDARD = 3  # stdin, stdout, stderr
 class Popen(subprocess.Popen[Any]):
     """A fork of the parent, or an ordinary process if `arguments` do not run Python."""
 
-    _status: int | None = None  # a pipe: the process id, and the exit status once there is one
+    _status: int | None = None  # a pipe: the process id, and later the exit status
 
     def _execute_child(self, *given: Any, **named: Any) -> None:
         call = inspect.signature(subprocess.Popen._execute_child).bind(self, *given, **named).arguments  # type: ignore[attr-defined]
@@ -121,7 +121,7 @@ class Popen(subprocess.Popen[Any]):
 def run(
     words: Sequence[str | Path], *, capture_output: bool = False, timeout: float, check: bool = False, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """As `subprocess.run`."""
+    """Like `subprocess.run`."""
     if capture_output:
         options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with Popen(words, **options) as process:
@@ -140,7 +140,7 @@ _starting = threading.Lock()
 
 
 def _parent() -> socket.socket:
-    """Where the parent takes its requests. The parent ends when this end closes."""
+    """The socket for requests to the parent of the forks. The parent ends when this end closes."""
     global _started
     with _starting:
         if _started is None:
@@ -166,7 +166,7 @@ def _end(parent: subprocess.Popen[bytes], requests: socket.socket) -> None:
 
 
 def _forked_with(requests: socket.socket) -> dict[str, Any]:
-    """Fork whenever a request comes, and report exit statuses. Returns in each fork, with its request."""
+    """Fork for every request, and report exit statuses. Returns in each fork, with its request."""
     awake, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
@@ -216,7 +216,7 @@ def _tell(file: int, number: int) -> None:
 
 
 def _become(*, words: list[str], environment: dict[str, str], folder: str, session: bool) -> None:
-    """Run what the words of a command line name, as `python WORDS` does."""
+    """Run a command line like `python WORDS`."""
     if session:
         os.setsid()
     os.environ.clear()
@@ -244,7 +244,7 @@ def _become(*, words: list[str], environment: dict[str, str], folder: str, sessi
 
 
 def main() -> None:
-    """The parent; and each fork, until it ends."""
+    """Run the parent of the forks; and each fork, until it ends."""
     for name in LIBRARIES:
         importlib.import_module(name)
     assert threading.active_count() == 1

@@ -85,9 +85,11 @@ class _Collector:
 
 
 def _handshake_metrics(handshakes: Handshakes) -> Iterator[Metric]:
-    yield _gauge("strangers", "connections that have not authenticated", handshakes.present)
-    yield _gauge("handshakes_waiting", "of them, those who wait for their turn", handshakes.waiting)
-    ended = CounterMetricFamily(_PREFIX + "handshakes", "what has become of those who connected", labels=["outcome"])
+    yield _gauge("pending_handshakes", "connections that have not authenticated", handshakes.present)
+    yield _gauge(
+        "handshakes_waiting", "pending handshakes that have sent data and wait for their turn", handshakes.waiting
+    )
+    ended = CounterMetricFamily(_PREFIX + "handshakes", "handshakes that have ended, by outcome", labels=["outcome"])
     for outcome in ("accepted", "refused", "late", "crowded_out"):
         ended.add_metric([outcome], getattr(handshakes, outcome))
     yield ended

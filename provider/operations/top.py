@@ -87,7 +87,8 @@ def _headline(status: Status) -> Text:
         (one_line(status.provider), "bold"),
         "  ",
         state,
-        f"  up {status.uptime_s:,.0f} s  {status.connections} connections  {status.handshakes.present} strangers  "
+        f"  up {status.uptime_s:,.0f} s  {status.connections} connections  "
+        f"{status.handshakes.present} pending handshakes  "
         f"{resident / _MIB:,.0f} MiB  large requests: {status.bytes_held / _MIB:,.0f} MiB held, "
         f"{status.waiting_for_bytes} waiting  executor restarts: {status.restarts}",
         ""

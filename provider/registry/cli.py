@@ -38,7 +38,7 @@ def serve(
     listen: Annotated[str, typer.Option(help="host:port; port 0 takes a free one.")] = RegistryConfig.listen,
     database: Annotated[Path, typer.Option(help="SQLite file for descriptors.")] = Path("registry.sqlite"),
     ready_file: Annotated[Path | None, typer.Option(help="Write the bound address here once ready.")] = None,
-    lifeline: Annotated[bool, typer.Option("--lifeline", help="Also stop when stdin closes.")] = False,
+    stop_with_stdin: Annotated[bool, typer.Option("--stop-with-stdin", help="Also stop when stdin closes.")] = False,
 ) -> None:
     """Store executors' announcements and list them to tenants, until SIGTERM or Ctrl-C."""
     from provider import logs
@@ -57,7 +57,7 @@ def serve(
         if ready_file is not None:
             write_atomically(ready_file, server.address.encode())
         print(json.dumps({"event": "listening", "address": server.address}), flush=True)
-        if lifeline:
+        if stop_with_stdin:
             when_stdin_closes(stop.set)
         stop.wait()
 

@@ -48,7 +48,15 @@ class ManagedProcess:
         self._ready.unlink(missing_ok=True)
         with self._log.open("ab") as log:
             self._process = Popen(
-                [sys.executable, "-m", "symbiosis_priv.cli", *words, "--ready-file", str(self._ready), "--lifeline"],
+                [
+                    sys.executable,
+                    "-m",
+                    "symbiosis_priv.cli",
+                    *words,
+                    "--ready-file",
+                    str(self._ready),
+                    "--stop-with-stdin",
+                ],
                 stdin=PIPE,
                 stdout=log,
                 stderr=STDOUT,

@@ -11,7 +11,7 @@ _READ_BYTES = 4096
 
 def when_stdin_closes(then: Callable[[], None]) -> None:
     """Call `then` in a background thread after stdin has closed. Returns immediately."""
-    threading.Thread(target=_wait, args=(then,), name="lifeline", daemon=True).start()
+    threading.Thread(target=_wait, args=(then,), name="parent-watch", daemon=True).start()
 
 
 def _wait(then: Callable[[], None]) -> None:

@@ -30,6 +30,6 @@ The promises, and the tests that would refute them (`tests/tenant/core/` unless 
   error is. `test_masked.py::test_an_unchecked_answer_is_found`, `test_verifier.py::test_a_wrong_entry_never_passes`,
   `test_rules.py::test_rule_6_no_lie_is_used`.
 * **A wrong result is attributed before the next request leaves, and no honest provider is convicted for damage
-  to the tenant's own weights.** `tests/tenant/session/test_session.py::test_liars_are_named_and_nobody_else`,
+  to the tenant's own weights.** `tests/tenant/session/test_session.py::test_only_liars_are_named`,
   `::test_damage_to_the_tenants_own_weights_convicts_no_honest_provider`.
 """

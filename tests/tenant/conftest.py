@@ -1,7 +1,7 @@
-"""Tiny checkpoints, and providers in this process that are honest until a test tells them otherwise.
+"""Fixtures: tiny checkpoints, and providers in this process that are honest unless a test changes their behaviour.
 
-A `ScriptedProvider` speaks real frames over real TLS and keeps every byte it hears, so that a test can play a
-dishonest, forgetful or absent provider, and can look at the tenant with a provider's eyes.
+A `ScriptedProvider` sends real frames over TLS and records every byte that it receives. So a test can play a dishonest
+or absent provider, and can see what a provider sees of a tenant.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def gpt2_store(gpt2: Path) -> WeightStore:
 def preparation(store: WeightStore, tmp_path_factory: pytest.TempPathFactory) -> Preparation:
     prepared = prepare(store, digest=store.manifest().digest, columns=16, cache=tmp_path_factory.mktemp("prepared"))
     for index, direction in itertools.product(range(len(prepared.facts)), DIRECTIONS):
-        prepared.keys.columns(index, direction)  # expanded now: a test may patch the keystream
+        prepared.keys.columns(index, direction)  # expanded now, because a test may patch the keystream
     return prepared
 
 
@@ -75,7 +75,7 @@ def preparation(store: WeightStore, tmp_path_factory: pytest.TempPathFactory) ->
 
 @dataclass
 class Heard:
-    """A request as it came off the wire, and the rows it is about (a helper's are expanded from the seed)."""
+    """A received request with its rows. (A helper's rows are expanded from the seed.)"""
 
     request: wire.Execute | wire.Effect
     header: bytes
@@ -84,7 +84,7 @@ class Heard:
 
 
 Behaviour = Callable[[Heard, wire.Result, Tensor], bytes | None]
-"""(request, honest header, honest matrix) -> the bytes to send, or None to hang up."""
+"""(request, honest header, honest matrix) -> the bytes to send, or None to close the connection."""
 
 
 def frame(message: wire.Message, payload: Tensor | None = None) -> bytes:
@@ -97,14 +97,14 @@ def honest(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
 
 
 class ScriptedProvider:
-    """Answers as `behaviour` says and keeps what it `heard`.
+    """Answers as `behaviour` decides, and records requests in `heard`.
 
     Args:
-        model: what it multiplies by.
+        model: the weights that it multiplies by.
         identity: its certificate and key.
-        authority: who signs tenants' certificates.
-        max_rows: the limit it announces and enforces.
-        max_payload: the same in bytes.
+        authority: the authority that signs tenants' certificates.
+        max_rows: row limit that it announces and enforces.
+        max_payload: byte limit that it announces and enforces.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class ScriptedProvider:
         return Peer(name, operator or f"operator of {name}", role, "127.0.0.1", self.port, self.certificate)
 
     def product(self, heard: Heard, *, group: int | None = None) -> Tensor:
-        """The honest answer, or that of another layer group."""
+        """The honest answer, or the honest answer of another layer group."""
         request = heard.request
         with self._lock:
             return self._model.product(
@@ -158,7 +158,7 @@ class ScriptedProvider:
             )
 
     def show(self, identity: Identity) -> None:
-        """Its certificate on connections from now on."""
+        """Use this certificate on later connections."""
         self._context = server_context(
             certificate=identity.certificate, key=identity.key, tenant_authority=self._authority.certificate
         )
@@ -176,7 +176,7 @@ class ScriptedProvider:
                 socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
     def finish(self) -> None:
-        """Wait until everything that closed connections have brought is in `heard`."""
+        """Wait until all bytes of closed connections are in `heard`."""
         with self._lock:
             serving, self._serving = self._serving, []
         for thread in serving:
@@ -203,7 +203,7 @@ class ScriptedProvider:
                 continue
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             thread = threading.Thread(target=self._serve, args=(raw,), daemon=True)
-            with self._lock:  # `finish` sees no thread that has not started, and misses none that has
+            with self._lock:  # so `finish` waits for this thread, and only for threads that have started
                 thread.start()
                 self._serving.append(thread)
 
@@ -283,7 +283,7 @@ def _exactly(connection: ssl.SSLSocket, size: int) -> bytes:
 
 @dataclass
 class Identities:
-    """An authority, a tenant, and a certificate for every provider that asks."""
+    """An authority, a tenant, and certificates for providers."""
 
     folder: Path
     authority: Identity = field(init=False)
@@ -309,7 +309,8 @@ NewProvider = Callable[..., ScriptedProvider]
 
 @pytest.fixture
 def new_provider(identities: Identities, store: WeightStore) -> Iterator[NewProvider]:
-    """`new_provider(store=..., identity=..., max_rows=..., max_payload=...)`: another provider, gone after the test."""
+    """`new_provider(store=..., identity=..., max_rows=..., max_payload=...)`: another provider, closed after the
+    test."""
     with contextlib.ExitStack() as running:
 
         def make(*, store: WeightStore = store, identity: Identity | None = None, **limits: int) -> ScriptedProvider:
@@ -336,7 +337,7 @@ NewFederation = Callable[..., Federation]
 
 @pytest.fixture
 def new_federation(identities: Identities, store: WeightStore) -> NewFederation:
-    """`new_federation(executors, helpers)`: a federation of scripted providers or of ready-made peers."""
+    """`new_federation(executors, helpers)`: a federation of scripted providers or of given peers."""
 
     def peers(providers: Sequence[ScriptedProvider | Peer], role: wire.Role) -> list[Peer]:
         return [p if isinstance(p, Peer) else p.peer(role) for p in providers]
@@ -425,7 +426,7 @@ def new_session(preparation: Preparation, new_federation: NewFederation, store: 
 
 
 class Tape(Wiretap):
-    """Every frame on the tenant's side, in order: (sent or received, peer, message, copy of the matrix)."""
+    """Records every frame on the tenant's side, in order: (sent or received, peer, message, copy of the matrix)."""
 
     def __init__(self) -> None:
         self.frames: list[tuple[str, Peer, wire.Message, Tensor | None]] = []
@@ -437,7 +438,7 @@ class Tape(Wiretap):
         self.frames.append(("received", peer, message, None if payload is None else payload.clone()))
 
     def executed(self) -> list[tuple[wire.Execute, Tensor]]:
-        """What executors were sent."""
+        """The requests that executors received."""
         return [
             (message, payload)
             for way, _, message, payload in self.frames

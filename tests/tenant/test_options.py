@@ -1,4 +1,4 @@
-"""`RemoteConfig`: what is wrong is said at once, what transformers writes down holds no object of ours."""
+"""`RemoteConfig`: mistakes are immediate errors, and files that transformers writes contain no object of ours."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PAPER: dict[str, Any] = {"masking": "paper-pool"}
         ({"deadline_s": 0}, "deadline_s = 0 is below"),
         ({"deadline_s": float("nan")}, "deadline_s = nan is below"),
         ({"deadline_s": float("inf")}, "deadline_s = inf: write a finite number"),
-        ({**PAPER, "masking_options": {"noise_scale": 0.0}}, "noise_scale = 0.0"),  # rows would go out in clear
+        ({**PAPER, "masking_options": {"noise_scale": 0.0}}, "noise_scale = 0.0"),  # rows would be sent unmasked
         ({**PAPER, "masking_options": {"noise_scale": float("nan")}}, "noise_scale = nan"),
         ({**PAPER, "masking_options": {"pool_size": 0}}, "pool_size = 0 is below 1"),
         ({**PAPER, "masking_options": {"size": 1}}, "no option 'size'.*pool_size, noise_scale"),
@@ -60,20 +60,20 @@ def test_mistakes_are_named(options: dict[str, Any], message: str) -> None:
         RemoteConfig(**{"federation": "federation.toml", **options})
 
 
-def test_transformers_cannot_make_one_of_what_a_folder_says() -> None:
+def test_transformers_cannot_make_one_from_a_folders_entry() -> None:
     for make in (AutoQuantizationConfig.from_dict, RemoteConfig.from_dict):
         with pytest.raises(CheckpointError, match=r"pass RemoteConfig\(\.\.\.\) yourself"):
             make({"quant_method": QUANT_METHOD, "masking": "simulate"})
 
 
-def test_a_copy_is_the_very_object() -> None:
-    """transformers copies its configurations on the way to the model; what is used is what was passed."""
+def test_a_copy_is_the_same_object() -> None:
+    """transformers copies its configurations; the object that the caller passed must be used."""
     config = RemoteConfig(federation="federation.toml")
     assert copy.deepcopy(config) is config
     assert copy.deepcopy({"quantization_config": config})["quantization_config"] is config
 
 
-def test_what_is_written_down_is_a_name() -> None:
+def test_only_a_name_is_written() -> None:
     config = RemoteConfig(federation=Path("secret/federation.toml"), cache=Path("secret/cache"))
     assert config.to_dict() == {"quant_method": QUANT_METHOD}
     assert "secret" not in config.to_json_string(use_diff=False) + config.to_json_string()

@@ -1,4 +1,4 @@
-"""A worker does its jobs in order, and never outlasts its owner's wish to end."""
+"""A worker runs its jobs in order, and never outlives its owner."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tenant.worker import Promise, Worker
 TIMEOUT_S = 20.0
 
 
-def test_jobs_run_in_order_and_hand_back_results_and_errors() -> None:
+def test_jobs_run_in_order_and_return_results_and_errors() -> None:
     worker, done = Worker("test"), list[int]()
     futures = [worker.submit(done.append, number) for number in range(100)]
     failing = worker.submit(int, "no number")
@@ -26,7 +26,7 @@ def test_jobs_run_in_order_and_hand_back_results_and_errors() -> None:
     assert worker.join(TIMEOUT_S)
 
 
-def test_what_waits_fails_when_the_worker_is_stopped() -> None:
+def test_queued_jobs_fail_when_the_worker_is_stopped() -> None:
     worker, begun, go_on = Worker("test"), threading.Event(), threading.Event()
 
     def work() -> str:
@@ -66,8 +66,8 @@ def test_an_idle_worker_has_no_thread() -> None:
     assert worker.join(0)
 
 
-def test_a_promise_says_what_a_future_says() -> None:
-    """Before and after, whatever comes of it, and also where the result is None, which it does not tell from none."""
+def test_a_promise_behaves_like_a_future() -> None:
+    """Before and after the result, for every kind of result, including None."""
     for outcome in (7, None, ValueError("why"), "cancelled"):
         promise, future = Promise[object](), Future[object]()
         told: list[object] = []

@@ -1,4 +1,4 @@
-"""One quick report for all tests, made by the command itself; and a lab for those that need a run of their own."""
+"""One quick report for all tests, made by the command itself; and a lab for tests that need their own run."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Recorded = Callable[[Scheme, Workload], Recording]
 
 @pytest.fixture(scope="session")
 def quick_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Where the command writes its JSON and its page."""
+    """The command's JSON and HTML files."""
     folder = tmp_path_factory.mktemp("report")
     return folder / "report.json", folder / "report.html"
 
 
 @pytest.fixture(scope="session")
 def quick(quick_files: tuple[Path, Path]) -> Suite:
-    """`symbiosis-priv threat-model --quick`. Fails, and every test with it, if a verdict is not the promised one."""
+    """`symbiosis-priv threat-model --quick`. If a verdict is not the promised one, all tests fail."""
     made: list[Suite] = []
     real = suite.run_suite
 
@@ -48,7 +48,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 @pytest.fixture(scope="session")
 def recorded(lab: Lab) -> Recorded:
-    """`lab.record`, once for a scheme and a workload: nobody changes a recording."""
+    """`lab.record`, once for a scheme and a workload; tests must not change a recording."""
     made: dict[tuple[str, Workload], Recording] = {}
 
     def record(scheme: Scheme, workload: Workload) -> Recording:

@@ -1,4 +1,4 @@
-"""Each fault is planted, and the named attack sees it. Without the fault it sees nothing."""
+"""Each planted fault is found by its attack. Without the fault the attack finds nothing."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_without_the_fault_the_attack_finds_nothing(lab: Lab, sound: Recording, 
     assert outcome is None or not outcome.broken
 
 
-def test_three_maskings_tell_more_than_one(faults: dict[str, Fault], lab: Lab) -> None:
+def test_three_maskings_reveal_more_than_one(faults: dict[str, Fault], lab: Lab) -> None:
     fault = faults["unfused q/k/v, separate float noise"]
     coins = torch.Generator().manual_seed(0)
     assert isinstance(fault.view, ExecutorView)
@@ -120,8 +120,8 @@ def test_a_helper_of_the_executors_company_is_found_in_a_real_session_and_refuse
         lab.record(PAD, SMALL, federation=lab.one_company)
 
 
-def test_a_sound_tenant_takes_the_other_helper_and_the_company_reads_nothing(lab: Lab) -> None:
-    """Two helpers, one of the executor's company, and one to a pad: that one is asked for nothing."""
+def test_a_sound_tenant_uses_the_other_helper_and_the_company_reads_nothing(lab: Lab) -> None:
+    """Two helpers, one of them of the executor's company, and one helper per pad: that helper gets no request."""
     both = lab.folder / "federation-2.toml"
     chosen = lab.folder / "federation-spare.toml"
     company = lab.one_company.read_text().removeprefix(lab.federation_path.read_text())
@@ -135,7 +135,7 @@ def test_a_sound_tenant_takes_the_other_helper_and_the_company_reads_nothing(lab
         everybody = CollusionView(recording.views.executor, recording.views.helpers)
         guess = attack.run(everybody, lab.public, torch.Generator())
         assert guess is not None
-        assert attack.score(guess, recording.truth).success == 1.0  # the pads are the other one's
+        assert attack.score(guess, recording.truth).success == 1.0  # the pads are the other helper's
 
 
 @pytest.mark.parametrize("direction", [FORWARD, BACKWARD])

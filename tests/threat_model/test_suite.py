@@ -1,4 +1,4 @@
-"""Attacks work where they must, and are at chance where rows are hidden."""
+"""Attacks succeed where they must, and are at chance where rows are hidden."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tests.threat_model.conftest import Recorded
 
 SMALL = Workload(steps=4, generations=2, prompts=16, new_tokens=3, game_rows=512)
-# 1,152 gradients a layer: about one in a thousand fits another noise better where noises are as small as rows
+# 1,152 gradients a layer: about one in a thousand fits another noise row better if noise is as small as rows
 LONGER = replace(SMALL, steps=12)
 
 
@@ -45,7 +45,7 @@ READABLE = [s.name for s in QUICK_SCHEMES if s.family in ("none", "paper-pool")]
 
 
 @pytest.mark.parametrize("scheme", READABLE)
-def test_rows_text_and_adapter_are_read_where_nothing_hides_them(quick: Suite, scheme: str) -> None:
+def test_rows_text_and_adapter_are_read_without_masking(quick: Suite, scheme: str) -> None:
     for direction in ("forward", "backward"):
         outcome = outcome_of(quick, f"candidate subtraction, {direction}", scheme)
         assert outcome.figures["worst layer"] >= 0.99
@@ -60,7 +60,8 @@ def test_rows_text_and_adapter_are_read_where_nothing_hides_them(quick: Suite, s
 
 @pytest.mark.parametrize("scheme", [PAD, PADS, LOCAL], ids=lambda s: s.name)
 def test_every_attack_by_one_party_is_at_chance(quick: Suite, scheme: Scheme) -> None:
-    # Each interval is at 99 %; a hundred of them miss by chance. What fails here happens once in 10^8.
+    # Each interval has 99 % confidence, so about one in a hundred misses by chance. A failure here has probability
+    # 1e-8.
     for cell in quick.cells:
         if cell.scheme is scheme and cell.promised:
             assert cell.verdict in (Verdict.HIDDEN, Verdict.ABSENT), cell
@@ -68,7 +69,7 @@ def test_every_attack_by_one_party_is_at_chance(quick: Suite, scheme: Scheme) ->
                 assert cell.outcome.p_value >= FALSE_ALARM
 
 
-def test_hidden_cells_miss_their_interval_no_more_often_than_intervals_do(quick: Suite) -> None:
+def test_hidden_cells_miss_their_interval_as_rarely_as_expected(quick: Suite) -> None:
     outside, promised = quick.outside
     assert promised >= 30
     assert outside <= 9  # about 0.7 expected: P < 1e-8
@@ -83,7 +84,7 @@ def test_decisive_attacks_succeed_where_nothing_is_promised(quick: Suite) -> Non
     assert {(c.attack.name, c.scheme.name) for c in readable} <= fallen
 
 
-def test_what_no_scheme_hides_is_found_on_every_scheme(quick: Suite) -> None:
+def test_data_that_no_scheme_hides_is_found_on_every_scheme(quick: Suite) -> None:
     for cell in quick.cells:
         if cell.attack.by_design:
             assert cell.verdict is Verdict.BY_DESIGN, (cell.attack.name, cell.scheme.name)
@@ -110,8 +111,8 @@ def test_one_honest_helper_is_enough(quick: Suite, direction: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", [PADS, PADS_3], ids=lambda s: s.name)
-def test_whichever_helper_keeps_to_itself_is_enough(lab: Lab, recorded: Recorded, scheme: Scheme) -> None:
-    """Executor and any k - 1 of k helpers tell nothing apart and read no row; all k of them do both."""
+def test_any_single_honest_helper_is_enough(lab: Lab, recorded: Recorded, scheme: Scheme) -> None:
+    """The executor and any k - 1 of k helpers distinguish nothing and read no row; with all k they succeed at both."""
     recording = recorded(scheme, replace(SMALL, game_rows=2048))
     executor, helpers = recording.views.executor, recording.views.helpers
     assert len(helpers) == scheme.helpers
@@ -141,12 +142,12 @@ def test_candidate_subtraction_reads_every_layer_at_any_pool_size(lab: Lab, size
         assert outcome is not None
         assert outcome.figures["worst layer"] >= 0.99
         rows = sum(len(e.rows) for e in recording.views.executor.exchanges) - size * int(outcome.figures["layers"])
-        # one pool per layer and direction: the cost is a sum, the paper's count is a product
+        # one pool per layer and direction: the cost is a sum, but the paper counts a product
         assert outcome.figures["distances tried"] == rows * size
         assert outcome.figures["combinations, log10"] > 7
 
 
-def test_a_tied_head_hides_logit_gradients_and_labels_fall_all_the_same(tmp_path: Path) -> None:
+def test_a_tied_head_hides_logit_gradients_but_not_labels(tmp_path: Path) -> None:
     with Lab(tmp_path, tied=True) as tied:
         recording = tied.record(NONE, SMALL)
         assert examine(HeadLabels(), recording, tied).outcome is None
@@ -156,7 +157,7 @@ def test_a_tied_head_hides_logit_gradients_and_labels_fall_all_the_same(tmp_path
     assert outcome.broken
 
 
-def test_an_attack_gets_a_view_and_no_truth(recorded: Recorded) -> None:
+def test_an_attack_gets_a_view_but_not_the_truth(recorded: Recorded) -> None:
     views = recorded(PAD, SMALL).views
     for attack in ATTACKS:
         seen = vars(views.of(attack.party))
@@ -171,7 +172,7 @@ def test_the_quick_report_is_quick_and_written(quick: Suite, quick_files: tuple[
     assert len(data["cells"]) == len(ATTACKS) * len(QUICK_SCHEMES)
 
 
-def test_the_page_needs_nothing_from_elsewhere(quick: Suite, quick_files: tuple[Path, Path]) -> None:
+def test_the_page_loads_no_external_resource(quick: Suite, quick_files: tuple[Path, Path]) -> None:
     page = quick_files[1].read_text()
     html.parser.HTMLParser().feed(page)
     links = re.findall(r'(?:href|src)="([^"]*)"|url\(([^)]*)\)|@import', page)
@@ -187,7 +188,7 @@ def test_the_readme_shows_the_table_that_is_tested() -> None:
     assert readme.split(BEGIN)[1].split(END)[0].strip() == security_table().strip()
 
 
-def test_schemes_are_a_table_and_no_attack_asks_for_a_name() -> None:
+def test_no_attack_depends_on_a_schemes_name() -> None:
     names = {s.family for s in SCHEMES} | {s.name for s in SCHEMES}
     folder = Path(__file__).parents[2] / "threat_model" / "attacks"
     for module in folder.glob("*.py"):
@@ -199,7 +200,7 @@ def test_schemes_are_a_table_and_no_attack_asks_for_a_name() -> None:
 ROOT = Path(__file__).parents[2]
 
 
-def test_whatever_the_threat_model_names_exists() -> None:
+def test_names_in_the_threat_model_exist() -> None:
     page = (ROOT / "docs" / "threat-model.md").read_text(encoding="utf-8")
     tests = {
         path: set(re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE))
@@ -213,7 +214,7 @@ def test_whatever_the_threat_model_names_exists() -> None:
         assert name in everywhere, name
     for path in re.findall(r"`((?:threat_model|symbiosis_priv|tenant|provider|tests)/[\w/.]*)`", page):
         assert (ROOT / path).exists(), path
-    # what stands in italics, and is not prose, is an attack or a property
+    # names in italics that are not prose are attacks or properties
     known = {a.name for a in ATTACKS} | {a.name.rpartition(",")[0] for a in ATTACKS} | {p.name for p in PROPERTIES}
     prose = {"Leaks.", "Measured.", "Measured:", "Not covered.", "Proved.", "Proved:", "name", "which"}
     prose |= {"whatever the true value is"}
@@ -224,7 +225,7 @@ def test_whatever_the_threat_model_names_exists() -> None:
 
 
 def test_the_picture_of_every_distinguisher_shows_every_scheme(quick: Suite) -> None:
-    """One curve for each kind of masking and number of helpers: pools of one kind look alike, `pad × 2` does not."""
+    """One curve for each kind of masking and number of helpers: pools of one kind look alike, `pad × 2` differs."""
     pictures = roc_charts(quick)
     assert len(pictures) == 2  # forward and backward
     for picture in pictures:

@@ -1,6 +1,6 @@
-"""`verify` finds every fault that is planted in a real provider, names the property, and raises no alarm without one.
+"""`verify` finds every fault that is planted in a real provider, names the property, and has no false alarm.
 
-The provider runs in this process, behind its own gateway and TLS; faults are planted in its model or its executor.
+The provider runs in this process, behind its gateway and TLS. Faults are planted in its model or its executor.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def make_checkpoint(path: Path, *, seed: int, layers: int = 1) -> Path:
 
 @dataclass(frozen=True)
 class Place:
-    """A checkpoint, another of the same shape, certificates, a cache."""
+    """A checkpoint, another one of the same shape, certificates, a cache."""
 
     folder: Path
     checkpoint: Path
@@ -102,7 +102,7 @@ class Place:
                 tenant_authority=self.authority.certificate,
             ),
             limits=msgspec.structs.replace(
-                # hundreds of connections by one tenant, which would wait for their share of the time
+                # one tenant makes hundreds of connections, which would wait for their share of handshakes
                 Limits(max_rows=2048, handshake_share=1.0, handshake_share_serving=1.0),
                 **limits,
             ),
@@ -145,7 +145,7 @@ Judge = Callable[..., dict[str, Outcome]]
 
 @pytest.fixture
 def judge(place: Place, oracle: CheckpointOracle) -> Judge:
-    """Run properties, all or some, against a provider that a test has tampered with; outcomes by property."""
+    """`judge(...)`: run all or some properties against a provider that a test has changed; outcomes by property."""
 
     def judge(
         *names: str, role: wire.Role = "executor", config: ProviderConfig | None = None, seed: int = 1
@@ -198,7 +198,7 @@ def test_a_provider_with_small_limits_passes(judge: Judge, place: Place) -> None
     assert not broken(judge(config=place.config(max_rows=3, max_connections_per_tenant=5)))
 
 
-def test_a_provider_without_floats_passes_unless_floats_are_asked_for(
+def test_a_provider_without_floats_passes_unless_floats_are_required(
     judge: Judge, place: Place, oracle: CheckpointOracle
 ) -> None:
     config = place.config(floats=False)
@@ -222,7 +222,7 @@ def test_a_provider_that_grants_one_connection_is_not_accused(judge: Judge, plac
 
 
 class Claimed:
-    """What a provider says that it serves, while it serves everything."""
+    """A provider that claims other layers than it serves; it serves all."""
 
     start, stop = 4, 8
 
@@ -233,8 +233,8 @@ class Claimed:
         return 4
 
 
-def test_a_part_of_the_layers_is_held_to_that_part(place: Place, tmp_path: Path) -> None:
-    """Of two layers it serves the second: no false alarm, what the file expects beside, and what it claims wrongly."""
+def test_a_provider_of_some_layers_is_tested_on_these_layers(place: Place, tmp_path: Path) -> None:
+    """A provider serves the second of two layers: no false alarm, missing layers of the file, and a wrong claim."""
     path = make_checkpoint(tmp_path / "model", seed=2, layers=2)
     oracle = CheckpointOracle(WeightStore(path, cache=tmp_path), seed=0)
     whole = msgspec.structs.replace(place.config(), model=ModelConfig(checkpoint=str(path), cache=tmp_path))
@@ -286,7 +286,7 @@ def test_one_weight_altered_by_one_unit_is_found_and_located(judge: Judge, monke
     assert case is not None
     assert difference is not None
     assert (case.index, case.direction, case.arithmetic) == (group, FORWARD, "ring")
-    # shrunk to the one column that matters, which is where the weight is
+    # shrunk to the one column of the altered weight
     assert case.rows.nonzero().tolist() == [[0, column]]
     assert (difference.row, difference.column) == (0, output)
     got, expected = torch.tensor([difference.got, difference.expected], dtype=torch.int32)
@@ -397,8 +397,8 @@ def test_no_bias_on_the_biased_path(judge: Judge, tamper: Callable[..., None]) -
     assert not violation.case.rows.any()  # shrunk to a row of zeros, whose answer is the bias
 
 
-def test_rows_that_meet_each_other(judge: Judge, tamper: Callable[..., None]) -> None:
-    """A provider that quantises by batch: the last of several rows is changed by the first."""
+def test_rows_that_affect_each_other(judge: Judge, tamper: Callable[..., None]) -> None:
+    """A provider that quantises by batch: the first of several rows changes the last one."""
 
     def meets(honest: Product, rows: Tensor, *, arithmetic: str, **which: Any) -> Tensor:
         y = honest(rows)
@@ -425,7 +425,7 @@ def test_an_affine_ring_product(judge: Judge, tamper: Callable[..., None]) -> No
 
 
 def test_wrong_batching_only(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone every request is answered truly; in a batch, the slices go to the wrong requests."""
+    """Single requests are answered correctly; in a batch, the slices go to the wrong requests."""
     batches = []
     honest = Executor._hand_out
 
@@ -435,7 +435,7 @@ def test_wrong_batching_only(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(Executor, "_hand_out", hand_out)
     outcomes = judge()
-    assert max(batches) > 1  # the suite did make it batch
+    assert max(batches) > 1  # the suite did cause a batch
     assert broken(outcomes) == {"batching"}
 
 
@@ -477,7 +477,7 @@ def test_a_connection_that_ends_at_a_bad_request(judge: Judge, monkeypatch: pyte
 
 
 def test_bad_requests_that_are_answered(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A provider that wraps a group that does not exist around to one that does."""
+    """A provider that maps a group that does not exist to one that does."""
     honest = connection.Connection._check
 
     def lenient(self: connection.Connection, request: Any) -> int:
@@ -502,7 +502,7 @@ def test_bad_requests_that_are_answered(judge: Judge, monkeypatch: pytest.Monkey
 
 
 def test_effects_of_other_masks(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A helper that starts its keystream over for every request."""
+    """A helper that restarts its keystream for every request."""
     honest = model.ServedModel.mask_rows
 
     def restarted(self: ServedModel, request: wire.Effect) -> Tensor:
@@ -517,7 +517,7 @@ def test_effects_of_other_masks(judge: Judge, monkeypatch: pytest.MonkeyPatch) -
     assert violation.case.first_row == 1
 
 
-def test_effect_agreement_names_who_is_wrong(
+def test_effect_agreement_names_the_wrong_provider(
     place: Place, oracle: CheckpointOracle, tamper: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Provider(place.config()) as honest:
@@ -544,14 +544,14 @@ def test_one_group_backward_only(judge: Judge, tamper: Callable[..., None]) -> N
 
     tamper(mixed_up)
     outcomes = judge("every-layer", "batching", "linear", "independent-rows")
-    assert broken(outcomes) == {"every-layer"}  # always wrong, but no other property's fault
+    assert broken(outcomes) == {"every-layer"}  # always wrong, but only this property's fault
     violation = outcomes["every-layer"].violation
     assert violation is not None
     assert violation.case is not None
     assert (violation.case.index, violation.case.direction) == (2, "backward")
 
 
-def test_wrong_only_where_there_are_many_rows(judge: Judge, tamper: Callable[..., None]) -> None:
+def test_answers_that_are_wrong_only_for_many_rows(judge: Judge, tamper: Callable[..., None]) -> None:
     def many(honest: Product, rows: Tensor, *, arithmetic: str, **which: Any) -> Tensor:
         return honest(rows) + (arithmetic == "ring" and len(rows) > 500)
 
@@ -561,7 +561,7 @@ def test_wrong_only_where_there_are_many_rows(judge: Judge, tamper: Callable[...
     violation = outcomes["row-counts"].violation
     assert violation is not None
     assert violation.case is not None
-    assert len(violation.case.rows) == 501  # the least
+    assert len(violation.case.rows) == 501  # the smallest row count
 
 
 def test_a_provider_that_refuses_empty_requests(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -576,7 +576,7 @@ def test_a_provider_that_refuses_empty_requests(judge: Judge, monkeypatch: pytes
     assert not len(outcome.violation.case.rows)
 
 
-def test_a_provider_that_is_gone_is_not_called_a_liar(place: Place, oracle: CheckpointOracle) -> None:
+def test_an_unreachable_provider_is_not_reported_as_dishonest(place: Place, oracle: CheckpointOracle) -> None:
     with Provider(place.config()) as provider:
         dialler = place.dialler(provider, "executor")
     outcomes = list(verify([Subject(dialler, oracle)], PROPERTIES, examples=EXAMPLES, seed=0))
@@ -587,7 +587,7 @@ def test_a_provider_that_is_gone_is_not_called_a_liar(place: Place, oracle: Chec
     assert "is it running?" in outcomes[0].reason
 
 
-def test_a_slow_provider_takes_no_more_than_its_time(
+def test_a_slow_provider_does_not_exceed_its_time_limit(
     place: Place, oracle: CheckpointOracle, tamper: Callable[..., None]
 ) -> None:
     def slow(honest: Product, rows: Tensor, **which: Any) -> Tensor:
@@ -600,7 +600,7 @@ def test_a_slow_provider_takes_no_more_than_its_time(
         begun = time.monotonic()
         outcomes = list(verify([subject], PROPERTIES, examples=EXAMPLES, seed=0, budget_s=1.0))
         took = time.monotonic() - begun
-    assert took < 10.0  # hundreds of answers at 0.3 s each otherwise
+    assert took < 10.0  # otherwise hundreds of answers at 0.3 s each
     late = next(i for i, o in enumerate(outcomes) if o.verdict == "out of time")
     assert {o.verdict for o in outcomes[late + 1 :]} == {"not tested"}
     assert not _passed(outcomes)
@@ -622,7 +622,7 @@ def test_outcomes_are_printed_as_they_come(monkeypatch: pytest.MonkeyPatch, caps
 # Without a checkpoint, and the oracle itself
 
 
-def test_prepared_keys_judge_where_there_is_no_checkpoint(
+def test_prepared_keys_check_answers_without_a_checkpoint(
     place: Place, tamper: Callable[..., None], tmp_path: Path
 ) -> None:
     digest = place.store.manifest().digest
@@ -638,13 +638,13 @@ def test_prepared_keys_judge_where_there_is_no_checkpoint(
         chosen = [p for p in PROPERTIES if p.name in ("every-layer", "ring-exact")]
         outcomes = list(verify([subject], chosen, examples=8, seed=0))
     assert {o.verdict for o in outcomes} == {"broken"}
-    assert not list((tmp_path / "tenant").iterdir())  # keys that a liar has been tested with are forgotten
+    assert not list((tmp_path / "tenant").iterdir())  # keys that a liar has been tested with are deleted
 
 
 @settings(max_examples=30)
 @given(data=st.data())
 def test_the_oracle_is_the_integer_product(oracle: CheckpointOracle, data: st.DataObject) -> None:
-    """Against Python's own integers."""
+    """Compared with Python's own integers."""
     index = data.draw(st.sampled_from(oracle.sampled))
     direction = data.draw(testing.directions())
     width, _ = oracle.widths(index, direction)
@@ -709,7 +709,7 @@ def test_one_provider_by_address_and_the_wrong_checkpoint(
     assert counterexample["difference"]["got"] != counterexample["difference"]["expected"]
 
 
-def test_the_wrong_role_is_said_once_with_what_to_do(
+def test_the_wrong_role_is_reported_once_with_the_fix(
     local: LocalFederation, place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
     keys = local.directory / "keys"
@@ -728,7 +728,7 @@ def test_the_wrong_role_is_said_once_with_what_to_do(
     assert "--role helper" in shown
 
 
-def test_what_is_missing_is_said(place: Place) -> None:
+def test_missing_arguments_are_named(place: Place) -> None:
     with pytest.raises(ConfigError, match=r"--tenant-certificate.*mutual TLS"):
         verify_command(address="127.0.0.1:1", certificate=Path("alpha.pem"), model=str(place.checkpoint))
     with pytest.raises(ConfigError, match="--model CHECKPOINT"):

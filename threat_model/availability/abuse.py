@@ -182,7 +182,7 @@ def _percentile(waits: list[float], q: int) -> float:
 
 def _counts(status: dict[str, Any], abuser: str) -> Counter[str]:
     handshakes = status["handshakes"]
-    found = Counter({"strangers": handshakes["present"] + handshakes["late"] + handshakes["crowded_out"]})
+    found = Counter({"pending handshakes": handshakes["present"] + handshakes["late"] + handshakes["crowded_out"]})
     found["connections"] = sum(n for name, n in status["visits"].items() if name.startswith(f"{abuser}@"))
     for tenant in status["tenants"]:
         if tenant["tenant"].startswith(f"{abuser}@"):

@@ -186,7 +186,9 @@ def abuses(visits: int) -> dict[str, Abuse]:
         "payloads that never come": Abuse(_send_nothing, seen={"connections": _READERS}),
         "requests whose tenant leaves": Abuse(_leave, _CONNECTIONS, seen={"connections": _CONNECTIONS}),
         f"{visits:,} connections": Abuse(_come_and_go, seen={"connections": 1}, ends=True),
-        f"{_SILENT_A_SECOND} silent connections a second": Abuse(_say_nothing, seen={"strangers": _SILENT_FROM}),
+        f"{_SILENT_A_SECOND} silent connections a second": Abuse(
+            _say_nothing, seen={"pending handshakes": _SILENT_FROM}
+        ),
         "a tenant revoked in mid-request": Abuse(_flood, _CONNECTIONS, seen=flooding, revoked=True),
     }
 

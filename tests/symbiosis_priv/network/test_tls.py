@@ -206,7 +206,7 @@ def test_a_self_signed_tenant_that_the_provider_lists(keys: Keys) -> None:
 
 
 def test_one_name_from_two_authorities_is_two_tenants(tmp_path: Path, keys: Keys) -> None:
-    other = issuing.create_authority(tmp_path / "other")  # of the same name as keys.authority
+    other = issuing.create_authority(tmp_path / "other")  # with the same name as keys.authority
     namesake = issuing.issue(tmp_path, authority=other, kind=Kind.TENANT, name="alice")
     lone = issuing.create_self_signed(tmp_path / "lone", kind=Kind.TENANT, name="alice")
     tenants = tmp_path / "tenants.pem"

@@ -1,4 +1,4 @@
-"""The commands of `symbiosis-priv bench`, small enough to be quick: what the figures mean, not how fast anything is."""
+"""The commands of `symbiosis-priv bench` with small models: the meaning of the figures, not the speed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Contest]:
 
 @pytest.fixture
 def shared(running: Contest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands use the tenants and providers that run already."""
+    """Commands use the running tenants and providers."""
 
     @contextmanager
     def already(folder: Path, shape: Llama, maskings: Any, **options: Any) -> Iterator[Contest]:
@@ -86,7 +86,7 @@ def check_linear(rows: list[Row], folder: Path, shown: str) -> None:
 
 
 def check_network(rows: list[Row], folder: Path, shown: str) -> None:
-    """A session costs what the design predicts, to the byte, and a link delays what it must."""
+    """A session's traffic equals the design's prediction to the byte, and a link delays as its condition says."""
     assert "link: proxy" in shown
     assert [(row["condition"], row["work"]) for row in rows] == [
         (condition, work) for condition in ("no limit, 0 ms", "20 Mbit/s, 20 ms") for work in ("step", "token")
@@ -101,7 +101,7 @@ def check_network(rows: list[Row], folder: Path, shown: str) -> None:
 
 
 def check_provider(rows: list[Row], folder: Path, shown: str) -> None:
-    """Four tenants in processes of their own: every answer is the one that the tenant got alone."""
+    """Four tenants in separate processes: every answer equals the answer that the tenant got alone."""
     assert [(row["generating_rows"], row["policy"]) for row in rows] == [("1", "none"), ("1", "opportunistic")]
     assert all(row["wrong"] == 0 and number(row["answers"]) > 20 for row in rows)
     assert all(0 < number(row["product_share"]) <= 1 for row in rows)
@@ -138,7 +138,7 @@ CHECKS: dict[str, Callable[[list[Row], Path, str], None]] = {
 
 @pytest.mark.usefixtures("shared")
 @pytest.mark.parametrize("command", CHECKS, ids=lambda command: command.split()[0])
-def test_a_benchmark_measures_what_it_says(command: str, tmp_path: Path) -> None:
+def test_each_benchmark_gives_its_figures(command: str, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     shown = bench(*command.replace("FOLDER", str(tmp_path)).split(), "--json", str(file))
     found = read(file)
@@ -180,6 +180,6 @@ def test_wrong_options_are_explained(arguments: list[str]) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 @pytest.mark.parametrize("arguments", [["kernels", "--device", "cuda"], ["gpu"], ["kernels", "--device", "tpu9"]])
-def test_a_device_that_is_not_there_is_refused(arguments: list[str]) -> None:
+def test_an_absent_device_is_refused(arguments: list[str]) -> None:
     with pytest.raises(ConfigError, match="there are cpu"):
         bench(*arguments)

@@ -1,4 +1,4 @@
-"""Processes that answer questions: answers, errors, and that no process outlives its parent."""
+"""Processes that answer questions: answers, errors, and their end with their parent."""
 
 from __future__ import annotations
 

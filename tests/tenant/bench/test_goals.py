@@ -1,4 +1,4 @@
-"""Figures held to what is wanted of them: on the limit is enough, beyond it is not, and nothing else counts."""
+"""Figures compared with their goals: a figure on its limit reaches the goal, and a figure beyond it does not."""
 
 from __future__ import annotations
 
@@ -134,12 +134,12 @@ def test_a_wider_step_has_a_lower_limit_and_a_narrow_one_none() -> None:
 
 
 @pytest.mark.parametrize("benchmark", ["network", "bits", "nonsense"])
-def test_of_other_benchmarks_nothing_is_wanted(benchmark: str) -> None:
+def test_other_benchmarks_have_no_goals(benchmark: str) -> None:
     assert goals(benchmark, [{"what": "ever"}]) == []
 
 
 @pytest.mark.parametrize(("benchmark", "rows", "count"), CASES, ids=[case[0] for case in CASES])
-def test_what_was_not_measured_has_no_goal_and_what_failed_reaches_none(
+def test_absent_rows_have_no_goal_and_failed_ones_reach_none(
     benchmark: str, rows: Callable[[float], Sequence[Row]], count: int
 ) -> None:
     assert goals(benchmark, []) == []
@@ -152,7 +152,7 @@ def test_what_was_not_measured_has_no_goal_and_what_failed_reaches_none(
 
 
 @given(measured=st.floats(allow_nan=True), limit=st.floats(0.01, 100))
-def test_at_most_and_at_least_are_each_others_mirror(measured: float, limit: float) -> None:
+def test_at_most_and_at_least_are_symmetric(measured: float, limit: float) -> None:
     most = Goal(what="it", measured=measured, at_most=limit)
     least = Goal(what="it", measured=measured, at_least=limit)
     if math.isnan(measured):
@@ -165,7 +165,7 @@ def test_at_most_and_at_least_are_each_others_mirror(measured: float, limit: flo
     assert least.wanted.startswith("at least")
 
 
-def test_a_documents_goals_are_those_of_the_last_report_of_each_kind(tmp_path: Path) -> None:
+def test_a_document_has_the_goals_of_the_last_report_of_each_kind(tmp_path: Path) -> None:
     page = tmp_path / "benchmarks.md"
     kinds = ("goals", "step", "token")
     page.write_text("".join(f"<!-- bench:{kind}:begin -->\n<!-- bench:{kind}:end -->\n" for kind in kinds) + "rest\n")
@@ -180,6 +180,6 @@ def test_a_documents_goals_are_those_of_the_last_report_of_each_kind(tmp_path: P
 
 
 def lines(page: Path) -> list[str]:
-    """Of the table of goals, without its head."""
+    """The lines of the table of goals, without its head."""
     block = page.read_text().partition("<!-- bench:goals:begin -->\n")[2].partition("<!-- bench:goals:end -->")[0]
     return block.splitlines()[2:]

@@ -1,4 +1,4 @@
-"""Emulated links: the arithmetic of bandwidth, delay and loss, what passes through them, what they leave behind."""
+"""Emulated links: bandwidth, delay and loss; unchanged bytes; nothing left behind."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PETALS = (
 """The conditions of PETALS' table; its "< 5 ms" are 5."""
 
 
-def test_conditions_are_written_as_people_say_them() -> None:
+def test_conditions_have_a_readable_form() -> None:
     assert Condition.parse("1gbit/5ms") == PETALS[0]
     assert Condition.parse(" 100mbit/100ms ") == PETALS[2]
     assert Condition.parse("2.5mbit/0ms/0.5%") == Condition(mbit_per_s=2.5, loss=0.005)
@@ -39,7 +39,7 @@ def test_conditions_are_written_as_people_say_them() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "fast", "100mbit", "0mbit/5ms", "100/5", "1.2.3mbit/5ms", "100mbit/5ms/100%"])
-def test_what_is_no_condition_is_refused(text: str) -> None:
+def test_other_text_is_not_a_condition(text: str) -> None:
     with pytest.raises(ConfigError, match="100mbit/100ms"):
         Condition.parse(text)
 
@@ -49,12 +49,12 @@ def test_what_is_no_condition_is_refused(text: str) -> None:
     delay=st.floats(0, 500),
     sent=st.lists(st.tuples(st.floats(0, 2), st.integers(0, 1 << 20)), min_size=1, max_size=30),
 )
-def test_a_direction_is_as_fast_as_its_bandwidth_and_as_long_as_its_delay(
+def test_a_direction_has_its_bandwidth_and_delay(
     rate: float | None, delay: float, sent: list[tuple[float, int]]
 ) -> None:
     condition = Condition(mbit_per_s=rate, round_trip_ms=delay)
     direction, now, before = Direction(condition, seed=0), 0.0, 0.0
-    busy, size, free = 0.0, 0, 0.0  # since when it has been sending without a pause, how much, until when
+    busy, size, free = 0.0, 0, 0.0  # the start of an uninterrupted transmission, its bytes, its end
     for pause, count in sent:
         now += pause
         if free <= now:
@@ -66,17 +66,17 @@ def test_a_direction_is_as_fast_as_its_bandwidth_and_as_long_as_its_delay(
         before, free = arrival, arrival - condition.delay_s
 
 
-def test_so_many_get_lost_as_were_asked_for() -> None:
+def test_the_share_of_lost_packets_is_as_configured() -> None:
     direction = Direction(Condition(loss=0.02), seed=0)
     lost = sum(direction.lost(3) for _ in range(20_000))
     deviation = math.sqrt(60_000 * 0.02 * 0.98)
-    assert abs(lost - 1200) < 5 * deviation  # and the seed is fixed
+    assert abs(lost - 1200) < 5 * deviation  # the seed is fixed
     assert Direction(Condition(), seed=0).lost(1000) == 0
 
 
 @pytest.fixture
 def echo() -> Iterator[int]:
-    """The port of a server that sends back what it hears."""
+    """The port of a server that sends received bytes back."""
     with socket.create_server(("0.0.0.0", 0)) as listener:
 
         def answer(connection: socket.socket) -> None:
@@ -100,7 +100,7 @@ def echo() -> Iterator[int]:
 
 @contextmanager
 def opened(kind: Kind) -> Iterator[Link]:
-    """Opens a link, or skips the test if this machine cannot emulate it."""
+    """Open a link, or skip the test if this machine cannot emulate it."""
     with ExitStack() as held:
         try:
             link = held.enter_context(open_link(kind))
@@ -129,8 +129,8 @@ def serve_client(host: str, port: int) -> Iterator[Callable[[int], list[float]]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_passes_is_whole_and_late(kind: Kind, echo: int) -> None:
-    """Never sooner than the condition allows; how much later depends on the machine."""
+def test_bytes_arrive_unchanged_and_delayed(kind: Kind, echo: int) -> None:
+    """Never earlier than the condition allows; the additional delay depends on the machine."""
     size = 1 << 20
     with opened(kind) as link:
         (port,) = link.ports([echo])
@@ -139,10 +139,10 @@ def test_what_passes_is_whole_and_late(kind: Kind, echo: int) -> None:
             with Child("client", serve_client, link.host, port, network=link.network) as client:
                 _, byte, many = client.ask(size, timeout_s=TIMEOUT_S)
             assert 2 * condition.delay_s <= byte < 2 * condition.delay_s + 5
-            assert many >= 2 * condition.delay_s + size / condition.bytes_per_s  # both directions at once
+            assert many >= 2 * condition.delay_s + size / condition.bytes_per_s  # both directions at the same time
 
 
-def test_the_best_link_is_chosen_and_the_choice_explained() -> None:
+def test_the_best_link_is_chosen_with_a_reason() -> None:
     with open_link() as link:
         better = KINDS[: KINDS.index(link.kind)]
         assert all(f"{kind}: " in link.why_not_better for kind in better)

@@ -19,8 +19,8 @@ def llama_7b() -> list[GroupEntry]:
     ]
 
 
-def test_a_token_of_llama_2_7b_costs_what_is_written() -> None:
-    """Figures that were worked out by hand; frames have heads besides."""
+def test_the_traffic_of_a_llama_2_7b_token_equals_the_documented_figures() -> None:
+    """Figures that were computed by hand, plus the headers of frames."""
     token = of_token(llama_7b())
     assert token.round_trips == token.turns == 4 * 32
     assert token.up == pytest.approx(2.98e6, rel=0.01)
@@ -40,7 +40,7 @@ def test_a_step_goes_forward_and_back_in_pieces() -> None:
     assert sum([step, step], Traffic()).up == 2 * step.up
 
 
-def test_differences_are_explained_by_what_was_measured() -> None:
+def test_differences_are_explained_by_measurements() -> None:
     assert explain(-0.3, 1.2, turns=31, emulation_s=0) == "0.30 s of effects arrive while rows are sent"
     assert (
         explain(-0.3, 0.2, turns=31, emulation_s=0) == "0.20 s of effects arrive while rows are sent; 0.10 s is noise"

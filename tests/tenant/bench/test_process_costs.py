@@ -1,4 +1,4 @@
-"""What processes cost, and how a process leaves the cores to others."""
+"""Processor time and memory of processes, and low priority."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ print(group.read_text().split()[-1] if group.exists() else 7)
 
 
 def test_a_process_with_low_priority_has_a_session_of_its_own() -> None:
-    """Linux divides cores among sessions first: a priority within the session of other processes is not enough."""
+    """Linux divides cores among sessions first, so a priority within a shared session would not suffice."""
     told = subprocess.run([sys.executable, "-c", _LOWER], capture_output=True, text=True, check=True, timeout=60)
     assert told.stdout.split() == ["True", "7", "7"]
 
@@ -36,7 +36,7 @@ def test_a_session_that_a_process_has_started_is_one_of_its_sessions() -> None:
         assert not group.exists() or group.read_text().split()[-1] == "5"
         child.communicate(b"\n")
     assert child.pid not in process_costs.sessions(os.getpid())
-    process_costs.lower_session_priority(child.pid, 5)  # the process has ended, which is no error
+    process_costs.lower_session_priority(child.pid, 5)  # the process has ended, which is not an error
 
 
 CHILD = """
@@ -49,7 +49,7 @@ input()
 """
 
 
-def test_costs_are_those_of_a_process_and_its_children() -> None:
+def test_costs_include_children() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {CHILD!r}])"],
         stdin=subprocess.PIPE,
@@ -64,7 +64,7 @@ def test_costs_are_those_of_a_process_and_its_children() -> None:
     assert process_costs.peak_mib([process.pid]) == 0
 
 
-def test_what_a_process_holds_is_counted(tmp_path: Path) -> None:
+def test_the_resources_of_a_process_are_counted(tmp_path: Path) -> None:
     before = process_costs.held([os.getpid()])
     with (tmp_path / "file").open("wb"):
         after = process_costs.held([os.getpid()])

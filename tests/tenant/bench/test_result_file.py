@@ -1,4 +1,4 @@
-"""Figures in a file, and from there in a document."""
+"""Figures in a file, and tables of them in a document."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROWS: list[result_file.Row] = [
 ]
 
 
-def test_a_report_says_where_when_and_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_has_machine_date_and_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/somewhere/bin/symbiosis-priv", "bench", "step", "--json", "a file.json"])
     result_file.write(tmp_path / "r.json", result_file.report("step", ROWS))
     again = result_file.read(tmp_path / "r.json")
@@ -39,7 +39,7 @@ def test_a_report_says_where_when_and_how(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"rows": []}', b'{"schema": "\xff"}', b"[" * 100_000])
-def test_what_is_no_report_is_called_that(content: bytes, tmp_path: Path) -> None:
+def test_other_files_are_not_reports(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "r.json").write_bytes(content)
     with pytest.raises(ConfigError, match="no report of"):
         result_file.read(tmp_path / "r.json")
@@ -52,7 +52,7 @@ def test_reports_of_other_releases_are_refused(tmp_path: Path) -> None:
         result_file.read(tmp_path / "r.json")
 
 
-def test_what_all_rows_share_stands_above_them() -> None:
+def test_values_that_all_rows_share_are_above_the_table() -> None:
     table = Table.of(ROWS)
     assert table.shared == {"width": "768"}
     assert table.headings == ["variant", "wall, s", "helper cpu, s", "tenant peak, MiB"]
@@ -62,7 +62,7 @@ def test_what_all_rows_share_stands_above_them() -> None:
     assert "| split, pad | 0.5 | 3.6 | 12.3 |" in shown
 
 
-def test_a_document_changes_between_its_markers_alone(tmp_path: Path) -> None:
+def test_a_document_changes_only_between_its_markers(tmp_path: Path) -> None:
     page = tmp_path / "benchmarks.md"
     text = (
         "# Benchmarks\n\n<!-- bench:step:begin -->\nold\n<!-- bench:step:end -->\n\n<!-- bench:scale:begin -->\nkept\n"
@@ -93,7 +93,7 @@ def test_the_slope_of_a_power_is_its_exponent(exponent: float, factor: float, pl
     assert math.isclose(found, exponent, abs_tol=1e-6)
 
 
-def test_one_place_has_no_slope() -> None:
+def test_a_single_point_has_no_slope() -> None:
     assert slope([(3.0, 1.0)]) is None
     assert slope([(3.0, 1.0), (3.0, 2.0)]) is None
 
@@ -109,7 +109,7 @@ def test_a_picture_has_a_line_per_variant() -> None:
     assert "split, pad: slope 1.00" in drawn
 
 
-def test_parts_are_recorded_only_while_somebody_records() -> None:
+def test_parts_are_recorded_only_inside_a_recording() -> None:
     spans.record("mask", since=spans.clock())
     with spans.recorded() as outer:
         began = spans.clock()
@@ -125,7 +125,7 @@ def test_parts_are_recorded_only_while_somebody_records() -> None:
     assert outer["mask"] == seconds
 
 
-def test_no_librarys_warnings_stand_between_the_figures() -> None:
-    """As in the tenant's commands: transformers tells of names that peft still uses."""
+def test_no_warnings_of_libraries_are_between_the_figures() -> None:
+    """As in the tenant's commands: transformers warns about names that peft still uses."""
     with measuring():
         warnings.warn_explicit("old name", FutureWarning, "modeling_utils.py", 1, module="transformers.modeling_utils")

@@ -1,4 +1,4 @@
-"""What is wrong with a command's arguments is said before torch is loaded, which takes seconds."""
+"""Wrong arguments of a command are errors before torch is imported, which takes seconds."""
 
 from __future__ import annotations
 

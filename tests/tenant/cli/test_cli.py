@@ -106,7 +106,7 @@ def test_finetune_writes_a_peft_folder_and_resumes(
 
 
 class Evil:
-    """Unpickled, it makes a file."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -115,7 +115,7 @@ class Evil:
         return os.mkdir, (str(self.marker),)
 
 
-def test_a_checkpoint_to_go_on_from_runs_no_code_and_is_whole(
+def test_a_checkpoint_to_resume_from_runs_no_code_and_is_complete(
     model: Path, text: Path, local: LocalFederation, adapter: Path, tmp_path: Path
 ) -> None:
     last = max(adapter.glob("checkpoint-*"))
@@ -137,7 +137,7 @@ def test_a_checkpoint_to_go_on_from_runs_no_code_and_is_whole(
         shutil.rmtree(output)
     assert not marker.exists()
     torch.load(evil, weights_only=False)
-    assert marker.exists()  # or this test shows nothing
+    assert marker.exists()  # otherwise this test would prove nothing
 
 
 def test_finetune_refuses_to_resume_from_nothing(
@@ -148,7 +148,7 @@ def test_finetune_refuses_to_resume_from_nothing(
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["INT", "TERM"])
-def test_an_interrupted_run_says_what_it_has_saved(
+def test_an_interrupted_run_prints_what_is_saved(
     model: Path, text: Path, local: LocalFederation, tmp_path: Path, number: signal.Signals, status: int
 ) -> None:
     output = tmp_path / "adapter"
@@ -200,11 +200,11 @@ def test_nothing_is_written_into_the_models_own_folder(model: Path, text: Path, 
     assert sorted(model.iterdir()) == before
 
 
-def test_a_prompt_need_not_stand_in_the_list_of_processes(
+def test_a_prompt_can_be_read_from_stdin(
     model: Path, local: LocalFederation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where = ["--model", str(model), "--federation", str(local.federation), "--max-new-tokens", "4", "--masking", "none"]
-    (tmp_path / "prompt").write_bytes("The weather\r\n".encode("utf-8-sig"))  # as some editors write it
+    (tmp_path / "prompt").write_bytes("The weather\r\n".encode("utf-8-sig"))  # some editors write it like this
     given = tenant("generate", *where, "--prompt", "The weather")
     assert tenant("generate", *where, "--prompt-file", str(tmp_path / "prompt")) == given
     assert tenant("generate", *where, "--prompt-file", "-", stdin="The weather\n") == given
@@ -220,8 +220,8 @@ def test_a_prompt_need_not_stand_in_the_list_of_processes(
     assert "process list" in shown
 
 
-def test_more_than_can_be_computed_is_refused_before_it_is(model: Path, text: Path, local: LocalFederation) -> None:
-    """Torch, numpy and transformers would say so too, each in its own way, and late."""
+def test_options_out_of_range_are_early_errors(model: Path, text: Path, local: LocalFederation) -> None:
+    """torch, numpy and transformers would raise late errors, each in its own way."""
     where = ["--model", str(model), "--federation", str(local.federation), "--masking", "simulate"]
     training = ["finetune", *where, "--text", str(text), "--output", str(model.parent / "never")]
     for command in (["generate", *where, "--prompt", "a"], training):
@@ -252,8 +252,10 @@ def test_prepare_writes_a_slim_checkpoint_that_generates_the_same(
     assert "round trips" in generate(slim, "--temperature", "0.7", "--top-p", "0.9")
 
 
-def test_another_model_is_not_run_on_what_was_prepared(model: Path, local: LocalFederation, tmp_path: Path) -> None:
-    """Nothing that providers serve has changed, so every answer would verify."""
+def test_another_model_is_refused_with_an_existing_preparation(
+    model: Path, local: LocalFederation, tmp_path: Path
+) -> None:
+    """The providers' weights are unchanged, so every answer would verify."""
     where = ("--federation", str(local.federation))
     prepared = tenant("prepare", "--model", str(model), *where)
     other = Path(shutil.copytree(model, tmp_path / "other"))
@@ -275,7 +277,7 @@ def test_check_reports_quality_without_a_provider(model: Path, text: Path) -> No
         assert figure in shown
 
 
-def test_check_shows_how_far_it_is(model: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_shows_its_progress(model: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, int, int]] = []
 
     @contextmanager
@@ -299,7 +301,7 @@ def federation_check(path: Path, *, timeout: str = "20") -> Any:
 
 
 def changed(local: LocalFederation, path: Path, pattern: str, replacement: str) -> Path:
-    """A copy of the federation file with one thing changed."""
+    """A copy of the federation file with one change."""
     text, count = re.subn(pattern, replacement, local.federation.read_text())
     assert count == 1
     path.write_text(text)
@@ -340,7 +342,7 @@ def test_federation_check_names_the_provider_that_is_down(local: LocalFederation
     assert "check its address, and with its operator whether it runs" in result.output
 
 
-def test_a_checkpoint_without_a_tokenizer_is_told_so(model: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_tokenizer_is_an_error(model: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(model, bare, ignore=shutil.ignore_patterns("tokenizer*", "special_tokens*"))
     with pytest.raises(CheckpointError, match="no tokenizer"):
@@ -349,7 +351,7 @@ def test_a_checkpoint_without_a_tokenizer_is_told_so(model: Path, tmp_path: Path
 
 
 def test_rule_9_a_fixed_length_hides_the_end(model: Path) -> None:
-    """The same text, and as many forward passes however early it ends."""
+    """The same text, and the same number of forward passes however early it ends."""
     split, tokenizer = open_model(model, remote=RemoteConfig(masking="simulate"))
     passes = 0
 
@@ -360,8 +362,8 @@ def test_rule_9_a_fixed_length_hides_the_end(model: Path) -> None:
     split.register_forward_pre_hook(count)
     prompt = tokenizer("The weather", return_tensors="pt", return_token_type_ids=False)
     new = split.generate(**prompt, max_new_tokens=6, do_sample=False, eos_token_id=None)[0, -6:].tolist()
-    end = new.index(new[2])  # where the text would end if its third token meant the end
-    split.generation_config.eos_token_id = [tokenizer.eos_token_id, new[2]]  # the tokenizer knows one of the two
+    end = new.index(new[2])  # the end of the text if its third token were the end token
+    split.generation_config.eos_token_id = [tokenizer.eos_token_id, new[2]]  # the tokenizer has one of the two
     passes = 0
     short = generate(split, tokenizer, "The weather", decoding=Decoding(max_new_tokens=6))
     assert passes == end + 1
@@ -373,8 +375,10 @@ def test_rule_9_a_fixed_length_hides_the_end(model: Path) -> None:
 
 
 def test_rule_10_a_folder_does_not_decide_how_many_rows_are_sent(model: Path, tmp_path: Path) -> None:
-    """With prompt lookup an executor would see from the number of rows where a text repeats itself, also at a fixed
-    length; an early exit would send every layer's rows several times; a maximal time would end it."""
+    """With prompt lookup, an executor would see repetitions of the text in the number of rows, also at a fixed length.
+
+    An early exit would send every layer's rows several times, and a time limit would end the generation.
+    """
     folder = tmp_path / "model"
     shutil.copytree(model, folder)
     path = folder / "generation_config.json"
@@ -397,16 +401,14 @@ def test_rule_10_a_folder_does_not_decide_how_many_rows_are_sent(model: Path, tm
     assert len(texts) == 1
 
 
-def test_a_prompt_without_tokens_is_told_so(model: Path) -> None:
+def test_a_prompt_without_tokens_is_an_error(model: Path) -> None:
     split, tokenizer = open_model(model, remote=RemoteConfig(masking="simulate"))
-    bare: Any = partial(cast(Any, tokenizer), add_special_tokens=False)  # as those of GPT-2
+    bare: Any = partial(cast(Any, tokenizer), add_special_tokens=False)  # like GPT-2's
     with pytest.raises(ConfigError, match="no tokens"):
         generate(split, bare, "")
 
 
-def test_an_error_in_mid_generation_stands_on_a_line_of_its_own(
-    model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_during_generation_is_on_a_separate_line(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     split, tokenizer = open_model(model, remote=RemoteConfig(masking="simulate"))
     passes = 0
 
@@ -428,7 +430,7 @@ def test_an_error_in_mid_generation_stands_on_a_line_of_its_own(
     assert capsys.readouterr().out == ""
 
 
-def test_positions_in_a_table_end_with_it_and_rotary_ones_do_not(model: Path) -> None:
+def test_a_table_of_positions_limits_the_length_and_rotary_positions_do_not(model: Path) -> None:
     tokenizer, decoding = load_tokenizer(model), Decoding(max_new_tokens=40, fixed_length=True)
     small: dict[str, Any] = {
         "vocab_size": len(tokenizer),

@@ -1,4 +1,4 @@
-"""One connection: the same bytes until an answer comes, nothing believed that answers something else."""
+"""One connection: identical bytes until an answer comes, and no answer to another request is accepted."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_rows_of_every_size_arrive(executor: ScriptedProvider, connect: NewChann
 def test_a_broken_connection_gets_identical_bytes_again(
     executor: ScriptedProvider, connect: NewChannel, frames: Callable[..., bytes]
 ) -> None:
-    """Before an answer, within its header, within its matrix: the tenant cannot know what was computed."""
+    """Before an answer, within its header, within its matrix: the tenant cannot know if the product was computed."""
 
     def leave_early(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
         whole = frames(reply, answer)
@@ -135,7 +135,7 @@ def test_a_refusal_is_final(
     ("field", "value"),
     [("nonce", bytes(16)), ("group", 1), ("direction", "backward"), ("arithmetic", "float"), ("rows", 3)],
 )
-def test_an_answer_to_another_question_is_refused(
+def test_an_answer_to_another_request_is_refused(
     executor: ScriptedProvider, connect: NewChannel, frames: Callable[..., bytes], field: str, value: Any
 ) -> None:
     def other(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
@@ -201,7 +201,7 @@ def test_a_damaged_frame_is_refused_and_the_next_request_works(
         ask(channel)
     assert isinstance(error.value, expected[0])
     assert ask(channel).shape == (2, OUTPUTS)
-    assert len(executor.hellos) == 2  # nobody knows where the next frame would have begun
+    assert len(executor.hellos) == 2  # the start of the next frame is unknown
 
 
 def test_a_provider_of_another_model_is_refused(executor: ScriptedProvider, connect: NewChannel) -> None:
@@ -224,7 +224,7 @@ def test_silence_ends_at_the_deadline(executor: ScriptedProvider, connect: NewCh
 def test_a_trickle_does_not_extend_the_deadline(
     executor: ScriptedProvider, connect: NewChannel, frames: Callable[..., bytes]
 ) -> None:
-    """A byte now and then keeps a socket alive, but not a request."""
+    """A byte now and then keeps a socket alive, but does not extend a request's deadline."""
 
     def trickle(heard: Heard, reply: wire.Result, answer: Tensor) -> None:
         for byte in frames(reply, answer):
@@ -239,14 +239,14 @@ def test_a_trickle_does_not_extend_the_deadline(
     assert time.monotonic() - started < 5
 
 
-def test_nobody_there_is_a_deadline_too(executor: ScriptedProvider, connect: NewChannel) -> None:
+def test_an_absent_provider_is_an_error_at_the_deadline(executor: ScriptedProvider, connect: NewChannel) -> None:
     executor.close()
     with pytest.raises(DeadlineExceededError, match=r"cannot reach executor .* Is it running"):
         ask(connect(executor, deadline_s=0.2))
 
 
 class Clock:
-    """Time that passes as a test says."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -255,7 +255,7 @@ class Clock:
         return self.now
 
 
-def test_a_wait_is_announced_and_announced_again_but_not_too_often(
+def test_a_wait_is_logged_repeatedly_at_a_limited_rate(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = Clock()
@@ -275,7 +275,7 @@ def test_a_wait_is_announced_and_announced_again_but_not_too_often(
     notices.answered("helper 'beta'")
     notices.answered("helper 'beta'")
     assert caplog.messages[12:] == ["helper 'beta' has answered after 59 s"]
-    for second in range(60, 700):  # it answers again and again, but takes its time
+    for second in range(60, 700):  # it answers repeatedly, but slowly
         clock.now = 1000.0 + second
         notices.waiting("helper 'beta'", since=clock.now - 3.0, until=clock.now + 117.0, why="it has not answered yet")
         notices.answered("helper 'beta'")
@@ -283,14 +283,14 @@ def test_a_wait_is_announced_and_announced_again_but_not_too_often(
 
 
 @pytest.mark.parametrize("fate", ["silent", "gone", "mute"])
-def test_who_does_not_answer_is_named_while_it_is_waited_for(
+def test_a_provider_that_does_not_answer_is_named_during_the_wait(
     executor: ScriptedProvider,
     connect: NewChannel,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     fate: str,
 ) -> None:
-    """Silent after the request, not there at all, or taking connections and saying nothing."""
+    """Silent after the request, absent, or accepting connections and sending nothing."""
     monkeypatch.setattr("tenant.connections.notices.FIRST_S", 0.1)
     monkeypatch.setattr("symbiosis_priv.network.dial.SLICE_S", 0.1)
     asked = threading.Event()
@@ -315,14 +315,14 @@ def test_who_does_not_answer_is_named_while_it_is_waited_for(
     assert why[fate] in message
 
 
-def test_an_answer_in_time_says_nothing(
+def test_an_answer_in_time_logs_nothing(
     executor: ScriptedProvider, connect: NewChannel, caplog: pytest.LogCaptureFixture
 ) -> None:
     ask(connect(executor))
     assert caplog.messages == []
 
 
-def test_a_quota_that_slows_the_work_down_is_said_once_a_minute(
+def test_a_quota_that_delays_requests_is_logged_once_a_minute(
     executor: ScriptedProvider,
     connect: NewChannel,
     frames: Callable[..., bytes],
@@ -373,7 +373,7 @@ def test_closing_wakes_a_request_of_another_thread(executor: ScriptedProvider, c
     assert len(executor.hellos) == 1
 
 
-def test_closing_while_an_answer_is_already_here_leaves_no_connection_open(
+def test_closing_after_an_answer_arrived_leaves_no_connection_open(
     executor: ScriptedProvider, connect: NewChannel
 ) -> None:
     class Closing(Wiretap):
@@ -389,7 +389,7 @@ def test_closing_while_an_answer_is_already_here_leaves_no_connection_open(
 
 
 def test_a_certificate_that_is_not_pinned_is_refused_at_once(new_provider: NewProvider, connect: NewChannel) -> None:
-    """An impostor at the right address. Waiting would not help, so nothing is tried again."""
+    """A wrong certificate at the right address. Waiting would not help, so nothing is tried again."""
     impostor, real = new_provider(), new_provider()
     peer = impostor.peer("executor")
     pinned = Peer(peer.name, peer.operator, peer.role, peer.host, peer.port, real.certificate)
@@ -398,7 +398,7 @@ def test_a_certificate_that_is_not_pinned_is_refused_at_once(new_provider: NewPr
     assert impostor.hellos == []
 
 
-def test_an_executor_from_a_registry_is_not_sought_on_this_machine(
+def test_an_executor_from_a_registry_is_not_reached_on_this_machine(
     new_provider: NewProvider, connect: NewChannel
 ) -> None:
     provider = new_provider()
@@ -407,7 +407,7 @@ def test_an_executor_from_a_registry_is_not_sought_on_this_machine(
     assert provider.hellos == []
 
 
-def test_a_tenant_that_is_not_known_is_told_so(
+def test_an_unknown_tenant_gets_a_clear_error(
     executor: ScriptedProvider, connect: NewChannel, identities: Identities, tmp_path: Any
 ) -> None:
     stranger = type(identities)(tmp_path).tenant
@@ -441,11 +441,11 @@ def test_traffic_counts_frames(executor: ScriptedProvider, connect: NewChannel) 
     assert (channel.traffic.round_trips, channel.traffic.reconnects) == (2, 0)
 
 
-def test_a_nonce_is_never_the_same() -> None:
+def test_nonces_never_repeat() -> None:
     assert len({fresh_nonce() for _ in range(1000)}) == 1000
 
 
-def test_tls_is_13_with_both_sides_authenticated(executor: ScriptedProvider, connect: NewChannel) -> None:
+def test_tls_1_3_authenticates_both_sides(executor: ScriptedProvider, connect: NewChannel) -> None:
     channel = connect(executor)
     ask(channel)
     assert channel.line is not None
@@ -455,10 +455,10 @@ def test_tls_is_13_with_both_sides_authenticated(executor: ScriptedProvider, con
     assert connection.context.verify_mode == ssl.CERT_REQUIRED
 
 
-def test_a_name_that_is_looked_up_for_ever_is_waited_for_until_the_deadline(
+def test_an_endless_name_lookup_ends_at_the_deadline(
     executor: ScriptedProvider, connect: NewChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who answers for a name may be its owner: then patience with its provider would be without an end."""
+    """The name server may belong to the name's owner, so the wait for its answer needs a deadline."""
     over = threading.Event()
 
     def look_up(*_: Any, **__: Any) -> Any:
@@ -475,10 +475,10 @@ def test_a_name_that_is_looked_up_for_ever_is_waited_for_until_the_deadline(
         over.set()
 
 
-def test_a_machine_without_room_for_a_thread_cannot_reach_anybody(
+def test_a_machine_that_cannot_start_a_thread_gets_a_transport_error(
     executor: ScriptedProvider, connect: NewChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For now: whoever asks in the background asks again later, as after any failure of the network."""
+    """For now: background requests are tried again later, as after any network failure."""
 
     def full(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

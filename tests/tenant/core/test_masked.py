@@ -1,4 +1,4 @@
-"""The central promise as a type: rows leave only as `MaskedRows`, and only the masking code makes one.
+"""The central promise as a type: rows leave only as `MaskedRows`, and only the masking code makes them.
 
 Each promise of `tenant.core` has a planted fault here that a test finds; the others are in `test_rules.py`.
 """
@@ -41,7 +41,7 @@ Patch = pytest.MonkeyPatch
 WIDTH = 5
 ROOT = Path(tenant.__file__).parents[1]
 MAY_SEND = {"tenant/connections/channel.py", "tenant/federation/probe.py"}
-"""The modules of the tenant that hold a connection to a provider."""
+"""The tenant's modules that hold a connection to a provider."""
 MAY_LEAVE_ROWS_UNMASKED = {
     "tenant/masking/none.py": "the tenant's choice",
     "tenant/masking/paper_pool.py": "the tenant's choice",
@@ -49,7 +49,7 @@ MAY_LEAVE_ROWS_UNMASKED = {
     "tenant/federation/probe.py": "random rows",
     "tenant/bench/request_load.py": "random rows",
 }
-"""The modules of the tenant that name `UNMASKED_BY_CHOICE`, and why."""
+"""The tenant's modules that use `UNMASKED_BY_CHOICE`, and their reasons."""
 
 
 def pad_of(rows: int, *, first_row: int = 0, holder: Peer | None = None, key: bytes = bytes(32)) -> Pad:
@@ -64,7 +64,7 @@ def zeros(rows: int) -> Tensor:
 
 
 def test_a_connection_refuses_a_raw_tensor(executor: ScriptedProvider, new_session: NewSession) -> None:
-    """mypy refuses the call as well: without its complaint the `type: ignore` would be an error."""
+    """mypy refuses the call as well: if it did not, the `type: ignore` would be an error."""
     session = new_session("none", [executor])
     session.product(1, FORWARD, torch.zeros(1, 64, dtype=torch.int32))
     (channel,) = session.runtime.executors[0].channels
@@ -92,7 +92,7 @@ def test_a_tensor_handed_past_the_masking_code_is_found(
         session.product(1, FORWARD, torch.zeros(1, 64, dtype=torch.int32))
     assert executor.executed == []
 
-    class Tensors(Tensor):  # the same, with everything that the code on the way asks of its rows
+    class Tensors(Tensor):  # the same, with all attributes of rows that later code uses
         holders = pads = ()
 
         @property
@@ -107,7 +107,7 @@ def test_a_tensor_handed_past_the_masking_code_is_found(
     with pytest.raises(TypeError, match="MaskedRows"):
         session.product(1, FORWARD, rows)
     assert executor.executed == []
-    monkeypatch.setattr("tenant.connections.channel.MaskedRows", Tensors)  # without the guard it would leave
+    monkeypatch.setattr("tenant.connections.channel.MaskedRows", Tensors)  # without the check it would be sent
     monkeypatch.setattr(Part, "open", lambda self, answer: True)
     session.product(1, FORWARD, rows)
     assert torch.equal(executor.executed[0].rows, rows)
@@ -141,13 +141,13 @@ def test_masked_rows_are_frozen(name: str) -> None:
 
 @functools.cache
 def modules() -> dict[str, ast.Module]:
-    """Every module of the tenant, by its path."""
+    """Every module of the tenant, by path."""
     paths = sorted((ROOT / "tenant").rglob("*.py"))
     return {str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
 
 
 def breaches(name: str, tree: ast.Module) -> set[str]:
-    """What a module does that only the masking code, a connection, or a listed module may do."""
+    """Actions of a module that only the masking code, a connection, or a listed module may do."""
     found = set()
     core = name.startswith("tenant/core/")
     for node in ast.walk(tree):
@@ -193,7 +193,7 @@ def test_code_that_goes_past_the_masking_is_found(planted: str, expected: str) -
     assert breaches("tenant/session/planted.py", ast.parse(planted)) == {expected}
 
 
-def test_the_list_of_doors_is_up_to_date() -> None:
+def test_the_list_of_exceptions_is_up_to_date() -> None:
     naming = {
         name
         for name, tree in modules().items()
@@ -231,26 +231,26 @@ def test_a_pad_used_twice_is_an_error(monkeypatch: Patch) -> None:
         mask(zeros(3), [whole])
     mask(zeros(3), [first, second])
     assert torch.equal(again, zeros(3))
-    monkeypatch.setattr(Pad, "_use", lambda self: None)  # planted: nothing counts the uses
+    monkeypatch.setattr(Pad, "_use", lambda self: None)  # planted: uses are not counted
     assert torch.equal(mask(zeros(3), [pad]).masked_words, mask(zeros(3), [pad]).masked_words)
 
 
 @pytest.mark.parametrize("covered", [0, 2, 4])
 def test_pads_that_do_not_cover_the_rows_are_an_error(covered: int) -> None:
-    """Also no pads at all: a list that is empty by mistake is not the tenant's choice."""
+    """Also no pads at all: an accidentally empty list is not the tenant's choice."""
     with pytest.raises((BurntRowError, ValueError)):
         mask(zeros(3), [pad_of(covered)] if covered else [])
     with pytest.raises(BurntRowError):
         Pad(3, ())
 
 
-def test_other_pads_leave_nothing_of_the_old_ones() -> None:
+def test_replaced_pads_are_not_used_again() -> None:
     old, kept, new = pad_of(2), pad_of(1, first_row=2), pad_of(2, key=bytes([1]) * 32)
     rows = torch.arange(3 * WIDTH, dtype=torch.int32).view(3, WIDTH)
     sent = mask(rows.clone(), [old, kept])
     words = sent.masked_words.clone()
     other = remask(sent, {0: new})
-    assert torch.equal(sent.masked_words, words)  # nothing that was sent changes
+    assert torch.equal(sent.masked_words, words)  # the rows that were sent do not change
     assert torch.equal(other.masked_words[:2], rows[:2] + Keystream(bytes([1]) * 32, width=WIDTH).expand(0, 2))
     assert torch.equal(other.masked_words[2:], words[2:])
     with pytest.raises(BurntRowError):
@@ -265,7 +265,7 @@ def test_other_pads_leave_nothing_of_the_old_ones() -> None:
 @pytest.fixture
 def gate_of(new_federation: NewFederation, new_provider: NewProvider) -> Callable[[str], tuple[Gate, Peer, Peer]]:
     def make(operators: str) -> tuple[Gate, Peer, Peer]:
-        """A gate, an executor and a helper of the operators, one letter each."""
+        """A gate, an executor and a helper. Each letter names the operator of one of them."""
         executor = new_provider().peer("executor", operator=operators[0])
         helper = new_provider().peer("helper", operator=operators[1])
         other = new_provider().peer("helper", operator="C")
@@ -295,7 +295,7 @@ def test_the_gate_lets_no_company_see_rows_and_seeds(gate_of: Callable[[str], tu
 def test_routing_cannot_overrule_the_gate(
     new_provider: NewProvider, new_session: NewSession, monkeypatch: Patch
 ) -> None:
-    """Planted: routing forgets rule 8 and picks an executor of the helper's company. Nothing leaves for it."""
+    """Planted: routing ignores rule 8 and chooses an executor of the helper's company. Nothing is sent to it."""
     executor, other, helper, spare = (new_provider() for _ in range(4))
     session = new_session(
         "pad",
@@ -317,7 +317,7 @@ def test_routing_cannot_overrule_the_gate(
 def test_an_unchecked_answer_is_found(
     executor: ScriptedProvider, new_session: NewSession, frames: Callable[..., bytes], monkeypatch: Patch
 ) -> None:
-    """Planted: a part that hands its answer on without the check. The product would be wrong, and nobody would know."""
+    """Planted: a part that returns its answer without the check. The product would be wrong without an error."""
 
     def lie(heard: Any, reply: wire.Result, answer: Tensor) -> bytes:
         answer[0, 0] += 1

@@ -1,5 +1,5 @@
-"""The twelve rules of the design that may never be broken. Each rule has a checker. The code passes the checker, and
-the same code with a planted breach fails it: a checker that nothing can fail proves nothing.
+"""The twelve rules of the design that must never be broken. Each rule has a checker. The code passes the checker, and
+the same code with a planted breach fails it, which proves that the checker works.
 
     1  masks come from a CSPRG keystream                  7  replies are bound to requests and compared exactly
     2  a fresh secret per process; nothing is resumed     8  executor and helper are never the same operator
@@ -81,14 +81,14 @@ IDS = torch.arange(1, 41).view(2, 20)
 
 
 def ring_rows(preparation: Preparation, index: int = QKV, count: int = 4, *, direction: Any = FORWARD) -> Tensor:
-    """Always the same rows: whatever differs between two frames of them is their mask."""
+    """Always the same rows, so that two frames of them differ only by their masks."""
     width = preparation.facts[index].inputs(direction)
     rows = torch.randn(count, width, generator=torch.Generator().manual_seed(7))
     return quantise_rows(rows, preparation.facts[index].bounds[direction])[0]
 
 
 def masks_of(heard: Sequence[Heard], xq: Tensor) -> list[bytes]:
-    """What an executor would see if it knew the rows: the masks, one per row."""
+    """The masks, one per row, which an executor could compute if it knew the rows."""
     return [row.numpy().tobytes() for h in heard for row in h.rows - xq[: len(h.rows)]]
 
 
@@ -97,7 +97,8 @@ def repeats(items: Sequence[bytes]) -> int:
 
 
 def is_uniform(rows: Tensor) -> bool:
-    """Every byte position of int32 words fair, by a chi-square test. By chance unfair: below 1e-12 in all.
+    """Returns True if every byte position of int32 words passes a chi-square test. The false-alarm rate is below 1e-12
+    in all.
 
     With 255 degrees of freedom, 255 + 9.5 * sqrt(2 * 255) = 470 has a tail below 1e-14.
     """
@@ -136,7 +137,7 @@ def train_a_step(model: Any, ids: Tensor = IDS) -> float:
 
 
 def masks_repeat_with_the_seed(new_session: NewSession, executor: ScriptedProvider) -> bool:
-    """Whether seeding torch and numpy alike gives two sessions the same masks."""
+    """Returns True if two sessions get the same masks after torch and numpy were seeded alike."""
     for _ in range(2):
         torch.manual_seed(0)
         np.random.seed(0)
@@ -168,7 +169,7 @@ def test_rule_1_breach_torchs_generator(
 
 
 def test_rule_1_frames_are_uniform(new_session: NewSession, executor: ScriptedProvider, monkeypatch: Patch) -> None:
-    """Also where every row is zero, and not if masks were rounded floats."""
+    """Also if every row is zero. Masks that were rounded floats would fail."""
     session = new_session("local", [executor])
     session.product(QKV, FORWARD, torch.zeros(60, 64, dtype=torch.int32))
     assert is_uniform(executor.executed[-1].rows)
@@ -186,10 +187,10 @@ def test_rule_1_frames_are_uniform(new_session: NewSession, executor: ScriptedPr
 
 
 def in_a_fork(work: Callable[[], bytes], *, fork: Callable[[], int] = os.fork) -> bytes:
-    """What a forked child says."""
+    """Return the output of a forked child."""
     reader, writer = os.pipe()
     child = fork()
-    if not child:  # nothing of pytest's may run here
+    if not child:  # the child must not run pytest's code
         try:
             os.write(writer, work())
         finally:
@@ -198,7 +199,7 @@ def in_a_fork(work: Callable[[], bytes], *, fork: Callable[[], int] = os.fork) -
     with os.fdopen(reader, "rb") as pipe:
         ready, _, _ = select.select([pipe], [], [], 60)
         answer = pipe.read() if ready else b"no answer"
-    os.kill(child, signal.SIGKILL)  # in case it hangs
+    os.kill(child, signal.SIGKILL)  # in case the child hangs
     os.waitpid(child, 0)
     return answer
 
@@ -221,7 +222,7 @@ def test_rule_2_a_fork_takes_no_rows_of_its_parent(monkeypatch: Patch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_rule_2_a_forked_session_goes_on_with_a_secret_of_its_own(
+def test_rule_2_a_forked_session_continues_with_its_own_secret(
     new_session: NewSession, executor: ScriptedProvider, helper: ScriptedProvider
 ) -> None:
     session = new_session("pad", [executor], [helper])
@@ -238,7 +239,7 @@ def test_rule_2_a_forked_session_goes_on_with_a_secret_of_its_own(
 
 
 def sessions_repeat_a_mask(new_session: NewSession, executor: ScriptedProvider) -> bool:
-    """Whether a program that is started again uses a row of its last run."""
+    """Returns True if a restarted program uses a mask row of its earlier run."""
     for _ in range(3):
         session = new_session("local", [executor])
         session.product(QKV, FORWARD, xq := ring_rows(session.preparation))
@@ -266,7 +267,7 @@ def counters_can_be_stored(secret: SessionSecret) -> bool:
             way()
         except BurntRowError:
             continue
-        except TypeError:  # not by design, only for the lock in it
+        except TypeError:  # copying fails only because of the lock in it, not by design
             continue
         return True
     return False
@@ -282,7 +283,7 @@ def test_rule_2_counters_cannot_be_stored(monkeypatch: Patch) -> None:
 
 
 def masks_repeat(session: Session, executor: ScriptedProvider) -> bool:
-    """Whether any row is used twice, over requests of many sizes that find the pool dry and full."""
+    """Returns True if a mask row is used twice, over requests of many sizes with an empty and a full pool."""
     xq = ring_rows(session.preparation, count=80)
     executor.heard.clear()
     for count in (3, 80, 1, 64, 65, 2, 80):
@@ -321,7 +322,7 @@ def test_rule_3_breach_a_pad_handed_out_twice(
 
 
 def a_row_survives_a_crash(new_session: NewSession, executor: ScriptedProvider) -> bool:
-    """Whether rows whose request died on its way out are used for another one."""
+    """Returns True if mask rows of a request that failed while it was sent are used again."""
 
     class Crash:
         rows: Tensor | None = None
@@ -354,7 +355,7 @@ def test_rule_3_rows_are_burnt_before_they_leave(
 
 
 def a_retry_differs(new_session: NewSession, executor: ScriptedProvider, frames: Callable[..., bytes]) -> bool:
-    """Whether a request that was cut off comes again with other bytes."""
+    """Returns True if an interrupted request is sent again with other bytes."""
     executor.heard.clear()
 
     def leave_twice(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
@@ -362,7 +363,7 @@ def a_retry_differs(new_session: NewSession, executor: ScriptedProvider, frames:
 
     executor.behaviour = leave_twice
     session = new_session("local", [executor])
-    with contextlib.suppress(VerificationError):  # the answer to rows that are not those that were meant
+    with contextlib.suppress(VerificationError):  # the answer is for other rows
         session.product(QKV, FORWARD, ring_rows(session.preparation))
     assert len(executor.heard) == 3
     return len({heard.header + heard.payload for heard in executor.heard}) > 1
@@ -385,7 +386,7 @@ def test_rule_3_a_retry_resends_identical_bytes(
 
 
 def test_rule_3_a_recomputation_takes_new_rows(split: Any, executor: ScriptedProvider) -> None:
-    """Gradient checkpointing runs a forward pass again: the same rows, masked anew."""
+    """Gradient checkpointing repeats a forward pass: the same rows get new masks."""
     layer = backend_of(split)
     linear = next(m for m in split.modules() if type(m).__name__ == "RemoteLinear")
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(7)).requires_grad_()
@@ -402,7 +403,8 @@ def test_rule_3_a_recomputation_takes_new_rows(split: Any, executor: ScriptedPro
 
 
 def frames_per_group(executor: ScriptedProvider) -> set[int]:
-    """How often each (layer group, direction) was asked in a step; the first layer needs no gradient of its input."""
+    """How often each (layer group, direction) was requested in a step; the first layer needs no gradient of its
+    input."""
     return set(Counter((h.request.group, h.request.direction) for h in executor.executed).values())
 
 
@@ -433,7 +435,7 @@ def test_rule_4_backward_is_masked_as_forward_is(split: Any, executor: ScriptedP
 
 
 def test_rule_4_layers_and_directions_share_no_mask(new_session: NewSession, executor: ScriptedProvider) -> None:
-    """The other block's layers and the other direction have masks of their own, though widths are the same."""
+    """Another block's layers and the other direction have their own masks, although the widths are the same."""
     session = new_session("local", [executor])
     zeros = torch.zeros(8, 64, dtype=torch.int32)
     for index in (OUT, OUT + 4):  # 64 -> 64
@@ -446,15 +448,15 @@ def test_rule_4_layers_and_directions_share_no_mask(new_session: NewSession, exe
 
 
 def leaks(providers: Sequence[ScriptedProvider], secrets: dict[str, list[bytes]]) -> set[str]:
-    """What of `secrets` can be read in anything that left, or `format` if a frame is not as the protocol fixes it.
+    """The `secrets` that can be found in sent bytes, and `format` if a frame differs from the protocol's format.
 
-    Every byte is accounted for: a header is the canonical encoding of its few fields, whose values are the layer, the
-    direction, the row count, a nonce and (to helpers) a seed; a payload is rows * width words and uniform.
+    Every byte is checked: a header is the canonical encoding of its fields, which are the layer, the direction, the row
+    count, a nonce and (for helpers) a seed. A payload is rows * width words, and uniform.
     """
     found = set()
     everything = b"\0".join(h.header + h.payload for p in providers for h in p.heard)
     for name, patterns in secrets.items():
-        assert min(map(len, patterns)) >= 8  # shorter ones turn up by chance
+        assert min(map(len, patterns)) >= 8  # shorter ones occur by chance
         if any(pattern in everything for pattern in patterns):
             found.add(name)
     for heard in (h for p in providers for h in p.heard):
@@ -475,7 +477,7 @@ def leaks(providers: Sequence[ScriptedProvider], secrets: dict[str, list[bytes]]
 
 @pytest.fixture
 def secrets_of_a_step(split: Any, monkeypatch: Patch) -> dict[str, list[bytes]]:
-    """Trains a step and returns what must not be seen, as bytes."""
+    """Train a step, and return the values that must not be seen, as bytes."""
     scales: list[Tensor] = []
 
     def spy(*args: Any, **kwargs: Any) -> Tensor:
@@ -494,7 +496,7 @@ def secrets_of_a_step(split: Any, monkeypatch: Patch) -> dict[str, list[bytes]]:
     }
 
 
-def test_rule_5_nothing_of_it_leaves(
+def test_rule_5_no_secret_leaves(
     secrets_of_a_step: dict[str, list[bytes]], executor: ScriptedProvider, helper: ScriptedProvider
 ) -> None:
     assert len(secrets_of_a_step["scale"]) == sum(h.request.rows for h in executor.executed)
@@ -530,12 +532,12 @@ def test_rule_5_breach_token_ids_in_a_payload(
         send(self, message, payload, deadline=deadline)
 
     monkeypatch.setattr(ClientConnection, "send", send_ids)
-    with pytest.raises(VerificationError):  # what came back is no product of the row; but it was sent
+    with pytest.raises(VerificationError):  # the answer is not a product of the row, but the row was sent
         split(input_ids=IDS)
     assert leaks([executor, helper], {"tokens": [IDS[0, :4].int().numpy().tobytes()]}) == {"tokens"}
 
 
-def test_rule_5_breach_rows_as_they_are(
+def test_rule_5_breach_unmasked_rows(
     split: Any, executor: ScriptedProvider, helper: ScriptedProvider, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(Runtime, "take", lambda self, index, direction, rows: [])
@@ -586,7 +588,7 @@ def test_rule_6_no_lie_is_used(
 
 
 @pytest.mark.parametrize("liar", ["executor", "helper"])
-def test_rule_6_nothing_is_handed_out_before_all_of_it_has_passed(
+def test_rule_6_no_row_is_returned_before_all_rows_have_passed(
     new_session: NewSession,
     executor: ScriptedProvider,
     helper: ScriptedProvider,
@@ -594,7 +596,7 @@ def test_rule_6_nothing_is_handed_out_before_all_of_it_has_passed(
     monkeypatch: Patch,
     liar: str,
 ) -> None:
-    """The last row is false: whoever asked for the product gets none of it."""
+    """The last row is wrong: the caller gets no row of the product."""
     {"executor": executor, "helper": helper}[liar].behaviour = spoils(frames, row=-1)
     session = new_session("pad", [executor], [helper], pool_memory=0)
     group = LayerGroup(RingBackend(session.preparation.facts, session), QKV)
@@ -609,7 +611,7 @@ def test_rule_6_nothing_is_handed_out_before_all_of_it_has_passed(
 
 
 def heard_after_an_abort(session: Session, provider: ScriptedProvider) -> int:
-    """Requests that a provider gets after its lie, whatever the tenant does next."""
+    """Number of requests that a provider gets after its lie, whatever the tenant does next."""
     xq = ring_rows(session.preparation)
     with pytest.raises(VerificationError):
         session.product(QKV, FORWARD, xq)
@@ -632,10 +634,10 @@ def test_rule_6_an_abort_tells_the_provider_nothing(
     assert heard_after_an_abort(new_session("local", [executor]), executor) > 0
 
 
-def test_rule_6_lies_of_every_kind_end_alike(
+def test_rule_6_every_kind_of_lie_has_the_same_end(
     new_session: NewSession, executor: ScriptedProvider, frames: Callable[..., bytes]
 ) -> None:
-    """Small or half the ring, odd or even: the provider sees one thing, silence."""
+    """Small errors or half the ring, odd or even: in all cases, the provider gets no further request."""
 
     def high(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
         return frames(reply, answer ^ -(1 << 31))
@@ -651,7 +653,7 @@ def test_rule_6_lies_of_every_kind_end_alike(
 
 
 def stranger(frames: Callable[..., bytes], **fields: Any) -> Callable[..., bytes]:
-    """Answers honestly, in the name of another request."""
+    """Answer honestly, but as the answer to another request."""
 
     def behave(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
         return frames(msgspec.structs.replace(reply, **fields), answer)
@@ -700,7 +702,7 @@ def test_rule_7_comparison_is_exact(
     assert not believes(session)
 
     def tolerant(rows: Tensor, column: Column, expected: Tensor) -> bool:
-        """One entry may be off by one."""
+        """A tolerant check, which accepts an error of one in one entry."""
         off = (modular.dot(rows, column) - expected).remainder(PRIME)
         small = torch.cat([torch.zeros(1, dtype=torch.int64), column.values, PRIME - column.values])
         return bool(torch.isin(off, small).all())
@@ -713,7 +715,7 @@ def test_rule_7_comparison_is_exact(
 
 
 def someone_knows_both(providers: Sequence[tuple[str, ScriptedProvider]]) -> bool:
-    """Whether one operator was sent a seed and a row masked with it."""
+    """Returns True if one operator received a seed and a row masked with it."""
     seeds = {operator for operator, p in providers if p.effects}
     return any(operator in seeds for operator, p in providers if p.executed)
 
@@ -745,7 +747,7 @@ def test_rule_8_no_party_gets_seed_and_row(
     monkeypatch: Patch,
     failover: bool,
 ) -> None:
-    """Also where the second executor, asked after a lie of the first, is the helper's operator."""
+    """Also if the second executor, which is asked after a lie of the first one, has the helper's operator."""
     first, second, helper = new_provider(), new_provider(), new_provider()
     if failover:
         first.behaviour = spoils(frames)
@@ -788,17 +790,17 @@ def test_rule_8_a_quarantined_helper_is_not_replaced_by_an_executor(
 
 
 def visible(tape: Tape) -> list[tuple[str, int, str, int]]:
-    """All that a frame to an executor tells besides uniform words."""
+    """Everything that a frame to an executor shows except uniform words."""
     return [(type(m).__name__, m.group, m.direction, m.rows) for m, _ in tape.executed()]
 
 
 def data_shows(llama: Path, federation: Path, tapes: Sequence[Tape]) -> bool:
-    """Whether two inputs of one shape can be told apart by counts, sizes or order."""
+    """Returns True if two inputs of one shape differ in counts, sizes or order of frames."""
     inputs = (IDS, IDS.masked_fill(IDS % 2 == 0, 3))
     for ids, tape in zip(inputs, tapes, strict=True):
         config = RemoteConfig(federation=federation, wiretap=tape)
         base: Any = AutoModelForCausalLM.from_pretrained(llama, quantization_config=config)
-        with torch.no_grad():  # an easy case for whoever skips rows
+        with torch.no_grad():  # rows of zeros: a faulty tenant would skip them
             base.model.embed_tokens.weight[3] = 0
         model: Any = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
         train_a_step(model, ids)
@@ -863,7 +865,7 @@ def test_rule_9_a_bucket_hides_exact_row_counts(
 
 
 def masked_rows_reach(executor: ScriptedProvider, folder: Path, remote: RemoteConfig) -> bool:
-    """Whether what an executor gets of the first layer group is masked, by loading a folder and using the model."""
+    """Returns True if the executor's rows of the first layer group are masked after the folder was loaded."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, quantization_config=remote)
     with torch.no_grad():
         model(input_ids=torch.arange(95).expand(24, -1))
@@ -873,7 +875,7 @@ def masked_rows_reach(executor: ScriptedProvider, folder: Path, remote: RemoteCo
     return is_uniform(rows)
 
 
-@pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")  # all that transformers says
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")  # transformers' own warnings
 def test_rule_10_a_folder_does_not_turn_masking_off(
     llama: Path,
     executor: ScriptedProvider,
@@ -900,7 +902,7 @@ def test_rule_10_a_folder_does_not_turn_masking_off(
     with pytest.raises(CheckpointError, match="does not decide"):
         masked_rows_reach(executor, folder, remote)
     assert executor.heard == []
-    # as transformers would have it
+    # as transformers would set it
     monkeypatch.setattr(RemoteConfig, "from_dict", classmethod(lambda cls, values: cls(**values)))
     monkeypatch.setattr(RemoteQuantizer, "__init__", HfQuantizer.__init__)
     monkeypatch.setattr("tenant.model.hf.vet", lambda folder: {})
@@ -913,7 +915,7 @@ def test_rule_10_a_folder_does_not_turn_masking_off(
 
 
 def masks_are_even(session: Session, executor: ScriptedProvider) -> bool:
-    """Whether the lowest bit of all that an executor is sent is the row's own."""
+    """Returns True if the lowest bit of all words that an executor gets is the row's own bit."""
     xq = ring_rows(session.preparation)
     session.product(QKV, FORWARD, xq)
     rows = executor.executed[-1].rows
@@ -924,7 +926,7 @@ def masks_are_even(session: Session, executor: ScriptedProvider) -> bool:
 def test_rule_11_two_helpers_never_expand_one_stream(
     new_session: NewSession, executor: ScriptedProvider, helper: ScriptedProvider, monkeypatch: Patch
 ) -> None:
-    """Also not if somebody takes the check away: two entries have two seeds, whoever holds them."""
+    """Even if the check of distinct parties is removed: two entries have two seeds."""
     twins = [helper.peer("helper", name=name) for name in ("one", "other")]
     refused = new_session("pad", [executor], twins)
     with pytest.raises(ConfigError, match=r"helper 'one' and helper 'other' have the same certificate, public key"):
@@ -960,14 +962,14 @@ def test_rule_11_a_quarantined_executor_is_not_asked_under_another_name(
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_rule_12_a_fork_is_noticed_where_process_ids_are_the_same(
+def test_rule_12_a_fork_with_the_same_process_id_is_detected(
     new_session: NewSession,
     executor: ScriptedProvider,
     helper: ScriptedProvider,
     frames: Callable[..., bytes],
     monkeypatch: Patch,
 ) -> None:
-    """As in a new pid namespace, and while another thread of the parent is in the middle of a product."""
+    """As in a new pid namespace, and while another thread of the parent computes a product."""
     monkeypatch.setattr("os.getpid", functools.partial(int, os.getpid()))
     session = new_session("pad", [executor], [helper])
     session.product(QKV, FORWARD, xq := ring_rows(session.preparation))
@@ -991,10 +993,10 @@ def test_rule_12_a_fork_is_noticed_where_process_ids_are_the_same(
     assert len({h.request.seed for h in helper.effects if isinstance(h.request, wire.Effect)}) == 2
 
 
-def test_rule_12_a_fork_by_c_code_is_noticed(
+def test_rule_12_a_fork_by_c_code_is_detected(
     new_session: NewSession, executor: ScriptedProvider, helper: ScriptedProvider
 ) -> None:
-    """libc's fork runs no hook of Python's. The child uses none of its parent's pads or connections."""
+    """libc's fork does not run Python's hook. The child uses none of its parent's pads or connections."""
     session = new_session("pad", [executor], [helper], pool_memory=1 << 20)
     session.product(QKV, FORWARD, xq := ring_rows(session.preparation))
     deadline = time.monotonic() + 20
@@ -1012,14 +1014,14 @@ def test_rule_12_a_fork_by_c_code_is_noticed(
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_rule_12_breach_forks_go_unnoticed(monkeypatch: Patch) -> None:
+def test_rule_12_breach_undetected_forks(monkeypatch: Patch) -> None:
     monkeypatch.setattr("os.getpid", functools.partial(int, os.getpid()))
     monkeypatch.setattr("tenant.core.secret.generation", os.getpid)
     assert a_fork_takes_the_same_rows(SessionSecret())
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_rule_12_a_child_leaves_its_parents_connections_alone(
+def test_rule_12_a_child_does_not_touch_its_parents_connections(
     new_session: NewSession, executor: ScriptedProvider
 ) -> None:
     session = new_session("local", [executor])

@@ -56,7 +56,7 @@ def test_sessions_share_no_seed() -> None:
 
 
 def test_masks_ignore_torch_and_numpy_seeds() -> None:
-    """Rule 1: a session secret comes from the operating system, whatever a training script seeds."""
+    """Rule 1: a session secret comes from the operating system, regardless of a script's seeds."""
     seeds = set()
     for _ in range(2):
         torch.manual_seed(0)
@@ -78,7 +78,7 @@ def test_burnt_rows_are_never_handed_out_again(requests: list[tuple[str, str, in
 
 
 class SlowCount(int):
-    """A number of rows that takes its time to be added: another thread gets in between reading and writing."""
+    """A number of rows whose addition is slow, so that another thread runs between reading and writing."""
 
     def __radd__(self, other: int) -> int:
         time.sleep(1e-5)
@@ -95,7 +95,7 @@ def test_burnt_ranges_never_overlap_under_threads() -> None:
     assert secret.burn(group_name="g", direction="forward", rows=0) == sum(map(int, sizes))
 
 
-def test_a_counter_never_goes_back() -> None:
+def test_a_counter_never_decreases() -> None:
     secret = SessionSecret()
     secret.burn(group_name="g", direction="forward", rows=7)
     with pytest.raises(BurntRowError):
@@ -105,7 +105,7 @@ def test_a_counter_never_goes_back() -> None:
 
 @pytest.mark.parametrize("carry", [copy.copy, copy.deepcopy, pickle.dumps, lambda s: pickle.dumps({"state": [s]}, 2)])
 def test_a_secret_is_never_stored_or_copied(carry: object) -> None:
-    """Rule 2: a counter that was stored could be resumed, and its rows used twice."""
+    """Rule 2: a stored counter could be resumed, and its rows used twice."""
     assert callable(carry)
     with pytest.raises(BurntRowError):
         carry(SessionSecret())
@@ -178,6 +178,6 @@ assert secret.alive and secret.burn(group_name="g", direction="forward", rows=1)
 
 
 @pytest.mark.parametrize("ids", ["own process id", "same process id"])
-def test_a_forked_child_finds_the_secret_dead(ids: str) -> None:
-    """In a process of its own: forking this one, with torch's threads in it, is undefined."""
+def test_a_forked_child_cannot_use_the_secret(ids: str) -> None:
+    """In a new process, because forking this one, with torch's threads, is undefined."""
     subprocess.run([sys.executable, "-c", FORKED, ids], check=True, timeout=60)

@@ -1,4 +1,4 @@
-"""Freivalds over the integers, and modulo 2^32 for whom to blame: true products pass, false ones do not."""
+"""Freivalds' check over the integers, and attribution modulo 2^32: true products pass, wrong ones do not."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_true_products_pass(case: Case) -> None:
 
 @given(quantised(), st.data(), st.integers(0, 31))
 def test_a_wrong_entry_never_passes(case: Case, data: st.DataObject, valuation: int) -> None:
-    """Any error modulo 2^32, of any 2-adic valuation, wrapping or not: no bit of the range is kept back for it."""
+    """Any error modulo 2^32, of any 2-adic valuation, also if it wraps: the check needs no bit of the range."""
     weight, rows, product, direction = case
     place = data.draw(st.integers(0, product.numel() - 1))
     lie = product.long()
@@ -106,8 +106,8 @@ def test_errors_in_many_entries_never_pass(case: Case, data: st.DataObject) -> N
     assert verdicts == (lie == product).all(dim=1).tolist()
 
 
-def test_the_other_directions_keys_are_other_keys() -> None:
-    """A square layer, whose rows fit both ways."""
+def test_each_direction_has_its_own_keys() -> None:
+    """For a square layer, whose rows fit both directions."""
     weight = torch.arange(64, dtype=torch.int16).view(8, 8)
     keys, rows = keys_of(weight), torch.arange(8, dtype=torch.int32)[None]
     forward, backward = (rows @ matrix.to(torch.int32) for matrix in (weight.t(), weight))
@@ -127,7 +127,7 @@ def test_keys_are_fresh_and_differ_by_layer_and_direction() -> None:
 
 
 def test_residues_are_secret_and_uniform() -> None:
-    """Small or sparse columns could be learned by probing. Every bit is fair; by chance unfair: below 1e-12."""
+    """Small or sparse columns could be learned by probing. Every bit is fair; the false-alarm rate is below 1e-12."""
     column, _ = keys_of(torch.ones(8, 1 << 15, dtype=torch.int16)).columns(0, "backward")
     values = column.values
     assert len(values) == 1 << 15
@@ -157,18 +157,18 @@ def test_damaged_keys_are_refused() -> None:
         VerificationKeys.from_tensors(tensors, groups=1)
 
 
-# Who lied
+# Attribution
 
 
 @given(residues())
-def test_nobody_is_blamed_for_a_true_answer(case: Case) -> None:
+def test_no_fault_is_attributed_for_a_true_answer(case: Case) -> None:
     weight, rows, product, direction = case
     assert blame_of(weight).accepts(0, direction, rows=rows, answer=product)
 
 
 @given(residues(), st.data(), st.integers(0, 29))
-def test_whoever_is_wrong_is_blamed(case: Case, data: st.DataObject, valuation: int) -> None:
-    """Errors of valuation 30 or 31 may pass, once in 2^32 or 2^16 times; then all who took part are suspects."""
+def test_a_wrong_answer_is_attributed(case: Case, data: st.DataObject, valuation: int) -> None:
+    """Errors of valuation 30 or 31 may pass, once in 2^32 or 2^16 times; then all participants are suspects."""
     weight, rows, product, direction = case
     if not product.numel():
         return
@@ -179,7 +179,7 @@ def test_whoever_is_wrong_is_blamed(case: Case, data: st.DataObject, valuation: 
 
 
 @given(residues())
-def test_another_shape_or_dtype_is_blamed(case: Case) -> None:
+def test_another_shape_or_dtype_is_a_fault(case: Case) -> None:
     weight, rows, product, direction = case
     keys = blame_of(weight)
     wider = torch.nn.functional.pad(product, (0, 1))
@@ -189,7 +189,7 @@ def test_another_shape_or_dtype_is_blamed(case: Case) -> None:
 
 
 def test_columns_are_uniform_over_the_whole_ring() -> None:
-    """By chance unfair: below 1e-12 for each bit."""
+    """The false-alarm rate is below 1e-12 for each bit."""
     r = blame_of(torch.ones(8, 2048, dtype=torch.int16))._expand(0, "backward", rows=2048)
     assert r.shape == (2048, 16)
     for bit in range(32):
@@ -197,7 +197,7 @@ def test_columns_are_uniform_over_the_whole_ring() -> None:
         assert abs(ones - r.numel() / 2) < 7.2 * (r.numel() / 4) ** 0.5
 
 
-def test_blame_survives_the_disk(tmp_path: Path) -> None:
+def test_blame_keys_survive_the_disk(tmp_path: Path) -> None:
     weight = torch.arange(6, dtype=torch.int16).view(2, 3)
     rows = torch.tensor([[1, -2, 2**31 - 1]], dtype=torch.int32)
     path = tmp_path / "blame.safetensors"
@@ -208,7 +208,7 @@ def test_blame_survives_the_disk(tmp_path: Path) -> None:
     assert not again.accepts(0, FORWARD, rows=rows, answer=rows @ weight.t().to(torch.int32) + 1)
 
 
-def test_incomplete_or_damaged_blame_is_refused(tmp_path: Path) -> None:
+def test_incomplete_or_damaged_blame_keys_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "blame.safetensors"
     tensors = blame_of(torch.ones(2, 2, dtype=torch.int16)).to_tensors()
     save_file(tensors, path)

@@ -1,4 +1,4 @@
-"""`symbiosis-priv demo` on a user's own checkpoint and text, through the command line, and claims that can fail."""
+"""`symbiosis-priv demo` on a user's own checkpoint and text, through the command line, with claims that can fail."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.warm import Popen
 
 @pytest.fixture(scope="module")
 def arguments(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """A model and a text of somebody's own."""
+    """A user's own model and text."""
     folder = tmp_path_factory.mktemp("demo")
     (folder / "text.txt").write_text("\n".join(private_text(seed=3, records=60)), encoding="utf-8")
     return ["demo", "--model", str(trained), "--text", str(folder / "text.txt")]
@@ -109,7 +109,7 @@ def test_the_screen_fits(report: dict[str, Any], width: int, encoding: str, step
 
 
 @pytest.mark.parametrize("text", [b"", b" \n\n", b"caf\xe9"], ids=["empty", "blank", "latin-1"])
-def test_a_text_that_does_not_do_is_refused_before_anything_is_trained(
+def test_an_unsuitable_text_is_refused_before_training(
     tmp_path: Path, text: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def trains(*args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,5 @@
-"""What a federation lacks, against the definition: some executor for every layer, enough companies for every pad."""
+"""The gaps of a federation, compared with the definition: an executor for every layer, enough companies for every
+pad."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def test_a_gap_is_named_with_its_direction() -> None:
 @pytest.mark.parametrize(
     ("groups", "text"), [([0], "layer 0"), ([0, 5], "layers 0, 2"), ([1, 2], "layers 0-1"), ([4, 5], "layer 2")]
 )
-def test_layers_as_people_write_them(groups: list[int], text: str) -> None:
+def test_the_text_of_a_set_of_layers(groups: list[int], text: str) -> None:
     assert layer_text(groups, LAYERS) == text
 
 
@@ -84,7 +85,7 @@ def worlds(draw: st.DrawFn) -> tuple[Federation, list[Serving]]:
 
 
 @given(worlds())
-def test_nothing_lacks_where_every_layer_has_an_executor_and_every_pad_its_helpers(
+def test_a_federation_with_executors_and_helpers_for_all_layers_has_no_gap(
     world: tuple[Federation, list[Serving]],
 ) -> None:
     known, there = world

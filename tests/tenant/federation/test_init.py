@@ -1,4 +1,4 @@
-"""`federation init`: a file from what operators hand out, or an error that names what is missing and no file."""
+"""`federation init` writes a file from the operators' data, or names the missing data and writes no file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DIGEST = "sha256:" + "0" * 64
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The tenant's, with two pinned certificates and a key of its own."""
+    """The tenant's folder, with two pinned certificates and the tenant's key."""
     for name in ("alpha", "beta"):
         create_self_signed(tmp_path / "keys", kind=Kind.PROVIDER, name=name)
     create_request(tmp_path / "keys", name="alice")
@@ -44,7 +44,7 @@ ALPHA = ("--executor", "alpha.example:7401,keys/alpha.pem,Alpha, Inc.")
 BETA = ("--helper", '[2001:db8::1]:7402, keys/beta.pem , Beta "Two" \N{ROCKET} Ltd')
 
 
-def test_the_file_says_what_was_given(folder: Path) -> None:
+def test_the_file_has_the_given_values(folder: Path) -> None:
     shown = init(*ALPHA, *BETA, "--tenant", "alice", "--digest", DIGEST, "--weight-bits", "8")
     federation = load_federation(folder / "federation.toml")
     assert (federation.model_digest, federation.weight_bits) == (DIGEST, 8)
@@ -66,7 +66,7 @@ def test_paths_in_the_file_are_relative_to_it(folder: Path) -> None:
     assert all(Path(str(p.certificate)).is_file() for p in load_federation(folder / "runs/mine.toml").peers)
 
 
-def test_the_digest_comes_from_an_own_checkpoint(folder: Path, save_llama: Callable[..., Path]) -> None:
+def test_the_digest_comes_from_the_tenants_checkpoint(folder: Path, save_llama: Callable[..., Path]) -> None:
     model = save_llama()
     init(*ALPHA, *BETA, "--tenant", "alice", "--model", str(model))
     assert load_federation(folder / "federation.toml").model_digest == WeightStore(model).manifest().digest
@@ -87,7 +87,7 @@ def test_the_digest_comes_from_an_own_checkpoint(folder: Path, save_llama: Calla
         ([*ALPHA, *BETA, "--pad-helpers", "2", "--digest", DIGEST], ConfigError, "add helpers, or lower it"),
     ],
 )
-def test_what_is_wrong_is_said_and_leaves_no_file(
+def test_mistakes_are_named_and_leave_no_file(
     folder: Path, arguments: list[str], error: type[SymbiosisError], words: str
 ) -> None:
     with pytest.raises(error, match=words):
@@ -95,8 +95,8 @@ def test_what_is_wrong_is_said_and_leaves_no_file(
     assert not (folder / "federation.toml").exists()
 
 
-def test_a_name_that_is_no_text_is_said_and_leaves_no_file(folder: Path) -> None:
-    """Bytes of a terminal in another encoding, as Python hands them on."""
+def test_a_name_that_is_not_text_is_an_error_and_leaves_no_file(folder: Path) -> None:
+    """Bytes in another encoding, as Python passes them on from the command line."""
     beta = (BETA[0], BETA[1] + "\udcff")
     result = CliRunner().invoke(app, ["init", *ALPHA, *beta, "--tenant", "alice", "--digest", DIGEST])
     assert isinstance(result.exception, ConfigError)
@@ -119,7 +119,7 @@ def test_companies_and_pads_are_written(folder: Path) -> None:
             parse_company(text)
 
 
-def test_a_file_is_not_overwritten_and_a_key_has_to_be_there(folder: Path) -> None:
+def test_a_file_is_not_overwritten_and_a_key_must_exist(folder: Path) -> None:
     (folder / "federation.toml").write_text("mine")
     with pytest.raises(ConfigError, match="exists and is not overwritten"):
         init(*ALPHA, *BETA, "--tenant", "alice", "--digest", DIGEST)
@@ -128,14 +128,14 @@ def test_a_file_is_not_overwritten_and_a_key_has_to_be_there(folder: Path) -> No
         init("other.toml", *ALPHA, *BETA, "--tenant", "bob", "--digest", DIGEST)
 
 
-def test_a_descriptor_needs_all_three() -> None:
+def test_a_provider_argument_needs_three_parts() -> None:
     for text in ("", "a:1", "a:1,pem", "a:1,,Operator", ",,"):
         with pytest.raises(ConfigError, match="--helper"):
             ProviderArgument.parse(text, role="helper")
 
 
-def test_check_warns_of_exposed_keys_and_of_certificates_that_end_soon(folder: Path) -> None:
-    """On stderr, once each, before anything else goes wrong."""
+def test_check_warns_about_exposed_keys_and_expiring_certificates(folder: Path) -> None:
+    """On stderr, once each, before any other error."""
     keys = folder / "keys"
     issue(folder / "new", authority=create_authority(folder / "a"), kind=Kind.TENANT, name="alice", days=3)
     for file in ("alice.pem", "alice.key"):

@@ -1,4 +1,4 @@
-"""`federation check`: what it finds out about providers that are absent, partial, slow, wrong or lying."""
+"""`federation check`: its findings about providers that are absent, partial, slow, wrong or lying."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_direction_that_is_refused_is_not_served(
     assert "no training here" in finding.warnings[0]
 
 
-def test_clocks_that_differ_are_a_warning_that_says_why(
+def test_different_clocks_are_a_warning_with_a_reason(
     new_federation: NewFederation, executor: ScriptedProvider, preparation: Preparation
 ) -> None:
     for ahead, word in ((400.0, "ahead of"), (-400.0, "behind")):
@@ -157,10 +157,10 @@ def test_fewer_layers_than_the_file_expects(
     assert "goes beyond this model, whose layers are 0-1" in finding.failure
 
 
-def test_silence_ends_at_the_deadline_and_nobody_waits_for_anybody(
+def test_silent_providers_end_at_the_deadline_and_are_probed_in_parallel(
     new_federation: NewFederation, executor: ScriptedProvider, preparation: Preparation
 ) -> None:
-    """Two that accept connections and say nothing: their time passes once, and not twice."""
+    """Two providers accept connections and send nothing: the timeout passes once, not twice."""
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
         silent = [
             dataclasses.replace(executor.peer("executor", name=f"silent {i}"), port=listener.getsockname()[1])
@@ -186,7 +186,7 @@ def test_a_host_that_does_not_exist_is_a_failure(
     assert finding.serving is None
 
 
-def test_whatever_ends_a_probe_it_is_no_good_finding(
+def test_a_probe_that_fails_in_any_way_is_a_failure(
     new_federation: NewFederation, executor: ScriptedProvider, preparation: Preparation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tenant.federation.probe.tls.client_context", lambda **_: 1 // 0)
@@ -196,7 +196,7 @@ def test_whatever_ends_a_probe_it_is_no_good_finding(
     assert "was not probed to the end" in finding.failure
 
 
-def test_a_name_that_is_looked_up_for_ever_ends_at_the_deadline(
+def test_an_endless_name_lookup_ends_at_the_probes_deadline(
     new_federation: NewFederation, executor: ScriptedProvider, preparation: Preparation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     look_up = socket.getaddrinfo
@@ -232,7 +232,7 @@ def test_executors_from_a_registry_are_probed_too(
     llama: Path,
     preparation: Preparation,
 ) -> None:
-    """A layer that only a registry knows an executor for; one of the helper's operator; and one that is gone."""
+    """Executors from a registry: one for missing layers, one of the helper's operator, and one that is down."""
     vouching, lists = registry
     federation = new_federation([half("0")], [helper])
     store = WeightStore(llama, layers=LayerRange(1, 1))
@@ -272,7 +272,7 @@ def test_the_command_prints_gaps_and_ends_with_status_1(
     half: Callable[[str], ScriptedProvider],
     llama: Path,
 ) -> None:
-    """With --model, by which keys are made; the second time they are there."""
+    """With --model, which makes keys; the second time the keys exist."""
     first, second = half("0"), half("1")
     path = federation_file(new_federation([first], [helper]))
     arguments = ["check", "-f", str(path), "--timeout", "20", "--model", str(llama)]

@@ -1,4 +1,4 @@
-"""`federation top`: what it shows of providers that answer, fall silent, lie in a session, or were never heard."""
+"""`federation top`: providers that answer, fall silent, lie in a session, or have never answered."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def text_of(renderable: object, *, width: int = 260) -> str:
 
 
 def seen_now(federation: Federation) -> list[Seen | None]:
-    """One glance at each."""
+    """One probe of each provider."""
     found: list[Seen | None] = []
     for peer in federation.peers:
         probe = ProviderProbe(federation, peer, None)
@@ -60,7 +60,7 @@ def session_of(federation: Federation, *, rejected: int = 0, written: float | No
     return SessionStatus(pid=4711, written=now, model_digest=federation.model_digest, providers=figures)
 
 
-def test_one_connection_serves_many_glances_and_a_new_one_follows_when_it_breaks(
+def test_probes_share_a_connection_and_reconnect_after_a_loss(
     new_federation: NewFederation, executor: ScriptedProvider, helper: ScriptedProvider
 ) -> None:
     federation = new_federation([executor], [helper])
@@ -81,7 +81,9 @@ def test_one_connection_serves_many_glances_and_a_new_one_follows_when_it_breaks
         assert all(heard.request.rows == 0 for heard in provider.heard)
 
 
-def test_a_watcher_looks_again_and_knows_the_rate(new_federation: NewFederation, executor: ScriptedProvider) -> None:
+def test_a_watcher_probes_again_and_computes_the_rate(
+    new_federation: NewFederation, executor: ScriptedProvider
+) -> None:
     federation = new_federation([executor])
     watcher = Watcher(federation, federation.peers[0], interval=0.01, timeout=TIMEOUT_S)
     watcher.start()
@@ -98,7 +100,7 @@ def test_a_watcher_looks_again_and_knows_the_rate(new_federation: NewFederation,
     watcher.close()
 
 
-def test_the_screen_says_who_serves_what_and_what_is_missing(
+def test_the_screen_shows_served_and_missing_layers(
     new_federation: NewFederation, executor: ScriptedProvider, helper: ScriptedProvider, preparation: Preparation
 ) -> None:
     federation = new_federation([executor], [helper])
@@ -116,7 +118,7 @@ def test_the_screen_says_who_serves_what_and_what_is_missing(
     assert "not probed yet" in text_of(render(federation, [None, good[1]], preparation, None))
 
 
-def test_figures_of_a_session_stand_beside(new_federation: NewFederation, executor: ScriptedProvider) -> None:
+def test_the_screen_shows_a_sessions_figures(new_federation: NewFederation, executor: ScriptedProvider) -> None:
     federation = new_federation([executor])
     seen = seen_now(federation)
     shown = text_of(render(federation, seen, None, session_of(federation, rejected=7)))
@@ -126,7 +128,7 @@ def test_figures_of_a_session_stand_beside(new_federation: NewFederation, execut
 
 
 def test_no_column_is_cut_off(new_federation: NewFederation, executor: ScriptedProvider) -> None:
-    """With few providers and with many, heard or not, in the session or not."""
+    """With few providers and with many, probed or not, in the session or not."""
     federation = new_federation([executor])
     seen = seen_now(federation)
     status = session_of(federation)
@@ -136,7 +138,7 @@ def test_no_column_is_cut_off(new_federation: NewFederation, executor: ScriptedP
         assert "…" not in shown
 
 
-def test_the_command_prints_one_look(
+def test_the_command_prints_the_screen_once(
     new_federation: NewFederation,
     federation_file: Callable[[Federation], Path],
     executor: ScriptedProvider,

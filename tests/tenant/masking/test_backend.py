@@ -1,4 +1,4 @@
-"""Rows of a model on a GPU go to the host and back by page-locked memory, with the same bits."""
+"""Rows on a GPU are copied to the host and back through page-locked memory, with the same bits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from tenant.masking.backend import _on_host
 
 
-def test_what_is_on_the_host_stays_where_it_is() -> None:
+def test_tensors_on_the_host_are_not_copied() -> None:
     parts = [torch.randn(3, 4, dtype=torch.float32), torch.randn(2, 4, dtype=torch.bfloat16)]
     assert [near is part for near, part in zip(_on_host(parts), parts, strict=True)] == [True, True]
 

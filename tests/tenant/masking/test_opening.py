@@ -1,4 +1,4 @@
-"""A scheme may open an answer in its own way before the check (`Pad.open`), and no other code knows of it."""
+"""A scheme may open an answer in its own way before the check (`Pad.open`), and no other code depends on it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from tests.tenant.conftest import Heard, NewSession, ScriptedProvider
 
 STEP = 64
-"""Of the rounding scheme's rows, and so of their products."""
+"""Bits by which the rounding scheme scales its rows, and so their products."""
 
 
 class RelaySource(LocalSource):
-    """Effects that carry a second keystream, which the tenant takes off again."""
+    """Effects with a second keystream, which the tenant subtracts again."""
 
     def draw(self, index: int, direction: Direction, rows: int, *, ahead: bool, executor: Peer | None = None) -> Pad:
         second = self._second(index, direction)
@@ -105,7 +105,7 @@ def test_a_scheme_opens_answers_in_its_own_way(
     frames: Callable[..., bytes],
     masking: str,
 ) -> None:
-    """Also where pads are split, and where a bucket adds rows of zeros."""
+    """Also if pads are split, and if a bucket adds rows of zeros."""
 
     def err_a_little(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
         error = torch.arange(answer.numel()).view(answer.shape) % (STEP - 1) - STEP // 2 + 1
@@ -120,7 +120,7 @@ def test_a_scheme_opens_answers_in_its_own_way(
 
 
 @pytest.mark.usefixtures("schemes")
-def test_what_cannot_be_rounded_off_is_refused(
+def test_an_error_that_cannot_be_rounded_off_is_refused(
     executor: ScriptedProvider, new_session: NewSession, frames: Callable[..., bytes]
 ) -> None:
     executor.behaviour = lambda heard, reply, answer: frames(reply, answer + STEP)

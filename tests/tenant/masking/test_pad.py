@@ -1,4 +1,4 @@
-"""One-time pads of one helper or several: what is sent, and what comes off again, is exact to the bit."""
+"""One-time pads of one or several helpers: sent rows and opened answers are exact to the bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def product_of(store: WeightStore, index: int, direction: Direction, rows: Tensor) -> Tensor:
-    """Modulo 2^32, in 64-bit integers."""
+    """The product modulo 2^32, computed in 64-bit integers."""
     weight = store.group(index).weight.to(torch.int64)
     return (rows.to(torch.int64) @ (weight.t() if direction == FORWARD else weight)).to(torch.int32)
 
@@ -28,9 +28,9 @@ def product_of(store: WeightStore, index: int, direction: Direction, rows: Tenso
 def test_the_sum_over_all_helpers_is_exact(
     new_session: NewSession, new_provider: NewProvider, store: WeightStore, listed: int, k: int | None
 ) -> None:
-    """n = sum n_j lies under every row, and e = sum e_j is its product: the answer is the plain one, bit for bit.
+    """n = sum n_j masks every row, and e = sum e_j is its product: the opened answer has the plain product's bits.
 
-    With `[pads] helpers = k`, k of those listed share each pad, and the others are asked for nothing of it.
+    With `[pads] helpers = k`, k of the listed helpers share each pad, and the others get no request for it.
     """
     executor, helpers = new_provider(), [new_provider() for _ in range(listed)]
     session = new_session("pad", [executor], helpers, pad_helpers=k, pool_memory=0)

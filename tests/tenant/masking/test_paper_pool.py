@@ -1,4 +1,4 @@
-"""The paper's own masking: correct to a bound that is derived here, opt-in, and honest about what it is."""
+"""The paper's own masking: correct within a bound that is derived here, opt-in, with a warning."""
 
 from __future__ import annotations
 
@@ -27,21 +27,23 @@ from tenant.preparation.keys import prepare
 if TYPE_CHECKING:
     from tests.tenant.conftest import NewFederation, NewProvider, ScriptedProvider, Tape
 
-UNIT = 2.0**-24  # float32 rounds to within this, relatively
-TINY = 2.0**-149  # or to within this, absolutely, where it underflows
+UNIT = 2.0**-24  # relative rounding error of float32
+TINY = 2.0**-149  # absolute rounding error of float32, at underflow
 
 
 def gamma(terms: int) -> float:
-    """A float32 sum of `terms` rounded products is off by at most this times the sum of their magnitudes, in
-    whatever order it is summed (Higham, Accuracy and Stability, §3.1)."""
+    """A float32 sum of `terms` rounded products is off by at most this factor times the sum of their magnitudes.
+
+    This holds for every order of summation (Higham, Accuracy and Stability, §3.1).
+    """
     return terms * UNIT / (1 - terms * UNIT)
 
 
 def error_bound(sent: Tensor, noise: Tensor, weight: Tensor, bias: Tensor, result: Tensor) -> Tensor:
-    """How far `fl(fl(z @ W.T + b) - fl(n @ W.T))` may be from `x @ W.T + b`, where z = fl(x + n).
+    """Bound of the difference between `fl(fl(z @ W.T + b) - fl(n @ W.T))` and `x @ W.T + b`, where z = fl(x + n).
 
-    x + n is rounded once; both products have d terms (one more with the bias); the difference is rounded once.
-    `noise` bounds |n|.
+    x + n is rounded once; both products have d terms (one more with the bias); the difference is rounded once. `noise`
+    bounds |n|.
     """
     w = weight.abs().t()
     width = weight.shape[1]
@@ -78,7 +80,7 @@ def open_backend(
         backend.close()
 
 
-def test_one_executor_is_asked_and_it_has_all_layers(
+def test_one_executor_with_all_layers_is_asked(
     new_provider: NewProvider, new_federation: NewFederation, store: WeightStore, preparation: Preparation
 ) -> None:
     part, whole, other = new_provider(), new_provider(), new_provider()
@@ -120,7 +122,7 @@ def test_products_are_within_the_derived_bound(
         assert message.arithmetic == ("float" if direction == FORWARD else "float_bias_free")
         pool = pools[index, direction]
         assert bool((sent[:, None] == x[:, None] + pool[None]).all(dim=2).any(dim=1).all())  # rounded once
-        sent, noise = sent.double(), pool.double().abs().amax(dim=0, keepdim=True)  # whichever noise it was
+        sent, noise = sent.double(), pool.double().abs().amax(dim=0, keepdim=True)  # for every noise row
         weight = torch.cat([layer.weight.double() for layer in layers[index]])
         biases = [torch.zeros(len(m.weight)) if m.bias is None else m.bias for m in layers[index]]
         bias = torch.cat(biases).double()
@@ -134,8 +136,8 @@ def test_products_are_within_the_derived_bound(
     assert len(pools) > 2
 
 
-def test_bias_is_there(open_backend: Open, gpt2_store: WeightStore) -> None:
-    """The bound would not hold without it: the test above can fail."""
+def test_the_bias_is_added(open_backend: Open, gpt2_store: WeightStore) -> None:
+    """Without the bias the bound would not hold, so the test above can fail."""
     bias = open_backend(gpt2_store).linear(0, FORWARD, torch.zeros(1, 64))
     stored = gpt2_store.layers(0)[0].bias
     assert stored is not None
@@ -146,7 +148,7 @@ def test_bias_is_there(open_backend: Open, gpt2_store: WeightStore) -> None:
 def test_noise_is_reused_and_known_to_the_executor(
     open_backend: Open, store: WeightStore, new_provider: NewProvider
 ) -> None:
-    """Why the warning is there: every row that leaves is the true row plus one of few rows that left before."""
+    """The reason of the warning: every sent row is the true row plus one of few rows that were sent before."""
     executor = new_provider()
     backend = open_backend(store, provider=executor, pool_size=2)
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
@@ -159,7 +161,7 @@ def test_noise_is_reused_and_known_to_the_executor(
         assert bool(((candidates - x[:, None]).abs().amax(dim=2).amin(dim=1) < 1e-3).all())
 
 
-def test_noise_is_not_torchs(open_backend: Open, store: WeightStore, tape: Tape) -> None:
+def test_noise_does_not_come_from_torch(open_backend: Open, store: WeightStore, tape: Tape) -> None:
     for _ in range(2):
         torch.manual_seed(0)
         open_backend(store, wiretap=tape).linear(0, FORWARD, torch.ones(1, 64))
@@ -169,7 +171,8 @@ def test_noise_is_not_torchs(open_backend: Open, store: WeightStore, tape: Tape)
 
 
 def test_gaussian_is_gaussian() -> None:
-    """Against the exact distribution function; by chance further off: below 1e-9 (Dvoretzky-Kiefer-Wolfowitz)."""
+    """Compared with the exact distribution function; the false-alarm rate is below 1e-9 (Dvoretzky-Kiefer-
+    Wolfowitz)."""
     generator = torch.Generator().manual_seed(3)
     words = torch.randint(-(2**31), 2**31, (500, 400), dtype=torch.int32, generator=generator)
     sample = gaussian(words).flatten().sort().values
@@ -219,7 +222,7 @@ def weights(store: WeightStore) -> Tensor:
     return torch.cat([layer.weight.double() for layer in store.layers(0)])
 
 
-def test_it_is_never_chosen_for_you(tmp_path: Path) -> None:
+def test_it_is_never_the_default(tmp_path: Path) -> None:
     from tenant import RemoteConfig
 
     with warnings.catch_warnings(record=True) as caught:

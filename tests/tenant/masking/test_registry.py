@@ -1,4 +1,4 @@
-"""One place that knows the schemes; another one is a module and its registration."""
+"""One place lists the schemes; a new scheme is a module and its registration."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class Borrowed(SessionScheme):
-    """Pads by the tenant's own weights, and a quarter of the range for an error that it does not even make."""
+    """Pads from the tenant's own weights; a quarter of the range is reserved for an error that is always 0."""
 
     name = "borrowed"
     summary = "nobody"
@@ -82,7 +82,7 @@ def test_a_registered_scheme_works_everywhere_by_its_name(
 
 
 @given(data=st.data(), bits=st.integers(0, 6), width=st.integers(1, 40))
-def test_headroom_is_kept_free(data: st.DataObject, bits: int, width: int) -> None:
+def test_headroom_stays_unused(data: st.DataObject, bits: int, width: int) -> None:
     weight = torch.randint(-511, 512, (7, width), generator=torch.Generator().manual_seed(width))
     norm = float(weight.double().square().sum(1).sqrt().max())
     bound = Bound(width, int(weight.abs().max()), norm).with_headroom(bits)
@@ -100,7 +100,7 @@ def test_names_are_unique_and_mistakes_list_them(borrowed: Borrowed) -> None:
         session_scheme("simulate")
 
 
-def test_a_session_takes_the_roles_that_its_scheme_names(
+def test_a_session_uses_the_roles_of_its_scheme(
     executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, preparation: Preparation
 ) -> None:
     with pytest.raises(RoleConflictError, match="masking = 'pad' needs"):
@@ -128,7 +128,7 @@ def compares_masking(node: ast.AST) -> bool:
     return "masking" in names and isinstance(node.ops[0], ast.Eq | ast.NotEq | ast.In | ast.NotIn)
 
 
-def test_no_other_module_asks_for_a_scheme_by_name() -> None:
+def test_no_other_module_decides_by_a_schemes_name() -> None:
     assert compares_masking(ast.parse("config.masking == 'pad'", mode="eval").body)
     for package in ("tenant", "threat_model", "symbiosis_priv", "provider"):
         for path in (ROOT / package).rglob("*.py"):

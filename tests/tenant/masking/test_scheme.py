@@ -1,4 +1,4 @@
-"""Whether a scheme keeps what it promises with the providers that there are."""
+"""A scheme's check of its promises with the given providers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HELPER = Peer("beta", "B", "helper", "beta.example", 7402, Path("beta.pem"))
 ALONE = Federation("sha256:" + "0" * 64, 10, Path("t.pem"), Path("t.key"), (EXECUTOR, HELPER))
 
 
-def test_executors_that_nobody_chose_see_no_rows_in_clear() -> None:
+def test_executors_from_registries_see_no_unmasked_rows() -> None:
     federation = replace(ALONE, registries=Registries(("r.example:7500",), Path("federation.pem")))
     for scheme in registered():
         scheme.check(ALONE)
@@ -29,7 +29,7 @@ def test_executors_that_nobody_chose_see_no_rows_in_clear() -> None:
                 scheme.check(federation)
 
 
-def test_who_needs_a_helper_says_so() -> None:
+def test_a_scheme_that_needs_a_helper_is_refused_without_one() -> None:
     for scheme in registered():
         if "helper" in scheme.roles:
             with pytest.raises(RoleConflictError, match=r"needs a .* with role = 'helper'"):
@@ -38,7 +38,7 @@ def test_who_needs_a_helper_says_so() -> None:
             scheme.check(replace(ALONE, peers=(EXECUTOR,)))
 
 
-def test_masking_that_is_left_out_is_said_where_a_helper_allows_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_unmasked_rows_are_warned_about_if_a_helper_exists(caplog: pytest.LogCaptureFixture) -> None:
     scheme_named("none").check(replace(ALONE, peers=(EXECUTOR,)))
     scheme_named("pad").check(ALONE)
     assert not caplog.records

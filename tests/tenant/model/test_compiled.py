@@ -1,4 +1,4 @@
-"""`torch.compile` of a split model: no break at its layers, the same calls to providers, the same bits."""
+"""`torch.compile` of a split model: no graph break at its layers, the same requests, the same bits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IDS = torch.arange(3, 19).view(2, 8)
 Calls = list[tuple[int, Direction]]
 
 pytestmark = [
-    # torch's own: what it compiles of itself, and of autograd's functions
+    # torch's own warnings, about its own code and autograd's functions
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::FutureWarning:torch"),
 ]
 
@@ -40,7 +40,7 @@ def one_block(save_llama: Callable[..., Path]) -> Path:
 
 @pytest.fixture
 def load(llama: Path) -> Callable[..., Any]:
-    """A split model with an adapter; always the same."""
+    """`load(...)`: a split model with an adapter; always the same one."""
 
     def load(path: Path = llama) -> Any:
         model = AutoModelForCausalLM.from_pretrained(path, quantization_config=RemoteConfig(masking="simulate"))
@@ -88,8 +88,8 @@ def test_a_whole_training_step_is_one_graph_and_gives_the_same_bits(
     expected_logits, expected = step(model, model)
     eager = list(made)
     made.clear()
-    compiled = torch.compile(model, backend=backend, fullgraph=True)  # any break is an error
-    for _ in range(2):  # once while compiling, once compiled
+    compiled = torch.compile(model, backend=backend, fullgraph=True)  # any graph break is an error
+    for _ in range(2):  # once during compilation, once afterwards
         logits, gradients = step(model, compiled)
         assert torch.equal(logits, expected_logits)
         assert expected

@@ -1,4 +1,4 @@
-"""`from_pretrained`: only the tenant's tensors are loaded, and what cannot work says so."""
+"""`from_pretrained` loads only the tenant's tensors, and refuses what cannot work."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def load() -> Iterator[Load]:
 def federation(
     executor: ScriptedProvider, helper: ScriptedProvider, new_federation: NewFederation, federation_file: Write
 ) -> Path:
-    """Of the Llama, with one helper."""
+    """A federation for the Llama, with one helper."""
     return federation_file(new_federation([executor], [helper]))
 
 
@@ -184,7 +184,7 @@ def test_half_precision(load: Load, llama: Path, dtype: torch.dtype) -> None:
     assert torch.nn.functional.cosine_similarity(out.logits.float(), full, dim=-1).min() > 0.99
 
 
-def test_half_precision_over_the_wire_is_the_simulation(load: Load, llama: Path, federation: Path) -> None:
+def test_half_precision_over_the_wire_equals_the_simulation(load: Load, llama: Path, federation: Path) -> None:
     with torch.no_grad():
         outputs = [
             load(llama, dtype=torch.bfloat16, **options)(input_ids=IDS).logits
@@ -249,7 +249,7 @@ def test_an_optimizer_may_be_given_every_parameter(load: Load, llama: Path) -> N
 
 
 def slim(source: Path, target: Path) -> Path:
-    """A checkpoint with nothing but the tenant's tensors."""
+    """Write a checkpoint with the tenant's tensors only."""
     offloaded = {m for entry in WeightStore(source).manifest().groups for m in entry.members}
     target.mkdir()
     for file in source.glob("*.json"):
@@ -296,7 +296,7 @@ def test_a_federation_of_another_model_is_refused(
 
 
 def test_other_weights_are_refused(load: Load, llama: Path, federation: Path, tmp_path: Path) -> None:
-    """One weight of one layer differs: the digest does, too."""
+    """One weight of one layer differs, so the digest differs."""
     other = tmp_path / "other"
     model = LlamaForCausalLM.from_pretrained(llama)
     with torch.no_grad():
@@ -309,7 +309,7 @@ def test_other_weights_are_refused(load: Load, llama: Path, federation: Path, tm
 def test_another_architecture_than_the_federations_is_refused(
     load: Load, llama: Path, federation: Path, tmp_path: Path
 ) -> None:
-    """Prepared for the Llama, pointed at something else: nothing may be replaced by chance."""
+    """The preparation is for the Llama, the checkpoint is another model: no layer may be replaced by chance."""
     narrow = tmp_path / "narrow"
     LlamaForCausalLM(
         LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=96)
@@ -370,7 +370,7 @@ def test_a_classification_head_stays_with_the_tenant_and_is_trained(
     federation_file: Write,
     tmp_path: Path,
 ) -> None:
-    """By real providers, who find the same groups; saved here, and loaded at home."""
+    """Served by real providers, which find the same groups; saved here, and loaded into a plain model."""
     kind = architecture(load_config(classifier))
     store = WeightStore(classifier)
     members = {member for entry in store.manifest().groups for member in entry.members}
@@ -386,7 +386,7 @@ def test_a_classification_head_stays_with_the_tenant_and_is_trained(
         stored = head_of(model)
         assert stored
         torch.manual_seed(7)
-        # "all-linear" would be PEFT's own conflict with the head of a token classifier
+        # "all-linear" would conflict in PEFT itself with the head of a token classifier
         where: Any = "all-linear" if task == "SEQ_CLS" else ["q_proj", "down_proj"]
         lora = LoraConfig(task_type=task, target_modules=where, r=4)
         adapted: Any = get_peft_model(model, lora)
@@ -426,8 +426,8 @@ def test_another_number_of_labels_makes_another_head(load: Load, classifier: Pat
 
 
 @pytest.mark.parametrize("classifier", ["bert"], indirect=True)
-def test_a_language_model_beside_a_classifier_is_another_model(classifier: Path, tmp_path: Path) -> None:
-    """An LM head, with the transform before it, is the provider's; a head beside it is not."""
+def test_a_language_model_and_a_classifier_are_different_models(classifier: Path, tmp_path: Path) -> None:
+    """An LM head, with the transform before it, is offloaded; a classification head is not."""
     torch.manual_seed(6)
     BertForPreTraining(BertConfig(**SIZES)).save_pretrained(tmp_path / "lm")
     members = {member for group in discover(tmp_path / "lm").groups for member in group.members}
@@ -446,7 +446,9 @@ def test_a_language_model_beside_a_classifier_is_another_model(classifier: Path,
         {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu", "lm_head": "cpu"},
     ],
 )
-def test_layers_on_disk_are_refused(load: Load, llama: Path, device_map: dict[str, str], tmp_path: Path) -> None:
+def test_layers_offloaded_to_disk_are_refused(
+    load: Load, llama: Path, device_map: dict[str, str], tmp_path: Path
+) -> None:
     remote = RemoteConfig(masking="simulate")
     options: dict[str, Any] = {"quantization_config": remote, "offload_folder": str(tmp_path)}
     with pytest.raises(UnsupportedMethodError, match="device_map"):
@@ -470,7 +472,7 @@ def test_layers_on_disk_are_refused(load: Load, llama: Path, device_map: dict[st
 def test_adapter_names_that_peft_would_ignore_are_an_error(
     load: Load, llama: Path, config: PeftConfig, works: bool
 ) -> None:
-    """Every row would go through the active adapter, without a word."""
+    """Otherwise every row would go through the active adapter without an error."""
     model: Any = get_peft_model(load(llama, masking="simulate"), config).eval()
     names = ["default", "__base__"]
     with torch.no_grad():
@@ -480,7 +482,7 @@ def test_adapter_names_that_peft_would_ignore_are_an_error(
             return
         with pytest.raises(UnsupportedMethodError, match="adapter_names"):
             model(input_ids=IDS, adapter_names=names)
-        with pytest.raises((UnsupportedMethodError, ValueError), match="adapter_names"):  # or transformers' own
+        with pytest.raises((UnsupportedMethodError, ValueError), match="adapter_names"):  # or transformers' own error
             model.generate(input_ids=IDS, adapter_names=names, max_new_tokens=1)
 
 
@@ -493,13 +495,13 @@ def test_the_base_model_is_not_saved(load: Load, llama: Path, tmp_path: Path, ca
 def test_a_model_that_is_dropped_closes_its_connections(
     llama: Path, federation: Path, executor: ScriptedProvider, helper: ScriptedProvider
 ) -> None:
-    """Nobody called close. (pytest makes an error of a socket that is collected unclosed.)"""
+    """Without a call of `close`. (pytest makes an error of a socket that is garbage collected without being closed.)"""
     model: Any = AutoModelForCausalLM.from_pretrained(
         llama, quantization_config=RemoteConfig(federation=federation, masking="pad")
     )
     before = set(threading.enumerate())
     model(input_ids=IDS)
-    started = set(threading.enumerate()) - before  # the session's, and the providers' for each of its connections
+    started = set(threading.enumerate()) - before  # the session's connections, and the providers' ends of them
     assert len(executor.hellos) == 1
     assert len(helper.hellos) == 2
     assert len(started) > 3
@@ -517,7 +519,7 @@ def test_a_copied_model_gives_the_same_logits(load: Load, llama: Path) -> None:
         assert torch.equal(twin(input_ids=IDS).logits, model(input_ids=IDS).logits)
 
 
-def test_backend_of_finds_it_through_peft(load: Load, llama: Path) -> None:
+def test_backend_of_works_with_a_peft_model(load: Load, llama: Path) -> None:
     model = load(llama, masking="simulate")
     wrapped = get_peft_model(model, LoraConfig(target_modules="all-linear"))
     assert backend_of(wrapped) is backend_of(model)

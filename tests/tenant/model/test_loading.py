@@ -1,4 +1,4 @@
-"""Folders that somebody else wrote: they override nothing, run nothing, and nothing in them is made up."""
+"""Folders from other parties override nothing, run no code, and no missing tensor is made up."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def federation(
 
 @pytest.fixture
 def hostile(llama: Path, tmp_path: Path) -> Hostile:
-    """`hostile(**entries)`: a copy of the Llama whose config.json says more."""
+    """`hostile(**entries)`: a copy of the Llama with further entries in config.json."""
 
     def write(folder: str = "hostile", **entries: Any) -> Path:
         path = tmp_path / folder
@@ -90,12 +90,12 @@ def hostile(llama: Path, tmp_path: Path) -> Hostile:
     return write
 
 
-# What a folder says about masking and verification
+# A folder's entries about masking and verification
 
 
 @pytest.fixture
 def plaintext(federation: Path, llama: Path, tmp_path: Path) -> dict[str, Any]:
-    """What an attacker would like a tenant to run: no masks, keys of theirs."""
+    """An attacker's configuration: no masks, the attacker's keys."""
     evil = {"masking": "none", "federation": str(federation), "cache": str(tmp_path / "evil"), "verify_columns": 8}
     return {"quant_method": QUANT_METHOD, "checkpoint": str(llama), **evil}
 
@@ -126,10 +126,10 @@ def test_a_folder_cannot_turn_masking_off(
 
 
 @pytest.mark.parametrize("unknown", [False, True])
-def test_a_nested_one_is_refused_by_name(
+def test_a_nested_configuration_is_refused_by_name(
     unknown: bool, hostile: Hostile, federation: Path, plaintext: dict[str, Any], executor: ScriptedProvider
 ) -> None:
-    """Also behind one that transformers ignores."""
+    """Also behind an entry that transformers ignores."""
     outer = {"quantization_config": {"quant_method": "unheard of"}} if unknown else {}
     path = hostile(**outer, audio_config={"model_type": "llama", "quantization_config": plaintext})
     remote = RemoteConfig(federation=federation)
@@ -142,7 +142,9 @@ def test_a_nested_one_is_refused_by_name(
     assert executor.hellos == []
 
 
-def test_one_of_the_text_model_is_refused(llama: Path, federation: Path, plaintext: dict[str, Any]) -> None:
+def test_a_configuration_inside_the_text_models_is_refused(
+    llama: Path, federation: Path, plaintext: dict[str, Any]
+) -> None:
     config: Any = Gemma3Config()
     config.text_config.quantization_config = plaintext
     with pytest.raises(CheckpointError, match="does not decide"):
@@ -151,7 +153,7 @@ def test_one_of_the_text_model_is_refused(llama: Path, federation: Path, plainte
         )
 
 
-def test_subfolders_and_the_hubs_cache_are_folders_too(
+def test_subfolders_and_the_hubs_cache_are_checked(
     hostile: Hostile, federation: Path, plaintext: dict[str, Any], tmp_path: Path
 ) -> None:
     path = hostile(quantization_config=plaintext)
@@ -169,7 +171,7 @@ def test_subfolders_and_the_hubs_cache_are_folders_too(
             )
 
 
-def test_a_configuration_object_cannot_either(
+def test_a_configuration_object_cannot_turn_masking_off(
     llama: Path, federation: Path, plaintext: dict[str, Any], executor: ScriptedProvider
 ) -> None:
     config = AutoConfig.from_pretrained(llama)
@@ -182,10 +184,10 @@ def test_a_configuration_object_cannot_either(
     assert executor.hellos == []
 
 
-def test_an_adapters_base_model_cannot_either(
+def test_an_adapters_base_model_cannot_turn_masking_off(
     hostile: Hostile, federation: Path, plaintext: dict[str, Any], llama: Path, tmp_path: Path
 ) -> None:
-    """transformers and PEFT follow `base_model_name_or_path` to it."""
+    """transformers and PEFT load the model that `base_model_name_or_path` names."""
     path = hostile(quantization_config=plaintext)
     adapted: Any = get_peft_model(load_model(llama), LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
     adapted.peft_config["default"].base_model_name_or_path = str(path)
@@ -197,19 +199,19 @@ def test_an_adapters_base_model_cannot_either(
 
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
 def test_no_kernel_is_fetched_for_a_folder(key: str, hostile: Hostile, federation: Path) -> None:
-    """transformers would, while it builds the model."""
+    """transformers would fetch it while it builds the model."""
     remote = RemoteConfig(federation=federation)
     with pytest.raises(CheckpointError, match=r"fetch(ed)? and run"):
         AutoModelForCausalLM.from_pretrained(hostile(**{key: "somebody/kernel"}), quantization_config=remote)
 
 
-def test_what_was_passed_is_what_is_used(llama: Path) -> None:
+def test_the_callers_configuration_is_used(llama: Path) -> None:
     config = RemoteConfig(masking="simulate")
     model: Any = AutoModelForCausalLM.from_pretrained(llama, quantization_config=config)
     assert model.hf_quantizer.quantization_config is config
 
 
-def test_nothing_that_is_saved_says_how_a_tenant_masks(llama: Path, federation: Path, tmp_path: Path) -> None:
+def test_saved_files_do_not_contain_the_masking_options(llama: Path, federation: Path, tmp_path: Path) -> None:
     remote = RemoteConfig(federation=federation, cache=tmp_path / "private-cache")
     model: Any = AutoModelForCausalLM.from_pretrained(llama, quantization_config=remote)
     model.config.save_pretrained(tmp_path / "config")
@@ -225,7 +227,7 @@ def test_nothing_that_is_saved_says_how_a_tenant_masks(llama: Path, federation: 
         assert torch.equal(again(input_ids=IDS).logits, model(input_ids=IDS).logits)
 
 
-def test_other_files_than_the_keys_are_made_from_are_not_loaded(llama: Path, federation: Path, tmp_path: Path) -> None:
+def test_only_the_files_that_the_keys_are_made_from_are_loaded(llama: Path, federation: Path, tmp_path: Path) -> None:
     path = tmp_path / "variants"
     shutil.copytree(llama, path)
     shutil.copy(path / "model.safetensors", path / "model.other.safetensors")
@@ -244,7 +246,7 @@ def test_other_files_than_the_keys_are_made_from_are_not_loaded(llama: Path, fed
 def test_an_index_cannot_point_to_another_folder(
     variant: str | None, where: str, llama: Path, federation: Path, executor: ScriptedProvider, tmp_path: Path
 ) -> None:
-    """The folder that holds the tensors would be the one that is checked, with a config.json that nobody reads."""
+    """Otherwise the folder with the tensors would be checked, but its config.json would not be read."""
     outer = tmp_path / "outer"
     target = {"inner": outer / "inner", "inner/../elsewhere": outer / "elsewhere", "absolute": tmp_path / "far"}[where]
     for folder in (outer / "inner", target):
@@ -269,10 +271,8 @@ def test_config_json_cannot_point_to_another_folder(hostile: Hostile, llama: Pat
         AutoModelForCausalLM.from_pretrained(path, quantization_config=RemoteConfig(masking="simulate"))
 
 
-def test_files_that_are_swapped_while_they_are_loaded_are_refused(
-    hostile: Hostile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is checked is what is loaded."""
+def test_files_that_are_replaced_during_loading_are_refused(hostile: Hostile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files that are checked are the files that are loaded."""
     path = hostile()
 
     def open_and_swap(remote: RemoteConfig, folder: Path) -> Backend:
@@ -287,18 +287,18 @@ def test_files_that_are_swapped_while_they_are_loaded_are_refused(
         AutoModelForCausalLM.from_pretrained(path, quantization_config=RemoteConfig(masking="simulate"))
 
 
-# Code that a folder brings
+# Code in a folder
 
 
 @pytest.fixture
 def marker(tmp_path: Path) -> Path:
-    """Here lies a file once code of the checkpoint has run."""
+    """A file that exists once code of the checkpoint has run."""
     return tmp_path / "ran"
 
 
 @pytest.fixture
 def custom(hostile: Hostile, marker: Path) -> Path:
-    """A model type of its own, with code for everything."""
+    """A checkpoint with its own model type, and code for everything."""
     classes = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M", "AutoModel": "code.M"}
     path = hostile(model_type="unheard-of", auto_map=classes)
     (path / "tokenizer_config.json").write_text(
@@ -341,10 +341,10 @@ def test_custom_generation_is_not_loaded(hostile: Hostile, marker: Path) -> None
     assert not marker.exists()
 
 
-# Names in a folder that would be looked up
+# Names in a folder that the hub would resolve
 
 
-def test_the_hub_is_not_asked_about_what_is_here(
+def test_the_hub_gets_no_request_about_local_folders(
     hostile: Hostile, federation: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
@@ -386,12 +386,10 @@ OVERSTATED: dict[str, tuple[PeftConfig, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, about seeds and about saving without a base model
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's warnings about seeds and about saving without a base model
 @pytest.mark.parametrize("method", OVERSTATED)
-def test_an_adapter_takes_memory_for_what_it_holds_and_not_for_what_it_says(
-    method: str, llama: Path, tmp_path: Path
-) -> None:
-    """Its tensors are small, and the sizes in its configuration are not: gigabytes, if they were believed."""
+def test_an_adapters_memory_is_limited_by_its_tensors(method: str, llama: Path, tmp_path: Path) -> None:
+    """The adapter's tensors are small, but its configuration states sizes of gigabytes."""
     honest, change = OVERSTATED[method]
     adapted: Any = get_peft_model(load_model(llama), copy.deepcopy(honest)).eval()
     adapted.save_pretrained(str(tmp_path))
@@ -409,7 +407,7 @@ def test_an_adapter_takes_memory_for_what_it_holds_and_not_for_what_it_says(
 
 @pytest.fixture
 def adapter(llama: Path, tmp_path: Path) -> Hostile:
-    """`adapter(**entries)`: a LoRA on all q_proj and v_proj, whose adapter_config.json says more."""
+    """`adapter(**entries)`: a LoRA on all q_proj and v_proj, with further entries in adapter_config.json."""
 
     def write(**entries: Any) -> Path:
         torch.manual_seed(4)
@@ -467,7 +465,7 @@ def test_an_honest_pattern_gives_the_same_adapter(entries: dict[str, Any], adapt
         assert not torch.equal(load_model(llama)(input_ids=IDS).logits, expected)
 
 
-# Tensors that are not there
+# Missing tensors
 
 
 def test_missing_tensors_are_an_error_and_not_random(hostile: Hostile, llama: Path) -> None:
@@ -484,7 +482,7 @@ def test_missing_tensors_are_an_error_and_not_random(hostile: Hostile, llama: Pa
 
 @pytest.fixture(scope="module")
 def tokenized(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`tokenized(model)`: a checkpoint with the demo's tokenizer, and private text beside it."""
+    """`tokenized(model)`: a checkpoint with the demo's tokenizer, and a private text."""
     source = make_base_model(
         tmp_path_factory.mktemp("tokenizer") / "model",
         recipe=Pretraining(steps=1, batch=2, window=16, sentences=300, vocab=320),
@@ -530,7 +528,7 @@ def test_an_encoder_is_measured_by_its_hidden_states_and_not_given_a_random_head
     assert check.exception is None, check.exception
     assert "perplexity" not in check.output
     (line,) = [line for line in check.output.splitlines() if "smallest cosine of hidden states" in line]
-    assert float(line.split()[-2]) > 0.999  # the ring's; bf16's is the last
+    assert float(line.split()[-2]) > 0.999  # the ring's cosine; bf16's is the last one
     where = ("--model", str(path), "--federation", str(federation))
     for command in (
         ("finetune", *where, *text, "--output", str(tmp_path / "out")),

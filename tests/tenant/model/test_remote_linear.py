@@ -1,4 +1,4 @@
-"""The linears that are not there: one product per group of siblings, nothing kept, nothing read."""
+"""Offloaded linears: one product per group of siblings, no stored input, no readable weight."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Siblings = list[RemoteLinear]
 
 
 class Counting(Backend):
-    """The simulation, with a list of what was asked."""
+    """The simulation, with a list of its requests."""
 
     def __init__(self, store: WeightStore) -> None:
         entries = store.manifest().groups
@@ -126,7 +126,7 @@ def test_siblings_may_be_called_in_any_order_and_again(qkv: Siblings, backend: C
     with torch.no_grad():
         first = [qkv[i](x) for i in (2, 0, 1)]
         assert len(backend.calls) == 1
-        assert torch.equal(qkv[2](x), first[0])  # collected before: another product
+        assert torch.equal(qkv[2](x), first[0])  # the others are collected already: another product
     assert len(backend.calls) == 2
 
 
@@ -158,7 +158,9 @@ def test_an_input_changed_in_place_is_another_input(qkv: Siblings, backend: Coun
         (torch.inference_mode, torch.no_grad),
     ],
 )
-def test_modes_do_not_mix(qkv: Siblings, backend: Counting, first: Callable[[], Any], then: Callable[[], Any]) -> None:
+def test_gradient_modes_are_kept_apart(
+    qkv: Siblings, backend: Counting, first: Callable[[], Any], then: Callable[[], Any]
+) -> None:
     x = activations(2).requires_grad_()
     with first():
         qkv[0](x)
@@ -169,7 +171,7 @@ def test_modes_do_not_mix(qkv: Siblings, backend: Counting, first: Callable[[], 
     assert not key.is_inference()
 
 
-def test_an_input_that_starts_to_require_grad_is_another_input(qkv: Siblings, backend: Counting) -> None:
+def test_an_input_that_now_requires_grad_is_another_input(qkv: Siblings, backend: Counting) -> None:
     x = activations(2)
     qkv[0](x)
     assert qkv[1](x.requires_grad_()).requires_grad
@@ -207,8 +209,8 @@ def test_outputs_may_be_written_to(qkv: Siblings) -> None:
     assert x.grad is not None
 
 
-def test_nothing_is_pending_once_an_input_is_gone(qkv: Siblings, backend: Counting) -> None:
-    """A new tensor at the address of a dead one is another input."""
+def test_pending_outputs_end_with_their_input(qkv: Siblings, backend: Counting) -> None:
+    """A new tensor at the address of a freed one is another input."""
     with torch.no_grad():
         for i in range(20):
             qkv[0](activations(2) * i)
@@ -231,7 +233,7 @@ def test_gradient_checkpointing_runs_the_group_again(qkv: Siblings, backend: Cou
     assert torch.equal(x.grad, expected)
 
 
-def test_a_copy_shares_the_backend_but_no_call_in_flight(qkv: Siblings, backend: Counting) -> None:
+def test_a_copy_shares_the_backend_but_no_pending_outputs(qkv: Siblings, backend: Counting) -> None:
     x = activations(2)
     with torch.no_grad():
         qkv[0](x)
@@ -258,9 +260,9 @@ def dequantised(store: WeightStore, index: int) -> Tensor:
 def test_forward_and_backward_are_products_of_the_dequantised_weights(
     store: WeightStore, index: int, data: st.DataObject
 ) -> None:
-    """The only error is that of rounding a row to its scale: half a step per entry, times the weights.
+    """The only error is the rounding of a row to its scale: half a step per entry, times the weights.
 
-    Where a scale is subnormal, it is itself rounded, by at most 2^-1075: times any product.
+    A subnormal scale is itself rounded, by at most 2^-1075: times any product.
     """
     backend = Counting(store)
     weight = dequantised(store, index)
@@ -278,13 +280,13 @@ def test_forward_and_backward_are_products_of_the_dequantised_weights(
         bound = backend.facts[index].bounds[FORWARD if rows is not folded else BACKWARD]
         _, scale = quantise_rows(rows, bound)
         allowed = scale / 2 * raw.abs().sum(dim=0)
-        size = rows.abs() @ matrix.abs()  # what the float64 reference itself may be off by
+        size = rows.abs() @ matrix.abs()  # error of the float64 reference itself
         assert bool(((got - rows @ matrix).abs() <= allowed * (1 + 1e-9) + size * 1e-12 + RANGE * 5e-324).all())
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_gradients_agree_with_finite_differences(store: WeightStore, direction: Direction) -> None:
-    """The layer is linear, so a difference quotient has no truncation error: only rounding remains."""
+    """The layer is linear, so a difference quotient has no truncation error, only rounding error."""
     qkv = siblings(Counting(store))
     x = activations(2, dtype=torch.float64).requires_grad_()
     step = torch.zeros_like(x)
@@ -301,7 +303,7 @@ def test_gradients_agree_with_finite_differences(store: WeightStore, direction: 
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 5), (2, 0)])
-def test_no_rows_are_no_call(qkv: Siblings, shape: tuple[int, ...]) -> None:
+def test_no_rows_make_no_request(qkv: Siblings, shape: tuple[int, ...]) -> None:
     x = activations(*shape).requires_grad_()
     y = qkv[0](x)
     assert y.shape == (*shape, 64)
@@ -346,7 +348,7 @@ def test_the_input_is_not_kept_alive(qkv: Siblings) -> None:
     torch.cat(y, dim=-1).sum().backward()
 
 
-def test_a_weight_has_no_bytes_and_knows_its_place(qkv: Siblings) -> None:
+def test_a_weight_has_no_bytes_and_the_right_metadata(qkv: Siblings) -> None:
     for module in qkv:
         assert isinstance(module, nn.Linear)
         assert isinstance(module.weight, OffloadedWeight)
@@ -358,8 +360,8 @@ def test_a_weight_has_no_bytes_and_knows_its_place(qkv: Siblings) -> None:
         assert module.state_dict() == {}
 
 
-def test_copies_of_a_weight_are_as_empty(qkv: Siblings) -> None:
-    """What is done to a weight before it is computed with makes no tensor of it that could be computed with."""
+def test_copies_of_a_weight_have_no_values(qkv: Siblings) -> None:
+    """Operations on a weight before a computation return no tensor that could be computed with."""
     weight = qkv[1].weight
     for twin in (
         weight.detach(),
@@ -412,7 +414,7 @@ def test_a_weight_cannot_be_trained(qkv: Siblings) -> None:
 
 @pytest.fixture
 def load(llama: Any) -> Callable[[], PreTrainedModel]:
-    """A split Llama that simulates."""
+    """`load()`: a split Llama in simulation."""
     return lambda: AutoModelForCausalLM.from_pretrained(llama, quantization_config=RemoteConfig(masking="simulate"))
 
 
@@ -440,7 +442,7 @@ def test_methods_that_need_no_base_weight_train(load: Callable[[], PreTrainedMod
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
     before = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
     ids = torch.arange(24).view(2, 12)
-    for _ in range(2):  # the second step also reaches what starts behind a zero
+    for _ in range(2):  # the second step also reaches parameters behind a zero initialisation
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
@@ -493,7 +495,7 @@ def test_resizing_the_head_is_refused_by_name(load: Callable[[], PreTrainedModel
 
 
 def test_training_an_offloaded_layer_itself_is_refused(load: Callable[[], PreTrainedModel]) -> None:
-    """PEFT trains a copy of such a layer, and a copy of nothing would be trained in silence."""
+    """PEFT would train a copy of the layer, and the copy would have no values."""
     config = LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
     with pytest.raises(UnsupportedMethodError, match=r"target_modules instead of modules_to_save"):
         get_peft_model(load(), config)
@@ -503,11 +505,11 @@ def test_training_an_offloaded_layer_itself_is_refused(load: Callable[[], PreTra
 
 @pytest.fixture
 def biased(gpt2: Any) -> Any:
-    """A split GPT-2 that simulates."""
+    """A split GPT-2 in simulation."""
     return AutoModelForCausalLM.from_pretrained(gpt2, quantization_config=RemoteConfig(masking="simulate"))
 
 
-# plain PEFT says so whenever it puts LoRA on GPT-2
+# a warning of plain PEFT for LoRA on GPT-2
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False but the target module is `Conv1D`:UserWarning")
 @pytest.mark.parametrize("bias", ["all", "lora_only"])
 def test_training_the_biases_of_offloaded_layers_is_refused(biased: Any, bias: Any) -> None:
@@ -523,8 +525,9 @@ def test_bitfit_by_hand_is_refused(biased: Any) -> None:
         biases["transformer.h.0.attn.c_attn.bias"].requires_grad = True
 
 
-def test_a_bias_that_is_not_here_is_no_burden(biased: Any) -> None:
-    """It is listed, moved and copied with the model, but neither saved nor missed; computing with it is an error."""
+def test_an_offloaded_bias_works_as_a_parameter(biased: Any) -> None:
+    """The bias is listed, moved and copied with the model, but neither saved nor missing; computing with it is an
+    error."""
     bias = biased.get_submodule("transformer.h.0.attn.c_attn").bias
     assert isinstance(bias, nn.Parameter)
     assert (bias.shape, bias.nbytes) == ((192,), 0)
@@ -542,8 +545,9 @@ def test_a_bias_that_is_not_here_is_no_burden(biased: Any) -> None:
         biased.load_state_dict(biased.state_dict() | {"transformer.h.0.attn.c_attn.bias": torch.zeros(192)})
 
 
-def test_adapters_that_ask_a_block_for_any_parameter(load: Callable[[], PreTrainedModel]) -> None:
-    """LLaMA-Adapter takes dtype and device of an attention's first parameter, and all of an attention is offloaded."""
+def test_adapters_that_read_dtype_and_device_from_a_block(load: Callable[[], PreTrainedModel]) -> None:
+    """LLaMA-Adapter takes dtype and device from an attention's first parameter, and all of an attention is
+    offloaded."""
     config = AdaptionPromptConfig(adapter_len=4, adapter_layers=1, task_type="CAUSAL_LM")
     model: Any = get_peft_model(load(), config)
     model(input_ids=torch.arange(8).view(1, 8), labels=torch.arange(8).view(1, 8)).loss.backward()

@@ -1,4 +1,4 @@
-"""The plain model with rounded weights: the same integers as the providers', and the nearest model to a split one."""
+"""The plain model with rounded weights: the providers' integers, and the closest model to a split one."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ IDS = torch.arange(1, 21).view(2, 10)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_its_weights_are_the_integers_that_providers_multiply_by(
-    name: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    """The largest weight of a channel is a whole number of scales, so quantising again gives the same integers."""
+def test_its_weights_are_the_providers_integers(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """A channel's largest weight is a whole multiple of its scale, so quantising again gives the same integers."""
     path: Path = request.getfixturevalue(name)
     rounded_model(path).save_pretrained(tmp_path / "rounded")
     store, again = WeightStore(path), WeightStore(tmp_path / "rounded", cache=tmp_path / "cache")
@@ -27,9 +25,7 @@ def test_its_weights_are_the_integers_that_providers_multiply_by(
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_a_split_model_is_nearer_to_it_than_to_the_checkpoints_own_model(
-    name: str, request: pytest.FixtureRequest
-) -> None:
+def test_a_split_model_is_closer_to_it_than_to_the_checkpoints_model(name: str, request: pytest.FixtureRequest) -> None:
     path: Path = request.getfixturevalue(name)
     split = AutoModelForCausalLM.from_pretrained(path, quantization_config=RemoteConfig(masking="simulate"))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What is kept of a base model: public facts, secret keys, one pass over the checkpoint."""
+"""The preparation of a base model: public facts and secret keys, from one pass over the checkpoint."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def same_facts(a: GroupFacts, b: GroupFacts) -> bool:
     return a.entry == b.entry and a.bounds == b.bounds and torch.equal(a.channel_scale, b.channel_scale) and biases
 
 
-def test_facts_are_those_of_the_weights_and_survive_the_disk(base: WeightStore, tmp_path: Path) -> None:
+def test_facts_follow_from_the_weights_and_survive_the_disk(base: WeightStore, tmp_path: Path) -> None:
     digest = base.manifest().digest
     fresh = prepared(base, digest, tmp_path)
     cached = prepared(None, digest, tmp_path)
@@ -89,8 +89,8 @@ def test_keys_are_made_once_and_work_from_the_disk(base: WeightStore, tmp_path: 
             assert (dot(product, r) == dot(small, v)).tolist() == [True, False, True]
 
 
-def test_who_starts_at_the_same_time_gets_the_same_keys(llama: Path, store: WeightStore, tmp_path: Path) -> None:
-    """And none that is half another one's."""
+def test_processes_that_start_together_get_the_same_keys(llama: Path, store: WeightStore, tmp_path: Path) -> None:
+    """No process gets keys that are partly another process's."""
     digest = store.manifest().digest
     together = threading.Barrier(4)
 
@@ -104,14 +104,14 @@ def test_who_starts_at_the_same_time_gets_the_same_keys(llama: Path, store: Weig
     assert all(torch.equal(other[name], keys[0][name]) for other in keys for name in keys[0])
 
 
-def test_nobody_waits_for_ever_for_another_process(tmp_path: Path) -> None:
+def test_the_wait_for_another_process_is_limited(tmp_path: Path) -> None:
     with _alone(tmp_path), pytest.raises(ConfigError, match="another process"), _alone(tmp_path, patience_s=0.1):
         pass
     with _alone(tmp_path, patience_s=0.1):
         pass
 
 
-def test_keys_that_are_there_wait_for_nobody(store: WeightStore, tmp_path: Path) -> None:
+def test_existing_keys_need_no_lock(store: WeightStore, tmp_path: Path) -> None:
     digest = store.manifest().digest
     made = prepared(store, digest, tmp_path)
     with _alone(tmp_path), ThreadPoolExecutor(1) as pool:
@@ -125,7 +125,7 @@ def test_only_the_owner_may_read_the_keys(store: WeightStore, tmp_path: Path) ->
         assert stat.S_IMODE((folder_of(tmp_path) / name).stat().st_mode) == 0o600
 
 
-def test_no_weight_is_kept(store: WeightStore, tmp_path: Path) -> None:
+def test_a_preparation_holds_no_weights(store: WeightStore, tmp_path: Path) -> None:
     """Facts are O(o) and keys O(m (o + d)) per layer group."""
     prepared(store, store.manifest().digest, tmp_path, columns=8)
     sizes = {entry.inputs * entry.stacked_outputs for entry in store.manifest().groups}
@@ -134,7 +134,7 @@ def test_no_weight_is_kept(store: WeightStore, tmp_path: Path) -> None:
             assert tensor.numel() < min(sizes)
 
 
-def test_forgotten_keys_are_made_anew(store: WeightStore, tmp_path: Path) -> None:
+def test_deleted_keys_are_made_again(store: WeightStore, tmp_path: Path) -> None:
     digest = store.manifest().digest
     before = prepared(store, digest, tmp_path)
     before.forget_keys()
@@ -152,7 +152,7 @@ def test_other_columns_are_other_keys(store: WeightStore, tmp_path: Path) -> Non
     assert len(list((tmp_path / "tenant").iterdir())) == 2
 
 
-def test_without_a_checkpoint_the_error_says_how_to_go_on(tmp_path: Path) -> None:
+def test_without_a_checkpoint_the_error_names_the_fix(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"symbiosis-priv tenant prepare --model \S+ --federation \S+`.*RemoteConfig\(checkpoint="
     ):
@@ -199,8 +199,8 @@ def test_keys_without_some_layer_are_made_again(store: WeightStore, tmp_path: Pa
     assert len(load_file(path)) == 1 + 2 * 9
 
 
-def test_who_lied_can_be_told_after_the_keys_are_deleted(store: WeightStore, tmp_path: Path) -> None:
-    """A session goes on with who is honest, and may have to judge again."""
+def test_faults_can_be_attributed_after_the_keys_are_deleted(store: WeightStore, tmp_path: Path) -> None:
+    """A session continues with honest providers, and may have to attribute another fault."""
     prepared(store, store.manifest().digest, tmp_path)
     kept = prepared(None, store.manifest().digest, tmp_path)
     kept.forget_keys()
@@ -211,11 +211,12 @@ def test_who_lied_can_be_told_after_the_keys_are_deleted(store: WeightStore, tmp
     assert not kept.blame.accepts(2, FORWARD, rows=rows, answer=rows @ weight.t() + 1)
 
 
-# What lies in the cache is what was prepared
+# Integrity of the cache
 
 
-def test_every_altered_tensor_is_noticed(base: WeightStore, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Scales, biases, bounds, keys: each in turn, by as little as can be. Logits would change in silence."""
+def test_every_altered_tensor_is_detected(base: WeightStore, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Scales, biases, bounds, keys: each is altered minimally. Without a check, logits would change without an
+    error."""
     digest = base.manifest().digest
     truth = prepared(base, digest, tmp_path)
     altered = 0
@@ -238,8 +239,8 @@ def test_every_altered_tensor_is_noticed(base: WeightStore, tmp_path: Path, capl
     assert "has been changed or is damaged" in caplog.text
 
 
-def test_facts_of_another_preparation_do_not_fit(store: WeightStore, tmp_path: Path) -> None:
-    """The same model, the same tensors: another secret, so another seal."""
+def test_facts_of_another_preparation_are_refused(store: WeightStore, tmp_path: Path) -> None:
+    """The same model and tensors, but another secret, so another seal."""
     digest = store.manifest().digest
     for name in ("one", "other"):
         prepared(store, digest, tmp_path / name)
@@ -247,7 +248,7 @@ def test_facts_of_another_preparation_do_not_fit(store: WeightStore, tmp_path: P
         (folder_of(tmp_path / "one") / name).write_bytes((folder_of(tmp_path / "other") / name).read_bytes())
         if name != "keys.safetensors":
             continue
-        prepared(None, digest, tmp_path / "one")  # all of them: it is the other
+        prepared(None, digest, tmp_path / "one")  # with all files it is the other preparation
     (folder_of(tmp_path / "one") / "seal").write_bytes(bytes(32))
     with pytest.raises(CheckpointError, match="the seal is not that of the files"):
         prepared(None, digest, tmp_path / "one")
@@ -265,7 +266,7 @@ def test_facts_of_another_preparation_do_not_fit(store: WeightStore, tmp_path: P
     ],
 )
 def test_a_cache_that_others_can_change_is_refused(store: WeightStore, tmp_path: Path, name: str, mode: int) -> None:
-    """They could bring facts, keys and a seal of their own."""
+    """Other users could store their own facts, keys and seal."""
     digest = store.manifest().digest
     prepared(store, digest, tmp_path)
     (folder_of(tmp_path) / name).chmod(mode)
@@ -291,7 +292,7 @@ def test_a_link_to_somewhere_else_is_refused(store: WeightStore, tmp_path: Path)
 def test_a_cache_below_a_folder_that_others_can_change_is_refused(
     store: WeightStore, tmp_path: Path, name: str, preparing: bool
 ) -> None:
-    """They could put a folder of their own in its place: with their keys, forged answers would verify."""
+    """Other users could replace the folder by their own: with their keys, forged answers would verify."""
     digest, cache = store.manifest().digest, tmp_path / "above" / "cache"
     prepared(store, digest, cache)
     place = (cache / name).resolve()
@@ -304,10 +305,10 @@ def test_a_cache_below_a_folder_that_others_can_change_is_refused(
     assert preparing or len(list(folder_of(cache).iterdir())) == 7  # nothing was written or deleted
 
 
-def test_a_swap_while_keys_are_made_changes_nothing(
+def test_files_replaced_while_keys_are_made_are_not_used(
     store: WeightStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The keys that were made are the keys that are used, whatever lies in the folder by then."""
+    """The keys in memory are used, not the files that are in the folder by then."""
     digest = store.manifest().digest
     prepared(store, digest, tmp_path / "attacker")
     forged = prepared(None, digest, tmp_path / "attacker")
@@ -324,7 +325,7 @@ def test_a_swap_while_keys_are_made_changes_nothing(
     assert not torch.equal(used.keys.to_tensors()["secret"], forged.keys.to_tensors()["secret"])
 
 
-def test_the_folder_is_made_private_whatever_the_umask(store: WeightStore, tmp_path: Path) -> None:
+def test_the_folder_is_private_for_every_umask(store: WeightStore, tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         prepared(store, store.manifest().digest, tmp_path)
@@ -344,16 +345,16 @@ def test_a_cache_that_cannot_be_written_only_costs_time(
     assert "every start makes them again" in caplog.text
     rows = torch.ones((3, made.facts[0].inputs(FORWARD)), dtype=torch.int32)
     assert made.blame.accepts(0, FORWARD, rows=rows, answer=store.matrix(0).product(rows))
-    with pytest.raises(StorageError, match="choose another folder"):  # `tenant prepare` is there to keep it
+    with pytest.raises(StorageError, match="choose another folder"):  # `tenant prepare` must store the preparation
         prepare(store, digest=digest, columns=16, reread=True, cache=tmp_path / "full")
 
 
-# What is loaded is what was prepared
+# Loading the prepared checkpoint only
 
 
 @pytest.fixture
 def model(llama: Path, tmp_path: Path) -> Path:
-    """A copy of the Llama to change."""
+    """A copy of the Llama that the test may change."""
     return Path(shutil.copytree(llama, tmp_path / "model"))
 
 
@@ -389,7 +390,7 @@ def change_config(folder: Path, **entries: object) -> None:
 def test_a_checkpoint_with_other_tensors_of_the_tenants_own_is_refused(
     store: WeightStore, model: Path, change: str, met: bool, tmp_path: Path
 ) -> None:
-    """Also after it has been met unchanged, and for good."""
+    """Also after it was loaded unchanged once; permanently."""
     cache = tmp_path / "cache"
     prepared(store, store.manifest().digest, cache)
     if met:
@@ -400,7 +401,7 @@ def test_a_checkpoint_with_other_tensors_of_the_tenants_own_is_refused(
             bound(store, model, cache)
 
 
-def test_what_only_saving_changes_does_not_matter(store: WeightStore, model: Path, tmp_path: Path) -> None:
+def test_changes_made_by_saving_do_not_matter(store: WeightStore, model: Path, tmp_path: Path) -> None:
     prepared(store, store.manifest().digest, tmp_path / "cache")
     change_config(model, transformers_version="6.0.0", _name_or_path="elsewhere")
     bound(store, model, tmp_path / "cache")
@@ -420,7 +421,7 @@ def test_a_checkpoint_is_hashed_once(
     monkeypatch.setattr(preparation, "own_digest", count)
     for _ in range(3):
         bound(store, model, cache)
-        bound(store, store.path, cache)  # which was prepared from: not even once
+        bound(store, store.path, cache)  # the checkpoint of the preparation is not hashed at all
     assert len(hashed) == 1
     os.utime(model / "model.safetensors")
     bound(store, model, cache)
@@ -428,7 +429,7 @@ def test_a_checkpoint_is_hashed_once(
 
 
 @pytest.mark.parametrize("preparing", [False, True])
-def test_files_that_are_swapped_while_they_are_hashed_are_not_known_from_then_on(
+def test_files_replaced_while_they_are_hashed_are_hashed_again(
     store: WeightStore, model: Path, preparing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache, digest = tmp_path / "cache", store.manifest().digest
@@ -462,13 +463,13 @@ TOKENIZER_CHANGES: dict[str, Callable[[Path], object]] = {
 def test_another_tokenizer_than_the_prepared_one_is_refused_until_the_user_prepares_it(
     store: WeightStore, model: Path, change: str, tmp_path: Path
 ) -> None:
-    """A template decides how many rows a text becomes: from a folder, it could write private text into the bill."""
+    """A template decides how many rows a text becomes: a folder's template could make the bill reveal private text."""
     cache, digest, slim = tmp_path / "cache", store.manifest().digest, tmp_path / "slim"
     (model / "additional_chat_templates").mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "additional_chat_templates/tools.jinja"):
         (model / name).write_text("{}")
     manifest = prepared(WeightStore(model), digest, cache).manifest
-    bound(store, store.path, cache)  # no tokenizer there, so none is used
+    bound(store, store.path, cache)  # that folder has no tokenizer, so none is used
     write_slim(WeightStore(model), manifest, slim)
     bound(store, slim, cache)
     TOKENIZER_CHANGES[change](model)
@@ -478,8 +479,8 @@ def test_another_tokenizer_than_the_prepared_one_is_refused_until_the_user_prepa
     bound(store, model, cache)
 
 
-def test_a_forged_mark_is_not_believed(store: WeightStore, model: Path, tmp_path: Path) -> None:
-    """`known/` holds MACs, not names alone."""
+def test_a_forged_mark_is_refused(store: WeightStore, model: Path, tmp_path: Path) -> None:
+    """`known/` holds MACs, not only names."""
     cache = tmp_path / "cache"
     prepared(store, store.manifest().digest, cache)
     CHANGES["a norm times 2"](model)
@@ -489,7 +490,7 @@ def test_a_forged_mark_is_not_believed(store: WeightStore, model: Path, tmp_path
         bound(store, model, cache)
 
 
-def test_a_slim_checkpoint_is_as_good_and_no_better(store: WeightStore, tmp_path: Path) -> None:
+def test_a_slim_checkpoint_is_checked_like_a_full_one(store: WeightStore, tmp_path: Path) -> None:
     cache, slim = tmp_path / "cache", tmp_path / "slim"
     manifest = prepared(store, store.manifest().digest, cache).manifest
     write_slim(store, manifest, slim)
@@ -499,10 +500,8 @@ def test_a_slim_checkpoint_is_as_good_and_no_better(store: WeightStore, tmp_path
         bound(store, slim, cache)
 
 
-def test_reading_again_replaces_a_preparation_or_says_what_it_read(
-    store: WeightStore, model: Path, tmp_path: Path
-) -> None:
-    """The user's word for a checkpoint: taken for the tensors of its own, never for what the providers serve."""
+def test_reread_replaces_a_preparation_or_names_the_checkpoint(store: WeightStore, model: Path, tmp_path: Path) -> None:
+    """The user states that a checkpoint is trusted: this covers its own tensors, never the providers' weights."""
     cache, digest = tmp_path / "cache", store.manifest().digest
     prepared(store, digest, cache)
     CHANGES["a norm times 2"](model)

@@ -1,4 +1,4 @@
-"""Executors from registries: whatever a registry says, in whatever order, it can deny service and nothing else."""
+"""Executors from registries: for any listings, in any order, a registry can only deny service."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Vouching:
 
 @pytest.fixture(scope="module")
 def federation(vouching: Vouching) -> Federation:
-    """A tenant's file: an executor, a helper of beta AG, and a registry that nobody runs."""
+    """A tenant's file: an executor, a helper of beta AG, and a registry that does not run."""
     folder = vouching.folder / "pinned"
 
     def pinned(name: str, role: str, port: int) -> Peer:
@@ -73,14 +73,17 @@ def discovery(federation: Federation, *, now: float) -> Discovery:
     return Discovery(federation, clock=lambda: now)
 
 
-# What a registry may say
+# Listings of a registry
 
 
 def test_a_registry_can_deny_service_and_nothing_else(
     federation: Federation, vouching: Vouching, stranger: Vouching
 ) -> None:
-    """Forged, stale, repeated, reordered and withheld descriptors, in any rounds: whoever is taken on has said so
-    itself, is still saying so, and is an executor; nothing of the file changes, and nothing goes back in time."""
+    """Forged, stale, repeated, reordered and withheld descriptors, in any rounds.
+
+    Each accepted executor has signed its current descriptor itself, is valid, and is an executor. The file's providers
+    do not change, and no older descriptor replaces a newer one.
+    """
     now = vouching.began / MS
     old, new = ({"after_ms": 0, "layers": "0-1"}, {"after_ms": 1000, "layers": "2-3"})
     genuine = [says(vouching, name, **change) for name in NAMES for change in (old, new)]
@@ -121,7 +124,7 @@ def test_a_registry_can_deny_service_and_nothing_else(
 def test_order_and_repetition_make_no_difference(
     federation: Federation, vouching: Vouching, order: list[int], repeats: list[int]
 ) -> None:
-    """Also for two that claim one address, of whom the later one is there."""
+    """Also for two executors that claim one address, of which the later descriptor counts."""
     ports = (7001, 7001, 7002, 7002, 7003, 7001)
     everybody = [
         vouching.said(f"x{number}", after_ms=number, address=("localhost", port)) for number, port in enumerate(ports)
@@ -135,7 +138,7 @@ def test_order_and_repetition_make_no_difference(
 def test_an_older_descriptor_is_refused_after_the_newest_has_expired(
     federation: Federation, vouching: Vouching
 ) -> None:
-    """A long life is announced and then a short one: the registry waits until the short one is over."""
+    """A long lifetime is announced and then a short one; the registry waits until the short one is over."""
     clock = [vouching.began / MS]
     found = Discovery(federation, clock=lambda: clock[0])
     long = says(vouching, "gamma", lifetime_s=float(MAX_LIFETIME_S))
@@ -147,11 +150,11 @@ def test_an_older_descriptor_is_refused_after_the_newest_has_expired(
         assert found.hear([long]).total() == 1
     clock[0] += 3 * 3600
     assert found.update() == ()
-    assert not found._newest  # forgotten, now that nothing older can be alive
+    assert not found._newest  # forgotten, because no older descriptor can be valid now
     assert found.hear([long]).total() == 1
 
 
-def test_an_executor_stays_until_its_last_word_expires(federation: Federation, vouching: Vouching) -> None:
+def test_an_executor_stays_until_its_last_descriptor_expires(federation: Federation, vouching: Vouching) -> None:
     clock = [vouching.began / MS]
     changes: list[tuple[Peer, ...]] = []
     found = Discovery(federation, clock=lambda: clock[0], changed=changes.append)
@@ -161,13 +164,13 @@ def test_an_executor_stays_until_its_last_word_expires(federation: Federation, v
     assert len(found.update()) == 1
     clock[0] += 2
     assert found.update() == ()
-    assert [len(peers) for peers in changes] == [1, 0]  # told when it changes, and only then
+    assert [len(peers) for peers in changes] == [1, 0]  # called when the list changes, and only then
 
 
 # Rules 8 and 11
 
 
-def test_nobody_takes_the_place_of_a_provider_of_the_file(federation: Federation, vouching: Vouching) -> None:
+def test_no_executor_replaces_a_provider_of_the_file(federation: Federation, vouching: Vouching) -> None:
     claims = {
         "Alpha": {"address": ("localhost", 7001)},
         "near": {"address": ("localhost", 6001)},
@@ -183,7 +186,7 @@ def test_nobody_takes_the_place_of_a_provider_of_the_file(federation: Federation
 def test_a_provider_of_the_file_that_announces_itself_keeps_its_entry(
     federation: Federation, vouching: Vouching
 ) -> None:
-    """Even its own new address is not taken from a registry: the tenant has pinned it by hand."""
+    """Even the provider's own new address does not come from a registry, because the tenant has pinned the address."""
     said = vouching.said("listed", address=("localhost", 7001))
     own = Peer("listed", "listed AG", "executor", "localhost", 6003, said.certificate)
     helper = replace(own, role="helper")
@@ -194,7 +197,7 @@ def test_a_provider_of_the_file_that_announces_itself_keeps_its_entry(
         assert found.refused == {}
 
 
-def test_whoever_is_one_company_with_a_helper_is_refused(federation: Federation, vouching: Vouching) -> None:
+def test_an_executor_of_a_helpers_company_is_refused(federation: Federation, vouching: Vouching) -> None:
     for name, operator in (("q1", "beta AG"), ("q2", "BETA  ag"), ("q3", "Zeta AG"), ("q4", "Holding SE")):
         vouching.identity(name, operator=operator)
         for file in (federation, replace(federation, pad_helpers=1)):
@@ -204,7 +207,7 @@ def test_whoever_is_one_company_with_a_helper_is_refused(federation: Federation,
 
 
 @given(subset=st.sets(st.sampled_from(["q1", "q3", "gamma", "delta", "Alpha", "near"])))
-def test_whoever_is_taken_on_is_admissible_with_every_helper(
+def test_every_accepted_executor_is_admissible_with_every_helper(
     federation: Federation, vouching: Vouching, subset: set[str]
 ) -> None:
     for name, operator in (("q1", "beta AG"), ("q3", "Zeta AG")):
@@ -232,14 +235,14 @@ def test_operators_share_the_limit_of_executors(federation: Federation, vouching
     assert {one.name for one in honest} < {peer.name for peer in shared.executors}
     assert len(shared.executors) == MAX_FOUND
     again = [vouching.said(name, address=("localhost", 8000 + n), after_ms=n % 7) for n, name in enumerate(names)]
-    assert admitted(federation, [*again, *honest], now=now).executors == shared.executors  # nobody comes or goes
+    assert admitted(federation, [*again, *honest], now=now).executors == shared.executors  # the list does not change
 
 
 @pytest.mark.parametrize(
     "host", ["localhost", "127.0.0.1", "127.9.9.9", "::1", "0.0.0.0", "169.254.169.254", "fe80::1", "224.0.0.1"]
 )
-def test_no_registry_leads_to_this_machine(federation: Federation, vouching: Vouching, host: str) -> None:
-    """Unless everything in the file is on this machine. What a name resolves to is checked when it is dialled."""
+def test_no_registry_leads_connections_to_this_machine(federation: Federation, vouching: Vouching, host: str) -> None:
+    """Unless everything in the file is on this machine. The address of a name is checked when it is connected."""
     name = f"s{host.replace(':', '-')}"
     vouching.known[name] = issuing.issue(
         vouching.folder,
@@ -286,7 +289,7 @@ def now_says(vouching: Vouching, name: str) -> bytes:
     return says(vouching, name, issued=round(MS * time.time()))
 
 
-def test_what_one_registry_withholds_another_one_shows(
+def test_another_registry_shows_what_one_registry_withholds(
     federation: Federation, vouching: Vouching, liars: list[LyingRegistry], caplog: pytest.LogCaptureFixture
 ) -> None:
     gone = "127.0.0.1:1"
@@ -303,10 +306,10 @@ def test_what_one_registry_withholds_another_one_shows(
     assert found.executors == found.refresh()
 
 
-def test_it_asks_again_by_itself_until_it_is_closed(
+def test_registries_are_asked_periodically_until_closing(
     federation: Federation, vouching: Vouching, liars: list[LyingRegistry]
 ) -> None:
-    """Also after a round that has failed, for want of a thread for instance."""
+    """Also after a round that failed, for instance because no thread could be started."""
     changes: list[tuple[Peer, ...]] = []
 
     def changed(peers: tuple[Peer, ...]) -> None:
@@ -327,19 +330,19 @@ def test_it_asks_again_by_itself_until_it_is_closed(
     assert [len(peers) for peers in changes] == [1, 2]
 
 
-def test_closing_does_not_wait_for_a_registry_that_says_nothing(federation: Federation, vouching: Vouching) -> None:
+def test_closing_does_not_wait_for_a_silent_registry(federation: Federation, vouching: Vouching) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         found = Discovery(asking(federation, vouching, address), interval_s=0.01, deadline_s=60.0)
         found.start()
-        connection, _ = silent.accept()  # it is being asked now
+        connection, _ = silent.accept()  # the registry is being asked
         began = time.monotonic()
         assert found.close(timeout=30)
         assert time.monotonic() - began < 20
         connection.close()
 
 
-def test_a_forked_child_lets_go_without_a_word(
+def test_a_forked_child_drops_connections_without_sending(
     federation: Federation, vouching: Vouching, liars: list[LyingRegistry]
 ) -> None:
     liars[0].show(now_says(vouching, "gamma"))
@@ -356,7 +359,7 @@ def test_a_forked_child_lets_go_without_a_word(
     assert found.close(timeout=20)
 
 
-def test_a_revoked_executor_is_not_taken_on(federation: Federation, vouching: Vouching, tmp_path: Path) -> None:
+def test_a_revoked_executor_is_refused(federation: Federation, vouching: Vouching, tmp_path: Path) -> None:
     revoked = tmp_path / "revoked.txt"
     revoke(revoked, [vouching.identity("gamma").certificate])
     file = replace(federation, registries=Registries(("127.0.0.1:1",), vouching.authority.certificate, revoked))
@@ -364,25 +367,25 @@ def test_a_revoked_executor_is_not_taken_on(federation: Federation, vouching: Vo
     assert found.hear([says(vouching, "gamma"), says(vouching, "delta")]) == {"its certificate has been revoked": 1}
     assert [peer.name for peer in found.update()] == ["delta"]
     (peer,) = found.executors
-    revoke(revoked, [vouching.identity("delta").certificate])  # while it is being used
+    revoke(revoked, [vouching.identity("delta").certificate])  # while it is in use
     assert found.update() == ()
     assert found.hear([says(vouching, "delta", after_ms=1)]) == {"its certificate has been revoked": 1}
-    revoked.unlink()  # nobody is forgiven by that
+    revoked.unlink()  # revoked executors stay revoked
     assert found.update() == ()
     assert peer.pins == tuple(load_certificates(vouching.identity("delta").certificate))
 
 
-def test_without_an_authority_nothing_begins(federation: Federation, vouching: Vouching) -> None:
+def test_discovery_needs_an_authority(federation: Federation, vouching: Vouching) -> None:
     for path in (vouching.identity("gamma").certificate, vouching.folder / "missing.pem"):
         with pytest.raises(CertificateError):
             Discovery(replace(federation, registries=Registries(("r.example:1",), path)))
 
 
 @pytest.mark.parametrize("masking", ["none", "paper-pool"])
-def test_a_session_that_trusts_executors_does_not_open(
+def test_a_session_that_shows_rows_does_not_open_with_a_registry(
     federation: Federation, vouching: Vouching, tmp_path: Path, masking: str
 ) -> None:
-    """Before the checkpoint is read, and before anybody is asked for anything."""
+    """Before the checkpoint is read, and before any request."""
     alpha = federation.executors[0]
     path = tmp_path / "federation.toml"
     path.write_text(f"""

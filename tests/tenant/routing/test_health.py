@@ -1,4 +1,4 @@
-"""Breakers and costs, decision by decision: no sockets, and time that passes as a test says."""
+"""Circuit breakers and costs, decision by decision: no sockets, and a clock that the test sets."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ def test_a_breaker_closes_with_the_answer_to_its_trial() -> None:
     assert health.state is State.DOWN
     health.connected()
     assert str(health.state) == "trial"
-    assert not health.failed(5.0)  # it never was up
+    assert not health.failed(5.0)  # it was never up
     assert health.retry_at == 5.5
     health.connected()
     assert health.answered(6.0, seconds=0.1, size=10)
     assert str(health.state) == "up"
     assert health.failed(7.0)
-    assert health.retry_at == 7.25  # from the beginning
+    assert health.retry_at == 7.25  # as at the start
 
 
-def test_a_probe_changes_nothing_for_who_is_up() -> None:
+def test_a_probe_changes_nothing_for_a_provider_that_is_up() -> None:
     health = steady()
     health.connected()
     assert health.state is State.UP
@@ -70,17 +70,17 @@ def test_cost_is_latency_and_bytes(latency: float, rate: float) -> None:
     assert health.seconds_for(large // 2) == pytest.approx(latency + large // 2 * rate, rel=1e-2)
 
 
-def test_a_cold_start_is_forgotten() -> None:
+def test_the_first_slow_measurement_is_dropped() -> None:
     health = steady()
     for now, seconds in enumerate((3.0, 0.01, 0.01)):
         health.answered(float(now), seconds=seconds, size=100)
     assert health.latency_s == pytest.approx(0.01)
 
 
-def test_patience_follows_what_was_measured_and_grows_while_nobody_else_is_up() -> None:
+def test_patience_follows_measurements_and_grows_without_other_providers() -> None:
     health = steady()
     assert health.patience_s(100, others_s=None) >= 2.0
-    assert health.patience_s(1 << 26, others_s=60.0) > 60.0  # a slow line may need so long for 64 MiB
+    assert health.patience_s(1 << 26, others_s=60.0) > 60.0  # a slow connection may take this long for 64 MiB
     for now in range(3):
         health.answered(float(now), seconds=1.0, size=100)
     known = health.patience_s(100, others_s=None)
@@ -93,8 +93,8 @@ def test_patience_follows_what_was_measured_and_grows_while_nobody_else_is_up() 
 
 
 @given(sizes=st.lists(st.integers(0, 1 << 24), min_size=1, max_size=30))
-def test_who_takes_ever_longer_is_not_waited_for_ever_longer(sizes: list[int]) -> None:
-    """Its own cost would be what it likes: others are the measure."""
+def test_a_provider_that_becomes_slower_does_not_increase_its_own_patience(sizes: list[int]) -> None:
+    """Its own cost would be whatever it chooses, so the other providers' cost is the measure."""
     health = steady()
     for now, size in enumerate(sizes):
         patience = health.patience_s(size, others_s=0.3)
@@ -102,22 +102,22 @@ def test_who_takes_ever_longer_is_not_waited_for_ever_longer(sizes: list[int]) -
         health.answered(float(now), seconds=0.99 * patience, size=size)
 
 
-def test_who_was_waited_for_in_vain_is_left_alone_for_many_times_as_long() -> None:
+def test_a_wait_without_an_answer_brings_a_penalty_of_many_times_its_length() -> None:
     health = steady()
     for now in (0.0, 1000.0):
         health.failed(now, wasted_s=2.0)
         assert health.retry_at == now + 40.0
         health.connected()
-        health.answered(now + 50.0, seconds=0.001, size=10)  # makes no difference to the next time
+        health.answered(now + 50.0, seconds=0.001, size=10)  # it makes no difference to the next pause
     health.failed(2000.0)
     assert health.retry_at == 2000.25
-    health.failed(2000.1, wasted_s=2.0)  # another request that was lost with the first one
+    health.failed(2000.1, wasted_s=2.0)  # another request that was lost at the same time
     assert health.retry_at == pytest.approx(2040.1)
     health.failed(3000.0, wasted_s=100.0)
     assert health.retry_at == 3600.0
 
 
-def test_cost_is_measured_again_after_a_while_and_seldom_where_that_is_dear() -> None:
+def test_cost_is_measured_again_after_a_while_and_rarely_for_slow_providers() -> None:
     quick, slow = steady(), steady()
     assert quick.is_stale(0.0)
     for now in range(3):
@@ -130,5 +130,5 @@ def test_cost_is_measured_again_after_a_while_and_seldom_where_that_is_dear() ->
     slow.answered(200.0, seconds=2.0, size=100)
     for _ in range(2):
         slow.answered(200.0, seconds=0.001, size=100)
-    assert not slow.is_stale(300.0)  # what the dearest of late took counts, not what it takes on the whole
+    assert not slow.is_stale(300.0)  # the most expensive recent answer counts, not the average
     assert slow.is_stale(400.0)

@@ -1,4 +1,4 @@
-"""Real sessions whose executors come from a registry that lies: exact results by those who are vouched for, or none."""
+"""Sessions with executors from a lying registry: exact results from executors with valid certificates, or none."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def opened(
     helper: ScriptedProvider,
     preparation: Preparation,
 ) -> Iterator[Open]:
-    """`opened()`: a session with one pinned helper, and whatever executors the registry has."""
+    """`opened()`: a session with one pinned helper, and the executors of the registry."""
     federation = replace(
         new_federation([], [helper.peer("helper", name="beta", operator="beta AG")]),
         registries=Registries((liar.address,), vouching.authority.certificate),
@@ -80,7 +80,7 @@ def says(vouching: Vouching, name: str, provider: ScriptedProvider, store: Weigh
 
 
 def is_exact(session: Session, store: WeightStore) -> bool:
-    """Both directions of some layer groups, against the weights."""
+    """Compare both directions of some layer groups with the weights."""
     for seed, (group, direction) in enumerate(itertools.product((0, 3, 8), DIRECTIONS)):
         facts = session.preparation.facts[group]
         rows = torch.randn(5, facts.inputs(direction), generator=torch.Generator().manual_seed(seed))
@@ -92,7 +92,7 @@ def is_exact(session: Session, store: WeightStore) -> bool:
     return True
 
 
-def test_it_can_deny_service_and_nothing_else(
+def test_a_lying_registry_can_only_deny_service(
     vouching: Vouching,
     liar: LyingRegistry,
     opened: Open,
@@ -110,7 +110,7 @@ def test_it_can_deny_service_and_nothing_else(
         says(stranger, "gamma", foe, store),
         says(vouching, "ally", ally, store),
         says(vouching, "beta", impostor, store),
-        says(vouching, "gamma", foe, store, after_s=-3600),  # stale: foe has got an address that was gamma's
+        says(vouching, "gamma", foe, store, after_s=-3600),  # stale: foe now has an address that was gamma's
     ]
     liar.show(*lies)
     with pytest.raises(UncoveredError, match="nobody serves layers 0-1"):
@@ -123,14 +123,14 @@ def test_it_can_deny_service_and_nothing_else(
         liar.show(*listing)
         session = opened()
         assert is_exact(session, store)
-        liar.show(*lies)  # what is in use stays in use
+        liar.show(*lies)  # executors in use stay in use
         assert is_exact(session, store)
     assert good.executed
     assert not any(heard.request for provider in (ally, foe, impostor) for heard in provider.heard)
     assert not any(provider.hellos for provider in (ally, foe, impostor))
 
 
-def test_who_was_found_is_checked_like_anybody_else(
+def test_discovered_executors_are_verified_like_others(
     vouching: Vouching,
     liar: LyingRegistry,
     opened: Open,
@@ -138,7 +138,8 @@ def test_who_was_found_is_checked_like_anybody_else(
     store: WeightStore,
     frames: Frames,
 ) -> None:
-    """An executor that is vouched for and lies is asked no more after its first lie; another that was found goes on."""
+    """An executor with a valid certificate that lies gets no request after its first lie; another discovered one
+    continues."""
     one, other = (new_provider(identity=vouching.identity(name)) for name in ("gamma", "delta"))
 
     def lie(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:

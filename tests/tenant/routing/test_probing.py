@@ -1,4 +1,4 @@
-"""Who is heard from, and what is kept of those who come and go."""
+"""Probes, and the data that is kept about executors that come and go."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tenant.routing.routes import Routes
 from tests.vouching import Vouching
 
 
-def test_nothing_is_kept_of_those_who_come_and_go(
+def test_nothing_is_kept_of_executors_that_have_left(
     new_federation: Callable[..., Federation], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """An executor from a registry is another one whenever it announces other layers: its operator's choice."""
+    """An executor from a registry is another peer whenever it announces other layers, which its operator decides."""
     vouching = Vouching.in_folder(tmp_path_factory.mktemp("vouching"))
     certificate = load_certificates(vouching.identity("gamma").certificate)[0]
     peer = Peer("gamma", "gamma AG", "executor", "127.0.0.1", 7001, certificate)
@@ -53,10 +53,10 @@ def test_nothing_is_kept_of_those_who_come_and_go(
     assert not [thread for thread in threading.enumerate() if thread.name == "probe-gamma"]
 
 
-def test_who_announces_other_layers_does_not_begin_anew(
+def test_announcing_other_layers_does_not_reset_an_executors_health(
     new_federation: Callable[..., Federation], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """It would be tried, and waited for in vain, whenever it has announced itself once more."""
+    """Otherwise it would get a trial, and cause a wait, after each new announcement."""
     vouching = Vouching.in_folder(tmp_path_factory.mktemp("vouching"))
 
     def peer(name: str, port: int) -> Peer:

@@ -1,4 +1,4 @@
-"""Who has lied stays away, whatever of it has changed."""
+"""A quarantined provider stays quarantined after changes of its name, key, address or layers."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def found(vouching: Vouching, who: str, **changes: object) -> Peer:
 
 
 @given(name=st.booleans(), key=st.booleans(), address=st.booleans(), layers=st.integers(3, 5))
-def test_a_liar_is_its_name_its_key_and_its_address(
+def test_one_unchanged_trait_identifies_a_quarantined_provider(
     vouching: Vouching, name: bool, key: bool, address: bool, layers: int
 ) -> None:
-    """It comes back as whatever its authority and its operator like: what is the same of it is enough."""
+    """Its authority and operator can change each of these; one that is unchanged is enough."""
     quarantine = Quarantine()
     quarantine.add(found(vouching, "liar"))
     again = found(
@@ -51,7 +51,7 @@ def test_another_executor_of_its_operator_is_judged_by_its_own_answers(vouching:
     assert found(vouching, "fresh", port=7402) not in quarantine
 
 
-def test_what_becomes_of_a_pinned_file_makes_no_difference(vouching: Vouching, tmp_path: Path) -> None:
+def test_changes_of_a_pinned_file_make_no_difference(vouching: Vouching, tmp_path: Path) -> None:
     pinned = tmp_path / "liar.pem"
     pinned.write_bytes(vouching.identity("liar").certificate.read_bytes())
     peer = found(vouching, "liar", certificate=pinned)

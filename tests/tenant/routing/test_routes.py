@@ -1,4 +1,4 @@
-"""Whom to ask: by coverage, admissibility, health and measured cost. No sockets; time passes as a test says."""
+"""The choice of providers by coverage, admissibility, health and measured cost. No sockets; the test sets the clock."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SMALL, LARGE = 1000, 1 << 24
 
 
 class Clock:
-    """Time that passes as a test says."""
+    """A clock that the test sets."""
 
     now = 1000.0
 
@@ -47,7 +47,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def peers(identities: Identities) -> Callable[[wire.Role, Sequence[str]], list[Peer]]:
-    """`peers(role, operators)`: one each."""
+    """`peers(role, operators)`: one peer of each operator."""
     certificates = [identities.provider().certificate for _ in range(6)]
     unused = iter(range(6))
 
@@ -64,7 +64,7 @@ def peers(identities: Identities) -> Callable[[wire.Role, Sequence[str]], list[P
 def new_routes(
     new_federation: NewFederation, peers: Callable[[wire.Role, Sequence[str]], list[Peer]], clock: Clock
 ) -> NewRoutes:
-    """`new_routes(executors, helpers, pad_helpers=...)`: operators of each; everybody has said that it serves all."""
+    """`new_routes(executors, helpers, pad_helpers=...)`: operators of each role; all of them serve everything."""
 
     def make(executors: str, helpers: str = "", **options: object) -> Routes:
         federation: Federation = new_federation(peers("executor", executors), peers("helper", helpers), **options)
@@ -83,7 +83,7 @@ def hear(route: Route, first: int = 0, end: int = 9) -> None:
 
 
 def ask(routes: Routes, clock: Clock, cost: dict[str, float], *, size: int = SMALL, times: int = 1) -> Counter[str]:
-    """Ask so many times; an answer takes as many seconds as `cost` says. Who was asked how often."""
+    """Send `times` requests, whose answers take the seconds in `cost`. Returns how often each provider was asked."""
     asked: Counter[str] = Counter()
     for _ in range(times):
         route = routes.choose(0, size, holders=())
@@ -94,7 +94,7 @@ def ask(routes: Routes, clock: Clock, cost: dict[str, float], *, size: int = SMA
     return asked
 
 
-def test_few_rows_take_the_path_of_least_latency(new_routes: NewRoutes, clock: Clock) -> None:
+def test_few_rows_go_to_the_executor_with_the_lowest_latency(new_routes: NewRoutes, clock: Clock) -> None:
     routes = new_routes("ABC")
     asked = ask(routes, clock, {"p0": 0.1, "p1": 0.001, "p2": 0.1}, times=1000)
     assert asked["p1"] > 980
@@ -103,7 +103,7 @@ def test_few_rows_take_the_path_of_least_latency(new_routes: NewRoutes, clock: C
 
 
 @given(noise=st.lists(st.floats(0.85, 1.15), min_size=60, max_size=60))
-def test_a_little_noise_moves_nothing(noise: list[float]) -> None:
+def test_small_differences_do_not_move_rows(noise: list[float]) -> None:
     """Rows stay where they are unless another executor is clearly better."""
     clock = Clock()
     routes = bare_routes(clock, executors=2)
@@ -116,7 +116,7 @@ def test_a_little_noise_moves_nothing(noise: list[float]) -> None:
 
 
 def bare_routes(clock: Clock, *, executors: int, helpers: int = 0) -> Routes:
-    """Without certificates: nothing is looked up in them here. A pad has one helper."""
+    """Routes without certificates, because nothing is looked up in them here. A pad has one helper."""
     nowhere = Path("nowhere")
     executor: wire.Role = "executor"
     roles: list[wire.Role] = [executor if number < executors else "helper" for number in range(executors + helpers)]
@@ -128,7 +128,7 @@ def bare_routes(clock: Clock, *, executors: int, helpers: int = 0) -> Routes:
     return routes
 
 
-def test_who_becomes_slow_is_left_and_who_becomes_quick_is_found(new_routes: NewRoutes, clock: Clock) -> None:
+def test_rows_leave_a_slow_executor_and_find_a_fast_one(new_routes: NewRoutes, clock: Clock) -> None:
     routes = new_routes("AB")
     cost = {"p0": 0.01, "p1": 0.05}
     assert ask(routes, clock, cost, times=200)["p0"] > 190
@@ -139,7 +139,7 @@ def test_who_becomes_slow_is_left_and_who_becomes_quick_is_found(new_routes: New
     assert ask(routes, clock, cost, times=600)["p0"] > 300
 
 
-def test_one_who_failed_is_left_alone_until_probed(new_routes: NewRoutes, clock: Clock) -> None:
+def test_a_failed_executor_gets_no_request_until_it_is_probed(new_routes: NewRoutes, clock: Clock) -> None:
     routes = new_routes("AB")
     ask(routes, clock, {"p0": 0.01, "p1": 0.01}, times=10)
     first = routes.executors[0]
@@ -151,20 +151,20 @@ def test_one_who_failed_is_left_alone_until_probed(new_routes: NewRoutes, clock:
     assert first.welcome is not None
     routes.connected(first, first.welcome)
     trial = routes.choose(0, SMALL, holders=())
-    assert trial is first  # one request, and no other until that is answered
+    assert trial is first  # one request, and no other until its answer
     assert routes.choose(0, SMALL, holders=()) is not first
     routes.answered(first, seconds=0.01, size=SMALL)
     assert first.health.state is State.UP
 
 
-def test_a_single_one_is_asked_whatever_its_breaker_says(new_routes: NewRoutes) -> None:
+def test_a_single_executor_is_asked_in_every_state_of_its_breaker(new_routes: NewRoutes) -> None:
     routes = new_routes("A")
     routes.failed(routes.executors[0], "lost")
     assert routes.choose(0, SMALL, holders=()) is routes.executors[0]
 
 
 @given(failures=st.integers(0, 40), left_s=st.floats(0.0, 120.0), all_fail=st.booleans())
-def test_one_who_hangs_again_and_again_leaves_time_for_the_others(failures: int, left_s: float, all_fail: bool) -> None:
+def test_an_executor_that_hangs_repeatedly_leaves_time_for_others(failures: int, left_s: float, all_fail: bool) -> None:
     clock = Clock()
     routes = bare_routes(clock, executors=2)
     hanging, other = routes.executors
@@ -180,7 +180,7 @@ def test_one_who_hangs_again_and_again_leaves_time_for_the_others(failures: int,
 
 
 class SlowOnPurpose:
-    """Plays tricks on requests, one after the other and again from the beginning, beside somebody honest."""
+    """A provider that delays or drops requests in a repeated pattern, next to an honest one."""
 
     honest_s = 0.1
 
@@ -188,13 +188,13 @@ class SlowOnPurpose:
         self._tricks = itertools.cycle(tricks)
 
     def answer(self, patience: float) -> tuple[bool, float]:
-        """Whether it answers, and after how long."""
+        """Returns True if it answers, and the seconds until then."""
         trick = next(self._tricks)
         seconds = {"quick": 1e-3, "busy": 1e-3, "hangs": patience}.get(trick, 0.99 * patience)
         return trick in ("quick", "in time"), seconds
 
     def costs_a_tenth(self, seconds: float, products: int) -> bool:
-        """More than if it were away; and once what an unknown line may need, while nothing is known of anybody."""
+        """The bound: more than if it were away, plus the default time of an unknown provider once."""
         first = 8 * USUAL.unknown_s + 4 * USUAL.least_patience_s
         return seconds <= 1.1 * products * self.honest_s + first
 
@@ -243,26 +243,26 @@ def test_a_helper_that_is_slow_on_purpose_costs_a_tenth(tricks: list[str]) -> No
                 routes.answered(route, seconds=seconds, size=SMALL)
             else:
                 routes.late([route.peer], waited_s=seconds)
-            assert routes.wanted(0, [routes.helpers[1].peer], SMALL, waited_s=1.0) == []  # the honest one is enough
+            assert routes.wanted(0, [routes.helpers[1].peer], SMALL, waited_s=1.0) == []  # one honest helper is enough
     assert adversary.costs_a_tenth(clock.now - began, PRODUCTS)
 
 
 def probe(routes: Routes) -> None:
-    """Everybody answers probes."""
+    """Let every provider answer a probe."""
     for route in routes.to_probe():
         hear(route)
         route.health.connected()
 
 
-def test_a_helper_that_has_not_been_heard_is_a_spare(new_routes: NewRoutes) -> None:
+def test_a_helper_that_has_not_answered_is_a_spare(new_routes: NewRoutes) -> None:
     routes = new_routes("a", "bc", pad_helpers=1)
     silent, heard = routes.helpers
     silent.welcome = None
     assert routes.holders(0) == [heard]
 
 
-def test_a_helper_that_hangs_again_and_again_leaves_time_for_the_others(new_routes: NewRoutes, clock: Clock) -> None:
-    """It answers probes, and so has its trials; patience that grew with them would outlast a product's deadline."""
+def test_a_helper_that_hangs_repeatedly_leaves_time_for_others(new_routes: NewRoutes, clock: Clock) -> None:
+    """It answers probes, so it gets trials. Without a limit, patience would exceed a product's deadline."""
     routes = new_routes("ab", "cde", pad_helpers=2)
     hanging, other, third = routes.helpers
     for _ in range(20):
@@ -274,14 +274,14 @@ def test_a_helper_that_hangs_again_and_again_leaves_time_for_the_others(new_rout
     assert routes.patience_with_helpers_s(0, [hanging.peer], SMALL, left_s=120.0) == 60.0
 
 
-def test_where_one_executor_serves_a_group_all_the_time_is_its_own(new_routes: NewRoutes) -> None:
+def test_the_only_executor_of_a_group_gets_all_the_time(new_routes: NewRoutes) -> None:
     routes = new_routes("ab")
     hear(routes.executors[0], 0, 5)
     hear(routes.executors[1], 5, 9)
     assert routes.patience_s(routes.executors[0], 3, SMALL, left_s=7.0) == 7.0
 
 
-def test_only_who_serves_a_group_is_asked_for_it(new_routes: NewRoutes) -> None:
+def test_only_executors_that_serve_a_group_are_asked(new_routes: NewRoutes) -> None:
     routes = new_routes("AB")
     hear(routes.executors[0], 0, 4)
     hear(routes.executors[1], 3, 7)
@@ -296,10 +296,10 @@ def test_only_who_serves_a_group_is_asked_for_it(new_routes: NewRoutes) -> None:
     k=st.integers(1, 3),
     down=st.sets(st.integers(0, 5)),
 )
-def test_holders_are_of_k_companies_and_none_is_the_executors(
+def test_holders_are_of_k_companies_without_the_executors_company(
     companies: list[str], executors: int, k: int, down: set[int]
 ) -> None:
-    """Whoever is down; and if there are k, they are found."""
+    """For any set of absent helpers; and if there are k, they are found."""
     nowhere = Path("nowhere")
     executors = min(executors, len(companies) - 1)
     everybody = [
@@ -324,7 +324,7 @@ def test_holders_are_of_k_companies_and_none_is_the_executors(
 def test_holders_that_leave_more_executors_a_choice_are_preferred(new_routes: NewRoutes) -> None:
     routes = new_routes("AB", "BC", pad_helpers=1)
     assert [route.peer.operator for route in routes.holders(0)] == ["C"]
-    assert routes.can_replace(0, [routes.helpers[1].peer])  # by the other one, for the first executor
+    assert routes.can_replace(0, [routes.helpers[1].peer])  # the other helper, for the first executor
     assert not routes.can_replace(0, [route.peer for route in routes.helpers])
 
 
@@ -335,7 +335,7 @@ def test_a_company_is_more_than_an_operator(new_routes: NewRoutes) -> None:
     assert first not in routes.able(0, [routes.helpers[0].peer])
 
 
-def test_what_is_left_after_quarantines_must_make_a_product(new_routes: NewRoutes) -> None:
+def test_the_providers_left_after_quarantines_must_suffice_for_a_product(new_routes: NewRoutes) -> None:
     routes = new_routes("A", "BC", pad_helpers=1)
     routes.check(0)
     routes.quarantine(routes.helpers[0].peer)
@@ -354,7 +354,8 @@ class Piece:
 
 
 def split(costs: Sequence[float], pieces: int) -> tuple[list[int], float]:
-    """Play pieces over executors that take `costs` seconds for each. How many each did, when the last one was done."""
+    """Simulate pieces over executors that take `costs` seconds for each. Returns the pieces of each, and the time of
+    the last."""
     routes = [Route(Peer(f"p{n}", "", "executor", "", 1, None)) for n in range(len(costs))]  # type: ignore[arg-type]
     for route, cost in zip(routes, costs, strict=True):
         for now in range(4):
@@ -375,15 +376,15 @@ def split(costs: Sequence[float], pieces: int) -> tuple[list[int], float]:
     return done, end
 
 
-def test_pieces_go_by_speed() -> None:
+def test_faster_executors_get_more_pieces() -> None:
     done, _ = split([1.0, 3.0], 16)
     assert sum(done) == 16
     assert 11 <= done[0] <= 13
 
 
 @given(costs=st.lists(st.floats(0.1, 10.0), min_size=1, max_size=4), pieces=st.integers(1, 24))
-def test_nothing_is_left_and_a_slow_one_holds_up_nobody_for_long(costs: list[float], pieces: int) -> None:
-    """Against the time that the quickest one would take alone."""
+def test_all_pieces_are_done_and_a_slow_executor_delays_them_little(costs: list[float], pieces: int) -> None:
+    """Compared with the time of the fastest executor alone."""
     costs = sorted(costs)
     done, end = split(costs, pieces)
     assert sum(done) == pieces

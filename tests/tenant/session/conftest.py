@@ -1,4 +1,4 @@
-"""What every test of sessions needs."""
+"""Fixtures for tests of sessions."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _hear_from_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine, too, a session has heard from every executor that is there before it asks the first one."""
+    """On a busy machine, too, every present executor has answered a probe before the first request."""
     monkeypatch.setattr("tenant.routing.probing._GRACE_S", 2.0)

@@ -1,4 +1,4 @@
-"""Providers that come and go in the middle of products: always the same bits, or an error that says who was missing."""
+"""Providers that come and go during products: always the same bits, or an error that names the missing provider."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def ring_rows(preparation: Preparation, index: int, direction: Direction, count:
 
 
 def is_right(session: Session, store: WeightStore, index: int, direction: Direction, count: int, seed: int) -> bool:
-    """Whether a product has the bits of an undisturbed one."""
+    """Returns True if a product has the bits of an undisturbed one."""
     rows = ring_rows(session.preparation, index, direction, count, seed=seed)
     weight = store.group(index).weight.to(torch.int64)
     expected = (rows.to(torch.int64) @ (weight.t() if direction == FORWARD else weight)).to(torch.int32)
@@ -63,16 +63,16 @@ def all_right(session: Session, store: WeightStore, *, count: int = 3) -> bool:
 
 
 IMPATIENT = Tolerance(stale_s=0.1, stale_times=1.0, least_patience_s=0.2, unknown_s=0.02)
-"""Late means after a fifth of a second, and who was not asked for a tenth is measured anew."""
+"""A provider is late after a fifth of a second, and is measured again if it was not asked for a tenth."""
 RESENTFUL = Tolerance(first_pause_s=600.0, last_pause_s=600.0)
-"""Who has failed is left alone for longer than anything here takes."""
+"""A failed provider is paused for longer than any test here."""
 
 
 # Executors
 
 
 def fails(how: str, provider: ScriptedProvider, frames: Frames) -> Behaviour:
-    """From now on."""
+    """Make a provider fail from now on."""
 
     def behave(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
         if how == "lost":
@@ -105,7 +105,7 @@ def test_another_executor_gets_the_same_bytes(
     failing, other = (first, second) if first.executed else (second, first)
     failing.behaviour = fails(how, failing, frames)
     with caplog.at_level(logging.INFO):
-        while len(failing.executed) < 2:  # products move to the other one only once this one is asked
+        while len(failing.executed) < 2:  # products move to the other executor only after this one was asked
             assert is_right(session, store, MLP, FORWARD, 3, 1)
     refused, replayed = failing.executed[-1], other.executed[-1]
     assert refused.payload == replayed.payload
@@ -133,7 +133,7 @@ def test_a_single_executor_is_asked_again_with_identical_requests(
 def test_a_connection_that_was_closed_between_requests_is_no_failure(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore
 ) -> None:
-    """As after a restart, or when a provider closes what has been idle."""
+    """As after a restart, or if a provider closes an idle connection."""
     providers = [new_provider(), new_provider()]
     session = new_session("local", providers)
     for _ in range(3):
@@ -145,7 +145,7 @@ def test_a_connection_that_was_closed_between_requests_is_no_failure(
 
 @contextlib.contextmanager
 def every_lane_taken(session: Session) -> Iterator[None]:
-    """By other threads of the program, as it were."""
+    """Take every connection, as other threads of the program could."""
     with contextlib.ExitStack() as stack:
         for route in session.routes.executors:
             lanes = session.runtime.executor(route).lanes
@@ -154,10 +154,10 @@ def every_lane_taken(session: Session) -> Iterator[None]:
         yield
 
 
-def test_being_busy_on_this_side_is_no_failure_of_an_executor(
+def test_connections_in_use_are_not_a_failure_of_an_executor(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore
 ) -> None:
-    """However long that takes: patience begins with the connection."""
+    """However long it takes: patience begins once a connection is free."""
     session = new_session("local", [new_provider(), new_provider()], tolerance=IMPATIENT)
     assert all_right(session, store)
     with ThreadPoolExecutor(1) as thread:
@@ -169,7 +169,7 @@ def test_being_busy_on_this_side_is_no_failure_of_an_executor(
     assert [route.health.failures for route in session.routes.executors] == [0, 0]
 
 
-def test_a_deadline_that_passes_on_this_side_says_so(
+def test_a_deadline_that_passes_without_a_free_connection_is_explained(
     executor: ScriptedProvider, new_session: NewSession, store: WeightStore
 ) -> None:
     session = new_session("local", [executor], deadline_s=1.0)
@@ -193,12 +193,12 @@ def test_all_executors_are_away_and_one_comes_back(
         waiting = thread.submit(is_right, session, store, OUT, FORWARD, 3, 0)
         before = [len(provider.hellos) for provider in providers]
         while any(len(p.hellos) < count + 2 for p, count in zip(providers, before, strict=True)):
-            time.sleep(0.01)  # both have been tried, and probed again
+            time.sleep(0.01)  # both were tried, and probed again
         providers[1].behaviour = lambda heard, reply, answer: frames(reply, answer)
         assert waiting.result(20)
 
 
-def test_who_is_back_is_asked_at_once_if_there_is_nobody_else(
+def test_a_returning_executor_is_asked_immediately_without_others(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
 ) -> None:
     providers = [new_provider(), new_provider()]
@@ -214,10 +214,11 @@ def test_who_is_back_is_asked_at_once_if_there_is_nobody_else(
     assert all_right(session, store)
 
 
-def test_a_spare_helper_that_is_back_is_asked_when_the_other_one_goes(
+def test_a_returning_spare_helper_is_asked_when_the_other_one_fails(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
 ) -> None:
-    """The one that has failed before is probed while the other one, away for good, is waited for."""
+    """The spare helper has failed before. It is probed while the product waits for the other helper, which stays
+    away."""
     helpers = [new_provider(), new_provider()]
     session = new_session(
         "pad",
@@ -238,7 +239,7 @@ def test_a_spare_helper_that_is_back_is_asked_when_the_other_one_goes(
     assert all_right(session, store)
 
 
-def test_nobody_comes_back(new_provider: NewProvider, new_session: NewSession, store: WeightStore) -> None:
+def test_no_provider_comes_back(new_provider: NewProvider, new_session: NewSession, store: WeightStore) -> None:
     providers = [new_provider(), new_provider()]
     session = new_session("local", providers, deadline_s=1.0)
     assert all_right(session, store)
@@ -248,7 +249,7 @@ def test_nobody_comes_back(new_provider: NewProvider, new_session: NewSession, s
         is_right(session, store, OUT, FORWARD, 3, 0)
 
 
-def test_who_is_refused_by_all_is_told_so(
+def test_a_refusal_by_all_executors_is_reported(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
 ) -> None:
     providers = [new_provider(), new_provider()]
@@ -259,7 +260,7 @@ def test_who_is_refused_by_all_is_told_so(
         is_right(session, store, OUT, FORWARD, 3, 0)
 
 
-def test_who_is_refused_by_all_helpers_is_told_so(
+def test_a_refusal_by_all_helpers_is_reported(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
 ) -> None:
     helpers = [new_provider(), new_provider()]
@@ -271,7 +272,7 @@ def test_who_is_refused_by_all_helpers_is_told_so(
 
 
 @pytest.mark.parametrize("role", ["executor", "helper"])
-def test_a_certificate_that_is_not_the_pinned_one_stops_nobody_who_has_another_provider(
+def test_a_wrong_certificate_does_not_stop_a_session_with_another_provider(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore, identities: Identities, role: str
 ) -> None:
     changing, other = new_provider(), new_provider()
@@ -303,7 +304,7 @@ def test_two_liars_of_three(
 
 
 @pytest.mark.parametrize("role", ["executor", "helper"])
-def test_who_lies_seldom_is_caught_at_the_first_lie(
+def test_a_rare_liar_is_caught_at_its_first_lie(
     new_provider: NewProvider,
     new_session: NewSession,
     store: WeightStore,
@@ -311,8 +312,8 @@ def test_who_lies_seldom_is_caught_at_the_first_lie(
     caplog: pytest.LogCaptureFixture,
     role: str,
 ) -> None:
-    """One answer in fifty: it is named in the log, hears nothing more, and no bit has changed."""
-    doubtful = Tolerance(stale_s=0.0, stale_times=0.0)  # whoever is listed first is measured again and again
+    """One answer in fifty is wrong: the liar is named in the log, gets no more requests, and no bit has changed."""
+    doubtful = Tolerance(stale_s=0.0, stale_times=0.0)  # the executor that is listed first is measured again and again
     liar, other = new_provider(), new_provider()
 
     def lie_seldom(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
@@ -351,7 +352,8 @@ def test_an_executor_that_is_away_at_the_start_joins_later(
 def test_a_refused_first_connection_does_not_wait_out_the_deadline(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A provider that was heard may be restarting: it is waited for until the deadline, also by a forked child."""
+    """A provider that has answered before may be restarting: the wait lasts until the deadline, also in a forked
+    child."""
     monkeypatch.setattr("tenant.session.runtime._REFUSED_S", 0.2)
     nobody, there = new_provider(), new_provider()
     nobody.close()
@@ -371,14 +373,14 @@ def test_a_refused_first_connection_does_not_wait_out_the_deadline(
 
 @pytest.fixture
 def layer_store(store: WeightStore) -> Callable[[str], WeightStore]:
-    """The model, of which only some layers are served."""
+    """The model, with only some layers served."""
     return lambda layers: WeightStore(store.path, layers=LayerRange.parse(layers))
 
 
-def test_nobody_waits_for_an_executor_that_can_be_done_without(
+def test_opening_does_not_wait_for_an_executor_that_is_not_needed(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its probe ends with the attempt that is under way when the others are heard: long before the deadline."""
+    """Its probe ends with the current attempt once the others have answered: long before the deadline."""
     there, away = new_provider(), new_provider()
     away.refuse_connections = True
     session = new_session("none", [there, away])
@@ -397,7 +399,7 @@ def test_layers_split_over_executors(
     layer_store: Callable[[str], WeightStore],
     frames: Frames,
 ) -> None:
-    """Each is asked for its own alone; one that overlaps takes over."""
+    """Each is asked for its own layers only; one with overlapping layers takes over."""
     low, high, both = new_provider(store=layer_store("0")), new_provider(store=layer_store("1")), new_provider()
     session = new_session("pad", [low, high, both], [new_provider()])
     assert all_right(session, store)
@@ -407,7 +409,7 @@ def test_layers_split_over_executors(
     assert all_right(session, store)
 
 
-def test_layers_that_nobody_serves_are_an_error_before_anything_is_sent(
+def test_unserved_layers_are_an_error_before_anything_is_sent(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore, layer_store: Callable[[str], WeightStore]
 ) -> None:
     low, gone = new_provider(store=layer_store("0")), new_provider(store=layer_store("1"))
@@ -436,7 +438,7 @@ def test_an_executor_joins_with_the_layers_that_were_missing(
     assert high.executed
 
 
-def test_the_last_one_of_some_layers_leaves_and_another_one_joins_while_it_is_waited_for(
+def test_another_executor_joins_while_the_last_one_of_some_layers_is_waited_for(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore, layer_store: Callable[[str], WeightStore]
 ) -> None:
     low, high, next_high = (new_provider(store=layer_store(layers)) for layers in ("0", "1", "1"))
@@ -455,7 +457,7 @@ def test_the_last_one_of_some_layers_leaves_and_another_one_joins_while_it_is_wa
     assert all(figures.name != f"executor {high.port}" for figures in session.ledger().providers)
 
 
-def test_nobody_joins_who_is_a_party_already_or_a_helpers_company(
+def test_no_executor_joins_that_is_already_a_party_or_of_a_helpers_company(
     new_provider: NewProvider, executor: ScriptedProvider, new_session: NewSession, store: WeightStore
 ) -> None:
     helper, stranger = new_provider(), new_provider()
@@ -466,28 +468,28 @@ def test_nobody_joins_who_is_a_party_already_or_a_helpers_company(
     assert helper.executed == stranger.executed == []
 
 
-def test_layers_that_the_file_itself_leaves_out_are_an_error_at_once(
+def test_layers_that_the_file_leaves_out_are_an_immediate_error(
     executor: ScriptedProvider, new_provider: NewProvider, new_session: NewSession
 ) -> None:
-    """Before anybody is asked anything."""
+    """Before any request."""
     low = dataclasses.replace(executor.peer("executor"), layers=LayerRange(0, 0))
     with pytest.raises(UncoveredError, match=r"nobody serves layers 1 of this model, by the federation file.*serves 0"):
         new_session("local", [low])
-    new_session("local", [low, new_provider()])  # who knows what that one serves
+    new_session("local", [low, new_provider()])  # the file does not say which layers that executor serves
     assert executor.hellos == []
 
 
 # Splitting large products
 
 
-def test_pieces_of_one_product_travel_over_all_replicas(
+def test_pieces_of_one_product_go_to_all_replicas(
     new_provider: NewProvider,
     new_session: NewSession,
     store: WeightStore,
     frames: Frames,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No answer comes before four pieces are here, two at each replica."""
+    """No answer comes before four pieces have arrived, two at each replica."""
     monkeypatch.setattr("tenant.routing.health.ProviderHealth.seconds_for", lambda self, size: 1e-3)  # equally fast
     providers = [new_provider(), new_provider()]
     all_here = threading.Barrier(4)
@@ -526,10 +528,10 @@ def test_a_replica_that_is_lost_in_the_middle_of_a_large_product(
 
 @pytest.mark.parametrize("how", ["lost", "late", "busy", "internal", "lie"])
 @pytest.mark.parametrize("k", [1, 2, 3])
-def test_pads_of_a_helper_that_fails_are_drawn_anew_elsewhere(
+def test_pads_of_a_failed_helper_are_drawn_again_from_others(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames, k: int, how: str
 ) -> None:
-    """The effect of a pad is the sum over its k helpers, whoever they are."""
+    """The effect of a pad is the sum over its k helpers."""
     executors, helpers = [new_provider(), new_provider()], [new_provider() for _ in range(k + 1)]
     session = new_session("pad", executors, helpers, pad_helpers=k, pool_memory=0, tolerance=IMPATIENT)
     assert all_right(session, store)
@@ -552,20 +554,21 @@ def test_pads_of_a_helper_that_fails_are_drawn_anew_elsewhere(
     seeds = {h.request.seed for helper in helpers for h in helper.effects if isinstance(h.request, wire.Effect)}
     assert len(seeds) <= k + 1
     masked = [row.numpy().tobytes() for e in executors for h in e.executed for row in h.rows]
-    assert len(set(masked)) == len(masked)  # identical only where identical bytes were sent again: to nobody here
+    # identical bytes only if a request was sent again, which did not happen here
+    assert len(set(masked)) == len(masked)
 
 
-def test_a_helper_that_answers_probes_alone_is_not_tried_again_and_again(
+def test_a_helper_that_answers_only_probes_is_not_tried_repeatedly(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
 ) -> None:
-    """Not because the other one is waited for, either, which every product does for a moment."""
+    """Other helpers also do not wait for it, which would cost every product a moment."""
     hanging, other = new_provider(), new_provider()
     hanging.behaviour = fails("late", hanging, frames)
     tolerance = dataclasses.replace(IMPATIENT, penalty_times=1e6)
     session = new_session("pad", [new_provider()], [hanging, other], pad_helpers=1, pool_memory=0, tolerance=tolerance)
 
     def take_a_moment(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
-        time.sleep(0.02)  # or no product would wait for it
+        time.sleep(0.02)  # otherwise no product would wait for it
         return frames(reply, answer)
 
     other.behaviour = take_a_moment
@@ -576,7 +579,7 @@ def test_a_helper_that_answers_probes_alone_is_not_tried_again_and_again(
 
 @pytest.mark.parametrize("role", ["executor", "helper"])
 @pytest.mark.parametrize("max_rows", [0, 1])
-def test_nobodys_limits_decide_what_is_sent_to_others(
+def test_one_providers_limits_do_not_change_requests_to_others(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore, role: str, max_rows: int
 ) -> None:
     small, other, single = new_provider(max_rows=max_rows), new_provider(), new_provider()
@@ -586,13 +589,13 @@ def test_nobodys_limits_decide_what_is_sent_to_others(
         assert is_right(session, store, OUT, FORWARD, 64, seed)
     for provider in (other, single):
         assert {heard.request.rows for heard in provider.heard} == {64}
-    assert len(small.heard) <= 3 * 64  # as often as it takes to know what it costs
+    assert len(small.heard) <= 3 * 64  # as often as measuring its cost requires
 
 
 def test_without_spares_a_helper_is_waited_for(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
 ) -> None:
-    """All listed helpers share every pad unless the federation says how many."""
+    """All listed helpers share every pad unless the federation sets a number."""
     helpers = [new_provider(), new_provider()]
     session = new_session("pad", [new_provider()], helpers, pool_memory=0)
     assert all_right(session, store)
@@ -612,7 +615,7 @@ def test_without_spares_a_helper_is_waited_for(
 def test_a_company_with_both_roles_never_gets_a_row_under_its_own_pad(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
 ) -> None:
-    """Rows go on other pads when the only executor that is left belongs to a helper's company."""
+    """The pads are replaced if the only remaining executor belongs to a helper's company."""
     first, second = new_provider(), new_provider()
     one, other = new_provider(), new_provider()
     executors = [first.peer("executor", name="first"), second.peer("executor", name="second")]
@@ -631,7 +634,7 @@ def test_a_company_with_both_roles_never_gets_a_row_under_its_own_pad(
 
 
 def knows_both(executor: ScriptedProvider, helper: ScriptedProvider) -> bool:
-    """Whether a row that this executor was sent lies under a pad of this helper's seed, and of nobody else's."""
+    """Returns True if a row that this executor received is under a pad of this helper's seed alone."""
     masks = {(h.request.group, h.request.direction): set[Any]() for h in helper.effects}
     for heard in helper.effects:
         masks[heard.request.group, heard.request.direction] |= {row.numpy().tobytes() for row in heard.rows}
@@ -643,10 +646,10 @@ def knows_both(executor: ScriptedProvider, helper: ScriptedProvider) -> bool:
     return False
 
 
-def test_many_threads_while_everybody_fails_now_and_then(
+def test_many_threads_with_providers_that_fail_at_times(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Frames
 ) -> None:
-    """Every product is right, and nothing counts as being asked when all is done."""
+    """Every product is right, and no request counts as in flight at the end."""
     executors, helpers = [new_provider() for _ in range(3)], [new_provider() for _ in range(3)]
     chances = itertools.cycle([False] * 6 + [True])
 

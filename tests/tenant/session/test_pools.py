@@ -1,4 +1,4 @@
-"""Pads: every row handed out once, every effect the mask's own product, never more memory than allowed."""
+"""Pads: every row is handed out once, every effect is its mask's product, and memory is limited."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def multiply(store: WeightStore, index: int, direction: Direction, rows: Tensor)
 
 
 def mask_of(pads: list[Pad], width: int) -> Tensor:
-    """What the pads, one below the other, add to rows."""
+    """The masks of the pads, in order."""
     masks = [torch.zeros(pad.rows, width, dtype=torch.int32) for pad in pads]
     for pad, mask in zip(pads, masks, strict=True):
         pad.add_mask(mask)
@@ -44,7 +44,7 @@ def mask_of(pads: list[Pad], width: int) -> Tensor:
 
 
 def effect_of(pad: Pad) -> Tensor:
-    """The sum of its effects, once they are there."""
+    """The sum of a pad's effects, once they have arrived."""
     for share in pad.shares:
         share.effect.result(TIMEOUT_S)
     return torch.stack(pad.effects()).sum(dim=0, dtype=torch.int32)
@@ -55,7 +55,7 @@ def rows_of(masks: Tensor) -> list[bytes]:
 
 
 class Ledger(PoolMemory):
-    """Remembers the most that was ever reserved."""
+    """A memory budget that records its peak."""
 
     peak = 0
 
@@ -66,7 +66,7 @@ class Ledger(PoolMemory):
 
 
 class Pools:
-    """A pool for every (layer group, direction) over one source, as a session has them."""
+    """A pool for every (layer group, direction) over one source, as in a session."""
 
     def __init__(self, source: EffectSource, preparation: Preparation, *, memory: int) -> None:
         self.source = source
@@ -91,14 +91,14 @@ class Pools:
         )
 
     def take(self, index: int, direction: Direction, rows: int) -> list[Pad]:
-        """As a product does: pads for it, and as many again for the next one."""
+        """Take pads as a product does, and order as many for the next one."""
         pool = self.pool(index, direction)
         pads = pool.take(rows)
         pool.order(rows)
         return pads
 
     def settle(self) -> None:
-        """Wait for every refill that was ordered, and for what the source's own threads promised."""
+        """Wait for every ordered refill, and for the effects of the source's threads."""
         for worker in (self._refill, *self.source.workers):
             worker.submit(lambda: None).result(TIMEOUT_S)
 
@@ -141,7 +141,7 @@ def test_no_pad_row_is_handed_out_twice_and_every_effect_is_its_masks_product(
 
 
 def test_no_pad_row_is_handed_out_twice_under_threads(local: Pools) -> None:
-    """A session takes under one lock; refills and effects finish on other threads whenever they like."""
+    """A session takes under one lock; refills and effects finish on other threads at any time."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     lock, masks = threading.Lock(), []
@@ -164,7 +164,7 @@ def test_no_pad_row_is_handed_out_twice_under_threads(local: Pools) -> None:
     assert len(set(masks)) == len(masks)
 
 
-def test_a_full_pool_is_not_dry(local: Pools) -> None:
+def test_a_full_pool_does_not_draw(local: Pools) -> None:
     pool = local.pool(0, FORWARD)
     local.take(0, FORWARD, 8)
     local.settle()
@@ -176,17 +176,17 @@ def test_no_more_is_drawn_ahead_than_was_ordered(local: Pools) -> None:
     pool = local.pool(0, FORWARD)
     pool.take(8)
     local.settle()
-    assert pool.ready() == 0  # nobody has ordered
+    assert pool.ready() == 0  # nothing was ordered
     for rows in (70, 70, 64, 1):
         pool.order(rows)
     local.settle()
     assert pool.ready() == 70
-    pool.order(5000)  # a draw has 4096 at most
+    pool.order(5000)  # a draw has 4096 rows at most
     local.settle()
     assert pool.ready() == 70 + 2 * 4096
 
 
-def test_memory_comes_back(local: Pools) -> None:
+def test_memory_is_released(local: Pools) -> None:
     pool = local.pool(0, FORWARD)
     for _ in range(10):
         local.take(0, FORWARD, 10)
@@ -196,7 +196,7 @@ def test_memory_comes_back(local: Pools) -> None:
     assert local.memory.used == held * 4 * (64 + 128)
 
 
-def test_without_memory_every_pad_is_drawn_on_the_spot(preparation: Preparation, store: WeightStore) -> None:
+def test_without_memory_every_pad_is_drawn_when_it_is_taken(preparation: Preparation, store: WeightStore) -> None:
     pools = Pools(LocalSource(preparation.facts, SessionSecret(), store), preparation, memory=0)
     pool = pools.pool(0, BACKWARD)
     for _ in range(3):
@@ -207,7 +207,7 @@ def test_without_memory_every_pad_is_drawn_on_the_spot(preparation: Preparation,
 
 
 class Flaky(EffectSource):
-    """Effects that fail as told."""
+    """Effects that fail on request."""
 
     def __init__(self, preparation: Preparation, error: Exception, *, at_once: bool = False) -> None:
         super().__init__(preparation.facts, SessionSecret())
@@ -240,12 +240,12 @@ def test_a_pool_recovers_from_a_helper_that_was_away(preparation: Preparation, a
         seen += [pad.shares[0].first_row + pad.start + i for pad in pads for i in range(pad.rows)]
         pools.settle()
     assert len(set(seen)) == len(seen) == 20
-    assert pool.dry < pool.taken  # the last ones came from the pool
+    assert pool.dry < pool.taken  # the last pads came from the pool
     assert pools.memory.used == sum(pad.rows for pad in pool._ready) * 4 * (64 + 128)
     pools.close()
 
 
-def test_a_lie_in_the_pool_is_not_swept_away(preparation: Preparation) -> None:
+def test_a_malformed_effect_in_the_pool_is_not_dropped(preparation: Preparation) -> None:
     lie = VerificationError(provider="helper", group_name="g", direction=FORWARD, what="an effect")
     pools = Pools(Flaky(preparation, lie), preparation, memory=1 << 20)
     pools.take(0, FORWARD, 4)
@@ -255,8 +255,8 @@ def test_a_lie_in_the_pool_is_not_swept_away(preparation: Preparation) -> None:
     pools.close()
 
 
-def test_a_split_pad_keeps_its_promise_whenever_it_is_fulfilled(preparation: Preparation) -> None:
-    """Slices of an effect that is still on its way: fulfilled, failed and cancelled alike."""
+def test_a_split_pad_gets_its_effect_at_any_time(preparation: Preparation) -> None:
+    """Slices of an effect that has not arrived: fulfilled, failed and cancelled alike."""
 
     class Slow(Flaky):
         def draw(
@@ -290,7 +290,7 @@ def test_a_split_pad_keeps_its_promise_whenever_it_is_fulfilled(preparation: Pre
         pools.close()
 
 
-def test_a_source_dies_with_its_process(preparation: Preparation, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_does_not_survive_a_fork(preparation: Preparation, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Flaky(preparation, ValueError())
     monkeypatch.setattr("tenant.core.secret.generation", lambda: -1)
     with pytest.raises(BurntRowError, match="forked"):

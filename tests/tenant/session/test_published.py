@@ -1,4 +1,4 @@
-"""A session's status: what it says of each provider, who may read it, and that it says nothing else."""
+"""A session's status file: its figures, its permissions, and that it holds nothing else."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_a_liar_shows_and_so_does_the_work_of_the_others(
+def test_the_status_shows_a_liar_and_the_others_work(
     new_session: NewSession,
     new_provider: NewProvider,
     executor: ScriptedProvider,
@@ -86,7 +86,7 @@ def test_the_file_follows_the_session_and_ends_with_it(
     written = read_status(path).written
     session.close()
     until(lambda: all(thread.name != "status" for thread in threading.enumerate()))
-    assert read_status(path).written >= written  # once more, and then no more
+    assert read_status(path).written >= written  # one more write, and then no more
 
 
 def test_a_status_is_private_and_whole(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_status_is_private_and_whole(tmp_path: Path) -> None:
         read_status(tmp_path / "none.json")
 
 
-def test_a_place_that_cannot_be_written_is_said_at_once(
+def test_a_status_file_that_cannot_be_written_is_an_immediate_error(
     new_session: NewSession, executor: ScriptedProvider, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")

@@ -1,9 +1,9 @@
 """Rule 8 over random schedules: a company that knows a pad's seed never sees a row masked with it, in any order.
 
 Executors and helpers fail, lie, join, leave and change their roles from one session to the next; large products are
-split over replicas. What all providers of a company have heard, in all sessions, is pooled. Every row that an executor
-was sent is then explained from outside, by the seeds of that session: it must be the true row plus exactly `k` streams,
-of helpers of as many companies, and none of them the executor's own.
+split over replicas. The data of all providers of a company, from all sessions, is combined. Then every row that an
+executor received is explained by the seeds of that session: it must be the true row plus exactly `k` streams, of
+helpers of k companies, none of them the executor's company.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ PROVIDERS, GROUPS = 6, (0, 1, 8)
 COMPANIES = "ABCD"
 FAILURES = ("lost", "late", "busy", "internal", "lie")
 HASTY = Tolerance(least_patience_s=0.1, unknown_s=0.01, first_pause_s=0.01, last_pause_s=0.1)
-"""Nobody is patient, and everybody comes back soon."""
+"""Short waits, and short pauses after failures."""
 Seeds = dict[int, bytes]
 """The helpers' seeds of one session, by the number of the provider."""
-_PREFIX = 4  # columns that tell a row: by chance alike below 2^-100
+_PREFIX = 4  # columns that identify a row; by chance below 2^-100
 
 
 @dataclass
 class World:
-    """Providers, and what all of them have heard.
+    """Providers, and the data that all of them have received.
 
     Args:
-        company: of each provider.
+        company: the company of each provider.
     """
 
     providers: Sequence[ScriptedProvider]
@@ -88,11 +88,11 @@ class World:
 def breaches(
     world: World, facts: Sequence[GroupFacts], seeds: Seeds, k: int, row_of: Callable[[int, Direction], Tensor]
 ) -> list[str]:
-    """What executors have heard in a session that they must not have.
+    """Rows that executors have received in a session although they must not.
 
     Args:
-        seeds: of the session's helpers.
-        row_of: gives the true row.
+        seeds: seeds of the session's helpers.
+        row_of: returns the true row.
     """
     streams: dict[tuple[int, Direction], dict[bytes, tuple[int, ...]]] = {}
     found = []
@@ -118,11 +118,11 @@ def breaches(
 def explanations(
     all_facts: Sequence[GroupFacts], seeds: Seeds, k: int, group: int, direction: Direction
 ) -> dict[bytes, tuple[int, ...]]:
-    """Every mask that `k` helpers can make together, by the beginning of its row."""
+    """Every mask that `k` helpers can make together, by the first words of its row."""
     facts = all_facts[group]
     keys = {n: mask_key(seed, group_name=facts.entry.name, direction=direction) for n, seed in seeds.items()}
     width = facts.inputs(direction)
-    # a copy of its beginning: sums over whole rows were most of what this test took
+    # a copy of the first words, because sums over whole rows took most of this test's time
     expanded = {n: expand(key, first_row=0, rows=4096, width=width)[:, :_PREFIX].clone() for n, key in keys.items()}
     return {
         row: holders
@@ -132,7 +132,7 @@ def explanations(
 
 
 def prefixes(rows: Tensor) -> list[bytes]:
-    """How each row begins."""
+    """The first words of each row."""
     data, size = rows[:, :_PREFIX].contiguous().numpy().tobytes(), _PREFIX * rows.itemsize
     return [data[i : i + size] for i in range(0, len(data), size)]
 
@@ -144,7 +144,7 @@ def world(new_provider: NewProvider, frames: Callable[..., bytes]) -> World:
 
 @dataclass(frozen=True)
 class Roles:
-    """Of a session: numbers of its providers. `guests` join and leave while it runs."""
+    """The roles of a session: numbers of its providers. `guests` join and leave while it runs."""
 
     executors: tuple[int, ...]
     guests: tuple[int, ...]
@@ -180,7 +180,7 @@ events = st.lists(
 
 @dataclass
 class Player:
-    """Plays schedules against the real thing."""
+    """Runs schedules against the real session."""
 
     world: World
     new_federation: NewFederation
@@ -191,7 +191,7 @@ class Player:
         return torch.arange(self.preparation.facts[group].inputs(direction), dtype=torch.int32) % 97 - 48
 
     def play(self, cast: Roles, schedule: Sequence[Event], *, memory: int) -> list[str]:
-        """Play one session to its end; returns what was breached."""
+        """Run one session to its end. Returns the breaches."""
         world, peer = self.world, self.world.peer
         for provider in world.providers:
             provider.heard.clear()
@@ -206,7 +206,7 @@ class Player:
                 self.step(session, cast, event)
         finally:
             session.close()
-            for provider in world.providers:  # requests that were on their way belong to this session
+            for provider in world.providers:  # requests that were being sent belong to this session
                 provider.finish()
         return breaches(world, self.preparation.facts, seeds, cast.k, self.row_of)
 
@@ -224,7 +224,7 @@ class Player:
             try:
                 product = session.product(number, direction, row.repeat(count, 1))
             except SymbiosisError:
-                return  # nobody was left, or nobody who may see it
+                return  # no provider was left, or none that may see the row
             assert torch.equal(product, expected.repeat(count, 1))
             self.world.right += 1
 
@@ -235,7 +235,7 @@ def player(world: World, new_federation: NewFederation, preparation: Preparation
 
 
 def may_open(federation: Federation, k: int) -> bool:
-    """What `load_federation` asks for."""
+    """Returns True if `load_federation` would accept this federation."""
     return all(
         federation.companies_of([h for h in federation.helpers if federation.admissible(executor, [h])]) >= k
         for executor in federation.executors
@@ -267,7 +267,7 @@ def test_rule_8_holds_over_random_schedules(player: Player) -> None:
             assert player.play(cast, schedule, memory=memory) == []
 
     holds()
-    assert world.explained > 100  # rows, so that the rule was put to the test
+    assert world.explained > 100  # rows were sent, so the rule was tested
     assert world.right > 20
 
 
@@ -275,8 +275,8 @@ PLANTED = Roles(executors=(0, 1), guests=(), helpers=(2, 3), k=1)
 SCHEDULE: list[Event] = [("product", 1, DIRECTIONS.index(BACKWARD), 2), ("lost", 3, 3, 0), ("product", 1, 0, 2)] * 4
 
 
-def test_rule_8_breach_anybody_is_admissible(player: Player, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Executor 0 and helper 2 are one company. The checker sees it as soon as nobody keeps them apart."""
+def test_rule_8_breach_every_executor_is_admissible(player: Player, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Executor 0 and helper 2 are one company. Without the rule, the checker must find a breach."""
     player.world.begin("ABAC")
     assert player.play(PLANTED, SCHEDULE, memory=0) == []
     assert player.world.right == 8
@@ -288,7 +288,7 @@ def test_rule_8_breach_anybody_is_admissible(player: Player, monkeypatch: pytest
 def test_a_request_that_arrives_late_is_judged_in_its_own_session(
     player: Player, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pool's request is under way while its session closes, and the next session sends nothing."""
+    """A pool's request is in flight while its session closes, and the next session sends nothing."""
     mask_rows = ServedModel.mask_rows
 
     def arrive_late(self: ServedModel, request: wire.Effect) -> Tensor:

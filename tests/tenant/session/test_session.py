@@ -1,4 +1,4 @@
-"""Sessions against providers that lie, vanish and have limits: exact answers, or none."""
+"""Sessions with providers that lie, disappear or have limits: exact answers, or none."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def product_of(store: WeightStore, index: int, direction: Direction, rows: Tenso
 
 
 def ring_rows(preparation: Preparation, index: int, direction: Direction, count: int, *, seed: int = 0) -> Tensor:
-    """Quantised rows, as a backend hands them over."""
+    """Quantised rows, as a backend passes them on."""
     width = preparation.facts[index].inputs(direction)
     rows = torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
     return quantise_rows(rows, preparation.facts[index].bounds[direction])[0]
 
 
 def saying(frames: Callable[..., bytes], change: Callable[..., Any]) -> Behaviour:
-    """A provider that answers with `change(heard, reply, answer)`, or honestly where that is None."""
+    """A provider that answers with `change(heard, reply, answer)`, or honestly if that is None."""
 
     def behave(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
         changed = change(heard, reply, answer)
@@ -115,14 +115,14 @@ def test_several_threads_may_share_a_session(
         assert all(threads.map(ask, range(40)))
 
 
-def test_products_of_several_threads_are_under_way_at_once(
+def test_products_of_several_threads_are_in_flight_at_once(
     executor: ScriptedProvider,
     helper: ScriptedProvider,
     new_session: NewSession,
     store: WeightStore,
     frames: Callable[..., bytes],
 ) -> None:
-    """No answer comes before all four have been heard: whoever held a lock across the network would wait for ever."""
+    """No answer comes before all four requests have arrived. A lock held during network waits would block for ever."""
     all_here = threading.Barrier(4)
 
     def answer_when_all_are_here(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
@@ -144,7 +144,7 @@ def test_products_of_several_threads_are_under_way_at_once(
 
 @pytest.mark.parametrize("limits", [{"max_rows": 8}, {"max_payload": 9 * 4 * 128}])
 @pytest.mark.parametrize("limited", ["executor", "helper"])
-def test_requests_are_split_to_the_limit_of_whoever_is_asked(
+def test_requests_are_split_to_the_limit_of_the_executor(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore, limits: dict[str, int], limited: str
 ) -> None:
     small, large = new_provider(**limits), new_provider()
@@ -199,7 +199,7 @@ def off_by_little(rng: random.Random, heard: Heard, reply: wire.Result, answer: 
 
 
 def high_valuation(rng: random.Random, heard: Heard, reply: wire.Result, answer: Tensor) -> Any:
-    """Multiples of 2^30, or of 2^31, in some entries: what a check modulo 2^32 sees least of."""
+    """Multiples of 2^30, or of 2^31, in some entries, which a check modulo 2^32 detects least."""
     step = rng.choice((1 << 30, 1 << 31))
     error = torch.tensor([step * rng.randrange(4) for _ in range(answer.numel())]).view(answer.shape)
     error.view(-1)[rng.randrange(answer.numel())] = step
@@ -237,7 +237,7 @@ def another_message(rng: random.Random, heard: Heard, reply: wire.Result, answer
 
 
 class Replay:
-    """Yesterday's answer: the whole of it, or its matrix under today's header."""
+    """An earlier answer: the whole of it, or its matrix under the current header."""
 
     def __init__(self) -> None:
         self.earlier: dict[tuple[Any, ...], tuple[wire.Result, Tensor]] = {}
@@ -250,7 +250,7 @@ class Replay:
 
 
 class WrongLayer:
-    """The right rows times the same layer's weights in the other block."""
+    """The right rows times the same layer's weights of the other block."""
 
     def __init__(self, provider: ScriptedProvider) -> None:
         self.provider = provider
@@ -275,7 +275,7 @@ LIES: tuple[Lie, ...] = (
 
 
 class Liar:
-    """Draws one lie per answer and counts those that were told."""
+    """Draws one lie per answer, and counts the lies that were sent."""
 
     def __init__(self, provider: ScriptedProvider, frames: Callable[..., bytes], *, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -292,7 +292,7 @@ class Liar:
 
 
 def tell_lies(session: Session, store: WeightStore, liar: Liar, *, count: int) -> list[SymbiosisError]:
-    """Ask until `count` lies were told; every one of them must be an error, and every other answer right."""
+    """Send requests until `count` lies were sent. Each lie must be an error, and every other answer right."""
     rng = liar.rng
     caught: list[SymbiosisError] = []
     while liar.told < count:
@@ -313,7 +313,7 @@ def tell_lies(session: Session, store: WeightStore, liar: Liar, *, count: int) -
 
 @pytest.fixture
 def seed() -> int:
-    """Another one in every run; pytest shows it when a test fails."""
+    """Another seed in every run; pytest shows it when a test fails."""
     seed = random.SystemRandom().getrandbits(32)
     print("seed", seed)
     return seed
@@ -343,12 +343,12 @@ def test_all_of_1000_tampered_effects_are_caught(
     frames: Callable[..., bytes],
     seed: int,
 ) -> None:
-    """Every pad is drawn on the spot, so that each product meets one lie."""
+    """Every pad is drawn when it is taken, so that each product gets one lie."""
     helper.behaviour = liar = Liar(helper, frames, seed=seed)
     session = new_session("pad", [executor], [helper], pool_memory=0)
     caught = tell_lies(session, store, liar, count=1000)
     blamed = [error for error in caught if getattr(error, "provider", None) == f"helper {helper.port}"]
-    # An error of 2^31 convicts nobody once in 2^16 times. It could then be anybody's.
+    # An error of 2^31 convicts no provider once in 2^16 times. Then all providers are suspects.
     assert len(blamed) >= len(caught) - 4
 
 
@@ -367,7 +367,7 @@ def test_a_lie_below_tls_is_caught_as_well(
         session.product(QKV, FORWARD, ring_rows(session.preparation, QKV, FORWARD, 2))
 
 
-# What follows a lie
+# After a lie
 
 
 def spoil(heard: Heard, reply: wire.Result, answer: Tensor) -> tuple[wire.Result, Tensor]:
@@ -375,7 +375,7 @@ def spoil(heard: Heard, reply: wire.Result, answer: Tensor) -> tuple[wire.Result
     return reply, answer
 
 
-def test_a_liar_is_quarantined_and_hears_no_more(
+def test_a_liar_is_quarantined_and_gets_no_more_requests(
     executor: ScriptedProvider,
     helper: ScriptedProvider,
     new_session: NewSession,
@@ -398,12 +398,12 @@ def half_the_ring(heard: Heard, reply: wire.Result, answer: Tensor) -> tuple[wir
 
 
 def trust_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is convicted, as happens once in 2^16 times with an error of 2^31."""
+    """Convict no provider, as happens once in 2^16 times with an error of 2^31."""
     monkeypatch.setattr(BlameKeys, "accepts", lambda *args, **kwargs: True)
 
 
 @pytest.mark.parametrize("masking", ["none", "local"])
-def test_without_a_helper_it_was_the_executor(
+def test_without_a_helper_the_executor_is_at_fault(
     new_provider: NewProvider,
     new_session: NewSession,
     store: WeightStore,
@@ -424,7 +424,7 @@ def test_without_a_helper_it_was_the_executor(
 
 
 @pytest.mark.parametrize("liar", ["executor", "helper"])
-def test_where_nobody_is_convicted_all_are_suspects(
+def test_without_a_conviction_all_participants_are_suspects(
     executor: ScriptedProvider,
     helper: ScriptedProvider,
     new_provider: NewProvider,
@@ -447,14 +447,14 @@ def test_where_nobody_is_convicted_all_are_suspects(
 
 
 @pytest.mark.parametrize("liars", [["executor"], ["second"], ["executor", "first"], ["first", "second"]])
-def test_liars_are_named_and_nobody_else(
+def test_only_liars_are_named(
     executor: ScriptedProvider,
     new_provider: NewProvider,
     new_session: NewSession,
     frames: Callable[..., bytes],
     liars: list[str],
 ) -> None:
-    """Of an executor and two helpers. Errors of 2^29, which the columns let pass once in 2^48 times."""
+    """An executor and two helpers. Errors of 2^29, which pass the columns once in 2^48 times."""
 
     def little(heard: Heard, reply: wire.Result, answer: Tensor) -> tuple[wire.Result, Tensor]:
         answer[1, 1] += 1 << 29
@@ -465,7 +465,7 @@ def test_liars_are_named_and_nobody_else(
         parties[liar].behaviour = saying(frames, little)
     helpers = [parties["first"], parties["second"]]
     session = new_session("pad", [executor], helpers, pool_memory=0)
-    if liars == ["executor", "first"]:  # what one adds the other takes away: nothing is wrong, and nobody hurt
+    if liars == ["executor", "first"]:  # the errors cancel: the product is right
         session.product(OUT, FORWARD, ring_rows(session.preparation, OUT, FORWARD, 3))
         return
     with pytest.raises(VerificationError) as error:
@@ -474,14 +474,14 @@ def test_liars_are_named_and_nobody_else(
     assert error.value.provider == " and ".join(f"{roles[liar]} {parties[liar].port}" for liar in liars)
 
 
-def test_nobody_is_asked_for_anything_until_it_is_settled_who_lied(
+def test_no_request_leaves_until_a_fault_is_attributed(
     executor: ScriptedProvider,
     helper: ScriptedProvider,
     new_session: NewSession,
     frames: Callable[..., bytes],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Orders for pads that are waiting when the lie is found leave only afterwards, and not at all to who lied."""
+    """Waiting orders for pads leave only after the attribution, and never to the liar."""
     helper.behaviour = saying(frames, spoil)
     session = new_session("pad", [executor], [helper], pool_memory=0)
     source = session.runtime.source
@@ -499,7 +499,7 @@ def test_nobody_is_asked_for_anything_until_it_is_settled_who_lied(
     monkeypatch.setattr(BlameKeys, "accepts", slowly)
     with pytest.raises(VerificationError, match="an effect of provider"):
         session.product(OUT, FORWARD, ring_rows(session.preparation, OUT, FORWARD, 3))
-    session.close()  # whatever was ordered has gone out by now, or never will
+    session.close()  # all orders have been sent by now, or never will be
     assert heard == [1, 1]
     assert [h.request.group for h in helper.effects if h.request.group == QKV] == []
 
@@ -522,10 +522,10 @@ def test_a_lying_helper_is_quarantined_and_no_row_is_sent_under_its_pads(
     assert len(executor.executed) == before
 
 
-def test_a_lying_helper_is_asked_for_nothing_that_was_ordered_ahead(
+def test_no_pads_ordered_ahead_are_requested_from_a_lying_helper(
     executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, frames: Callable[..., bytes]
 ) -> None:
-    """The first order ahead is still being answered when the lie is found; the others never leave."""
+    """The first order ahead is being answered when the lie is found; the others are never sent."""
     ahead, caught = threading.Event(), threading.Event()
 
     def behave(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
@@ -542,14 +542,14 @@ def test_a_lying_helper_is_asked_for_nothing_that_was_ordered_ahead(
     with pytest.raises(VerificationError, match="an effect of provider"):
         session.product(DOWN, FORWARD, ring_rows(session.preparation, DOWN, FORWARD, 1))
     caught.set()
-    session.close()  # whatever was ordered has gone out by now, or never will
+    session.close()  # all orders have been sent by now, or never will be
     assert len([h for h in helper.effects if h.request.rows > 1]) == 1
 
 
-def test_pads_for_the_next_product_are_ordered_while_the_answer_is_under_way(
+def test_pads_for_the_next_product_are_ordered_while_the_answer_is_awaited(
     executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, frames: Callable[..., bytes]
 ) -> None:
-    """Not before the rows have left, which would only hold them up, and not after the answer, which would be late."""
+    """Not before the rows are sent, which it would delay, and not after the answer, which would be late."""
     ordered = threading.Event()
     too_early, in_time = list[bool](), list[bool]()
 
@@ -573,10 +573,10 @@ def test_pads_for_the_next_product_are_ordered_while_the_answer_is_under_way(
     assert (too_early, in_time) == ([False], [True])
 
 
-def test_a_quarantine_outlives_a_fork(
+def test_a_quarantine_survives_a_fork(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Callable[..., bytes]
 ) -> None:
-    """The child's connections are new; it opens none to whom its parent has caught."""
+    """The child opens new connections, but none to a provider that its parent has quarantined."""
     first, second = new_provider(), new_provider()
     first.behaviour = saying(frames, spoil)
     session = new_session("local", [first, second])
@@ -618,7 +618,7 @@ def test_the_next_executor_is_asked_for_the_same_bytes(
     assert session.ledger().answers_rejected == 1
 
 
-def test_keys_are_forgotten_after_a_lie(
+def test_keys_are_deleted_after_a_lie(
     executor: ScriptedProvider,
     new_session: NewSession,
     store: WeightStore,
@@ -646,7 +646,7 @@ def test_keys_are_forgotten_after_a_lie(
 def test_pieces_give_the_same_bits(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore, masking: str, helpers: int
 ) -> None:
-    """Whatever limits, buckets and pads cut as well."""
+    """Also if limits, buckets and pads divide the rows."""
     executor = new_provider(max_rows=40)
     session: Session = new_session(
         masking, [executor], [new_provider() for _ in range(helpers)], piece_bytes=2048, row_bucket=5
@@ -670,7 +670,7 @@ def test_pieces_give_the_same_bits(
         assert len({row.numpy().tobytes() for row in masked}) == len(masked)  # by chance: below 2^-240
 
 
-def test_how_a_product_is_cut_depends_on_its_size_alone(executor: ScriptedProvider, new_session: NewSession) -> None:
+def test_the_pieces_of_a_product_depend_only_on_its_size(executor: ScriptedProvider, new_session: NewSession) -> None:
     session = new_session("none", [executor], piece_bytes=4096)
     for scale in (0, 1, 1000):
         session.product(MLP, FORWARD, ring_rows(session.preparation, MLP, FORWARD, 60, seed=scale) * (scale > 0))
@@ -678,10 +678,10 @@ def test_how_a_product_is_cut_depends_on_its_size_alone(executor: ScriptedProvid
     assert sorted(sizes) == [15] * 12
 
 
-def test_one_piece_is_on_its_way_while_another_is_multiplied(
+def test_one_piece_is_sent_while_another_is_multiplied(
     executor: ScriptedProvider, new_session: NewSession, store: WeightStore, frames: Callable[..., bytes]
 ) -> None:
-    """No answer comes before two pieces have been heard."""
+    """No answer comes before two pieces have arrived."""
     both = threading.Barrier(2)
 
     def answer_when_both_are_here(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
@@ -696,7 +696,7 @@ def test_one_piece_is_on_its_way_while_another_is_multiplied(
 
 
 @pytest.mark.parametrize("liar", ["executor", "helper"])
-def test_two_wrong_pieces_at_once_accuse_nobody_else(
+def test_two_wrong_pieces_at_once_convict_no_other_provider(
     new_provider: NewProvider,
     helper: ScriptedProvider,
     new_session: NewSession,
@@ -704,7 +704,7 @@ def test_two_wrong_pieces_at_once_accuse_nobody_else(
     frames: Callable[..., bytes],
     liar: str,
 ) -> None:
-    """The second one to fail finds the keys gone that tell who lied (`forget_keys` deletes them)."""
+    """When the second piece fails, the keys that attribute faults are deleted already (`forget_keys` deletes them)."""
     first, second = new_provider(), new_provider()
     both, asked = threading.Barrier(2), threading.Event()
 
@@ -714,7 +714,7 @@ def test_two_wrong_pieces_at_once_accuse_nobody_else(
         return frames(*spoil(heard, reply, answer))
 
     def be_slow(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
-        """Else it may have done all the others before the liar is asked for its second one."""
+        """Otherwise it may have done all other pieces before the liar is asked for its second one."""
         asked.wait(20)
         return frames(reply, answer)
 
@@ -747,7 +747,7 @@ def test_several_products_of_one_layer_group_are_in_flight_at_once(
     store: WeightStore,
     frames: Callable[..., bytes],
 ) -> None:
-    """The executor answers no product before it has heard all of them. No mask row is used twice."""
+    """The executor answers no product before it has received all of them. No mask row is used twice."""
     together = threading.Barrier(4)
 
     def answer_when_all_are_here(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
@@ -778,7 +778,7 @@ def test_several_products_of_one_layer_group_are_in_flight_at_once(
 def test_two_pieces_go_to_two_executors(
     new_provider: NewProvider, new_session: NewSession, store: WeightStore, frames: Callable[..., bytes]
 ) -> None:
-    """Neither executor answers before both have heard a piece."""
+    """Neither executor answers before both have received a piece."""
     both = threading.Barrier(2)
 
     def answer_when_both_are_here(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes:
@@ -826,7 +826,7 @@ def test_damage_to_the_tenants_own_weights_convicts_no_honest_provider(
         assert bool(session.routes.quarantined) == lies
 
 
-def test_after_a_piece_that_fails_no_other_begins(
+def test_no_piece_begins_after_one_has_failed(
     executor: ScriptedProvider, new_session: NewSession, store: WeightStore, frames: Callable[..., bytes]
 ) -> None:
     failure = wire.Failure(code=wire.ErrorCode.INTERNAL, detail="out of order")
@@ -843,7 +843,7 @@ def test_after_a_piece_that_fails_no_other_begins(
 # Away, full, closed
 
 
-def test_a_helper_that_is_away_for_a_moment_costs_nothing_but_time(
+def test_a_helper_that_is_away_for_a_moment_only_costs_time(
     executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, store: WeightStore
 ) -> None:
     session = new_session("pad", [executor], [helper])
@@ -858,17 +858,17 @@ def test_a_helper_that_is_away_for_a_moment_costs_nothing_but_time(
 def test_a_provider_that_stays_away_is_an_error_within_the_deadline(
     executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, absent: str
 ) -> None:
-    """Also with many pads on order: they are not waited for one after the other."""
+    """Also with many pads on order: the product does not wait for each of them in turn."""
     deadline_s = 2.0
     session = new_session("pad", [executor], [helper], deadline_s=deadline_s)
-    for index in range(9):  # leaves a full pool for each
+    for index in range(9):  # leaves a full pool for each group
         session.product(index, FORWARD, ring_rows(session.preparation, index, FORWARD, 60))
     {"executor": executor, "helper": helper}[absent].close()
     started = time.monotonic()
 
     def go_on() -> None:
         nonlocal started
-        for index in (*range(9), *reversed(range(9))):  # empties the pools, then waits for the last one on order
+        for index in (*range(9), *reversed(range(9))):  # empties the pools, then waits for the last ordered pad
             started = time.monotonic()
             session.product(index, FORWARD, ring_rows(session.preparation, index, FORWARD, 60))
 
@@ -877,15 +877,15 @@ def test_a_provider_that_stays_away_is_an_error_within_the_deadline(
     assert time.monotonic() - started < 5 * deadline_s
 
 
-def test_closing_does_not_wait_for_who_is_away(
+def test_closing_does_not_wait_for_absent_providers(
     executor: ScriptedProvider,
     helper: ScriptedProvider,
     new_session: NewSession,
     frames: Callable[..., bytes],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The helper answers once and then no more; what was ordered ahead is in flight when the session is closed, and
-    nobody is blamed for it."""
+    """The helper answers once and then no more. Ordered pads are in flight when the session is closed, and no provider
+    is blamed for it."""
     asked = threading.Event()
 
     def answer_once(heard: Heard, reply: wire.Result, answer: Tensor) -> bytes | None:
@@ -905,7 +905,7 @@ def test_closing_does_not_wait_for_who_is_away(
     assert not [record for record in caplog.records if "has failed" in record.getMessage()]
 
 
-def test_a_refusal_is_told_in_the_providers_words(
+def test_a_refusal_quotes_the_provider(
     executor: ScriptedProvider, new_session: NewSession, frames: Callable[..., bytes]
 ) -> None:
     failure = wire.Failure(code=wire.ErrorCode.INTERNAL, detail="out of order")
@@ -942,7 +942,7 @@ def test_a_backend_closes_itself_after_a_with_block(executor: ScriptedProvider, 
         session.product(OUT, FORWARD, rows)
 
 
-def test_a_closed_session_says_so(executor: ScriptedProvider, new_session: NewSession) -> None:
+def test_using_a_closed_session_is_a_clear_error(executor: ScriptedProvider, new_session: NewSession) -> None:
     session = new_session("none", [executor])
     rows = ring_rows(session.preparation, OUT, FORWARD, 1)
     session.product(OUT, FORWARD, rows)

@@ -1,4 +1,4 @@
-"""A tenant's own data: what is read and what is learned."""
+"""A tenant's data: accepted files, and the tokens that the model learns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
-    """One token per byte, and the template's own."""
+    """One token per byte, and the template's tokens."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     core = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(sorted(alphabet))}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -43,7 +43,7 @@ def learned(example: Any, tokenizer: PreTrainedTokenizerBase) -> str:
     return str(tokenizer.decode([label for label in example.labels if label != NOT_LEARNED]))
 
 
-def test_text_lines_are_packed_as_plain_text_is(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_text_lines_are_packed_like_plain_text(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     lines = write(tmp_path / "t.jsonl", {"text": "one\u2028line", "id": 3}, {"text": "two"})
     plain = tmp_path / "t.txt"
     plain.write_text("one\u2028line\n\ntwo", encoding="utf-8")
@@ -53,7 +53,7 @@ def test_text_lines_are_packed_as_plain_text_is(tmp_path: Path, tokenizer: PreTr
     assert shortened == 0
 
 
-def test_of_a_pair_the_completion_is_learned(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_the_completion_of_a_pair_is_learned(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     lines = write(
         tmp_path / "p.jsonl", {"prompt": "2+2=", "completion": "4"}, {"prompt": "", "completion": "no prompt"}
     )
@@ -63,7 +63,7 @@ def test_of_a_pair_the_completion_is_learned(tmp_path: Path, tokenizer: PreTrain
     assert learned(second, tokenizer) == "no prompt</s>"
 
 
-def test_of_a_chat_the_assistants_words_are_learned(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_the_assistants_messages_of_a_chat_are_learned(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     turns = [("user", "Hi"), ("assistant", "Hello"), ("user", "Bye <|assistant|>"), ("assistant", "See you")]
     lines = write(tmp_path / "c.jsonl", {"messages": [{"role": role, "content": words} for role, words in turns]})
     (example,), _ = load_examples(lines, tokenizer, length=100)
@@ -72,10 +72,10 @@ def test_of_a_chat_the_assistants_words_are_learned(tmp_path: Path, tokenizer: P
     assert str(tokenizer.decode(example.input_ids)).startswith(start)
 
 
-def test_a_reply_that_the_template_rewrites_later_is_read_only(
+def test_a_reply_that_the_template_rewrites_later_is_input_only(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As reasoning models do, which drop the thoughts of earlier turns."""
+    """Reasoning models do this: they drop the thoughts of earlier turns."""
     forgets = TEMPLATE.replace("{{ message.content }}", "{{ message.content if loop.last else message.content[:1] }}")
     monkeypatch.setattr(tokenizer, "chat_template", forgets)
     turns = [("user", "Hi"), ("assistant", "Hello"), ("user", "Bye"), ("assistant", "See you")]
@@ -112,7 +112,7 @@ WRONG: dict[str, tuple[list[Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_named_with_its_line(name: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_mistakes_are_named_with_their_line(name: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     lines, message = WRONG[name]
     with pytest.raises(ConfigError, match=message):
         load_examples(write(tmp_path / "w.jsonl", *lines), tokenizer, length=10)
@@ -127,8 +127,8 @@ def test_chats_need_a_template(
         load_examples(lines, tokenizer, length=10)
 
 
-def test_how_an_editor_wrote_a_file_makes_no_difference(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Windows' begin with a byte order mark, which is no text, and end lines in two characters."""
+def test_byte_order_marks_and_line_ends_make_no_difference(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Files from Windows begin with a byte order mark, and end lines with two characters."""
     for name, words in (("t.txt", "one\n\ntwo\n"), ("t.jsonl", '{"text": "one"}\n{"text": "two"}\n')):
         file = tmp_path / name
         file.write_text(words)
@@ -151,5 +151,5 @@ def test_json_is_not_learned_as_plain_text(tmp_path: Path, tokenizer: PreTrained
     (tmp_path / "cut.txt").write_text(json.dumps(pair) + '\n{"prompt": "a", "compl')
     with pytest.raises(ConfigError, match=r"\.jsonl"):
         load_examples(tmp_path / "cut.txt", tokenizer, length=100)
-    (tmp_path / "t.txt").write_text("{a set} and\n[a list]\n")  # braces alone are no JSON
+    (tmp_path / "t.txt").write_text("{a set} and\n[a list]\n")  # braces alone are not JSON
     assert load_examples(tmp_path / "t.txt", tokenizer, length=100)[0]

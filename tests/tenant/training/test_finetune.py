@@ -1,4 +1,4 @@
-"""Runs that end early lose nothing that can be saved. Simulated arithmetic; real providers are in test_cli."""
+"""Runs that end early lose nothing that can be saved. Simulated arithmetic; `test_cli.py` uses real providers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ Run = Callable[..., FineTuned]
 @pytest.fixture
 def run(model: Path, text: Path) -> Run:
     def run(output: Path, *, at: int | None = None, event: Callable[[], None] = lambda: None, **changes: Any) -> Any:
-        """`event` happens when step `at` is logged."""
+        """`event` is called when step `at` is logged."""
 
         def progress(done: int, total: int, loss: float) -> None:
             if done == at:
@@ -66,7 +66,7 @@ def run(model: Path, text: Path) -> Run:
 
 @pytest.fixture(scope="module")
 def whole(model: Path, text: Path) -> Path:
-    """An adapter from a run that went through."""
+    """An adapter from an uninterrupted run."""
     output = model.parent / "whole"
     finetune(model, text, output, remote=SIMULATE, options=OPTIONS)
     return output
@@ -82,7 +82,7 @@ def equal(first: Path, second: Path) -> bool:
 
 
 class LostError(Exception):
-    """Stands for whatever a session raises."""
+    """Stands for any error of a session."""
 
 
 def lose() -> None:
@@ -95,10 +95,10 @@ def interrupt() -> None:
 
 @pytest.mark.parametrize("step", [1, 3])
 @pytest.mark.parametrize(("event", "kind"), [(lose, LostError), (interrupt, SystemExit)])
-def test_a_run_that_ended_early_goes_on_bit_for_bit(
+def test_a_resumed_run_gives_the_same_bits(
     step: int, event: Callable[[], None], kind: type[BaseException], run: Run, whole: Path, tmp_path: Path
 ) -> None:
-    """With dropout, in the middle of an epoch, between two checkpoints of its own."""
+    """With dropout, in the middle of an epoch, between two regular checkpoints."""
     output = tmp_path / "adapter"
     with pytest.raises(kind) as raised:
         run(output, at=step, event=event)
@@ -113,7 +113,7 @@ def test_a_run_that_ended_early_goes_on_bit_for_bit(
 
 
 def test_the_adapter_is_as_new_as_the_newest_checkpoint(run: Run, tmp_path: Path) -> None:
-    """SIGKILL lets nothing be saved: what stands in the folder at any time is what is left."""
+    """After SIGKILL nothing can be saved, so the folder must be up to date at any time."""
     output = tmp_path / "adapter"
     with pytest.raises(LostError):
         run(output, at=1, event=lose)
@@ -122,7 +122,7 @@ def test_the_adapter_is_as_new_as_the_newest_checkpoint(run: Run, tmp_path: Path
     assert fresh == [True]
 
 
-def test_a_run_that_broke_in_its_first_step_has_nothing_to_save(
+def test_a_run_that_fails_in_its_first_step_saves_nothing(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any) -> None:
@@ -145,7 +145,7 @@ def full_disk(room: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_leaves_the_last_whole_checkpoint(run: Run, whole: Path, tmp_path: Path) -> None:
+def test_a_full_disk_leaves_the_last_complete_checkpoint(run: Run, whole: Path, tmp_path: Path) -> None:
     output = tmp_path / "adapter"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -167,7 +167,7 @@ def test_a_full_disk_leaves_the_last_whole_checkpoint(run: Run, whole: Path, tmp
     assert equal(output, whole)
 
 
-def test_an_optimizer_that_finds_no_room_is_a_full_disk_too(run: Run, tmp_path: Path) -> None:
+def test_a_full_disk_while_saving_the_optimizer(run: Run, tmp_path: Path) -> None:
     """torch.save raises RuntimeError."""
     adapter = 4096 + sum(t.nbytes for t in tensors_of(run, tmp_path / "size").values())
     with full_disk(adapter), pytest.raises(StorageError, match="checkpoint-2"):
@@ -180,7 +180,7 @@ def tensors_of(run: Run, output: Path) -> dict[str, torch.Tensor]:
     return tensors(output)
 
 
-def test_a_run_goes_on_with_the_options_it_was_started_with(run: Run, tmp_path: Path, text: Path, model: Path) -> None:
+def test_a_resumed_run_uses_the_options_of_its_start(run: Run, tmp_path: Path, text: Path, model: Path) -> None:
     output = tmp_path / "adapter"
     run(output, steps=1)
     with pytest.raises(ConfigError, match=r"rank 4, now 8, alpha 8, now 16, learning rate 0.01, now 0.1"):
@@ -203,7 +203,7 @@ def test_pairs_of_unequal_length_are_padded(run: Run, model: Path, tmp_path: Pat
     assert not result.held_out
 
 
-def test_lora_is_what_was_asked_for(run: Run, tmp_path: Path) -> None:
+def test_lora_has_the_chosen_options(run: Run, tmp_path: Path) -> None:
     output = tmp_path / "adapter"
     run(output, steps=1, alpha=32, target_modules="q_proj, mlp.down_proj")
     assert {name.split(".")[-3] for name in tensors(output)} == {"q_proj", "down_proj"}
@@ -214,9 +214,7 @@ def test_lora_is_what_was_asked_for(run: Run, tmp_path: Path) -> None:
         run(tmp_path / "other", target_modules="q_proj,query,proj")
 
 
-def test_trackers_are_checked_before_anything_takes_long(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trackers_are_checked_before_loading(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"--report-to nobody is unknown; choose from .*tensorboard.*wandb"):
         run(tmp_path / "adapter", report_to=("nobody",))
     monkeypatch.setitem(sys.modules, "wandb", None)
@@ -233,7 +231,7 @@ def adapter_for(config: Any, folder: Path, *, targets: str | list[str] = "all-li
 
 @pytest.mark.parametrize("change", [{"num_hidden_layers": 6}, {"num_hidden_layers": 2}, {"intermediate_size": 64}])
 def test_an_adapter_of_another_architecture_is_refused(change: dict[str, int], model: Path, tmp_path: Path) -> None:
-    """Deeper (PEFT leaves the rest out), shallower (PEFT starts from scratch), of other widths."""
+    """Deeper (PEFT ignores the other layers), shallower (PEFT starts with random values), or with other widths."""
     adapter = adapter_for(AutoConfig.from_pretrained(model, **change), tmp_path / "adapter", targets=["down_proj"])
     with pytest.raises(CheckpointError, match="does not fit this model") as raised:
         load_adapter(load_model(model, remote=SIMULATE), adapter)
@@ -258,13 +256,15 @@ def test_an_adapter_of_another_family_is_refused(model: Path, save_gpt2: Callabl
         ("{folder}/..", "has no config.json"),
     ],
 )
-def test_what_is_no_checkpoint_is_called_that(name: str, message: str, model: Path, text: Path, tmp_path: Path) -> None:
-    """And not a checkpoint without a tokenizer."""
+def test_a_folder_that_is_not_a_checkpoint_is_a_clear_error(
+    name: str, message: str, model: Path, text: Path, tmp_path: Path
+) -> None:
+    """The message is not about a missing tokenizer."""
     with pytest.raises(CheckpointError, match=message):
         finetune(name.format(folder=model), text, tmp_path / "adapter", remote=SIMULATE)
 
 
-def test_a_batch_tells_lengths_only_as_finely_as_the_user_wants() -> None:
+def test_padded_batches_show_only_rounded_lengths() -> None:
     one, other = Example([1, 2, 3], [1, 2, 3]), Example([4] * 5, [4] * 5)
     assert set(collate([other])) == {"input_ids", "labels"}
     for examples in ([one], [other], [one, other]):

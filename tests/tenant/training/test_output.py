@@ -1,4 +1,4 @@
-"""Where a run may write, and what it goes on from."""
+"""The output folder of a run, and the checkpoint from which it resumes."""
 
 from __future__ import annotations
 
@@ -53,16 +53,14 @@ REFUSED: dict[str, Callable[[Path], Path]] = {
 
 @pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.parametrize("place", REFUSED.values(), ids=REFUSED)
-def test_nothing_that_is_somebody_elses_is_written_to(
-    place: Callable[[Path], Path], tmp_path: Path, resume: bool
-) -> None:
+def test_no_other_folder_is_overwritten(place: Callable[[Path], Path], tmp_path: Path, resume: bool) -> None:
     model, cache = used(tmp_path / "model"), used(tmp_path / "cache")
     (used(tmp_path / "adapter") / "adapter_config.json").touch()
     with pytest.raises(ConfigError, match=r"choose another folder|no checkpoint"):
         check_output(place(tmp_path), resume=resume, model=model, cache=cache)
 
 
-def test_a_new_or_empty_folder_will_do(tmp_path: Path) -> None:
+def test_a_new_or_empty_folder_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for output in (tmp_path / "empty", tmp_path / "deep" / "new", link(tmp_path / "link", tmp_path / "empty")):
         check_output(output, resume=False, model=tmp_path / "model", cache=tmp_path / "cache")
@@ -75,7 +73,7 @@ def checkpoint(output: Path, step: int) -> Path:
     return folder
 
 
-def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path: Path) -> None:
+def test_a_run_resumes_from_the_newest_complete_checkpoint(tmp_path: Path) -> None:
     checkpoint(tmp_path, 9)
     whole = checkpoint(tmp_path, 10)
     (checkpoint(tmp_path, 11) / "trainer_state.json").write_text('{"global_st')  # a crash while it was written
@@ -103,7 +101,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_run_goes_on_with_its_own_options_only(name: str) -> None:
+def test_a_run_resumes_only_with_its_own_options(name: str) -> None:
     assert set(CHANGES) == set(RECORD.__struct_fields__)
     RECORD.check_continues(RECORD)
     changed = msgspec.structs.replace(RECORD, **{name: CHANGES[name]})

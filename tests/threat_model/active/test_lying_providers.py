@@ -1,4 +1,4 @@
-"""Providers that lie are caught, and being caught tells them nothing. Without verification it tells them bits."""
+"""Lying providers are caught, and the abort gives them no information. Without verification, aborts leak bits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from threat_model.suite import Suite
 
 @pytest.fixture(scope="session")
 def report(quick: Suite) -> ActiveReport:
-    """Four sessions per lie: what the quick report has seen."""
+    """Four sessions per lie: the results in the quick report."""
     return quick.active
 
 
@@ -35,8 +35,8 @@ def test_every_lie_is_caught(report: ActiveReport) -> None:
     assert {f"error of valuation {v}" for v in range(32)} <= {d.name for d in report.detections}
 
 
-def test_hostile_folders_are_refused_by_what_is_there_to_refuse_them(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted fault: a tenant that looks at no folder. What the seal and the digests do not bind gets in."""
+def test_hostile_folders_are_refused_by_the_checks_of_folders(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: a tenant that checks no folder. Then only the seal and the digests refuse attacks."""
     assert all(attack_folders(lab).values())
     for module in (
         "tenant.model.hf",
@@ -63,11 +63,9 @@ def test_hostile_folders_are_refused_by_what_is_there_to_refuse_them(lab: Lab, m
     } <= fallen
 
 
-def test_lying_registries_are_refused_by_what_is_there_to_refuse_them(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The planted faults: one believes whoever signs, one knows who was revoked by all bytes of a certificate, one
-    looks at neither companies nor its file."""
+def test_lying_registries_are_refused_by_the_checks_of_descriptors(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted faults: a tenant that accepts any signer, one that identifies revoked certificates by all of their
+    bytes, and one that ignores companies and its own file."""
     assert all(attack_registry(lab.federation).values())
     with monkeypatch.context() as patch:
         patch.setattr(Trust, "check", lambda self, certificate, *, at: None)
@@ -100,7 +98,7 @@ def test_lying_registries_are_refused_by_what_is_there_to_refuse_them(
     }
 
 
-def test_an_abort_after_verification_says_nothing(report: ActiveReport) -> None:
+def test_an_abort_after_verification_carries_no_information(report: ActiveReport) -> None:
     verified, _ = report.leaks
     assert verified.aborts == verified.trials  # a constant
     assert verified.information == 0.0
@@ -108,11 +106,11 @@ def test_an_abort_after_verification_says_nothing(report: ActiveReport) -> None:
 
 def test_skipped_verification_lets_aborts_leak(report: ActiveReport) -> None:
     _, skipped = report.leaks
-    # the abort is the secret bit itself: 32 fair bits carry less than 0.3 bits each only once in 10^6
+    # the abort equals the secret bit: 32 fair bits carry less than 0.3 bits each only once in 10^6
     assert skipped.information > 0.3
 
 
-def test_forgeries_pass_as_often_as_the_bound_says(report: ActiveReport) -> None:
+def test_forgeries_pass_at_the_rate_of_the_bound(report: ActiveReport) -> None:
     for forgery in report.forgeries:
         assert forgery.theory in clopper_pearson(forgery.passed, forgery.trials, confidence=1 - 1e-7), forgery
 

@@ -1,4 +1,4 @@
-"""`bench abuse` with a real provider and real abusers: what it counts and compares, not how fast it is."""
+"""`bench abuse` with a real provider and real abusers: counters and comparisons, not speed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_every_abuse_is_measured_and_named(tmp_path: Path) -> None:
         assert row["beside_over_alone"] == pytest.approx(beside / alone)
         assert 0 < alone <= float(row["alone_p99_ms"] or 0)
         assert 0 < beside <= float(row["beside_p99_ms"] or 0) <= float(row["longest_ms"] or 0)
-        assert int(row["left_files"] or 0) <= 0, row  # a request for the counts may have held one before
+        assert int(row["left_files"] or 0) <= 0, row  # a request for the counts may have used one before
     named = {
         "control: a process that only computes": ["nothing"],
         "a flood of large requests": ["connections 4", "requests "],
@@ -27,7 +27,7 @@ def test_every_abuse_is_measured_and_named(tmp_path: Path) -> None:
         "payloads that never come": ["connections 16"],
         "requests whose tenant leaves": ["connections "],
         "50 connections": ["connections 50"],
-        "400 silent connections a second": ["strangers "],
+        "400 silent connections a second": ["pending handshakes "],
         "a tenant revoked in mid-request": ["connections 4", "requests "],
     }
     assert set(found) == set(named)

@@ -1,4 +1,4 @@
-"""Intervals and tails against exact sums."""
+"""Intervals and tails compared with exact sums."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_clopper_pearson_ends_where_the_tails_are_half_a_percent(trials: int, da
         assert 1 - exact_tail(successes + 1, trials, interval.high) == pytest.approx(0.005, rel=1e-6)
 
 
-def test_no_trials_tell_nothing() -> None:
+def test_no_trials_give_the_whole_interval() -> None:
     assert (clopper_pearson(0, 0).low, clopper_pearson(0, 0).high) == (0.0, 1.0)
 
 
@@ -53,7 +53,7 @@ def test_small_tails_stay_accurate() -> None:
     assert beta_cdf(0.5, 3, 3) == pytest.approx(0.5)
 
 
-def test_chance_by_permutation_gives_constant_guesses_no_credit() -> None:
+def test_constant_guesses_score_at_the_chance_level() -> None:
     truth = torch.tensor([1] * 90 + [2] * 10)
     assert agreement_by_chance(torch.ones(100, dtype=torch.long), truth) == pytest.approx(0.9)
     assert agreement_by_chance(truth, truth) == pytest.approx(0.82)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, Self
 
 import msgspec
 
@@ -43,7 +43,7 @@ class ExecutorClient:
         """Generation of the executor that received the last request."""
         return self._generation
 
-    def __enter__(self) -> ExecutorClient:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

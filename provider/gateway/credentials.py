@@ -60,7 +60,7 @@ class Credentials:
     revoked: frozenset[str]
 
     @classmethod
-    def load(cls, config: TlsConfig, *, before: Credentials | None = None) -> Self:
+    def load(cls, config: TlsConfig, *, before: Self | None = None) -> Self:
         """Read the files. Raises `CertificateError` if a file cannot be used.
 
         Args:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import msgspec
 
@@ -64,8 +64,8 @@ class Counts(msgspec.Struct, frozen=True):  # ten times faster than a dataclass
     abandoned: int = 0
     slow: int = 0
 
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(*map(operator.add, _values(self), _values(other)))
+    def __add__(self, other: Self) -> Self:
+        return type(self)(*map(operator.add, _values(self), _values(other)))
 
 
 _NOTHING = Counts()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Generic, Literal, NamedTuple, TypeVar
+from typing import Generic, Literal, NamedTuple, Self, TypeVar
 
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.network import wire
@@ -69,7 +69,7 @@ class Piece(NamedTuple, Generic[J]):  # creating a frozen dataclass takes three 
     stop: int
 
     @classmethod
-    def next_of(cls, job: J, most: int) -> Piece[J]:
+    def next_of(cls, job: J, most: int) -> Self:
         """The next ready rows of the job, `most` at most."""
         return cls(job, job.taken, min(job.ready, job.taken + most))
 

@@ -30,8 +30,8 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
-from typing import Final, Literal
+from dataclasses import dataclass, replace
+from typing import Final, Literal, Self
 
 import numpy as np
 import torch
@@ -87,9 +87,10 @@ class Bound:
         """Largest allowed 2-norm of the scaled row before rounding."""
         return (RANGE - 1) / max(self.weight_norm, 1.0) - math.sqrt(self.inputs) / 2
 
-    def with_headroom(self, bits: int) -> Bound:
+    def with_headroom(self, bits: int) -> Self:
         """The bound for products below `RANGE / 2^bits`, for a masking scheme that adds an error of its own."""
-        return Bound(self.inputs, max(self.weight_absmax, 1) << bits, math.ldexp(max(self.weight_norm, 1.0), bits))
+        absmax, norm = max(self.weight_absmax, 1) << bits, math.ldexp(max(self.weight_norm, 1.0), bits)
+        return replace(self, weight_absmax=absmax, weight_norm=norm)
 
 
 def quantise_rows(rows: Tensor, bound: Bound, *, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ class Packed:
         """The columns of a product's rows and of its result."""
         return (self.inputs, self.outputs) if direction == FORWARD else (self.outputs, self.inputs)
 
-    def to(self, device: torch.device) -> Packed:
+    def to(self, device: torch.device) -> Self:
         """A copy on another device."""
         return replace(self, data=self.data.to(device))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -36,7 +38,7 @@ class RingMatrix:
         self._hold(kernel_of(choice.layout).pack(weight.cpu(), weight_bits=weight_bits), choice, device)
 
     @classmethod
-    def of_packed(cls, packed: Packed, choice: Choice, *, device: torch.device | str = "cpu") -> RingMatrix:
+    def of_packed(cls, packed: Packed, choice: Choice, *, device: torch.device | str = "cpu") -> Self:
         """A matrix of weights that are already packed in the choice's layout. Shares their memory if possible."""
         matrix = cls.__new__(cls)
         matrix._hold(packed, choice, torch.device(device))

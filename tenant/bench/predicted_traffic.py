@@ -36,8 +36,8 @@ class Traffic:
     down: int = 0
     effects: int = 0
 
-    def __add__(self, other: Self) -> Traffic:
-        return Traffic(
+    def __add__(self, other: Self) -> Self:
+        return type(self)(
             round_trips=self.round_trips + other.round_trips,
             turns=self.turns + other.turns,
             up=self.up + other.up,

@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.system.files import read_text, write_atomically
@@ -78,7 +79,7 @@ class Table:
     rows: list[list[str]]
 
     @classmethod
-    def of(cls, rows: Sequence[Row]) -> Table:
+    def of(cls, rows: Sequence[Row]) -> Self:
         """Make the table of at least one row."""
         shared = [name for name in rows[0] if len(rows) > 1 and len({row.get(name) for row in rows}) == 1]
         shown = [name for name in rows[0] if name not in shared]

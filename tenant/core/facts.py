@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -36,12 +37,12 @@ class GroupFacts:
     bounds: dict[Direction, Bound]
 
     @classmethod
-    def of(cls, entry: GroupEntry, group: QuantisedGroup) -> GroupFacts:
+    def of(cls, entry: GroupEntry, group: QuantisedGroup) -> Self:
         """The facts of a quantised group."""
         bias = None if group.bias is None else group.bias.to(torch.float64)
         return cls(entry, group.channel_scale, bias, group.bounds())
 
-    def with_headroom(self, bits: int) -> GroupFacts:
+    def with_headroom(self, bits: int) -> Self:
         """A copy whose bounds scale rows down by `bits` more bits (`Bound.with_headroom`)."""
         return replace(self, bounds={d: bound.with_headroom(bits) for d, bound in self.bounds.items()})
 

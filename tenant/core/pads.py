@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from torch import Tensor
 
@@ -121,7 +121,7 @@ class Pad:
         """The helpers that know a seed of this pad."""
         return [share.holder for share in self.shares if share.holder is not None]
 
-    def split(self, rows: int) -> tuple[Pad, Pad]:
+    def split(self, rows: int) -> tuple[Self, Self]:
         """Split into a pad for the first `rows` rows and a pad for the others. They replace this pad."""
         self._use()
         kind = type(self)

@@ -27,6 +27,7 @@ import itertools
 import secrets
 from collections.abc import Callable
 from pathlib import Path
+from typing import Self
 
 import msgspec
 import torch
@@ -53,7 +54,7 @@ class VerificationKeys:
         self._columns: dict[tuple[int, Direction], Column] = {}
 
     @classmethod
-    def fresh(cls) -> VerificationKeys:
+    def fresh(cls) -> Self:
         """New keys from the operating system's generator."""
         return cls(secrets.token_bytes(SEED_BYTES))
 
@@ -84,7 +85,7 @@ class VerificationKeys:
         return {_SECRET: _as_tensor(self._secret), **products}
 
     @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor], *, groups: int) -> VerificationKeys:
+    def from_tensors(cls, tensors: dict[str, Tensor], *, groups: int) -> Self:
         """Read the result of `to_tensors` for `groups` layer groups. Raises `KeyError` if tensors are missing."""
         keys = cls(_as_secret(tensors[_SECRET]))
         for index, direction in itertools.product(range(groups), DIRECTIONS):
@@ -112,12 +113,12 @@ class BlameKeys:
         self._stored = stored or self._made.__getitem__
 
     @classmethod
-    def fresh(cls, *, columns: int) -> BlameKeys:
+    def fresh(cls, *, columns: int) -> Self:
         """New keys from the operating system's generator."""
         return cls(secrets.token_bytes(SEED_BYTES), columns=columns)
 
     @classmethod
-    def open(cls, path: Path, *, columns: int, groups: int) -> BlameKeys:
+    def open(cls, path: Path, *, columns: int, groups: int) -> Self:
         """Open the keys of `groups` layer groups, in a file that holds the result of `to_tensors`.
 
         Raises:

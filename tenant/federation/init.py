@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.federation import Company, Federation, load_federation
@@ -32,7 +33,7 @@ class ProviderArgument:
     operator: str
 
     @classmethod
-    def parse(cls, text: str, *, role: Role) -> ProviderArgument:
+    def parse(cls, text: str, *, role: Role) -> Self:
         """Parse `ADDRESS,CERTIFICATE,OPERATOR`. The operator's name may contain commas.
 
         Raises:

@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
@@ -74,7 +74,7 @@ class RemoteConfig(Options, QuantizationConfigMixin):
             raise ConfigError(f"deadline_s = {self.deadline_s}: write a finite number of seconds")
         scheme_named(self.masking).read_options(self.masking_options)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteConfig:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return this object: transformers copies its configurations, and the user's own object must be used."""
         return self
 

@@ -70,8 +70,8 @@ class LayerGroup:
         self.backend.multiply(self.index, BACKWARD, rows, [grad_x.view(len(rows[0]), self.inputs)])
         return grad_x
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LayerGroup:
-        return LayerGroup(self.backend, self.index)  # a copied model shares the session, not the pending outputs
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return type(self)(self.backend, self.index)  # a copied model shares the session, not the pending outputs
 
 
 class _Pending:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -44,7 +44,7 @@ class RunRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int
     pad_to_multiple_of: int = 1
 
-    def check_continues(self, before: RunRecord) -> None:
+    def check_continues(self, before: Self) -> None:
         """Refuse to continue from the checkpoint of a run with other settings.
 
         Raises:

@@ -21,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -74,7 +74,7 @@ class Outcome:
     ledger: Ledger
     seconds: float
 
-    def equals(self, other: Outcome) -> bool:
+    def equals(self, other: Self) -> bool:
         """True if every bit is equal."""
         return (
             bool(self.adapter)

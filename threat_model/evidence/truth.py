@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -82,7 +82,7 @@ class Witness(Backend):
         self._start = 0
 
     @classmethod
-    def install(cls, model: nn.Module, recorder: Recorder, public: Public, truth: Truth) -> Witness:
+    def install(cls, model: nn.Module, recorder: Recorder, public: Public, truth: Truth) -> Self:
         """Wrap the backend of every group of a split model."""
         groups = {id(m.group): m.group for m in model.modules() if isinstance(m, RemoteLayer)}
         witness = cls(next(iter(groups.values())).backend, recorder, public, truth)

@@ -4,8 +4,6 @@ A line may name a tenant, a layer group, a direction, a row count and a duration
 cannot get into a line: callers pass named fields, and exceptions are logged by type and place, not by message.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import threading

@@ -1,7 +1,5 @@
 """The error that refuses one request."""
 
-from __future__ import annotations
-
 from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.network.wire import ErrorCode, QuotaLimit
 

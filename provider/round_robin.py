@@ -1,7 +1,5 @@
 """One queue that serves clients in turn, for handshakes and for keystream."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Generic, TypeVar

@@ -1,7 +1,5 @@
 """A whole provider: model, executor and gateway, from the start to an orderly stop."""
 
-from __future__ import annotations
-
 import gc
 import json
 import resource

@@ -1,7 +1,5 @@
 """One token bucket, for quotas, handshakes and registries."""
 
-from __future__ import annotations
-
 
 class TokenBucket:
     """Tokens that are replenished at a rate. The bucket starts full, and may go into debt. Not thread-safe.

@@ -6,8 +6,6 @@ distribution can do the same. The entry point `NAME` adds a command, and `GROUP.
 `keys` answer without waiting for torch.
 """
 
-from __future__ import annotations
-
 import errno
 import io
 import os

@@ -4,8 +4,6 @@ All of them derive from `SymbiosisError`; a branch of the tree stands for one ki
 happened and what to do next. No message contains activations, masks, scales or keys.
 """
 
-from __future__ import annotations
-
 _NEXT_STEP = {
     "bad_frame": "run the same release of symbiosis-priv on both sides",
     "bad_request": "run the same release of symbiosis-priv on both sides",

@@ -1,8 +1,6 @@
 """Names and limits that command lines, files and arithmetic share. This module does not import torch, for a fast
 `--help`."""
 
-from __future__ import annotations
-
 from typing import Final, Literal
 
 Role = Literal["executor", "helper"]

@@ -7,8 +7,6 @@ Read in this order: `model` (connects Hugging Face models), `core` (pads, masked
 docstring of each folder names its modules.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

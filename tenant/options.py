@@ -1,7 +1,5 @@
 """The options of a split model. `RemoteConfig` (`tenant.model.hf`) has the same fields and checks their values."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Shows the progress of a long task on a terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -6,8 +6,6 @@ the interpreter exits aborts the process. A `Worker` is a daemon thread that its
 requests that the thread waits for. `tenant.session.runtime` does so when a session is closed, and at exit.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """Runs the same computation with torch alone and with every instruction set of the compiled library."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

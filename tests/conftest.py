@@ -1,7 +1,5 @@
 """Shared by all tests: no network, a separate cache, and Hypothesis without time limits."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Callable, Iterator

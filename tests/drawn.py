@@ -1,7 +1,5 @@
 """Hypothesis strategies for weights and layers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Registries for tests: an honest one, and one that lists prepared descriptors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from provider.registry.config import RegistryConfig

@@ -1,7 +1,5 @@
 """SECURITY.md lists all environment variables that are read."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

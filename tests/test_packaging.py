@@ -1,7 +1,5 @@
 """The distribution: public names, types, one version, declared dependencies, and the direction of imports."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

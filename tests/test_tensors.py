@@ -1,7 +1,5 @@
 """Every tensor states its dtype and device, because transformers and scripts change torch's defaults."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Forks behave like new processes, and have no module of this project from their parent."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from pathlib import Path

@@ -10,8 +10,6 @@ Tests of how a process starts or ends (`--help` without torch, rule 12, a script
 processes.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc

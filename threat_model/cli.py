@@ -1,7 +1,5 @@
 """`symbiosis-priv threat-model`: runs all attacks against this project."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path

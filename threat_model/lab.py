@@ -7,8 +7,6 @@ The base model is a Llama of three blocks, pretrained for seconds on public text
 product is sent over a TLS socket, and the recorder is at the tenant's end of it.
 """
 
-from __future__ import annotations
-
 import copy
 import secrets
 import time

@@ -5,8 +5,6 @@ the rows of a real run are masked again in a wrong way, as an executor would hav
 `twin_helpers` and `blind_to_companies` break the real tenant while it runs.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

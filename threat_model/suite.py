@@ -1,7 +1,5 @@
 """Runs every attack against every scheme, and compares each verdict with the promised one."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

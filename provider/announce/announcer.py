@@ -2,8 +2,6 @@
 and at the end. The announcer tries again if a registry cannot be reached; the executor serves tenants meanwhile.
 """
 
-from __future__ import annotations
-
 import random
 import threading
 import time

@@ -4,8 +4,6 @@ The provider asks the registries which layers are served, checks the executors' 
 (`symbiosis_priv.registry.coverage`). A dishonest registry can cause a bad choice of layers, and nothing else.
 """
 
-from __future__ import annotations
-
 import time
 from typing import Final
 

@@ -1,7 +1,5 @@
 """Plans the memory of a provider before it takes any: which data, on which device, in which type."""
 
-from __future__ import annotations
-
 import os
 from collections import defaultdict
 from dataclasses import dataclass

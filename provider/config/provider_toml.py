@@ -1,7 +1,5 @@
 """Reads `provider.toml`, and writes a template of it."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -1,7 +1,5 @@
 """Reloads files when they have changed, or on request."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path

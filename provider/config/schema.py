@@ -3,8 +3,6 @@
 `provider_toml.template` writes the "Args" below into the file that `provider init` makes, so operators read them there.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 

@@ -4,8 +4,6 @@ The supervisor restarts an executor that has ended. The ended executor's request
 requests until the restart is complete: the tenant may ask another provider meanwhile.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -5,8 +5,6 @@ for the wire: the product, or a `Failure` if the request was cancelled, late or 
 executor holds no memory of the request any more.
 """
 
-from __future__ import annotations
-
 import bisect
 import math
 from typing import get_args

@@ -21,8 +21,6 @@ executor keeps nothing of an answered request. An answer that is a small part of
 tenant that reads slowly keeps its own rows in memory only.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

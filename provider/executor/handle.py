@@ -5,8 +5,6 @@ ended. The guard asks the executor for a report every second. An executor that d
 `[executor] hang_timeout_s` hangs; each kind of executor reacts in its own way (`supervisor`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

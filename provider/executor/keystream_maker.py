@@ -4,8 +4,6 @@ The thread serves tenants in round-robin order, one slice at a time: a small eff
 large effect. AES runs without the GIL.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable

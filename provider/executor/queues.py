@@ -8,8 +8,6 @@ compute the answer, so that no thread has to be woken (`set_inline_handler`). Be
 private `ipc://` socket.
 """
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import select

@@ -3,8 +3,6 @@
 Every torch operation releases the GIL, and waiting for the GIL takes longer than copying a few rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

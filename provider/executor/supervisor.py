@@ -3,8 +3,6 @@
 The supervisor restarts a process that has ended, and kills and restarts a process that hangs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Admission of requests: memory for their payloads, and the role of each tenant."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import threading

@@ -8,8 +8,6 @@ The connection stays usable after a refused request: the gateway discards its pa
 gateway closes the connection after a broken frame, because the start of the next frame is unknown.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

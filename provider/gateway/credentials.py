@@ -1,7 +1,5 @@
 """Credentials of a provider: its certificate, its tenants' authorities, and the list of revoked certificates."""
 
-from __future__ import annotations
-
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass

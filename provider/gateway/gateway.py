@@ -8,8 +8,6 @@ To stop, the gateway shuts the read side of every connection. A thread that wait
 of the connection; a thread that serves a request finishes the request first.
 """
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import ssl

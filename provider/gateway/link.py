@@ -4,8 +4,6 @@ Every call of the socket releases the GIL, and with many connections the thread 
 request's prefix, header and first rows, which arrive as one TLS record, are read with one call.
 """
 
-from __future__ import annotations
-
 import contextlib
 import select
 import socket

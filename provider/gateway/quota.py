@@ -10,8 +10,6 @@ therefore has a rate of such requests, the same for all tenants: the gateway ans
 tenant's next request when the rate allows it.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 import time

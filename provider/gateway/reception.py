@@ -14,8 +14,6 @@ To find out which tenant a certificate names takes a quarter of a handshake's ti
 authorities change. Sessions are not resumed: in OpenSSL that takes as long as a handshake, to within a twentieth.
 """
 
-from __future__ import annotations
-
 import errno
 import select
 import selectors

@@ -6,8 +6,6 @@ tenants can shut out another one with connections that they do not use, and the 
 become equal. A connection in the middle of a request counts as less idle than every connection between two requests.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import time

@@ -9,8 +9,6 @@ A connection that takes too long is dropped too. Its time does not run while it 
 handshakes would make other clients late.
 """
 
-from __future__ import annotations
-
 import heapq
 import ipaddress
 import itertools

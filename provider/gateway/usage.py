@@ -10,8 +10,6 @@ Counts that cannot be written (the disk is full or slow, or another process writ
 to a file that has replaced the first one, or to a damaged file before it is repaired.
 """
 
-from __future__ import annotations
-
 import contextlib
 import operator
 import os

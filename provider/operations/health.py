@@ -1,7 +1,5 @@
 """Asks a provider for its health report, as a tenant does."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

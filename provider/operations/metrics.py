@@ -7,8 +7,6 @@ resolves to loopback (DNS rebinding). So requests for `/metrics` and `/status` m
 host in `listen`, or one of `hosts`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import math

@@ -1,7 +1,5 @@
 """The status of a running provider for its operator: names, counts and times, and no data of tenants."""
 
-from __future__ import annotations
-
 import time
 
 import msgspec

@@ -1,7 +1,5 @@
 """`symbiosis-priv provider top`: shows a provider's `/status` as a table."""
 
-from __future__ import annotations
-
 import http.client
 import socket
 import threading

@@ -4,8 +4,6 @@ The configuration and the model's digest are the first lines of stdin. The gatew
 closes, the executor ends. Only the gateway handles signals.
 """
 
-from __future__ import annotations
-
 import gc
 import signal
 import sys

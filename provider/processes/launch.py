@@ -10,8 +10,6 @@ several machines, the first machine listens at HOST:PORT only, unpickles nothing
 receives. docs/provider.md says what a client of that port can do.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

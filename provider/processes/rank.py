@@ -5,8 +5,6 @@ On one machine, the supervisor starts a group of ranks for the gateway (`[execut
 encrypts nor authenticates: use a private network (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME).
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -5,8 +5,6 @@ Only `masking = "paper-pool"` needs it. float32 weights are several times larger
 groups in memory are limited, and the least recently used group is dropped first.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass

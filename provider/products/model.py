@@ -1,7 +1,5 @@
 """The served base model: the products that tenants may ask for."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """Computes the ring products of a served model, with weights of this process or of a group of ranks (`shards`)."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
 

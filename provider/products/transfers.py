@@ -6,8 +6,6 @@ one stream: events between streams would take as long as a small product. Weight
 code runs in order and with ordinary memory, for the tests.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

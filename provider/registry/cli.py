@@ -1,7 +1,5 @@
 """`symbiosis-priv registry`: serve, show."""
 
-from __future__ import annotations
-
 import json
 import signal
 import threading

@@ -1,7 +1,5 @@
 """The options and limits of a registry."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

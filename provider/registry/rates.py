@@ -1,7 +1,5 @@
 """Rate limits: one token bucket for each recent client."""
 
-from __future__ import annotations
-
 import threading
 from collections import OrderedDict
 

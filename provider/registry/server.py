@@ -6,8 +6,6 @@ many clients in one network do not block the clients of other networks. A descri
 executors.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import socket

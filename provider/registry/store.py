@@ -7,8 +7,6 @@ The number of rows is limited. When the store is full, a new executor replaces a
 executors.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sqlite3
 import threading

@@ -4,8 +4,6 @@ Tenants go through a model in the same order, and the pause of a tenant between 
 previous pause. `Absent` learns the order and the pauses from the requests that arrive.
 """
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator

@@ -1,8 +1,6 @@
 """The interface of a policy: it picks the next job and the rows of its product. `Discipline` itself is policy
 `none`."""
 
-from __future__ import annotations
-
 from typing import Generic
 
 from provider.scheduler.jobs import J, Piece

@@ -1,7 +1,5 @@
 """The data of the scheduler: a job has the rows of one request, and a piece is a range of these rows."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass

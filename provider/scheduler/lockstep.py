@@ -6,8 +6,6 @@ start again at the first one. A tenant that is ahead therefore waits for the ten
 through the model when the other tenants have finished theirs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 
 from provider.scheduler.discipline import Discipline, whole

@@ -21,8 +21,6 @@
   slice of fine-tuning, which takes many times longer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 
 from provider.scheduler.absent import Absent, Expected

@@ -1,7 +1,5 @@
 """Predicts the duration of products from the durations of earlier products."""
 
-from __future__ import annotations
-
 from provider.scheduler.jobs import Job, Key
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.network import wire

@@ -1,7 +1,5 @@
 """The operator's options of the scheduler."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

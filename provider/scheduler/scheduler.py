@@ -1,7 +1,5 @@
 """The scheduler: keeps jobs and hands out their rows."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 from collections import Counter

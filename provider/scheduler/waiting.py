@@ -6,8 +6,6 @@ product: a few rows alone cost as much as reading the weights, and less in a bat
 served next. An idle tenant accrues no credit. All connections of a tenant share one queue.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from typing import Generic

@@ -9,8 +9,6 @@ A rank is lost if its counter does not change during ten beats of the watching r
 seconds, so that a machine that was suspended does not lose a rank.
 """
 
-from __future__ import annotations
-
 import atexit
 import threading
 import time

@@ -4,8 +4,6 @@ Ranks on one machine use a folder that no other user can enter; no port is opene
 store of torchrun's first machine (MASTER_ADDR, MASTER_PORT), which does not authenticate.
 """
 
-from __future__ import annotations
-
 import os
 from datetime import timedelta
 from pathlib import Path

@@ -19,8 +19,6 @@ ends. The other ranks end too, and the supervisor restarts the whole group. The 
 torch.distributed does not authenticate: run all ranks on one machine or one private network.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os

@@ -3,8 +3,6 @@
 The process id of torchrun comes from the kernel, never from another rank.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import resource

@@ -1,7 +1,5 @@
 """The packed weights of one layer group, as a module that FSDP2 shards, gathers and frees."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

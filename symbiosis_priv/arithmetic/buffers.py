@@ -6,8 +6,6 @@ read is never overwritten. A buffer keeps its old contents: one `Buffers` serves
 two tenants. Pages are private to the process, also after a fork.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import mmap

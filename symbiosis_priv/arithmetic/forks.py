@@ -6,8 +6,6 @@ process id, which `generation` compares. A fork by C code into a new pid namespa
 whole machine (a snapshot of a virtual machine, CRIU) is not detected either.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 

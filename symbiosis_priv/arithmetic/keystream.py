@@ -11,8 +11,6 @@ two derivations can collide. All masks come from here (rule 1). `tenant.core.sec
 once.
 """
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

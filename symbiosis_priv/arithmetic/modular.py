@@ -7,8 +7,6 @@ and 1,024 of them sum up in int64. torch splits them into digits so small that f
 p is a prime above 2^33: the difference of two int32 numbers is 0 modulo p only if it is 0.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ depend on that row only. Use the floats that `decode` has stored only if it retu
 A check compares `y @ R` with `xq @ V` modulo p for the integers y and xq (`modular`, `tenant.core.verifier`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

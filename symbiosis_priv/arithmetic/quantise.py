@@ -4,8 +4,6 @@ Per output channel, symmetric: `s_o = max|W[o]| / (2^(b-1) - 1)`, `Wq = round(W 
 Siblings that share an input are one group: their matrices are stacked along the output dimension.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Sequence

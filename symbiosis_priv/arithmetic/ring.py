@@ -26,8 +26,6 @@ Everything in this module is public arithmetic. Masks are in `keystream`, produc
 arithmetic with compiled code.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import dataclass, replace

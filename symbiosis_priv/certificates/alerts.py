@@ -1,7 +1,5 @@
 """Logs warnings, each once, about key files that other users can read and certificates that expire soon."""
 
-from __future__ import annotations
-
 import logging
 import os
 import stat

@@ -4,8 +4,6 @@ A key file is created with mode 0600 and is never overwritten. Only `rotate` rep
 under another name. Keys are ECDSA P-256, which every TLS 1.3 stack supports.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import re
 from collections.abc import Sequence

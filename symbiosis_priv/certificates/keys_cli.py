@@ -1,7 +1,5 @@
 """`symbiosis-priv keys`: create, request, sign, rotate, revoke and show certificates."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

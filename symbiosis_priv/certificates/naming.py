@@ -1,7 +1,5 @@
 """Checks the names of tenants, providers, authorities and operators."""
 
-from __future__ import annotations
-
 import re
 import string
 import unicodedata

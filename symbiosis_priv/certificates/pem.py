@@ -1,7 +1,5 @@
 """Reads and writes PEM files of certificates and keys."""
 
-from __future__ import annotations
-
 import os
 import secrets
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reads certificates and keys: kind, names, validity and fingerprints."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import shlex

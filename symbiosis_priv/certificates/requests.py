@@ -13,8 +13,6 @@ a provider. The signer's folder is the record of names: while `alice.pem` exists
 alice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -9,8 +9,6 @@ A mark is the hash of the signed part of a certificate, not of the whole certifi
 signature, and anyone can turn an ECDSA signature (r, s) into (r, n - s), which is valid too.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from datetime import UTC, datetime

@@ -7,8 +7,6 @@ belongs to the block before it, or to the first block. So layer numbers never de
 of layers is one contiguous range of groups.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterable, Sequence

@@ -4,8 +4,6 @@ It lists every layer group with the SHA-256 of its integers, scales and bias; `f
 manifest. Quantising is deterministic, so tenants and providers get the same digest from the same checkpoint.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from typing import Annotated, Self

@@ -4,8 +4,6 @@ The names are those of torch's functions, methods and attributes. A linear can b
 only through these operations, because the placeholder for its weight supports no others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

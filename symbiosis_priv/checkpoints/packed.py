@@ -10,8 +10,6 @@ real matrix. It does not protect against a user that can write to the cache: the
 tenants verify every answer.
 """
 
-from __future__ import annotations
-
 import os
 import struct
 from pathlib import Path

@@ -7,8 +7,6 @@ that names the entry; `on_this_machine` keeps transformers from asking the hub a
 `trust_remote_code=False` everywhere.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Small pictures as inline SVG: no plotting library, no external resource, readable in print and on screens."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

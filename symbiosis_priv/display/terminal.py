@@ -1,7 +1,5 @@
 """Output to the terminal: tables that fit its width, and text that is not truncated in files and pipes."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

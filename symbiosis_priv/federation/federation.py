@@ -6,8 +6,6 @@ what each of them knows. Without `[pads]`, all helpers share every pad, so a com
 file that leaves no such choice is refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property

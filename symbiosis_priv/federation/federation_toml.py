@@ -33,8 +33,6 @@ authority = "keys/federation.pem"   # signs certificates that name the executor 
 `parties` (rule 11) and `federation` (rule 8) check the entries against each other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated

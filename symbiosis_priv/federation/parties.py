@@ -4,8 +4,6 @@ Rule 11: the parties of a federation are pairwise distinct in certificate, publi
 party could appear as two helpers, and an executor that is listed twice could be asked again after its quarantine.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Hashable, Mapping, Sequence
 

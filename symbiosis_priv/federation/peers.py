@@ -1,7 +1,5 @@
 """Dataclasses for the providers, companies and registries of a federation file."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Normal forms of names and hosts, so that different spellings of one name compare equal."""
 
-from __future__ import annotations
-
 import ipaddress
 import itertools
 import socket

@@ -3,8 +3,6 @@
 The result is an ordinary Hugging Face checkpoint (safetensors, `config.json`, `tokenizer.json`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import math

@@ -8,8 +8,6 @@ The demo, benchmarks and tests use it; `kill` and `restart` show what happens wh
 started through the command line (`service`), as by an operator, and none of their code is imported.
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

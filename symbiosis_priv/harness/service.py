@@ -3,8 +3,6 @@
 The process ends when its parent ends, because the parent holds the process's standard input open.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

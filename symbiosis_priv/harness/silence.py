@@ -1,7 +1,5 @@
 """Silences expected log messages."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

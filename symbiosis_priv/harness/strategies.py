@@ -10,8 +10,6 @@ of zeros, one-hot rows, rows that meet a Hölder bound with equality, and the co
     def test_my_provider(rows): ...
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

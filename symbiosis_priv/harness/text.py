@@ -5,8 +5,6 @@ so most next tokens have one clearly most likely value. So top-1 agreement betwe
 between equally likely words.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import TypeVar

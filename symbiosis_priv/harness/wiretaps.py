@@ -1,7 +1,5 @@
 """Wiretaps of a session that record when executors answer, and kill one of them in the middle of a pass."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

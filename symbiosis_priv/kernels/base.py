@@ -1,7 +1,5 @@
 """The interface of a kernel: it packs weights, and computes exact products modulo 2^32 with them in both directions."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self

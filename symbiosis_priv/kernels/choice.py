@@ -6,8 +6,6 @@ when weights are packed for the first time, because packing takes far longer. Th
 and shape class.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import math

@@ -3,8 +3,6 @@
 The library has no threads: Python slices the result's columns and hands the slices to `parallel`.
 """
 
-from __future__ import annotations
-
 from collections import deque
 
 import torch

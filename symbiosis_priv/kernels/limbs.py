@@ -7,8 +7,6 @@ the second matrix in column order. The digits are stored in that order for the f
 by block for the backward direction.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

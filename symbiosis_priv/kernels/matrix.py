@@ -1,7 +1,5 @@
 """`RingMatrix`: weights packed for one device, and the exact products of tenants and providers with them."""
 
-from __future__ import annotations
-
 from typing import Self
 
 import numpy as np

@@ -5,8 +5,6 @@ int32   torch's integer matmul wraps modulo 2^32, so it is exact. CPU only. Fast
 fp64    exact while every partial sum is an integer of at most 2^53; longer sums are split.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterator
 

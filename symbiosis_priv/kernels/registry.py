@@ -1,7 +1,5 @@
 """Every kernel by name, the self-test that a kernel must pass, and the candidates on a device."""
 
-from __future__ import annotations
-
 import functools
 import logging
 

@@ -5,8 +5,6 @@ reads the same planes with the strides exchanged. The kernel needs Triton and a 
 TRITON_INTERPRET=1 it also runs on a CPU, slowly, for tests.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.util

@@ -14,8 +14,6 @@ weight of 12 bits or fewer is at most 2^3: (2^14 + 2^10) 2^16 < 2^31. Programs o
 atomics; the order makes no difference modulo 2^32.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -10,8 +10,6 @@ is an argument of each function, so one process can compare all of them.
 Both variables are read once, because looking up a variable takes as long as many calls.
 """
 
-from __future__ import annotations
-
 import ctypes
 import enum
 import functools

@@ -5,8 +5,6 @@ Idle threads sleep, so they take no cores from torch's pool or from other proces
 other work delays one slice only.
 """
 
-from __future__ import annotations
-
 import os
 from collections import deque
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Describes column blocks of a matrix to the compiled passes, and divides rows between threads."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Parses `host:port`, and recognises IP addresses to which a registry must not lead a tenant's connections."""
 
-from __future__ import annotations
-
 import ipaddress
 from typing import Final
 

@@ -8,8 +8,6 @@ The size of a frame is checked against a limit before the frame is read. The cal
 after it has seen the header (`receive`, then `fill`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

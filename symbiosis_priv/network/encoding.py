@@ -1,7 +1,5 @@
 """The encoding of a matrix in a payload. No other module computes payload sizes, packs or unpacks matrices."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from typing import Any

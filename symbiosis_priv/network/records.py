@@ -10,8 +10,6 @@ one to read.) The TLS object is read only if it may have bytes: otherwise it rai
 takes longer than decrypting a row.
 """
 
-from __future__ import annotations
-
 import contextlib
 import select
 import socket

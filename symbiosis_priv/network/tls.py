@@ -19,8 +19,6 @@ Contexts are built from named files only. The system's trust store is never load
 `SSLKEYLOGFILE`, which `ssl.create_default_context` would honour.
 """
 
-from __future__ import annotations
-
 import hmac
 import ssl
 from collections.abc import Sequence

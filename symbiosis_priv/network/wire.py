@@ -12,8 +12,6 @@ allocates memory for the payload. A reply repeats its request's `Binding`, so th
 answer to another request (rule 7). No message contains a scale, a label or a token id (rule 5).
 """
 
-from __future__ import annotations
-
 import struct
 from enum import StrEnum
 from typing import Annotated, Literal, Self, TypeVar

@@ -9,8 +9,6 @@ providers away from its layers. So layers with fewer operators come first, regar
 at most four times the median.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple

@@ -14,8 +14,6 @@ an older one that has not expired. Readers remember the newest descriptor of eac
 the newest; a descriptor lives for minutes.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass

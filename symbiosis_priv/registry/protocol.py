@@ -8,8 +8,6 @@ Clients show no certificate: descriptors are signed, and every client may read t
 address and the model that the client asks for, but not the client's name.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Final
 
 import msgspec

@@ -4,8 +4,6 @@ The registry shows a certificate that the federation's authority has issued for 
 replies on the network. The client does not trust the registry's replies: each descriptor has a signature of its own.
 """
 
-from __future__ import annotations
-
 import ssl
 import time
 from typing import Self

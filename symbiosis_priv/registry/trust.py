@@ -1,8 +1,6 @@
 """The authorities that sign the certificates of a federation's providers and registries, and the revoked
 certificates."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files on this machine: the cache folder, size limits for reading, and atomic writes."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

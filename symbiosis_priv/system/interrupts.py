@@ -5,8 +5,6 @@ write. `whole()` delays the exception until its block ends, and `anywhere()` ins
 signal is never delayed.
 """
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Iterator

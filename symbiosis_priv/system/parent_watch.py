@@ -1,7 +1,5 @@
 """Ends a process when its parent has ended: the parent holds the other end of its stdin."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable

@@ -9,8 +9,6 @@ The walk from the root opens one folder at a time, follows no link, and keeps de
 checked is the one that is used, even if the path changes afterwards.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -5,8 +5,6 @@ collection takes a third of the start and end of such a process, although the sy
 collection is normal until then, because garbage may hold a large tensor.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import runpy

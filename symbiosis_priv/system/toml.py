@@ -1,7 +1,5 @@
 """TOML files as typed, closed structures."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

@@ -11,8 +11,6 @@ Children are forked from a server process (`multiprocessing`'s forkserver) that 
 once. Questions and answers are pickled; both ends are this program, and the pipe is theirs alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import multiprocessing

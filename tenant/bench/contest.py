@@ -4,8 +4,6 @@ A turn ends when all processes are idle again, so a turn's cost includes the pad
 step.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator, Sequence

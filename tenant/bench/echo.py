@@ -1,7 +1,5 @@
 """The lower bound of a round trip: TLS 1.3 with the same certificates and the same bytes, without any computation."""
 
-from __future__ import annotations
-
 import socket
 import ssl
 import struct

@@ -4,8 +4,6 @@ Every goal is a ratio of figures that one run has measured side by side, so that
 benchmark that has not measured certain rows has no goals for them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final

@@ -4,8 +4,6 @@ Every repetition measures each product once, one after the other, so that other 
 alike.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 import time

@@ -1,7 +1,5 @@
 """The measured Llamas: random weights, and a small vocabulary because the head stays with the tenant."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

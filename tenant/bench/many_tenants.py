@@ -5,8 +5,6 @@ time. Each tenant is a process with a TLS connection (`request_load`) that sends
 but has no model. Tenants and providers share one machine, so the tenants' processor time affects the figures.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import time

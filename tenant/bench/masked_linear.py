@@ -6,8 +6,6 @@ and the next, so that no pads are made on the same cores meanwhile. "back to bac
 another one, while the helper makes pads for the next: after the other quantities, calls are measured in a row.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence

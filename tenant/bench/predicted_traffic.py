@@ -5,8 +5,6 @@ product is cut into pieces that are sent over several connections at the same ti
 `wire` encodes them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self

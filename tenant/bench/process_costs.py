@@ -1,7 +1,5 @@
 """Reads processor time and memory of processes from /proc, and lowers the priority of processes."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterable

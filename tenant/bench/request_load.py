@@ -8,8 +8,6 @@ A generating tenant sends its rows through every layer group, forward: a token o
 forward and then backward: a step. Between two requests a tenant computes with its adapter.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

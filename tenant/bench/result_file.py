@@ -4,8 +4,6 @@ The name of a figure ends in its unit (`wall_s`, `echo_p50_us`, `tenant_peak_mib
 a count or a word.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import shlex

@@ -1,7 +1,5 @@
 """`bench scale`: how the cost of a step grows with rows, width and depth. A slope of 1 is proportional growth."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path

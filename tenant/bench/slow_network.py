@@ -5,8 +5,6 @@ plus the bytes divided by the bandwidth, without any overlap. Each condition use
 keeps an estimate of the link's state.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass

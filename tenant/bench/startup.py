@@ -4,8 +4,6 @@ Reading the checkpoint is measured too, as the lower bound of both. If the syste
 measurement reads the checkpoint from the disk.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import statistics

@@ -1,7 +1,5 @@
 """`bench step` and `bench token`: a fine-tuning step and a generated token, whole and split."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Sequence
 

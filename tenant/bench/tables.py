@@ -4,8 +4,6 @@ The goals of all kinds are in one table, if the document has its markers. The li
 new result file of that kind.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

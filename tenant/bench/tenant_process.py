@@ -1,7 +1,5 @@
 """A tenant with a model in a `Child`: takes steps, generates tokens, and returns the cost of each."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """`tenant generate`: generates text after a prompt."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated

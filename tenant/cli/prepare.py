@@ -1,7 +1,5 @@
 """`tenant prepare`: makes facts and verification keys in one pass over the full checkpoint."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -7,8 +7,6 @@ memory its answer takes, whatever the provider sends. The memory is allocated wh
 checked against its request (rule 7) before it is used. `tenant.connections.notices` logs what a request waits for.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import threading

@@ -1,7 +1,5 @@
 """The client of one executor: connections for masked rows, and threads that use several of them for one product."""
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ While there are spare helpers, a request is tried once and for a limited time, a
 request: the pad is drawn with other helpers. Without spares a request is repeated until its deadline.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

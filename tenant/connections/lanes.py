@@ -5,8 +5,6 @@ the request waits for a lane. So several threads of a tenant reach a provider at
 connections than it uses.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

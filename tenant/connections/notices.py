@@ -4,8 +4,6 @@ The module logs a warning after two seconds without an answer, repeats it during
 answer arrives. Python shows warnings on a terminal unless the program configures logging.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -5,8 +5,6 @@ check each of them separately, modulo 2^32 (`verifier`). An effect that the tena
 damage to the tenant's own packed weights must not convict a provider.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ Both come from one pass over the checkpoint, layer by layer (`tenant.preparation
 digest. After that pass the tenant needs no weight of an offloaded layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property

@@ -10,8 +10,6 @@ key or an address with it is the same party (rule 11). So an executor from a reg
 another key or other layers. Another executor of the same operator is another party, and is judged by its own answers.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import threading

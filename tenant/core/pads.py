@@ -12,8 +12,6 @@ A pad consists of shares, one for each seed: `n = sum n_j` and `e = sum e_j`. A 
 a uniform n. Effects are used unchecked: a wrong effect makes a wrong product, and the check of the product finds it.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Self

@@ -7,8 +7,6 @@ The steps of a part, in this order:
     open      subtracts the effects from the answer and checks it; results are written only if the check passes
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 

@@ -6,8 +6,6 @@
 The quantisation scale stays in these objects and never leaves the tenant (rule 5).
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The secret of a session, and the counters of its mask rows (rules 2, 3 and 12)."""
 
-from __future__ import annotations
-
 import secrets
 import threading
 from collections import defaultdict

@@ -20,8 +20,6 @@ of R is secret and
 uniform: small or sparse columns could be learned by probing.
 """
 
-from __future__ import annotations
-
 import hmac
 import itertools
 import secrets

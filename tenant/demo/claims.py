@@ -1,7 +1,5 @@
 """The demo's measurements and claims. Every claim is computed from measurements of the current run."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The command `symbiosis-priv demo`."""
 
-from __future__ import annotations
-
 import tempfile
 import warnings
 from contextlib import ExitStack

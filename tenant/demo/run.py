@@ -1,7 +1,5 @@
 """The stages of `make demo`: fine-tuning, generation and tampering on one machine, with provider processes."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The demo's summary in 80 columns: loss curve, texts before and after training, claims and costs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rich import box

@@ -1,7 +1,5 @@
 """Dishonest providers for the demo: a wiretap alters real answers before the tenant checks them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import replace

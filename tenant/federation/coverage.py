@@ -1,7 +1,5 @@
 """Finds the gaps of a federation: layers without an executor, and pads with too few helpers. Pure functions."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 

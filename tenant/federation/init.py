@@ -1,7 +1,5 @@
 """Writes a federation.toml from the address, certificate and operator of each provider."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ A probe sends random rows and seeds only, and no tenant data. An executor receiv
 receives a seed that masks no row.
 """
 
-from __future__ import annotations
-
 import secrets
 import statistics
 import threading

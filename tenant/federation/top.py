@@ -4,8 +4,6 @@ One thread per provider probes it repeatedly on one connection. The screen shows
 a slow provider does not delay the others.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Sequence

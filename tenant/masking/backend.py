@@ -7,8 +7,6 @@ RingBackend       quantise -> exact integer product -> dequantise. The product c
 PaperPoolBackend  float rows with reused Gaussian noise, as in the paper; weak, kept for comparison (masking.paper_pool)
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol, Self

@@ -1,7 +1,5 @@
 """`masking = "local"`: the tenant computes the effects of its pads itself."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor

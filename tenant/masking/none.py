@@ -1,7 +1,5 @@
 """`masking = "none"`: rows are quantised and sent without a mask."""
 
-from __future__ import annotations
-
 import logging
 
 from symbiosis_priv.federation import Federation

@@ -5,8 +5,6 @@ effect e = sum e_j. The executor together with all helpers but one still sees un
 covers every e_j.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from symbiosis_priv.arithmetic.ring import Direction

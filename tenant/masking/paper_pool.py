@@ -6,8 +6,6 @@ answer. Four attacks recover the rows: subtraction of candidates, differencing, 
 (docs/threat-model.md). Float answers cannot be verified exactly. `masking = "pad"` has none of these problems.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Sequence

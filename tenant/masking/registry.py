@@ -1,7 +1,5 @@
 """The masking schemes by name."""
 
-from __future__ import annotations
-
 from symbiosis_priv.errors import ConfigError
 from tenant.masking.local import Local
 from tenant.masking.none import NoMasking

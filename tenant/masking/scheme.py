@@ -9,8 +9,6 @@ before the check: its pads override `tenant.core.pads.Pad.open`; * use no pads a
 `UNMASKED_BY_CHOICE`.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields

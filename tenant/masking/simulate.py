@@ -1,8 +1,6 @@
 """`masking = "simulate"`: the ring's arithmetic on the tenant, without providers or masks. The reference for all
 schemes."""
 
-from __future__ import annotations
-
 from tenant.masking.backend import Backend, RingBackend, Simulation
 from tenant.masking.scheme import BackendScheme
 from tenant.preparation.opening import Opening

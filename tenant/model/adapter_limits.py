@@ -4,8 +4,6 @@ PEFT matches the patterns of adapter_config.json against every module name. PEFT
 that the configuration states before it reads the tensors. Another party may have written patterns and sizes.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

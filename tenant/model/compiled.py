@@ -6,8 +6,6 @@ is marked `allow_in_graph`, and Dynamo does not trace into it. AOTAutograd and I
 operator, which runs when the graph runs. Operators take no Python objects, so an integer handle identifies a group.
 """
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from typing import Protocol

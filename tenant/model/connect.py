@@ -1,7 +1,5 @@
 """Opens the backend that the user's options ask for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from symbiosis_priv.errors import CheckpointError

@@ -8,8 +8,6 @@ quantizer adds the names of the offloaded weights to the keys that transformers 
 checkpoint without these weights load alike.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

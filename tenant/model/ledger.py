@@ -1,7 +1,5 @@
 """Formats a session's counters: round trips, bytes and verified rows."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 from torch import nn

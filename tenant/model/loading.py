@@ -6,8 +6,6 @@ calls, the quantizer refuses configuration that would override a `RemoteConfig`;
 yourself.
 """
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Sequence

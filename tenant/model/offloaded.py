@@ -5,8 +5,6 @@ parameters as for an unsplit model. The size in bytes is 0. Code that reads the 
 caller and says what works instead. Zeros in place of the values would train a wrong adapter without an error.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType

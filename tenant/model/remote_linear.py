@@ -9,8 +9,6 @@ are compared with a copy. Like autograd, this module does not notice a write thr
 The forward pass saves nothing for backward: the input's gradient is `g @ W`, which needs neither input nor output.
 """
 
-from __future__ import annotations
-
 import copy
 import weakref
 from typing import Any, Self

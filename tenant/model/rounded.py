@@ -1,7 +1,5 @@
 """The plain model with the rounded weights that providers multiply by, to compare a split model with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

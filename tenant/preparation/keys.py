@@ -11,8 +11,6 @@ those of the prepared checkpoint. Tensors are hashed when a checkpoint is first 
 of the checkpoint's files (inodes, sizes, times).
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

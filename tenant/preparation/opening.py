@@ -1,7 +1,5 @@
 """Reads what a masking scheme needs from the user's options: federation, verification keys and the tenant's weights."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path

@@ -5,8 +5,6 @@ models, and all products still verify. An attacker who replaces the tokenizer or
 of tokens depend on a text's content, and a provider then learns the content from the row counts.
 """
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Writes a slim checkpoint: the tenant's tensors (embeddings, norms, a tied head) without the providers' weights."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

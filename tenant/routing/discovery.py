@@ -15,8 +15,6 @@ The newest descriptor of a key counts. The tenant remembers it for as long as an
 older one never replaces it. An executor stays until its last descriptor expires, also while no registry answers.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 import threading

@@ -14,8 +14,6 @@ meanwhile. A provider that is slower than others is measured again when the time
 is a hundred times the time of that answer.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass

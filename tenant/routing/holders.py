@@ -6,8 +6,6 @@ more of the other executors, so that rows can move to another executor without a
 The cost of a helper without a measurement counts as 0, so slow helpers are kept as spares.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from symbiosis_priv.federation import Federation, Peer

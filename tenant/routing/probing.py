@@ -5,8 +5,6 @@ Other providers may be away: attempts to connect to them continue in the backgro
 needed provider does not answer, or no executor serves some layers, the session raises an error before anything is sent.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence

@@ -1,7 +1,5 @@
 """A provider in one role, with the session's knowledge of it."""
 
-from __future__ import annotations
-
 import msgspec
 
 from symbiosis_priv.federation import Peer

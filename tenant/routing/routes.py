@@ -11,8 +11,6 @@ move away from the present executor only if another one is clearly better. An ex
 gets a request to measure it. If only one executor is able, it is asked whatever the state of its breaker.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import math

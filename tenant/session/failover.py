@@ -7,8 +7,6 @@ fresh pads and are sent again. `retry.RetryState` records the failures and the d
 Nothing here can weaken a promise: rows leave only as `MaskedRows`, past the gate, and results pass the check.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from concurrent.futures import wait

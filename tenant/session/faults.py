@@ -3,8 +3,6 @@
 `tenant.core.attribution` finds whose result was wrong.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from tenant.connections.channel import DEADLINE_OPTION, Wiretap

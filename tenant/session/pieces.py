@@ -5,8 +5,6 @@ its previous piece is done, so a faster executor gets more pieces. Towards the e
 the other slots would finish earlier. The caller's slot uses the cheapest executor, and takes every piece that is left.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence

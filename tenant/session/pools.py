@@ -5,8 +5,6 @@ If the pool is empty, it draws a pad immediately: the mask is ready at once, and
 executor computes. If a pool handed out a pad twice by mistake, `tenant.core.pads` would raise `BurntRowError`.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections import deque

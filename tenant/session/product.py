@@ -12,8 +12,6 @@ then sent again. The result is the same bits in every case.
 A large product goes out in pieces (`pieces`). Each piece is a request with its own rows, pads, deadline and check.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

@@ -5,8 +5,6 @@ seed, no row, nothing computed from them. It is replaced as a whole every second
 thread that writes it belongs to the process that opened the session: a forked child writes nothing.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

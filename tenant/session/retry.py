@@ -1,7 +1,5 @@
 """The failures so far of one request, and the decision how long to retry."""
 
-from __future__ import annotations
-
 import logging
 import secrets
 import time

@@ -5,8 +5,6 @@ ends: threads are told to stop, connections are shut down, which wakes the threa
 are joined while the interpreter still works (`tenant.worker`).
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

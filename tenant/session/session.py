@@ -10,8 +10,6 @@ network. The secret, the counters, the pools and the connections belong to one p
 with fresh ones (rules 2 and 12).
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 

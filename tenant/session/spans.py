@@ -8,8 +8,6 @@ For benchmarks. Durations reveal nothing that the network does not show; they ar
 is recorded with two calls instead of a context manager, because a context manager takes longer than many steps.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

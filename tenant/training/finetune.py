@@ -3,8 +3,6 @@
 Only the loading of the model differs from ordinary fine-tuning with PEFT and `Trainer`.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Generation with a split model. `symbiosis-priv tenant generate` runs it."""
 
-from __future__ import annotations
-
 from itertools import takewhile
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Each field with a `typer.Option` is an option of the command line with the same 
 This module does not import torch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated
 

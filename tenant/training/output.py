@@ -6,8 +6,6 @@
 A checkpoint is complete if it has a readable `trainer_state.json`, which Trainer writes last.
 """
 
-from __future__ import annotations
-
 import re
 import tempfile
 from pathlib import Path

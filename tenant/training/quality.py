@@ -1,7 +1,5 @@
 """Measures on this machine how quantisation to the ring changes a model's output. No provider is involved."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Experiment trackers, by their names in transformers. A tracker sees losses and options, never data."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from transformers.integrations import get_reporting_integration_callbacks, integration_utils

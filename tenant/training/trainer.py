@@ -7,8 +7,6 @@ checkpoint is written). Before the checkpoint, torch's random generator is set b
 completed step, so that a resumed run gives the same bits as an uninterrupted run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import time

@@ -6,8 +6,6 @@ from integers, so that quantising it changes nothing. The two models then differ
 2^-20 of a row. The adapters are trained until their effect is large. The tolerances below follow from both.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import sys

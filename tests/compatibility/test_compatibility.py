@@ -4,8 +4,6 @@ By default: every method on a Llama (`nn.Linear`) and on a GPT-2 (`Conv1D`), and
 compatibility` tries every pair, which takes some minutes, and writes the table.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Real providers in separate processes over TLS, and the same work with `masking = "simulate"`."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path

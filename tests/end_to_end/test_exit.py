@@ -1,7 +1,5 @@
 """A script that follows the README inside `main()` and closes nothing ends with status 0 within seconds."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

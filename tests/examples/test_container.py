@@ -1,7 +1,5 @@
 """The container file: not root, only packages from the builder's folder, and a health check."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

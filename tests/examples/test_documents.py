@@ -1,7 +1,5 @@
 """The commands, options, `make` targets and files in the documents exist."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import shlex

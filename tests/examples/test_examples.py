@@ -1,7 +1,5 @@
 """The examples run as printed, with real provider processes; only paths, ports and the digest are filled in."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -4,8 +4,6 @@ Commands are split into words as a shell does it. The test fills in the checkpoi
 copies the files that people would carry from one machine to another.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

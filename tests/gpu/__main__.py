@@ -6,8 +6,6 @@ early. This module needs the standard library only. Neither a .venv nor an insta
 repository run from here, and `machine` lists other packages that are missing.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

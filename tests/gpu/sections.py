@@ -1,7 +1,5 @@
 """The sections of `make gpu`. Each prints its rows of figures immediately, as lines of JSON."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 import importlib.util

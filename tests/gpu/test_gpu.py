@@ -1,7 +1,5 @@
 """`make gpu` without a GPU: every section on the CPU, and sections that fail or hang."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """Fixtures: a tiny Llama and a tiny GPT-2, certificates, providers, and a client that can also send malformed data."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -1,7 +1,5 @@
 """Reads the state of processes from /proc."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterable
 from pathlib import Path

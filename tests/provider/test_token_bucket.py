@@ -1,7 +1,5 @@
 """The average rate of a token bucket."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

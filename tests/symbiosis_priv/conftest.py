@@ -1,7 +1,5 @@
 """Fixtures for the shared package: tiny checkpoints and a choice of torch's thread count."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The root command: every plug-in is listed, nothing is imported early, errors are one line."""
 
-from __future__ import annotations
-
 import io
 import os
 import subprocess

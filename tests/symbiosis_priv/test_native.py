@@ -1,7 +1,5 @@
 """The compiled library is optional: built if there is a compiler, ignored when stale, damaged or switched off."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

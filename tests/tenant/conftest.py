@@ -4,8 +4,6 @@ A `ScriptedProvider` sends real frames over TLS and records every byte that it r
 or absent provider, and can see what a provider sees of a tenant.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

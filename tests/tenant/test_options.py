@@ -1,7 +1,5 @@
 """`RemoteConfig`: mistakes are immediate errors, and files that transformers writes contain no object of ours."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A worker runs its jobs in order, and never outlives its owner."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future

@@ -1,7 +1,5 @@
 """One quick report for all tests, made by the command itself; and a lab for tests that need their own run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

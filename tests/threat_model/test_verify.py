@@ -3,8 +3,6 @@
 The provider runs in this process, behind its gateway and TLS. Faults are planted in its model or its executor.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

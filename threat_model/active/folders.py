@@ -4,8 +4,6 @@ The adversary does not change what providers serve, so every answer would pass v
 the tensors and facts that the tenant computes with.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import tempfile

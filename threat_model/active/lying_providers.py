@@ -6,8 +6,6 @@ the secret is, so the abort carries no information. The planted fault is a tenan
 plausible: its aborts depend on the secret.
 """
 
-from __future__ import annotations
-
 import math
 import secrets
 from collections.abc import Callable, Iterator, Sequence

@@ -5,8 +5,6 @@ authority's certificate, of a helper's company, in place of a pinned provider, n
 adversary wants the tenant to connect to its own machine.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace

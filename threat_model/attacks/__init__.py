@@ -1,7 +1,5 @@
 """All attacks, in the order of the report. A new attack is a module with a class, and an entry in this list."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from symbiosis_priv.arithmetic.ring import DIRECTIONS

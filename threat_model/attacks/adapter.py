@@ -19,8 +19,6 @@ The outputs of q_proj and k_proj are visible only through the softmax, those of 
 product of both. The linear algebra here cannot read them. That limits this attack; it proves nothing about any scheme.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 

@@ -4,8 +4,6 @@ The noise in the mean of M maskings shrinks by sqrt(M); the row does not. q, k a
 sent separately with its own noise, M = 3. A tenant that fuses siblings sends the row once (rule 4).
 """
 
-from __future__ import annotations
-
 import torch
 from torch.nn.functional import normalize
 

@@ -4,8 +4,6 @@
 but not the view. So an attack cannot use what its party does not see, and a scorer cannot help an attack.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field

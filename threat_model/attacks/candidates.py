@@ -4,8 +4,6 @@ The paper (Symbiosis §3.8) counts `pool ^ layers` combinations. An attacker doe
 because each layer is solved separately. The cost is `rows x pool` distances, summed over layers.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

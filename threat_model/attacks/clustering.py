@@ -8,8 +8,6 @@ by alternating
 which is the EM algorithm for a mixture whose components have a known shape and an unknown shift.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize

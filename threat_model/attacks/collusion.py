@@ -5,8 +5,6 @@ one it must fail, because one unknown share hides the sum. The attack need not k
 masked row: only the right one leaves small integers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ Under one pad, every entry is small. In floats, the difference of two rows under
 activations are. The attack finds such pairs and reports their differences.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

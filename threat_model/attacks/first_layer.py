@@ -1,7 +1,5 @@
 """Base of attacks that read tokens from the first layer group: its rows come from a public table."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import FORWARD

@@ -5,8 +5,6 @@ At the head, `g = (softmax(z) - onehot(y)) / n`, whose only negative entry is th
 head.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

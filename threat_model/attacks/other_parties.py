@@ -1,7 +1,5 @@
 """Attacks on content by a helper and by a second tenant. Neither receives any data that depends on rows."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize

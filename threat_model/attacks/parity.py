@@ -4,8 +4,6 @@ Two equal shares n add up to 2n, whose lowest bit is 0. So the lowest bit of eve
 far more entries than a token has bits, and the rows of the first layer are public except for the choice of the token.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

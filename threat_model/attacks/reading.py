@@ -1,7 +1,5 @@
 """Preparation steps of an executor's attacks: separate requests by purpose, and subtract known noise."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ A gradient is exactly zero where no label is learned, and padding repeats one ro
 the same bytes several times. A repeated row is the noise (plus a known row), and can be subtracted from all other rows.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ Quantisation needs one float per row. If a tenant sent it in clear, an attacker 
 vocabulary.
 """
 
-from __future__ import annotations
-
 import torch
 
 from symbiosis_priv.arithmetic.ring import FORWARD

@@ -6,8 +6,6 @@ for a wrong x it does not. Each pair of coordinates gives a fraction of a bit, a
 numbers would hide the row up to `gaussian_channel_bits`, but float32 numbers are not real numbers (Mironov, CCS 2012).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -5,8 +5,6 @@ stream leaves small integers, in floats it leaves vectors in the direction of th
 other request (rule 1).
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -5,8 +5,6 @@ Rows are masked, but their number is visible. The rows of a request show batch x
 training; one row per sequence and token shows generation, and the last request shows the length of the answer.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Mapping

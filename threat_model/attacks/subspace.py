@@ -4,8 +4,6 @@ K noise rows, and all their combinations, span K of d dimensions. If they are la
 received rows are that span. Rows keep d - K coordinates outside the span, which are matched with the vocabulary.
 """
 
-from __future__ import annotations
-
 import torch
 from torch.nn.functional import normalize
 

@@ -1,7 +1,5 @@
 """From rows back to text: the embedding is public, so a row of the first layer can be looked up in a table."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -4,8 +4,6 @@ A one-time pad over Z_2^32 makes rows uniform and independent of the rows under 
 own level, and no distinguisher has an advantage. That is a theorem; this attack measures it.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

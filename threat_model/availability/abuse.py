@@ -6,8 +6,6 @@ As a control, a process that only computes shows the effect of shared caches and
 before and after each abuse.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """The abuses of a provider in `bench abuse`. An abuser is a process with a valid tenant certificate."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

@@ -7,8 +7,6 @@ pauses are those of failover. With `merciless`, these are killed too, and the te
 The undisturbed run comes second and is the simulation: the same arithmetic without any provider.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

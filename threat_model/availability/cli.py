@@ -1,7 +1,5 @@
 """The commands `bench abuse`, `bench chaos` and `bench ranks`. A command imports its measurement when it runs."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

@@ -7,8 +7,6 @@ groups, they can use the other group. In practice a second group has its own mac
 priority here, unless `apart` is False, and its restart takes longer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

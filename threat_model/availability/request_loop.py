@@ -1,7 +1,5 @@
 """A tenant process that requests one product after the other, for `bench ranks`."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

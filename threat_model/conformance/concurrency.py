@@ -1,7 +1,5 @@
 """Concurrent requests on several connections: batching must not change an answer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The properties by name. Each check tests its own claim only."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Bad requests: the provider must refuse them with a reason, and the connection must stay usable."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec

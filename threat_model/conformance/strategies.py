@@ -1,7 +1,5 @@
 """Hypothesis strategies for requests to a provider under test. All of them shrink."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """Tests every weight of every layer group that a provider serves, with a few rows per layer group."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Tests providers against properties: runs checks, counts examples, and reports results."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """A second tenant of the same executor, which observes the effects of the first tenant."""
 
-from __future__ import annotations
-
 import secrets
 import threading
 import time

@@ -4,8 +4,6 @@ Providers hold the frozen linears; the embeddings, norms and tokenizer of a publ
 adversary can run the whole base model on any text and read any layer. It does not know the tenant's adapters.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 The schemes themselves state their claims, and no attack depends on a scheme's name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

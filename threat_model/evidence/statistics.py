@@ -4,8 +4,6 @@ The functions need no SciPy: the incomplete beta function by its continued
 fraction (Lentz), its inverse by bisection. The tests check it against exact sums.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

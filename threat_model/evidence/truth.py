@@ -1,7 +1,5 @@
 """The ground truth of a run: the tenant's own knowledge, which no view contains. Only scorers read it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self

@@ -5,8 +5,6 @@ Every verifier accepts the result, and its fingerprint differs. Code that identi
 treats it as an unknown certificate.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from cryptography import x509

@@ -12,8 +12,6 @@ knowledge is in `truth.Truth`, which only the scorer sees.
     neighbour          another tenant of the same executor: its own rows and answers, and the health reports it gets
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The pictures of a report, as inline SVG."""
 
-from __future__ import annotations
-
 from symbiosis_priv.display import figures
 from symbiosis_priv.display.figures import Axis, Bar
 from threat_model.report.rows import pool_cells

@@ -1,7 +1,5 @@
 """A suite's figures as one HTML page."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from html import escape

@@ -1,7 +1,5 @@
 """The contents of a report in every format: rows of text and figures, without a layout."""
 
-from __future__ import annotations
-
 from threat_model.evidence.statistics import CONFIDENCE, FALSE_ALARM
 from threat_model.evidence.views import PARTIES
 from threat_model.suite import Cell, PlantedCell, Suite, Verdict

@@ -1,7 +1,5 @@
 """The README's security table, made from the table of schemes that the attacks use."""
 
-from __future__ import annotations
-
 from threat_model.evidence.schemes import SCHEMES, Scheme
 from threat_model.evidence.views import Party
 

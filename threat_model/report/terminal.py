@@ -1,7 +1,5 @@
 """A suite's figures as tables in a terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rich.console import Console, Group, RenderableType

@@ -1,7 +1,5 @@
 """The model class of a checkpoint, from its configuration, and its modules without weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

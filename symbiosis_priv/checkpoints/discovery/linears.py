@@ -1,7 +1,5 @@
 """Which modules compute a linear's product, and can be offloaded."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

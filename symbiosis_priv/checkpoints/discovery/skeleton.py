@@ -1,7 +1,5 @@
 """The layer groups of a checkpoint, from its config.json."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Maps the tensors of a checkpoint to the parameters of its model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from transformers import PreTrainedModel

@@ -1,7 +1,5 @@
 """Traces one forward pass of a model without weights."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Bandwidth, round trip and loss of an emulated link."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Opens an emulated link; the package's docstring describes the two kinds."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """A network namespace with a pair of virtual interfaces, and `tc netem` on both of them."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import subprocess

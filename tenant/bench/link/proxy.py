@@ -5,8 +5,6 @@ round trip of TCP's handshake before its first byte is forwarded. A lost segment
 connection by the round trip of a retransmission.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math

@@ -1,7 +1,5 @@
 """The template of provider.toml loads, and its commented values are the defaults."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """provider.toml: every mistake names its key, and a configuration can be sent to another process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

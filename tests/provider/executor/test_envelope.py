@@ -1,7 +1,5 @@
 """The stage of a request in the gateway's message to its executor."""
 
-from __future__ import annotations
-
 import pytest
 
 from provider.executor.envelope import Stages

@@ -1,7 +1,5 @@
 """Keystream in the background: every slice once, tenants in turn, nothing for tenants that have left."""
 
-from __future__ import annotations
-
 import threading
 import time
 

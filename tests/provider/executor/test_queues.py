@@ -1,7 +1,5 @@
 """Messages between senders and the executor, in one process and between two."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

@@ -1,7 +1,5 @@
 """Which unauthenticated connection is dropped when there are too many, and how much is logged about it."""
 
-from __future__ import annotations
-
 import logging
 import socket
 from collections import Counter

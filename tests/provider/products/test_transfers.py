@@ -1,7 +1,5 @@
 """Products with copies: every part of the rows is multiplied, and its result is in the right place."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The store of a registry: the newest descriptor of each key, durable, limited, shared by operators."""
 
-from __future__ import annotations
-
 import contextlib
 import sqlite3
 from collections import Counter

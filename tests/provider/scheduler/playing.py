@@ -1,7 +1,5 @@
 """Runs schedulers with jobs of all sizes, including the smallest, and a simulated executor and clock."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, get_args
 

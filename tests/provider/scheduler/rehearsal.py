@@ -6,8 +6,6 @@ training tenants back again. Between two requests each tenant computes, on one c
 delayed. `symbiosis-priv bench provider` measures real providers.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import random

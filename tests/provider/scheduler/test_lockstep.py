@@ -1,7 +1,5 @@
 """Policy `lockstep`: all tenants are at the same layer group."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.provider.scheduler.playing import POLICY, job, scheduler

@@ -1,7 +1,5 @@
 """Policy `opportunistic`: waiting to be batched, and sharing products."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The prediction of product times, which determines the size of slices."""
 
-from __future__ import annotations
-
 import pytest
 
 from provider.scheduler.jobs import Key

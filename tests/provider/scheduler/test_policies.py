@@ -1,7 +1,5 @@
 """Throughput and latency of many tenants under each policy, simulated."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """The scheduler under every policy: all rows are taken once, in bounded products, in bounded time."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """Fair shares of tenants and of stages, by their weights."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

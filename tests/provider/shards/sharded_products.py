@@ -3,8 +3,6 @@
 If there is a large model, every rank then loads its shard of it under a limit on its memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import resource
 import sys

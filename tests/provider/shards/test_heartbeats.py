@@ -1,7 +1,5 @@
 """Heartbeats continue during any work of the rank, and end before its process ends."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

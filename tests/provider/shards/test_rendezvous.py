@@ -1,7 +1,5 @@
 """Ranks on one machine meet in a folder: counters are small files that only this user can read."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

@@ -4,8 +4,6 @@ restarts.
 Every group here is real: processes with gloo and FSDP2. torchrun starts the groups that serve.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """A rank that ends its group kills its own torchrun with all of its ranks, and no other process."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Buffers are reused after their last reference is gone, and never before."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Masks: the right AES stream, addressed by row, never repeated; secrets that end with their process."""
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import secrets

@@ -1,7 +1,5 @@
 """Arithmetic modulo 2^61 - 1, compiled and with torch, against Python's integers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

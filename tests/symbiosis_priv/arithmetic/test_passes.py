@@ -1,7 +1,5 @@
 """The two passes, compiled and with torch: the same bits as their separate steps, on every build."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Quantising weights: error bounds, determinism, and what the digest covers."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import struct

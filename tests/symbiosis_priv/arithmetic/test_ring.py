@@ -1,7 +1,5 @@
 """The ring's promises, compared with exact integer arithmetic: no product leaves the range, masking changes nothing."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Certificates: content, refusals, and rotation."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import re

@@ -1,7 +1,5 @@
 """Certificate requests: a key stays on its machine, and a name belongs to one key."""
 
-from __future__ import annotations
-
 import base64
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Reading safetensors checkpoints: whole, sharded, damaged and malicious."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Damaged and hostile checkpoints: every fault is an error of the tree, without a long wait."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Layer numbers, and ranges of layers as contiguous ranges of groups."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The manifest: its digest depends on its whole content, and other data is refused."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 from hypothesis import example, given

@@ -1,7 +1,5 @@
 """Packed weights on disk: mapped at later starts, and never used if damaged."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Rule 10: a folder overrides none of the user's choices, runs no code, and causes no request to the hub."""
 
-from __future__ import annotations
-
 import ast
 import json
 import shutil

@@ -1,7 +1,5 @@
 """The manifest: one digest per model for all file layouts, processes and caches; a cache is never trusted."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import shutil

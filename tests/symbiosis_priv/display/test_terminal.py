@@ -1,7 +1,5 @@
 """Output for people is never cut off."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """A valid federation.toml, and certificates for it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The synthetic texts and the base model: repeatable, different from each other, and an ordinary checkpoint."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

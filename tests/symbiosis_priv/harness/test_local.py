@@ -1,7 +1,5 @@
 """The launcher: providers start, stop, restart at the same address, and leave nothing behind."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The admission of kernels and the choice between them, tested with planted kernels."""
 
-from __future__ import annotations
-
 import json
 import logging
 import time

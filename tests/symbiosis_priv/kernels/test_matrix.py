@@ -1,7 +1,5 @@
 """Every kernel, instruction set and direction, compared with numpy's wrapping int64 product."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import sys

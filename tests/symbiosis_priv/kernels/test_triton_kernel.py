@@ -3,8 +3,6 @@
 Its exactness is tested together with all other kernels, in test_matrix.py.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Slices cover everything once, for all sizes and thread counts, also in a forked child."""
 
-from __future__ import annotations
-
 import multiprocessing
 import threading
 from collections.abc import Callable

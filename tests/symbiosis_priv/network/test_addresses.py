@@ -1,7 +1,5 @@
 """Addresses as people write them."""
 
-from __future__ import annotations
-
 from ipaddress import IPv4Address, IPv6Address
 
 import pytest

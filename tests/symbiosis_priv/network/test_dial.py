@@ -1,7 +1,5 @@
 """A connection whose host another party has named: the resolved address is checked when the connection is made."""
 
-from __future__ import annotations
-
 import socket
 import ssl
 import time

@@ -1,7 +1,5 @@
 """Records in memory: every byte arrives once and in order, for all sizes and timeouts."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import ssl

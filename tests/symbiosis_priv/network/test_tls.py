@@ -1,7 +1,5 @@
 """Handshakes over loopback sockets: which certificates are accepted, and which side refuses the others."""
 
-from __future__ import annotations
-
 import socket
 import ssl
 from collections.abc import Callable, Iterator

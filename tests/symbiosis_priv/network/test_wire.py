@@ -1,7 +1,5 @@
 """Frames: messages survive encoding and decoding, and all other data is refused."""
 
-from __future__ import annotations
-
 import math
 import tracemalloc
 from typing import Any, get_args

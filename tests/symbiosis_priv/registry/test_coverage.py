@@ -1,7 +1,5 @@
 """The choice of layers for a new provider, compared with an exhaustive search, and its consequences."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

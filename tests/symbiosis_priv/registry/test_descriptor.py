@@ -1,7 +1,5 @@
 """Signed descriptors: valid ones are accepted; any change of a byte, a key or a time makes them invalid."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from pathlib import Path

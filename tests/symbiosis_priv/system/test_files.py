@@ -1,7 +1,5 @@
 """The cache folder, size limits for reading, and atomic writes."""
 
-from __future__ import annotations
-
 import os
 import resource
 from collections.abc import Callable

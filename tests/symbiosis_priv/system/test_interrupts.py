@@ -1,7 +1,5 @@
 """Signals as exceptions, and the places where they may arrive."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

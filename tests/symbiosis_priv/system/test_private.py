@@ -1,7 +1,5 @@
 """Folders that another user could change or replace are refused, at every level of their path."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

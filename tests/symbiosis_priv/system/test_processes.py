@@ -1,7 +1,5 @@
 """A module that is started this way runs as with `python -m`; its process skips the last garbage collection."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

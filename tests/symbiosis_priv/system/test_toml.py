@@ -1,7 +1,5 @@
 """Errors of configuration files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The commands of `symbiosis-priv bench` with small models: the meaning of the figures, not the speed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path

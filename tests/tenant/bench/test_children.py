@@ -1,7 +1,5 @@
 """Processes that answer questions: answers, errors, and their end with their parent."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

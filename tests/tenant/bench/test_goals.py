@@ -1,7 +1,5 @@
 """Figures compared with their goals: a figure on its limit reaches the goal, and a figure beyond it does not."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path

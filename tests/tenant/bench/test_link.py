@@ -1,7 +1,5 @@
 """Emulated links: bandwidth, delay and loss; unchanged bytes; nothing left behind."""
 
-from __future__ import annotations
-
 import math
 import os
 import socket

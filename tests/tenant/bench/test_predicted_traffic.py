@@ -1,7 +1,5 @@
 """The traffic that the design predicts; `test_bench_commands.py` compares it with a session, to the byte."""
 
-from __future__ import annotations
-
 import pytest
 
 from symbiosis_priv.checkpoints.manifest import GroupEntry

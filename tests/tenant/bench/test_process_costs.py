@@ -1,7 +1,5 @@
 """Processor time and memory of processes, and low priority."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

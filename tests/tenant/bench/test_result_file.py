@@ -1,7 +1,5 @@
 """Figures in a file, and tables of them in a document."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys

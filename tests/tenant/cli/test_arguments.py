@@ -1,7 +1,5 @@
 """Wrong arguments of a command are errors before torch is imported, which takes seconds."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The tenant's commands against real provider processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

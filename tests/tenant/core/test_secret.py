@@ -1,7 +1,5 @@
 """The session secret: fresh for every session, one seed for each holder, rows burnt once, nothing survives a fork."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import re

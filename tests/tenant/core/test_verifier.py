@@ -1,7 +1,5 @@
 """Freivalds' check over the integers, and attribution modulo 2^32: true products pass, wrong ones do not."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`symbiosis-priv demo` on a user's own checkpoint and text, through the command line, with claims that can fail."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,8 +1,6 @@
 """The gaps of a federation, compared with the definition: an executor for every layer, enough companies for every
 pad."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`federation init` writes a file from the operators' data, or names the missing data and writes no file."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

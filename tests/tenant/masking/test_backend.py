@@ -1,7 +1,5 @@
 """Rows on a GPU are copied to the host and back through page-locked memory, with the same bits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A scheme's check of its promises with the given providers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

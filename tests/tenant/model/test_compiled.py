@@ -1,7 +1,5 @@
 """`torch.compile` of a split model: no graph break at its layers, the same requests, the same bits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

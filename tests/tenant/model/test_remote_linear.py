@@ -1,7 +1,5 @@
 """Offloaded linears: one product per group of siblings, no stored input, no readable weight."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings

@@ -1,7 +1,5 @@
 """The plain model with rounded weights: the providers' integers, and the closest model to a split one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The preparation of a base model: public facts and secret keys, from one pass over the checkpoint."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

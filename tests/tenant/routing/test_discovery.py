@@ -1,7 +1,5 @@
 """Executors from registries: for any listings, in any order, a registry can only deny service."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

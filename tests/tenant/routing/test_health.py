@@ -1,7 +1,5 @@
 """Circuit breakers and costs, decision by decision: no sockets, and a clock that the test sets."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

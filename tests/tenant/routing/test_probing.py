@@ -1,7 +1,5 @@
 """Probes, and the data that is kept about executors that come and go."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import replace

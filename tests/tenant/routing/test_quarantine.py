@@ -1,7 +1,5 @@
 """A quarantined provider stays quarantined after changes of its name, key, address or layers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Pads: every row is handed out once, every effect is its mask's product, and memory is limited."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Iterator

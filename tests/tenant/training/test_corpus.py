@@ -1,7 +1,5 @@
 """A tenant's data: accepted files, and the tokens that the model learns."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs that end early lose nothing that can be saved. Simulated arithmetic; `test_cli.py` uses real providers."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

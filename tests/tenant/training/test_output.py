@@ -1,7 +1,5 @@
 """The output folder of a run, and the checkpoint from which it resumes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

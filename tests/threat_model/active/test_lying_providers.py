@@ -1,7 +1,5 @@
 """Lying providers are caught, and the abort gives them no information. Without verification, aborts leak bits."""
 
-from __future__ import annotations
-
 import math
 import warnings
 

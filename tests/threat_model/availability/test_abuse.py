@@ -1,7 +1,5 @@
 """`bench abuse` with a real provider and real abusers: counters and comparisons, not speed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

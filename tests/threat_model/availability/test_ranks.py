@@ -1,7 +1,5 @@
 """A small `bench ranks`: a sharded executor loses a rank while a tenant sends requests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tenant.bench.llama import Llama

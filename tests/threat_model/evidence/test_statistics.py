@@ -1,7 +1,5 @@
 """Intervals and tails compared with exact sums."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

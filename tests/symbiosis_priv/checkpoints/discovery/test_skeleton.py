@@ -1,7 +1,5 @@
 """Layer groups found from config.json alone, compared with forward passes of real models of many architectures."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

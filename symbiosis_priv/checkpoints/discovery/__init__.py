@@ -2,7 +2,7 @@
 
 linears       which modules compute a linear's product
 architecture  the model class of a checkpoint, built without weights
-stored_names  which parameter each stored tensor is
+stored_names  the parameter of each stored tensor
 tracing       one forward pass without weights: the calls of linears, and their inputs
 skeleton      `discover`: the layer groups of a checkpoint
 

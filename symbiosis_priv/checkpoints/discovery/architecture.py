@@ -14,7 +14,7 @@ def load_config(path: Path) -> PreTrainedConfig:
     """The configuration of the checkpoint in `path`, as transformers understands it.
 
     Raises:
-        CheckpointError: the folder would decide what only its user may (`trust.vet`).
+        CheckpointError: the folder overrides decisions of its user (`vetting.vet`).
         UnsupportedModelError: transformers does not know the model type, or the weights are quantised already.
     """
     vet(path)
@@ -47,7 +47,7 @@ def build(config: PreTrainedConfig) -> PreTrainedModel:
     try:
         with torch.device("meta"):
             model: PreTrainedModel = kind._from_config(config, attn_implementation="eager")
-    except Exception as error:  # an architecture's code may raise anything on a foreign configuration
+    except Exception as error:  # an architecture's code may raise any error on a foreign configuration
         raise UnsupportedModelError(f"{kind.__name__} cannot be built from its config.json: {error}") from error
     model.eval()
     return model

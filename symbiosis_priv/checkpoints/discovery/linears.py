@@ -1,4 +1,4 @@
-"""Which modules compute a linear's product, and can be offloaded."""
+"""Finds the modules that compute a linear's product, and can be offloaded."""
 
 import copy
 

@@ -17,7 +17,7 @@ from symbiosis_priv.checkpoints.layers import GroupSpec
 from symbiosis_priv.checkpoints.vetting import on_this_machine
 from symbiosis_priv.errors import UnsupportedModelError
 
-_STACKED = 0.25  # of the linears' weights; a recurrence's small gates may be stacks
+_STACKED = 0.25  # share of the linears' weights; the small gates of a recurrence may be stacked
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def discover(path: Path) -> Skeleton:
 
 
 def _refuse_stacked(model: PreTrainedModel) -> None:
-    """Experts stacked into one parameter are no linears: with many of its weights in them, a model cannot be split."""
+    """Refuse a model that has many of its weights in stacked experts: one parameter of many experts is not a linear."""
     linear, stacked = 0, {}
     for name, module in model.named_modules():
         for kind, parameter in module.named_parameters(recurse=False):
@@ -91,13 +91,13 @@ def _refuse_stacked(model: PreTrainedModel) -> None:
 
 
 def _tied_modules(model: PreTrainedModel) -> set[str]:
-    """Modules that share a parameter (a tied LM head and its embedding): as one of them stays, all of them do."""
+    """Modules that share a parameter, such as a tied LM head and its embedding. If one stays, all of them stay."""
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), []).append(name)
     shared = {name for names in owners.values() if len(names) > 1 for name in names}
-    ties = model.all_tied_weights_keys  # on the meta device, not every tie is made
+    ties = model.all_tied_weights_keys  # the meta device does not make every tie
     return shared | {parameter.rpartition(".")[0] for tie in ties.items() for parameter in tie}
 
 
@@ -119,7 +119,7 @@ def _task_heads(model: PreTrainedModel) -> set[str]:
 
 
 def _block(name: str) -> str:
-    """The repeated block a module lives in: `model.layers.3.mlp.up_proj` -> `model.layers.3`."""
+    """The repeated block of a module: `model.layers.3.mlp.up_proj` -> `model.layers.3`."""
     parts = name.split(".")
     for i, part in enumerate(parts):
         if part.isdigit():

@@ -13,7 +13,7 @@ class StoredNames:
     """Maps the tensors of a checkpoint to parameters.
 
     Some checkpoints omit the base model's prefix or add it, and some modules were renamed after a checkpoint was
-    written (GPT-NeoX's `embed_out` is `lm_head` now). The rules of transformers decide, so all readers agree.
+    written (GPT-NeoX's `embed_out` is `lm_head` now). The rules of transformers are used, so all readers agree.
     """
 
     def __init__(self, model: PreTrainedModel, offloaded: Iterable[str]) -> None:
@@ -25,15 +25,16 @@ class StoredNames:
         self._offloaded = frozenset(offloaded)
 
     def parameter(self, stored: str) -> str:
-        """The parameter that a stored tensor is; a name of no parameter if the model has none for it.
+        """Return the parameter that a stored tensor becomes. If the model has no such parameter, the name is not one of
+        its parameters.
 
         Raises:
-            UnsupportedModelError: it belongs to an offloaded linear, and transformers rearranges it on loading.
+            UnsupportedModelError: the tensor belongs to an offloaded linear, and transformers rearranges it on loading.
         """
         prefix, parameters = self._prefix, self._parameters
         name, rearranged = rename_source_key(stored, self._renamings, self._converters, prefix, parameters)
         if name not in parameters and stored in parameters:
-            return stored  # transformers, too, takes a rule back that leads nowhere
+            return stored  # transformers, too, ignores a rule whose result is no parameter
         if rearranged is not None and name.rpartition(".")[0] in self._offloaded:
             raise UnsupportedModelError(
                 f"{stored} is not stored as {name} is used: transformers rearranges it on loading, which providers do "

@@ -50,8 +50,8 @@ class _Trace(TorchFunctionMode):
         self._names = {id(p): name for name, m in linears.items() for p in m.parameters(recurse=False)}
 
     def start(self) -> None:
-        """Another pass: inputs of two passes are never the same tensor."""
-        self.calls: list[tuple[str, Tensor, int]] = []  # holds the tensors, so that no id is reused
+        """Begin another pass. The inputs of two passes are never the same tensor."""
+        self.calls: list[tuple[str, Tensor, int]] = []  # keeps the tensors, so that no id is reused
         self._seen: set[str] = set()
         self._inside = 0
 
@@ -94,7 +94,7 @@ def _run(model: PreTrainedModel, trace: _Trace) -> None:
                 try:
                     model(**inputs)
                     return
-                except Exception as error:  # an architecture's own code, where it was never meant to run
+                except Exception as error:  # an architecture's own code, in a situation that it was not written for
                     failures.append(f"{type(error).__name__}: {error}")
     raise UnsupportedModelError(
         f"{type(model).__name__} cannot be traced without weights; use a base model that runs on token ids alone and "

@@ -32,7 +32,7 @@ Config = Annotated[Path, typer.Option("--config", "-c", help="provider.toml")]
 WeightBits = Annotated[
     int, typer.Option(min=MIN_WEIGHT_BITS, max=MAX_WEIGHT_BITS, help="With MODEL: bits of a quantised weight.")
 ]
-OptionalConfig = Annotated[Path | None, typer.Option("--config", "-c", help="provider.toml of the one to ask.")]
+OptionalConfig = Annotated[Path | None, typer.Option("--config", "-c", help="provider.toml of the provider.")]
 
 
 @app.command()
@@ -138,9 +138,9 @@ class Format(StrEnum):
 def usage(
     *,
     config: Config,
-    format: Annotated[Format, typer.Option(help="Of what is printed.")] = Format.CSV,
+    format: Annotated[Format, typer.Option(help="Output format.")] = Format.CSV,
     since: Annotated[
-        datetime | None, typer.Option(formats=["%Y-%m-%d"], help="The first day (UTC); all of them by default.")
+        datetime | None, typer.Option(formats=["%Y-%m-%d"], help="The first day (UTC). Default: all days.")
     ] = None,
 ) -> None:
     """Print what each tenant has used, per day and role; the provider may be running."""
@@ -167,8 +167,8 @@ def top(
     *,
     config: OptionalConfig = None,
     address: Annotated[str | None, typer.Option(help="[metrics] listen of the provider, instead of --config.")] = None,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one look, and end.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two updates.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one update and end.")] = False,
 ) -> None:
     """Show a running provider, live: tenants, queue, batches, rows per second, busiest layers. Ctrl-C ends it."""
     from provider.config.provider_toml import load
@@ -176,7 +176,7 @@ def top(
 
     address = address or (None if config is None else load(config).metrics.listen)
     if address is None:
-        raise ConfigError("nothing to look at: set [metrics] listen in provider.toml and name it with --config")
+        raise ConfigError("no address: set [metrics] listen in provider.toml and name it with --config")
     watch(address, interval=interval, once=once)
 
 
@@ -184,11 +184,11 @@ def top(
 def init(
     path: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("provider.toml"),
     *,
-    name: Annotated[str, typer.Option("--name", "-n", help="What it calls itself, and its key's file.")] = "alpha",
+    name: Annotated[str, typer.Option("--name", "-n", help="Name of the provider, and of its key file.")] = "alpha",
     role: Annotated[Role, typer.Option(help="An executor sees masked rows, a helper a seed.")] = "executor",
     checkpoint: Annotated[str, typer.Option(help="Checkpoint folder or hub name.")] = "model",
     layers: Annotated[
-        str | None, typer.Option(help="The first and the last layer that it serves, as in 0-15; all if left out.")
+        str | None, typer.Option(help="First and last layer to serve, as in 0-15. Default: all layers.")
     ] = None,
     listen: Annotated[str, typer.Option(help="host:port; port 0 takes a free one.")] = "127.0.0.1:7401",
 ) -> None:

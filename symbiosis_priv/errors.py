@@ -9,12 +9,12 @@ _NEXT_STEP = {
     "bad_request": "run the same release of symbiosis-priv on both sides",
     "too_large": "send fewer rows at once (smaller batches), or ask its operator for higher [limits]",
     "wrong_model": "pin your own copy's digest (`symbiosis-priv provider manifest MODEL`) and use a provider of it",
-    "role_refused": "use another provider for this role, or ask its operator; nobody is served in both roles",
+    "role_refused": "use another provider for this role, or ask its operator; no tenant is served in both roles",
     "not_served": "use a provider that serves these layers (`symbiosis-priv federation check` shows who does); floats "
     "only masking = 'paper-pool' needs: choose masking = 'pad', or ask its operator to set float = true under "
     "[executor]",
     "revoked": "its operator does not accept this tenant's certificate any more: ask for a new one",
-    "refused": "correct what it says and announce it again",
+    "refused": "correct the descriptor and announce it again",
     "busy": "try again later",
     "stopping": "try again once its operator has started it",
     "internal": "ask its operator",
@@ -63,8 +63,8 @@ class NonFiniteError(SymbiosisError, ValueError):
 
     def __init__(self) -> None:
         super().__init__(
-            "an activation or gradient holds inf or nan; nothing was sent. Training that diverges wants a lower "
-            "learning rate, from the start; a model made for bfloat16 overflows in float16"
+            "an activation or gradient holds inf or nan; nothing was sent. If training diverges, "
+            "start again with a lower learning rate; a bfloat16 model may overflow in float16"
         )
 
 

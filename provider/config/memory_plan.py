@@ -92,7 +92,7 @@ def check_plan(plan: list[Need]) -> None:
         if there is not None and size > there:
             parts = ", ".join(f"{n.what} {-(-n.size // MIB):,} MiB" for n in plan if n.place == place)
             raise ConfigError(
-                f"this provider needs {-(-size // MIB):,} MiB on {place} and there are {there // MIB:,} MiB ({parts}): "
+                f"this provider needs {-(-size // MIB):,} MiB on {place}, of {there // MIB:,} MiB available ({parts}): "
                 f"lower max_inflight_mib or float_memory_mib, choose weight_bits = 8, serve fewer "
                 f"layers (`layers` under [model]), or use a larger machine"
             )

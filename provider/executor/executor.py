@@ -362,7 +362,7 @@ class Executor:
         log.failure("batch_failed", error, group=jobs[0].request.group, requests=len(jobs))
         self._report.failed += len(jobs)
         for job in jobs:
-            self._fail(job, wire.ErrorCode.INTERNAL, "the executor failed; its operator has a log")
+            self._fail(job, wire.ErrorCode.INTERNAL, "the executor failed; the operator's log has the reason")
 
     def _fail(self, job: _Job, code: wire.ErrorCode, detail: str) -> None:
         self._scheduler.drop(job)

@@ -342,9 +342,9 @@ class Connection:
 
     def _answer_hello(self, hello: wire.Hello) -> None:
         if self._role is not None:
-            _bad("hello was said before")
+            _bad("this connection has already sent its hello")
         if hello.version != wire.VERSION:
-            _bad(f"version {hello.version} is not spoken here, but {wire.VERSION}; upgrade the older side")
+            _bad(f"this provider speaks version {wire.VERSION}, not {hello.version}; upgrade the older side")
         if hello.role not in self._state.config.roles:
             raise Refusal(wire.ErrorCode.ROLE_REFUSED, f"this provider does not serve as {hello.role}")
         if hello.model_digest != self._state.digest:

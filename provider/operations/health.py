@@ -45,5 +45,5 @@ def ask_health(
     if isinstance(reply, wire.Failure):
         raise ProtocolError(f"{address} answered {reply.code}: {reply.detail}")
     if not isinstance(reply, wire.HealthReport):
-        raise ProtocolError(f"{address} answered with something else than a health report")
+        raise ProtocolError(f"{address} did not answer with a health report")
     return reply

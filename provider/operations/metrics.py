@@ -47,18 +47,22 @@ class _Collector:
 
     def collect(self) -> Iterator[Metric]:
         status = self._status
-        yield _gauge("ready", "1 if requests are taken and the executor answers", status.ready)
+        yield _gauge("ready", "1 if requests are accepted and the executor answers", status.ready)
         yield _gauge("uptime_seconds", "since the start", status.uptime_s)
         yield _gauge(
-            "last_reload_successful", "0 if changed files were refused: what was before is kept", status.reloaded
+            "last_reload_successful",
+            "0 if changed files were refused and the earlier settings are in use",
+            status.reloaded,
         )
-        yield _gauge("usage_unwritten_seconds", "since what is counted could not be written", status.usage_unwritten_s)
+        yield _gauge("usage_unwritten_seconds", "time for which usage could not be written", status.usage_unwritten_s)
         yield _gauge("connections", "of tenants", status.connections)
         yield from _handshake_metrics(status.handshakes)
         yield _gauge("held_bytes", "payloads of large requests in flight", status.bytes_held)
-        yield _gauge("waiting_for_bytes", "large requests that wait for others to be done", status.waiting_for_bytes)
-        yield CounterMetricFamily(_PREFIX + "executor_restarts", "ends of the executor", value=status.restarts)
-        yield CounterMetricFamily(_PREFIX + "executor_hangs", "when it said nothing for too long", value=status.hangs)
+        yield _gauge("waiting_for_bytes", "large requests that wait for memory", status.waiting_for_bytes)
+        yield CounterMetricFamily(_PREFIX + "executor_restarts", "restarts of the executor", value=status.restarts)
+        yield CounterMetricFamily(
+            _PREFIX + "executor_hangs", "times that the executor did not answer for too long", value=status.hangs
+        )
         for name in COUNTED:
             family = CounterMetricFamily(f"{_PREFIX}tenant_{name}", "see `provider usage`", labels=["tenant", "role"])
             for tenant in status.tenants:
@@ -69,12 +73,14 @@ class _Collector:
             visits.add_metric([named], count)
         yield visits
         limited = CounterMetricFamily(
-            _PREFIX + "tenant_over_quota", "requests that a quota made wait, or refused", labels=["tenant"]
+            _PREFIX + "tenant_over_quota", "requests that waited or were refused because of a quota", labels=["tenant"]
         )
         for named, count in status.over_quota.items():
             limited.add_metric([named], count)
         yield limited
-        taken = GaugeMetricFamily(_PREFIX + "announced", "1 if a registry lists it as it is", labels=["registry"])
+        taken = GaugeMetricFamily(
+            _PREFIX + "announced", "1 if the registry accepted the last announcement", labels=["registry"]
+        )
         for registry, listed in status.registries.items():
             taken.add_metric([registry], listed)
         yield taken
@@ -96,19 +102,19 @@ def _handshake_metrics(handshakes: Handshakes) -> Iterator[Metric]:
 
 
 def _executor_metrics(report: ExecutorReport) -> Iterator[Metric]:
-    yield _gauge("executor_resident_bytes", "memory of its process", report.resident)
+    yield _gauge("executor_resident_bytes", "resident memory of the executor's process", report.resident)
     yield _gauge("groups", "layer groups that are served", report.groups)
     yield _gauge("groups_loaded", "layer groups in memory", report.groups_loaded)
     waiting = GaugeMetricFamily(_PREFIX + "waiting", "requests in the executor's queue", labels=["stage"])
     for stage, count in report.waiting.items():
         waiting.add_metric([stage], count)
     yield waiting
-    ended = CounterMetricFamily(_PREFIX + "unanswered", "requests that got no product", labels=["reason"])
+    ended = CounterMetricFamily(_PREFIX + "unanswered", "requests without a product", labels=["reason"])
     for reason in ("late", "cancelled", "failed"):
         ended.add_metric([reason], getattr(report, reason))
     yield ended
     yield CounterMetricFamily(_PREFIX + "product_seconds", "time in products", value=report.seconds)
-    yield CounterMetricFamily(_PREFIX + "idle_seconds", "time without anything to do", value=report.idle)
+    yield CounterMetricFamily(_PREFIX + "idle_seconds", "time without work", value=report.idle)
     heat = CounterMetricFamily(_PREFIX + "group_rows", "rows by layer group", labels=["group"])
     for group, rows in enumerate(report.heat, report.first_group):
         heat.add_metric([str(group)], rows)

@@ -54,8 +54,8 @@ class FloatGroups:
         largest = max(_size(store.manifest().groups[index]) for index in store.served)
         if largest > memory:
             raise ConfigError(
-                f"float_memory_mib = {memory // MIB} holds not one of the largest layer groups in float32: set it to "
-                f"{-(-largest // MIB)} or more, or float = false"
+                f"float_memory_mib = {memory // MIB} does not hold one of the largest layer groups in float32: "
+                f"set it to {-(-largest // MIB)} or more, or float = false"
             )
 
     @property

@@ -333,8 +333,8 @@ class ShardedOperands(Operands):
 
     def _end(self, absent: list[int]) -> NoReturn:
         """End this process because a rank has no heartbeat: a collective may wait for that rank."""
-        reason = f"not answering: {_names(absent)}" if absent else "the store of the group has gone"
-        reason = f"{self._doing} is not going on at rank {self._rank}; {reason}"
+        reason = f"not answering: {_names(absent)}" if absent else "the store of the group is gone"
+        reason = f"{self._doing} has stopped at rank {self._rank}; {reason}"
         self._end_here(absent, reason)
         log.warning("rank_lost", reason=reason)
         os._exit(1)

@@ -66,7 +66,9 @@ class LayerRange:
 
     def __post_init__(self) -> None:
         if not 0 <= self.first <= self.last:
-            raise ConfigError(f"layers {self.first}-{self.last} are none: write the first and the last one, as in 0-15")
+            raise ConfigError(
+                f"layers {self.first}-{self.last} is not a range: write the first and the last one, as in 0-15"
+            )
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -78,7 +80,7 @@ class LayerRange:
         found = _RANGE.fullmatch(text)
         if found is None:
             raise ConfigError(
-                f"layers = {text!r} is no range of layers: write the first and the last one, as in '0-15'"
+                f"layers = {text!r} is not a range of layers: write the first and the last one, as in '0-15'"
             )
         first, last = found.group(1), found.group(2)
         return cls(int(first), int(first if last is None else last))

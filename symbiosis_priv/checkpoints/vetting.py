@@ -53,7 +53,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged ({error}); fetch it again") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is no JSON object; fetch it again")
+        raise CheckpointError(f"{path} is not a JSON object; download it again")
     return content
 
 
@@ -79,7 +79,7 @@ def vet(folder: Path) -> dict[str, Any]:
             )
         most = _MAX_LAYERS if _LAYERS.search(key) else _MAX_COUNT if _COUNTS.search(key) else math.inf
         if any(n > most for n in _integers(value)):
-            raise CheckpointError(f"{path} says {key} = {str(value)[:40]}, which no model has; fetch it again")
+            raise CheckpointError(f"{path} says {key} = {str(value)[:40]}, more than any model has; download it again")
         if key in _OTHER_FILES and value:
             raise CheckpointError(f"{path} points to other files ({key}); delete that entry, or use another checkpoint")
         if key in _KERNELS and any(
@@ -90,8 +90,8 @@ def vet(folder: Path) -> dict[str, Any]:
             )
     if (folder / "adapter_config.json").exists():
         raise CheckpointError(
-            f"{folder} holds an adapter beside the model, which would be loaded unasked; move adapter_* elsewhere and "
-            f"load it with PeftModel.from_pretrained(model, folder)"
+            f"{folder} holds an adapter next to the model, which transformers would load without being asked; "
+            f"move adapter_* elsewhere and load it with PeftModel.from_pretrained(model, folder)"
         )
     if (folder / ".metadata").exists():
         raise CheckpointError(
@@ -112,28 +112,28 @@ def vet_adapter(folder: Path) -> dict[str, Any]:
     path = folder / "adapter_config.json"
     if not path.is_file():
         raise ConfigError(
-            f"{folder} is no PEFT folder: it has no adapter_config.json"
+            f"{folder} is not a PEFT folder: it has no adapter_config.json"
             if folder.is_dir()
             else f"the adapter's folder {folder} does not exist"
         )
     config = read_json(path)
     for key, value in _entries(config):
         if key in (*_QUANTISED, "megatron_config", "tokenizer_kwargs") and value:
-            raise CheckpointError(f"{path} has an entry {key}, which an adapter does not decide; delete it")
+            raise CheckpointError(f"{path} has an entry {key}, which an adapter must not set; delete it")
         if key.endswith(("_path", "_file")) and not key.endswith("name_or_path") and value:
             raise CheckpointError(f"{path} names a file to load beside it ({key}); delete that entry")
     for key in config:
         if key == "modules_to_save" or key == "layers_pattern" or key.endswith("_pattern"):
             _check_patterns(path, key, config[key])
     if str(config.get("peft_type")).upper() == "XLORA":
-        raise CheckpointError(f"{folder} is an X-LoRA, which loads further adapters from where it likes; use LoRA")
+        raise CheckpointError(f"{folder} is an X-LoRA, which loads further adapters from any folder; use LoRA")
     if not (folder / "adapter_model.safetensors").is_file():
         raise CheckpointError(
             f"{folder} has no adapter_model.safetensors (a .bin would have to be unpickled); save it again with PEFT"
         )
     for key, (asked, held) in _sizes(config, folder / "adapter_model.safetensors").items():
         if not isinstance(asked, int) or asked > held:
-            raise CheckpointError(f"{path} says {key} = {str(asked)[:40]}, and no more than {held} fit its tensors")
+            raise CheckpointError(f"{path} states {key} = {str(asked)[:40]}, but its tensors allow {held} at most")
     return config
 
 

@@ -210,7 +210,7 @@ class ClientConnection:
         refusal: OSError | None = None
         for family, kind, protocol, _, address in self._addresses(deadline):
             if self._remote_only and is_internal(address[0]):
-                refusal = OSError(f"{address[0]} is no address that a registry may lead to")
+                refusal = OSError(f"{address[0]} is not an address that a registry may lead to")
                 continue
             candidate = self._socket = socket.socket(family, kind, protocol)
             try:

@@ -226,7 +226,7 @@ def handshake_error(
     reason = (error.reason if isinstance(error, ssl.SSLError) else error.strerror) or str(error)
     if isinstance(error, ssl.SSLError) and any(word in reason for word in _CERTIFICATE_REASONS):
         return CertificateError(
-            f"no connection with {peer} for want of a good certificate ({reason}): check that the tenant's "
+            f"no connection with {peer} without a valid certificate ({reason}): check that the tenant's "
             f"certificate is current and issued by the provider's tenant authority"
         )
     return ConnectionLostError(

@@ -88,7 +88,7 @@ class PrivateFolder:
         status = os.fstat(folder._descriptor)
         if not _is_own(status) or status.st_mode & _OTHERS_WRITE:
             folder.close()
-            raise ConfigError(f"others than you can change {folder.path}. {self._delete(name)}")
+            raise ConfigError(f"other users can change {folder.path}. {self._delete(name)}")
         return folder
 
     def open_file(self, name: str) -> int:
@@ -103,7 +103,7 @@ class PrivateFolder:
         if not stat.S_ISREG(status.st_mode) or not _is_own(status) or status.st_mode & _OTHERS:
             os.close(descriptor)
             raise ConfigError(
-                f"others than you can read or change {self.path / name}. Delete {self.path}: it is made again"
+                f"other users can read or change {self.path / name}. Delete {self.path}: it is made again"
             )
         return descriptor
 
@@ -149,7 +149,7 @@ class PrivateFolder:
         open_to_others = status.st_mode & _OTHERS_WRITE and not status.st_mode & stat.S_ISVTX
         if open_to_others or not _is_own(status):
             raise ConfigError(
-                f"others than you can change {self.path} and replace what is in it: chown it to this user and "
+                f"other users can change {self.path} and replace its content: chown it to this user and "
                 f"`chmod go-w` it, or choose another cache folder (RemoteConfig(cache=...), SYMBIOSIS_PRIV_CACHE)"
             )
 

@@ -45,7 +45,10 @@ from tenant.bench.kernels_cli import gpu, kernels
 if TYPE_CHECKING:  # torch is imported when a command runs, so that --help does not wait for it
     from tenant.bench.many_tenants import Scenario, Variant
 
-app = typer.Typer(no_args_is_help=True, help="Measure what the split costs, beside what it replaces, in one run.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Measure the cost of split execution, compared with whole-model execution in the same run.",
+)
 app.command()(kernels)
 app.command()(gpu)
 

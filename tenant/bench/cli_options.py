@@ -84,7 +84,7 @@ def names(text: str, known: Sequence[str], option: str) -> list[str]:
     """Parse names between commas. Raises ConfigError for a name that is not among `known`."""
     found = [name.strip() for name in text.split(",")]
     if unknown := set(found) - set(known):
-        raise ConfigError(f"{option}: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
+        raise ConfigError(f"{option}: {', '.join(sorted(unknown))} is not one of {', '.join(known)}")
     return found
 
 

@@ -21,7 +21,7 @@ class Local(SessionScheme):
     no work."""
 
     name = "local"
-    summary = "nobody at all, but the tenant needs the full checkpoint and does the providers' work ahead of time"
+    summary = "no party, but the tenant needs the full checkpoint and does the providers' work ahead of time"
     roles = frozenset({"executor"})
     own_weights = True
     hides_from = frozenset({"executor", "helper", "all but a helper", "executor+helper"})

@@ -20,7 +20,7 @@ class OneTimePads(SessionScheme):
     collude. Bit-exact, verified."""
 
     name = "pad"
-    summary = "nobody, unless the executor and every helper collude (default)"
+    summary = "no party, unless the executor and every helper collude (default)"
     roles = frozenset({"executor", "helper"})
     hides_from = frozenset({"executor", "helper", "all but a helper"})
     assumption = "executor and helpers do not all collude"

@@ -64,7 +64,7 @@ class PaperPool(BackendScheme):
     summary = "every executor, in practice (opt-in)"
     roles = frozenset({"executor"})
     hides_from = frozenset()
-    assumption = "the executor does not look"
+    assumption = "the executor does not attack"
     error = "to float32 rounding"
     verified = False
     options_type = PaperPoolOptions

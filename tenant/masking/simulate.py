@@ -10,7 +10,7 @@ class Simulate(BackendScheme):
     """Sends nothing. No provider could read rows, and there is no answer to verify."""
 
     name = "simulate"
-    summary = "nobody: the same arithmetic on this machine, no providers"
+    summary = "no party: the same arithmetic on this machine, no providers"
     roles = frozenset()
     own_weights = True
     hides_from = frozenset({"executor", "helper", "all but a helper", "executor+helper"})

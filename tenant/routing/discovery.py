@@ -94,7 +94,7 @@ def admitted(federation: Federation, announced: Iterable[VerifiedDescriptor], *,
         elif not federation.admissible(peer, federation.helpers):
             refused[one.name] = f"{one.operator} is one company with a helper (rule 8)"
         elif peer.remote_only and is_internal(plain_host(peer.host)):
-            refused[one.name] = f"{peer.host} is no address that a registry may lead to"
+            refused[one.name] = f"{peer.host} is not an address that a registry may lead to"
         elif any(in_common(own, other) for other in taken):
             refused[one.name] = "an executor that was announced later has its name or its address"
         else:
@@ -210,7 +210,7 @@ class Discovery:
             before, found = self._found, admitted(self._federation, good, now=now)
             self._found = found
         for name in found.refused.keys() - before.refused.keys():
-            log.warning("executor %s is not taken on: %s", name, found.refused[name])
+            log.warning("executor %s is not used: %s", name, found.refused[name])
         if found.executors != before.executors and not self._closed.is_set():
             for peer in set(found.executors) - set(before.executors):
                 log.info("executor %s of %s was found, for layers %s", peer.name, peer.operator, peer.layers)
@@ -241,7 +241,7 @@ class Discovery:
         try:
             revoked = load_revoked(self._registries.revoked, known=self._trust.revoked)
         except CertificateError as error:
-            log.error("executors that were revoked lately may still be asked: %s", error)
+            log.error("recently revoked executors may still be used: %s", error)
         else:
             self._trust = Trust(self._trust.authorities, revoked)
 
@@ -267,7 +267,7 @@ class Discovery:
         except SymbiosisError as error:
             if address not in self._silent and not self._closed.is_set():
                 self._silent.add(address)
-                log.warning("registry %s is of no use now: %s", address, one_line(str(error)))
+                log.warning("registry %s cannot be used now: %s", address, one_line(str(error)))
             return
         finally:
             with self._lock:
@@ -280,7 +280,7 @@ class Discovery:
         if useless != self._useless.get(address, Counter()):
             self._useless[address] = useless
             for why, count in useless.items():
-                log.info("registry %s lists %d of %d in vain: %s", address, count, len(listed), why)
+                log.info("registry %s lists %d invalid descriptors of %d: %s", address, count, len(listed), why)
 
     def _learn(self, data: bytes) -> None:
         """Store a descriptor. Raises `DescriptorError` if it is not valid, or older than a known one of its key."""

@@ -128,16 +128,16 @@ class Prober:
         layers = self._manifest.layers
         said = [self._said(route, layers) for route in routes.executors]
         return UncoveredError(
-            f"nobody serves layers {_text([layers[group] for group in uncovered])} of this model: {'; '.join(said)}. "
-            f"Add an executor of them to the federation, or start it; `symbiosis-priv federation check` shows who "
-            f"serves what."
+            f"no executor serves layers {_text([layers[group] for group in uncovered])} of this model: {'; '.join(said)}. "
+            f"Add an executor of them to the federation, or start it; `symbiosis-priv federation check` shows the "
+            f"layers of each executor."
         )
 
     def _said(self, route: Route, layers: Sequence[int]) -> str:
         if route.welcome is not None:
             served = [layer for group, layer in enumerate(layers) if route.serves(group)]
             return f"{route} serves {_text(served)}"
-        return f"{route} was not heard ({self._errors.get(route, 'it is quarantined')})"
+        return f"{route} has not answered ({self._errors.get(route, 'it is quarantined')})"
 
     def _probe(self, route: Route, probe: Probe) -> Future[None] | None:
         with self._lock:
@@ -173,7 +173,7 @@ def check_expected(federation: Federation, manifest: Manifest) -> None:
     if missing := [layer for layer in manifest.layers if not any(layer in served for served in ranges)]:
         listed = "; ".join(f"{peer.name!r} serves {peer.layers}" for peer in federation.executors)
         raise UncoveredError(
-            f"nobody serves layers {_text(missing)} of this model, by the federation file: {listed}. "
+            f"no executor serves layers {_text(missing)} of this model, by the federation file: {listed}. "
             f"Add an executor of them."
         )
 

@@ -94,7 +94,9 @@ class Routes:
             for peer in joined:
                 own = traits(peer)
                 if shared := {what for party in parties for what in in_common(own, party)}:
-                    log.warning("executor %s is not taken on: it has another one's %s", peer.name, ", ".join(shared))
+                    log.warning(
+                        "executor %s is not used: another provider has the same %s", peer.name, ", ".join(shared)
+                    )
                     continue
                 parties.append(own)
                 taken.append(peer)

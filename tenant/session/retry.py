@@ -104,7 +104,7 @@ class RetryState:
             return late
         if not self._failed:
             return self.fault or UncoveredError(
-                f"nobody who serves these layers was there {waited}. Are their executors running? "
+                f"no executor of these layers was available {waited}. Are they running? "
                 f"{self._options.deadline_option} waits longer."
             )
         names = " nor ".join(_name(route.peer) for route in self._failed)

@@ -35,7 +35,7 @@ def test_missing_layers_are_an_error_before_training_and_a_joining_provider_serv
         listed = load_federation(local.federation)
         model = open_model(llama, RemoteConfig(federation=local.federation, deadline_s=30.0))
         before = adapter_of(model)
-        with pytest.raises(UncoveredError, match="nobody serves layers 2 of this model"):
+        with pytest.raises(UncoveredError, match="no executor serves layers 2 of this model"):
             train(model, steps=2)
         assert equal(adapter_of(model), before)
 

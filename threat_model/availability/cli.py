@@ -44,7 +44,9 @@ def abuse(
 def chaos(
     *,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps, at least.")] = 200,
-    kills: Annotated[int, typer.Option(min=0, help="Train on until this number of providers was killed.")] = 10,
+    kills: Annotated[
+        int, typer.Option(min=0, help="Continue training until this number of providers was killed.")
+    ] = 10,
     generations: Annotated[int, typer.Option(min=0, help="Texts to generate afterwards.")] = 10,
     executors: Annotated[int, typer.Option(min=1, help="Number of executors.")] = 3,
     helpers: Annotated[int, typer.Option(min=1, help="Number of helpers.")] = 2,
@@ -53,7 +55,7 @@ def chaos(
     merciless: Annotated[
         bool, typer.Option("--merciless", help="Kill also the last provider of a role, and wait until it is back.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of the choice of the victims and times.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the choice of providers and times.")] = 0,
     json: Json = None,
 ) -> None:
     """Kill random providers (SIGKILL) while a tenant trains and generates. Status 1 if one bit differs."""
@@ -88,7 +90,7 @@ def ranks(
     tenants: Annotated[int, typer.Option(min=1, help="Tenants that send requests at once.")] = 2,
     rows: Annotated[int, typer.Option(min=1, help="Rows of each request.")] = 1,
     masking: Masking = "pad",
-    seconds: Annotated[float, typer.Option(min=0.1, help="Time before each loss and after each return.")] = 3.0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Seconds before each loss and after each restart.")] = 3.0,
     apart: Annotated[
         bool,
         typer.Option(

@@ -37,7 +37,7 @@ def _check_digest(subject: Subject, run: Run) -> None:
         if digest == pinned and not (isinstance(reply, wire.Welcome) and reply.model_digest == pinned):
             raise Violation(f"asked for {pinned}, it answers {describe(reply)}")
         if digest != pinned and not isinstance(reply, wire.Failure):
-            raise Violation(f"asked for a model that nobody has, it answers {describe(reply)}")
+            raise Violation(f"to a hello for an unknown model, it answers {describe(reply)}")
         if isinstance(health, wire.HealthReport) and health.model_digest != pinned:
             raise Violation(f"its health report names {health.model_digest}, not {pinned}")
 
@@ -240,7 +240,7 @@ PROPERTIES: tuple[Property, ...] = (
     ),
     Property(
         "every-layer",
-        "Every layer group it serves, both ways and on every arithmetic, is the checkpoint's, to the last weight.",
+        "Every served layer group has exactly the checkpoint's weights, in both directions and every arithmetic.",
         _BOTH,
         check_every_layer,
     ),
@@ -290,13 +290,13 @@ PROPERTIES: tuple[Property, ...] = (
     Property("resend", "The same request gets the same bits again.", _BOTH, _check_resend),
     Property(
         "row-counts",
-        "Requests of no row, one, odd numbers of them and the most that it allows are answered exactly.",
+        "Requests of no row, one row, an odd number and the largest number of rows are answered exactly.",
         _BOTH,
         _check_row_counts,
     ),
     Property(
         "binding", "A reply repeats what it answers: nonce, group, direction, arithmetic, rows.", _BOTH, _check_binding
     ),
-    Property("refusals", "A bad request is refused, and the connection goes on working.", _BOTH, check_refusals),
+    Property("refusals", "A bad request is refused, and the connection stays usable.", _BOTH, check_refusals),
 )
 """All properties, in the order in which they are tested."""

@@ -92,7 +92,7 @@ def check_refusals(subject: Subject, run: Run) -> None:
             except ConnectionLostError:
                 subject.close()
                 subject.answer(case)  # raises if the provider is unreachable
-                raise subject.violation(f"hangs up on {' or '.join(names)}", case) from None
+                raise subject.violation(f"closes the connection after {' or '.join(names)}", case) from None
 
     run.for_all(st.tuples(kinds, requests(subject).filter(lambda case: len(case.rows) > 0)), check)
 

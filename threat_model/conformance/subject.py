@@ -208,7 +208,7 @@ class Subject:
             return self._exchange(case, header)
         except ConnectionLostError:
             self._connected()  # raises if the provider is unreachable
-            raise self.violation("hangs up instead of answering", case) from None
+            raise self.violation("closes the connection instead of answering", case) from None
 
     def _exchange(self, case: Case, header: wire.Message) -> tuple[wire.Reply, bytearray]:
         try:

@@ -13,13 +13,13 @@ _PARTIES: tuple[tuple[Party, str], ...] = (
 )
 
 NOT_HIDDEN: tuple[tuple[str, str], ...] = (
-    ("How many rows a request has: batch x tokens, prompt length, sequences in a batch", "shapes, executor"),
-    ("Which layer, which direction: training is told from generation, and its steps are counted", "shapes, executor"),
+    ("The number of rows of a request: batch x tokens, prompt length, sequences in a batch", "shapes, executor"),
+    ("Layer and direction: training can be distinguished from generation, and its steps counted", "shapes, executor"),
     ("When generation ends: the number of generated tokens", "shapes, executor"),
-    ("The same to an observer of the line, from frame sizes and times alone", "sizes, network"),
+    ("The same for an observer of the network, from frame sizes and times", "sizes, network"),
     ("That a provider is busy with others: it answers later (its health report counts nobody else's)", "timing"),
-    ("Who the tenant is (its certificate), which base model, which providers", "by protocol: mutual TLS, Hello"),
-    ("Everything, at once and in retrospect, if executor and all helpers pool their logs (`pad`)", "collusion"),
+    ("The tenant's identity (its certificate), the base model and the providers", "by protocol: mutual TLS, Hello"),
+    ("Every row, also in retrospect, if the executor and all helpers combine their logs (`pad`)", "collusion"),
     (
         "That a wrong answer was noticed: the session goes elsewhere or ends (a constant, it depends on no secret)",
         "active adversaries",

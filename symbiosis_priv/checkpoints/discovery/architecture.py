@@ -22,7 +22,7 @@ def load_config(path: Path) -> PreTrainedConfig:
         try:
             config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
         except Exception as error:  # transformers may raise anything on a foreign file
-            raise UnsupportedModelError(f"{path} is of no model type that transformers knows: {error}") from error
+            raise UnsupportedModelError(f"{path} has a model type that transformers does not know: {error}") from error
     return config
 
 
@@ -38,7 +38,7 @@ def architecture(config: PreTrainedConfig) -> type[PreTrainedModel]:
             if isinstance(kind, type) and issubclass(kind, PreTrainedModel):
                 return kind
     raise UnsupportedModelError(
-        f"config.json names the architectures {config.architectures}, none known to transformers"
+        f"config.json names the architectures {config.architectures}, which transformers does not know"
     )
 
 

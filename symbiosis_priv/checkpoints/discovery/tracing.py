@@ -98,5 +98,5 @@ def _run(model: PreTrainedModel, trace: _Trace) -> None:
                     failures.append(f"{type(error).__name__}: {error}")
     raise UnsupportedModelError(
         f"{type(model).__name__} cannot be traced without weights; use a base model that runs on token ids alone and "
-        f"does not look at values on its way. It said: {'; '.join(dict.fromkeys(failures))}"
+        f"does not read the values of its activations: {'; '.join(dict.fromkeys(failures))}"
     )

@@ -56,7 +56,7 @@ def test_a_weight_of_eight_bits_takes_one_byte(configure: Configure, store: Weig
 def test_a_plan_that_does_not_fit_is_refused_with_the_numbers(
     configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    numbers = r"needs [\d,]+ MiB on cpu and there are [\d,]+ MiB .* in flight 1,048,576 MiB"
+    numbers = r"needs [\d,]+ MiB on cpu, of [\d,]+ MiB .* in flight 1,048,576 MiB"
     with pytest.raises(ConfigError, match=numbers):
         Provider(configure(max_inflight_mib=1 << 20)).start()
     monkeypatch.setattr("provider.config.memory_plan._container_limit", lambda: 10 * MIB)

@@ -160,7 +160,7 @@ def test_an_adapter_takes_no_memory_for_more_than_it_holds(tmp_path: Path, entri
 
 
 def test_an_adapter_is_never_unpickled(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no PEFT folder"):
+    with pytest.raises(ConfigError, match="not a PEFT folder"):
         vet_adapter(tmp_path)
     (tmp_path / "adapter_config.json").write_text(json.dumps(ADAPTER))
     (tmp_path / "adapter_model.bin").write_bytes(b"")

@@ -31,7 +31,7 @@ def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_other_user_may_write_to_any_folder_of_the_path(folder: Path, level: int, mode: int) -> None:
     changed = (folder, *folder.parents)[level]
     changed.chmod(mode)
-    with pytest.raises(ConfigError, match=rf"others than you can change {changed}\b"):
+    with pytest.raises(ConfigError, match=rf"other users can change {changed}\b"):
         PrivateFolder.open(folder)
     changed.chmod(0o755)
     PrivateFolder.open(folder).close()
@@ -42,7 +42,7 @@ def test_no_folder_of_the_path_may_belong_to_another_user(
     folder: Path, level: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     give_away((folder, *folder.parents)[level], monkeypatch)
-    with pytest.raises(ConfigError, match="others than you can change"):
+    with pytest.raises(ConfigError, match="other users can change"):
         PrivateFolder.open(folder)
 
 
@@ -51,7 +51,7 @@ def test_a_sticky_folder_is_safe_only_for_entries_of_this_user(folder: Path, mon
     folder.parent.chmod(0o1777)
     PrivateFolder.open(folder).close()
     give_away(folder, monkeypatch)
-    with pytest.raises(ConfigError, match="others than you can change"):
+    with pytest.raises(ConfigError, match="other users can change"):
         PrivateFolder.open(folder)
 
 
@@ -59,7 +59,7 @@ def test_a_folder_of_the_path_may_be_a_link_and_its_target_is_checked(folder: Pa
     (tmp_path / "link").symlink_to(folder.parent)
     PrivateFolder.open(tmp_path / "link" / "c").close()
     folder.parent.chmod(0o777)
-    with pytest.raises(ConfigError, match="others than you can change"):
+    with pytest.raises(ConfigError, match="other users can change"):
         PrivateFolder.open(tmp_path / "link" / "c")
 
 

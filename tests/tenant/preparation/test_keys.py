@@ -269,7 +269,7 @@ def test_a_cache_that_others_can_change_is_refused(store: WeightStore, tmp_path:
     prepared(store, digest, tmp_path)
     (folder_of(tmp_path) / name).chmod(mode)
     for source in (store, None):
-        with pytest.raises(ConfigError, match=r"others than you can .*Delete"):
+        with pytest.raises(ConfigError, match=r"other users can .*Delete"):
             prepared(source, digest, tmp_path)
     shutil.rmtree(folder_of(tmp_path))
     prepared(store, digest, tmp_path)
@@ -298,7 +298,7 @@ def test_a_cache_below_a_folder_that_others_can_change_is_refused(
         shutil.rmtree(place)
         place.mkdir()
     place.chmod(0o777)
-    with pytest.raises(ConfigError, match="others than you can change"):
+    with pytest.raises(ConfigError, match="other users can change"):
         prepared(store, digest, cache)
     assert preparing or len(list(folder_of(cache).iterdir())) == 7  # nothing was written or deleted
 

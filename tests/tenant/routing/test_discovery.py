@@ -262,7 +262,7 @@ def test_no_registry_leads_connections_to_this_machine(federation: Federation, v
     ):
         refused = admitted(file, [steering], now=now)
         assert refused.executors == ()
-        assert "no address" in refused.refused[name]
+        assert "not an address" in refused.refused[name]
         (found,) = admitted(file, [named], now=now).executors
         assert found.remote_only
 

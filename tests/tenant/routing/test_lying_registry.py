@@ -113,7 +113,7 @@ def test_a_lying_registry_can_only_deny_service(
         says(vouching, "gamma", foe, store, after_s=-3600),  # stale: foe now has an address that was gamma's
     ]
     liar.show(*lies)
-    with pytest.raises(UncoveredError, match="nobody serves layers 0-1"):
+    with pytest.raises(UncoveredError, match="no executor serves layers 0-1"):
         opened().product(0, FORWARD, torch.zeros(1, 64, dtype=torch.int32))
     assert not good.hellos
     assert not helper.effects

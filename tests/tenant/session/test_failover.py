@@ -415,10 +415,12 @@ def test_unserved_layers_are_an_error_before_anything_is_sent(
     low, gone = new_provider(store=layer_store("0")), new_provider(store=layer_store("1"))
     gone.close()
     session = new_session("pad", [low, gone], [helper := new_provider()], deadline_s=0.5)
-    with pytest.raises(UncoveredError, match=r"nobody serves layers 1 .*executor .* serves 0; executor .* not heard"):
+    with pytest.raises(
+        UncoveredError, match=r"no executor serves layers 1 .*executor .* serves 0; executor .* has not answered"
+    ):
         is_right(session, store, QKV, FORWARD, 1, 0)
     other = new_session("pad", [low], [helper])
-    with pytest.raises(UncoveredError, match="nobody serves layers 1"):
+    with pytest.raises(UncoveredError, match="no executor serves layers 1"):
         is_right(other, store, QKV, FORWARD, 1, 0)
     assert low.executed == helper.effects == []
 
@@ -431,7 +433,7 @@ def test_an_executor_joins_with_the_layers_that_were_missing(
 ) -> None:
     low, high = new_provider(store=layer_store("0")), new_provider(store=layer_store("1"))
     session = new_session("pad", [low], [new_provider()])
-    with pytest.raises(UncoveredError, match="nobody serves layers 1"):
+    with pytest.raises(UncoveredError, match="no executor serves layers 1"):
         is_right(session, store, QKV, FORWARD, 1, 0)
     session.routes.update([high.peer("executor")])
     assert all_right(session, store)
@@ -473,7 +475,9 @@ def test_layers_that_the_file_leaves_out_are_an_immediate_error(
 ) -> None:
     """Before any request."""
     low = dataclasses.replace(executor.peer("executor"), layers=LayerRange(0, 0))
-    with pytest.raises(UncoveredError, match=r"nobody serves layers 1 of this model, by the federation file.*serves 0"):
+    with pytest.raises(
+        UncoveredError, match=r"no executor serves layers 1 of this model, by the federation file.*serves 0"
+    ):
         new_session("local", [low])
     new_session("local", [low, new_provider()])  # the file does not say which layers that executor serves
     assert executor.hellos == []

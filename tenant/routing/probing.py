@@ -128,9 +128,9 @@ class Prober:
         layers = self._manifest.layers
         said = [self._said(route, layers) for route in routes.executors]
         return UncoveredError(
-            f"no executor serves layers {_text([layers[group] for group in uncovered])} of this model: {'; '.join(said)}. "
-            f"Add an executor of them to the federation, or start it; `symbiosis-priv federation check` shows the "
-            f"layers of each executor."
+            f"no executor serves layers {_text([layers[group] for group in uncovered])} of this model: "
+            f"{'; '.join(said)}. Add an executor of them to the federation, or start it; `symbiosis-priv federation "
+            f"check` shows the layers of each executor."
         )
 
     def _said(self, route: Route, layers: Sequence[int]) -> str:

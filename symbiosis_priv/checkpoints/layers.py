@@ -11,20 +11,36 @@ import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Literal, Self
 
 from symbiosis_priv.errors import ConfigError
+
+Joined = Literal["outputs", "inputs"]
+"""The dimension along which the matrices of an expert stack are joined to one dense matrix."""
 
 _RANGE = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
 
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """A group of linears that share one input. `members` are module names in call order, `outputs` their widths."""
+    """A group of linears that share one input, or the stack of one product of all experts of a layer.
+
+    A stack is one dense matrix. Joined along `outputs` (gate and up), expert k has the outputs `k n .. (k + 1) n`;
+    joined along `inputs` (down), it has those inputs.
+
+    Args:
+        members: module names in call order.
+        inputs: features of the shared input.
+        outputs: the members' output features.
+        experts: number of matrices in a stack; 1 for linears.
+        joined: how a stack's matrices are joined.
+    """
 
     members: tuple[str, ...]
     inputs: int
     outputs: tuple[int, ...]
+    experts: int = 1
+    joined: Joined = "outputs"
 
     @property
     def name(self) -> str:

@@ -8,6 +8,9 @@ from typing import Literal
 from tenant.connections.channel import Wiretap
 from tenant.core.verifier import DEFAULT_COLUMNS
 
+Experts = Literal["all", "local"]
+"""Where the experts of a mixture run."""
+
 
 @dataclass(kw_only=True)
 class Options:
@@ -25,6 +28,11 @@ class Options:
         weight_bits: integer bits of a weight, for "simulate" only; otherwise the federation file sets them.
         checkpoint: the full base checkpoint, if the model's folder holds only the tenant's tensors. It is read once, to
             make the verification keys.
+        experts: where the experts of a mixture run (docs/experts.md). The router stays with the tenant in every mode:
+            "all" sends every row to every expert, which shows nothing new and costs the number of experts divided by
+            the number of experts per token, times more products and bytes;
+            "local" keeps the experts on the tenant, which needs the full checkpoint and the memory for them.
+            By default "all" if it costs x4 or less, else "local"; loading logs the choice and its price.
         deadline_s: seconds that one request may take, including reconnecting to a restarted provider. If a needed
             provider refuses the first connection of a session, the session gives up after 5 s.
         pool_memory_mib: memory in MiB for pads drawn ahead.
@@ -43,6 +51,7 @@ class Options:
     masking: str = "pad"
     weight_bits: int | None = None
     checkpoint: str | Path | None = None
+    experts: Experts | None = None
     deadline_s: float = 120.0
     pool_memory_mib: int = 256
     row_bucket: int = 1

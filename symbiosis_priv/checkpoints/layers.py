@@ -9,7 +9,7 @@ of layers is one contiguous range of groups.
 
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
 
@@ -46,6 +46,26 @@ class GroupSpec:
     def name(self) -> str:
         """A readable, unique name: the first member's name, and the number of further members."""
         return self.members[0] if len(self.members) == 1 else f"{self.members[0]}+{len(self.members) - 1}"
+
+    def shape(self, outputs: int, *, transposed: bool) -> tuple[int, ...]:
+        """The shape of a member's weight in the model: `[out, in]`, or `[experts, out, in]` for a stack.
+
+        Args:
+            outputs: the member's output features.
+            transposed: True if the model holds `[in, out]` or `[experts, in, out]`.
+        """
+        inputs = self.inputs
+        if self.joined == "outputs":
+            outputs //= self.experts
+        else:
+            inputs //= self.experts
+        matrix = (inputs, outputs) if transposed else (outputs, inputs)
+        return matrix if self.experts == 1 else (self.experts, *matrix)
+
+
+def is_offloaded(parameter: str, members: Collection[str]) -> bool:
+    """Returns True if a parameter of a model is the weight or bias of a member, or a stack of experts."""
+    return parameter in members or parameter.rpartition(".")[0] in members
 
 
 def layers_of(names: Iterable[str]) -> tuple[int, ...]:

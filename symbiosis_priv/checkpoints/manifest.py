@@ -11,7 +11,7 @@ from typing import Annotated, Self
 import msgspec
 
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
-from symbiosis_priv.checkpoints.layers import GroupSpec, layers_of
+from symbiosis_priv.checkpoints.layers import GroupSpec, Joined, layers_of
 from symbiosis_priv.errors import CheckpointError
 from symbiosis_priv.limits import MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
 from symbiosis_priv.system.files import UNDECODABLE
@@ -21,7 +21,7 @@ MANIFEST_VERSION = 1
 _Width = Annotated[int, msgspec.Meta(ge=1, lt=1 << 30)]  # a longer row would not fit a frame
 
 
-class GroupEntry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+class GroupEntry(msgspec.Struct, frozen=True, kw_only=True, dict=True, omit_defaults=True):
     """One layer group of a manifest.
 
     Args:
@@ -29,12 +29,15 @@ class GroupEntry(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         inputs: features of that input.
         outputs: the members' output features, in order.
         digest: SHA-256 of integers, scales and bias, in hex.
+        experts, joined: as in `layers.GroupSpec`. A stack has one member.
     """
 
     members: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
     inputs: _Width
     outputs: Annotated[tuple[_Width, ...], msgspec.Meta(min_length=1)]
     digest: str
+    experts: Annotated[int, msgspec.Meta(ge=1)] = 1
+    joined: Joined = "outputs"
 
     @property
     def name(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
@@ -24,6 +25,7 @@ from symbiosis_priv.checkpoints import packed
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint
 from symbiosis_priv.checkpoints.layers import LayerRange, layers_of
 from symbiosis_priv.checkpoints.manifest import MANIFEST_VERSION, GroupEntry, Manifest
+from symbiosis_priv.checkpoints.stacks import join
 from symbiosis_priv.errors import CheckpointError, ConfigError
 from symbiosis_priv.kernels import Choice, Packed, RingMatrix, choose, kernel_of, tune
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
@@ -32,6 +34,7 @@ from symbiosis_priv.system.private import PrivateFolder
 
 if TYPE_CHECKING:  # importing transformers takes longer than the rest of a provider's start
     from symbiosis_priv.checkpoints.discovery.skeleton import Skeleton
+    from symbiosis_priv.checkpoints.discovery.stored_names import Source
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +124,7 @@ class WeightStore:
         """Returns True if the checkpoint holds every offloaded tensor, and not only the tenant's own tensors."""
         with Checkpoint(self.path) as checkpoint:
             stored = self.skeleton.names.by_parameter(checkpoint.names())
-            return all(f"{name}.weight" in stored for spec in self.skeleton.groups for name in spec.members)
+            return all(self._weight_of(name) in stored for spec in self.skeleton.groups for name in spec.members)
 
     def group(self, index: int) -> QuantisedGroup:
         """One quantised group, from the cache or from the checkpoint.
@@ -229,24 +232,34 @@ class WeightStore:
             return list(self._layers(checkpoint, self.manifest().groups[index].members))
 
     def _layers(
-        self, checkpoint: Checkpoint, members: tuple[str, ...], stored: Mapping[str, str] | None = None
+        self, checkpoint: Checkpoint, members: tuple[str, ...], stored: Mapping[str, Source] | None = None
     ) -> Iterator[Layer]:
+        skeleton = self.skeleton
         if stored is None:
-            stored = self.skeleton.names.by_parameter(checkpoint.names())
+            stored = skeleton.names.by_parameter(checkpoint.names())
 
         def read(parameter: str) -> Tensor:
-            return checkpoint.tensor(stored.get(parameter, parameter))  # raises an error that names what is missing
+            source = stored.get(parameter)
+            if source is None:
+                return checkpoint.tensor(parameter)  # raises an error that names what is missing
+            return source.read(checkpoint.tensor, parameter)
 
         for name in members:
-            weight = self._checked(read(f"{name}.weight"), name, "weight")
-            bias = self._checked(read(f"{name}.bias"), name, "bias") if name in self.skeleton.biased else None
-            yield Layer(name, weight.t() if name in self.skeleton.transposed else weight, bias)
+            group, transposed = skeleton.group_of[name], name in skeleton.transposed
+            weight = self._checked(read(self._weight_of(name)), name, "weight", skeleton.shapes[name])
+            if group.experts > 1:
+                yield Layer(name, join(weight, joined=group.joined, transposed=transposed), None)
+                continue
+            outputs = skeleton.shapes[name][1 if transposed else 0]
+            bias = self._checked(read(f"{name}.bias"), name, "bias", (outputs,)) if name in skeleton.biased else None
+            yield Layer(name, weight.t() if transposed else weight, bias)
 
-    def _checked(self, tensor: Tensor, name: str, kind: str) -> Tensor:
-        """Return a tensor of a linear after checking that it has the shape and dtype that config.json implies."""
-        outputs, inputs = self.skeleton.widths[name]
-        matrix = (inputs, outputs) if name in self.skeleton.transposed else (outputs, inputs)
-        expected = matrix if kind == "weight" else (outputs,)
+    def _weight_of(self, name: str) -> str:
+        """The parameter of a member's weight. A stack of experts is a parameter itself."""
+        return name if self.skeleton.group_of[name].experts > 1 else f"{name}.weight"
+
+    def _checked(self, tensor: Tensor, name: str, kind: str, expected: tuple[int, ...]) -> Tensor:
+        """Return a tensor of a member after checking that it has the shape and dtype that config.json implies."""
         if tensor.shape != expected:
             raise CheckpointError(
                 f"the {kind} of {name} is {list(tensor.shape)} on disk, not {list(expected)} as config.json says; "
@@ -295,13 +308,23 @@ class WeightStore:
 
         def do(index: int) -> T:
             spec = specs[index]
-            with Checkpoint(self.path) as checkpoint:  # a checkpoint's files are for one thread
-                layers = list(self._layers(checkpoint, spec.members, stored))
-            group = quantise(layers, weight_bits=self.weight_bits)
-            entry = GroupEntry(members=spec.members, inputs=spec.inputs, outputs=spec.outputs, digest=group.digest())
-            return work(index, entry, group)
+            with one_stack if spec.experts > 1 else contextlib.nullcontext():  # it is most of a layer
+                with Checkpoint(self.path) as checkpoint:  # a checkpoint's files are for one thread
+                    layers = list(self._layers(checkpoint, spec.members, stored))
+                group = quantise(layers, weight_bits=self.weight_bits)
+                del layers
+                entry = GroupEntry(
+                    members=spec.members,
+                    inputs=spec.inputs,
+                    outputs=spec.outputs,
+                    digest=group.digest(),
+                    experts=spec.experts,
+                    joined=spec.joined,
+                )
+                return work(index, entry, group)
 
         progress = progress or (lambda done, total: None)
+        one_stack = threading.Lock()
         results: list[T] = []
         progress(0, len(specs))
         pool = ThreadPoolExecutor(threads, thread_name_prefix="quantise")

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, get_args
 
 import torch
 from torch import nn
@@ -33,9 +33,11 @@ from tenant.masking.backend import Backend
 from tenant.masking.registry import registered, scheme_named
 from tenant.masking.scheme import SessionScheme
 from tenant.model.connect import open_backend
-from tenant.model.offloaded import NO_DISK, OffloadedParameter
+from tenant.model.experts.modes import choose_mode
+from tenant.model.experts.replace import check_stored, offload
+from tenant.model.offloaded import NO_DISK, OffloadedParameter, seal
 from tenant.model.remote_linear import LayerGroup, RemoteConv1D, RemoteLayer, RemoteLinear
-from tenant.options import Options
+from tenant.options import Experts, Options
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +66,8 @@ class RemoteConfig(Options, QuantizationConfigMixin):
             raise ConfigError(f"weight_bits is for masking = {alone}; otherwise the federation file sets weight_bits")
         if self.status is not None and not isinstance(scheme_named(self.masking), SessionScheme):
             raise ConfigError(f"status is for sessions with verified providers; masking = {self.masking!r} has none")
+        if self.experts not in (None, *get_args(Experts)):
+            raise ConfigError(f"experts = {self.experts!r}: choose one of {', '.join(map(repr, get_args(Experts)))}")
         lowest = {"deadline_s": 0.1, "pool_memory_mib": 0, "row_bucket": 1, "verify_columns": 8}
         for name, low in lowest.items():
             if not getattr(self, name) >= low:
@@ -126,7 +130,8 @@ class RemoteQuantizer(HfQuantizer):
         self._folder, self._identity = folder, _identity(folder)
         with torch.device("cpu"):  # the default device is meta here, and the backend needs real tensors
             backend = open_backend(self.quantization_config, folder)
-        split(model, backend)
+        split(model, backend, experts=self.quantization_config.experts)
+        check_stored(model, folder)
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         return model
 
@@ -143,9 +148,8 @@ class RemoteQuantizer(HfQuantizer):
                 )
         own = next(p for p in model.parameters() if not isinstance(p, OffloadedParameter))
         for module in model.modules():
-            if isinstance(module, RemoteLayer):
-                module.seal(dtype=own.dtype, device=own.device)
-            elif isinstance(module, PreTrainedModel):
+            seal(module, dtype=own.dtype, device=own.device)
+            if isinstance(module, PreTrainedModel):
                 # some architectures run other code for quantised models; the unsplit model does not run that code
                 vars(module.config).pop("_is_quantized", None)
         vars(model)["_enable_peft_forward_hooks"] = _without_ignored_arguments
@@ -238,21 +242,36 @@ def _check_not_redirected(folder: Path, config: PreTrainedConfig) -> None:
                 check_index(index)
 
 
-def split(model: PreTrainedModel, backend: Backend) -> None:
+def split(model: PreTrainedModel, backend: Backend, *, experts: Experts | None = None) -> None:
     """Replace each `nn.Linear` that the manifest names by a `RemoteLinear`, and each `Conv1D` by a `RemoteConv1D`.
+
+    Stacks of experts are replaced by `OffloadedStack`s, unless the experts stay with the tenant.
 
     Raises:
         CheckpointError: the model has no such layer, or has one with other widths.
     """
     modules = dict(model.named_modules())
     prefix = model.base_model_prefix + "."
+
+    def found_as(name: str) -> str | None:
+        return next((n for n in (name, name.removeprefix(prefix), prefix + name) if n in modules), None)
+
+    mode = choose_mode(model, [facts.entry for facts in backend.facts], experts)
     ignored = set(model._keys_to_ignore_on_load_unexpected or ())
     replaced: dict[nn.Module, RemoteLayer] = {}
     for index, facts in enumerate(backend.facts):
         group = LayerGroup(backend, index)
+        if facts.entry.experts > 1:
+            if mode == "local":
+                continue
+            name = facts.entry.members[0]
+            ignored.add(rf"(^|\.){re.escape(name.removeprefix(prefix))}$")
+            if (found := found_as(name.rpartition(".")[0])) is not None:
+                offload(modules[found], facts.entry, group)
+            continue
         for member, (name, outputs) in enumerate(zip(facts.entry.members, facts.entry.outputs, strict=True)):
             ignored.update(rf"(^|\.){re.escape(name.removeprefix(prefix))}\.{kind}$" for kind in ("weight", "bias"))
-            found = next((n for n in (name, name.removeprefix(prefix), prefix + name) if n in modules), None)
+            found = found_as(name)
             if found is None or not is_linear(modules[found]):
                 continue  # a head that this task does not have
             if widths(modules[found]) != (facts.entry.inputs, outputs):

@@ -93,7 +93,11 @@ class OffloadedParameter(nn.Parameter):
             result = func(*args, **kwargs)
             if asked is None or result is asked or not (name in _COPIES and isinstance(result, Tensor)):
                 return result
-            return asked._of(result, asked._whole)
+            return asked.like(result)
+
+    def like(self, nothing: Tensor) -> Self:
+        """The same parameter with the dtype and device of a tensor without elements."""
+        return self._of(nothing, self._whole)
 
     @classmethod
     def _no_training(cls) -> str:
@@ -104,7 +108,7 @@ class OffloadedParameter(nn.Parameter):
         raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        memo[id(self)] = twin = self._of(torch.empty(0, dtype=self.dtype, device=self.device), self._whole)
+        memo[id(self)] = twin = self.like(torch.empty(0, dtype=self.dtype, device=self.device))
         return twin
 
     def __reduce_ex__(self, protocol: object) -> Any:
@@ -115,6 +119,13 @@ class OffloadedParameter(nn.Parameter):
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's takes a keyword that torch alone knows
         return f"{type(self).__name__}({tuple(self._whole)}, dtype={self.dtype}, device='{self.device}')"
+
+
+def seal(module: nn.Module, *, dtype: torch.dtype, device: torch.device) -> None:
+    """Set dtype and device of a module's own offloaded parameters. Called once the checkpoint is loaded."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        if isinstance(parameter, OffloadedParameter):
+            setattr(module, name, parameter.like(torch.empty(0, dtype=dtype, device=device)))
 
 
 class OffloadedWeight(OffloadedParameter):
@@ -136,7 +147,7 @@ class OffloadedWeight(OffloadedParameter):
 
     @classmethod
     def _no_reading(cls) -> str:
-        who, advice = _reader()
+        who, advice = reader()
         advice = advice or (
             f"On an offloaded {cls.layer}, PEFT's {', '.join(cls.adapters)} work, and methods that do not change "
             f"linears, such as prompt tuning"
@@ -166,7 +177,7 @@ class OffloadedBias(OffloadedParameter):
 
     @classmethod
     def _no_reading(cls) -> str:
-        who, _ = _reader()
+        who, _ = reader()
         return (
             f"{who} needs the bias of an offloaded layer, and the layer's output includes it already; use a method "
             f"that does not read the bias, such as LoRA"
@@ -199,13 +210,13 @@ _READERS: dict[str, tuple[str, str | None]] = {
 }
 
 
-def _reader() -> tuple[str, str | None]:
+def reader() -> tuple[str, str | None]:
     """Describe the code that reads a parameter, from the call stack, and what to do instead (None if unknown)."""
     frame: FrameType | None = sys._getframe(1)
     caller = "this"
     while frame is not None:
         module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_qualname
-        if caller == "this" and module != __name__ and not module.startswith("torch."):
+        if caller == "this" and not module.startswith(("tenant.model.", "torch.")):
             caller = f"{module}.{function}()"
         if module.startswith(("peft.", "transformers.")):
             for word in f"{function}.{module}".lower().replace("_", ".").split("."):

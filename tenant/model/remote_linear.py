@@ -22,7 +22,7 @@ from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD
 from symbiosis_priv.errors import UnsupportedMethodError
 from tenant.masking.backend import Backend
 from tenant.model import compiled
-from tenant.model.offloaded import OffloadedBias, OffloadedConv1DWeight, OffloadedParameter, OffloadedWeight
+from tenant.model.offloaded import OffloadedBias, OffloadedConv1DWeight, OffloadedWeight
 
 
 class LayerGroup:
@@ -132,12 +132,6 @@ class RemoteLayer(nn.Module):
         nn.Module.__init__(self)
         self.weight, self.bias = weight, bias
         self.group, self.member = group, member
-
-    def seal(self, *, dtype: torch.dtype, device: torch.device) -> None:
-        """Set dtype and device of the offloaded parameters. Called once the checkpoint is loaded."""
-        for name, parameter in list(self.named_parameters(recurse=False)):
-            if isinstance(parameter, OffloadedParameter):
-                setattr(self, name, type(parameter)(parameter.shape, dtype=dtype, device=device))
 
     def forward(self, input: Tensor) -> Tensor:
         y: Tensor = compiled.output(input, self.group.handle, self.member)

@@ -8,9 +8,12 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
+from symbiosis_priv.checkpoints.stacks import separate
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
+from tenant.model.experts.modes import choose_mode
 from tenant.model.loading import load_model
+from tenant.options import Experts
 
 
 @torch.no_grad()
@@ -20,6 +23,7 @@ def rounded_model(
     weight_bits: int = DEFAULT_WEIGHT_BITS,
     dtype: torch.dtype = torch.float32,
     kind: Any = AutoModelForCausalLM,
+    experts: Experts | None = None,
     cache: Path | None = None,
 ) -> Any:
     """Load an ordinary model, in evaluation mode, whose offloaded linears hold rounded weights `Wq * s`.
@@ -32,6 +36,7 @@ def rounded_model(
         weight_bits: weight bits of the federation that serves the model.
         dtype: dtype of all parameters.
         kind: a class with `from_pretrained`.
+        experts: as in `RemoteConfig`. Experts that stay with the tenant keep their weights.
         cache: folder for quantised weights; the user's cache folder if None.
 
     Raises:
@@ -41,12 +46,27 @@ def rounded_model(
     plain = load_model(folder, dtype=dtype, kind=kind)
     modules = dict(plain.named_modules())
     prefix = plain.base_model_prefix + "."
+
+    def module(name: str) -> Any:
+        return next((modules[n] for n in (name, name.removeprefix(prefix), prefix + name) if n in modules), None)
+
     store = WeightStore(folder, weight_bits=weight_bits, cache=cache)
-    for index, entry in enumerate(store.manifest().groups):
+    entries = store.manifest().groups
+    mode = choose_mode(plain, entries, experts)
+    for index, entry in enumerate(entries):
+        if entry.experts > 1 and mode == "local":
+            continue
         group = store.group(index)
         rounded = group.weight.to(torch.float64) * group.channel_scale[:, None]
+        if entry.experts > 1:
+            owner, _, stack = entry.members[0].rpartition(".")
+            owned = module(owner)
+            getattr(owned, stack).copy_(
+                separate(rounded, experts=entry.experts, joined=entry.joined, transposed=owned.is_transposed)
+            )
+            continue
         for name, weight in zip(entry.members, rounded.split(entry.outputs), strict=True):
-            linear = next((modules[n] for n in (name, name.removeprefix(prefix), prefix + name) if n in modules), None)
+            linear = module(name)
             if linear is not None:  # None: this model has no such head
                 linear.weight.copy_(weight.t() if isinstance(linear, Conv1D) else weight)
     return plain

@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint
+from symbiosis_priv.checkpoints.layers import is_offloaded
 from symbiosis_priv.checkpoints.manifest import Manifest
 from symbiosis_priv.checkpoints.vetting import read_json
 from symbiosis_priv.checkpoints.weights import WeightStore
@@ -42,7 +43,7 @@ def own_digest(store: WeightStore, manifest: Manifest) -> str:
     sha = hashlib.sha256(msgspec.json.encode(config, order="sorted"))
     with Checkpoint(store.path) as checkpoint:
         for parameter, stored in sorted((store.skeleton.names.parameter(name), name) for name in checkpoint.names()):
-            if parameter.rpartition(".")[0] not in served:
+            if not is_offloaded(parameter, served):
                 tensor = checkpoint.tensor(stored)
                 sha.update(msgspec.json.encode([parameter, str(tensor.dtype), list(tensor.shape)]))
                 sha.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)

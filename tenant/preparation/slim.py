@@ -6,6 +6,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint
+from symbiosis_priv.checkpoints.layers import is_offloaded
 from symbiosis_priv.checkpoints.manifest import Manifest
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.system.files import check_unused, replace_atomically
@@ -35,7 +36,7 @@ def write_slim(store: WeightStore, manifest: Manifest, folder: Path) -> tuple[in
     with Checkpoint(store.path) as checkpoint:
         for name in checkpoint.names():
             tensor = checkpoint.tensor(name)
-            if store.skeleton.names.parameter(name).rpartition(".")[0] in served:
+            if is_offloaded(store.skeleton.names.parameter(name), served):
                 left_out += tensor.nbytes
             else:
                 kept[name] = tensor

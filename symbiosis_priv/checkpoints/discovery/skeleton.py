@@ -5,19 +5,23 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis_priv.checkpoints.discovery.architecture import build, load_config
+from symbiosis_priv.checkpoints.discovery.experts import (
+    experts_of,
+    is_stacked,
+    routed_modules,
+    stacks_in,
+    stacks_of,
+)
 from symbiosis_priv.checkpoints.discovery.linears import is_linear, widths
 from symbiosis_priv.checkpoints.discovery.stored_names import StoredNames
 from symbiosis_priv.checkpoints.discovery.tracing import trace_calls
 from symbiosis_priv.checkpoints.layers import GroupSpec
 from symbiosis_priv.checkpoints.vetting import on_this_machine
 from symbiosis_priv.errors import UnsupportedModelError
-
-_STACKED = 0.25  # share of the linears' weights; the small gates of a recurrence may be stacked
 
 
 @dataclass(frozen=True)
@@ -26,20 +30,24 @@ class Skeleton:
 
     groups: tuple[GroupSpec, ...]
     transposed: frozenset[str]
-    """Members stored as `[in, out]` (`Conv1D`)."""
+    """Members stored as `[in, out]` (`Conv1D`), or as `[experts, in, out]`."""
     biased: frozenset[str]
     """Members with a bias."""
     names: StoredNames = field(compare=False, repr=False)
 
     @cached_property
-    def widths(self) -> dict[str, tuple[int, int]]:
-        """(outputs, inputs) of every member."""
-        pairs = [
-            (member, (outputs, g.inputs))
-            for g in self.groups
-            for member, outputs in zip(g.members, g.outputs, strict=True)
-        ]
-        return dict(pairs)
+    def group_of(self) -> dict[str, GroupSpec]:
+        """The group of every member."""
+        return {member: group for group in self.groups for member in group.members}
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every member's weight in the model."""
+        return {
+            member: group.shape(outputs, transposed=member in self.transposed)
+            for group in self.groups
+            for member, outputs in zip(group.members, group.outputs, strict=True)
+        }
 
 
 def discover(path: Path) -> Skeleton:
@@ -51,43 +59,33 @@ def discover(path: Path) -> Skeleton:
     """
     with on_this_machine(), torch.random.fork_rng(devices=[]):  # the caller may have seeded torch
         model = build(load_config(path))
-        _refuse_stacked(model)
         kept = _tied_modules(model) | _task_heads(model)
+        stacked = {n: m for n, m in experts_of(model).items() if is_stacked(m) and n not in kept}
+        kept |= routed_modules(model)
         linears = {n: m for n, m in model.named_modules() if is_linear(m) and n not in kept}
-        calls, computed_with = trace_calls(model, linears)
+        calls, computed_with = trace_calls(model, linears | stacked)
     calls = [call for call in calls if call[0] not in computed_with]
     groups: dict[tuple[int, int, str], list[str]] = {}
     for name, x, version in calls:
-        groups.setdefault((id(x), version, _block(name)), []).append(name)
-    specs = []
+        groups.setdefault((id(x), version, name if name in stacked else _block(name)), []).append(name)
+    specs: list[GroupSpec] = []
     for members in groups.values():
+        if members[0] in stacked:
+            specs += stacks_of(members[0], stacked[members[0]])
+            continue
         inputs, _ = widths(linears[members[0]])
         specs.append(GroupSpec(tuple(members), inputs, tuple(widths(linears[m])[1] for m in members)))
     if not specs:
         raise UnsupportedModelError(f"{type(model).__name__} has no frozen linear that could be offloaded")
-    offloaded = {name: linears[name] for name, *_ in calls}
+    offloaded = {name: linears[name] for name, *_ in calls if name in linears}
+    transposed = {n for n, m in offloaded.items() if isinstance(m, Conv1D)}
+    transposed |= {f"{n}.{stack}" for n, m in stacked.items() if m.is_transposed for stack in stacks_in(m)}
     return Skeleton(
         groups=tuple(specs),
-        transposed=frozenset(n for n, m in offloaded.items() if isinstance(m, Conv1D)),
+        transposed=frozenset(transposed),
         biased=frozenset(n for n, m in offloaded.items() if m.bias is not None),
-        names=StoredNames(model, offloaded),
+        names=StoredNames(model, specs),
     )
-
-
-def _refuse_stacked(model: PreTrainedModel) -> None:
-    """Refuse a model that has many of its weights in stacked experts: one parameter of many experts is not a linear."""
-    linear, stacked = 0, {}
-    for name, module in model.named_modules():
-        for kind, parameter in module.named_parameters(recurse=False):
-            if is_linear(module):
-                linear += parameter.numel()
-            elif sum(size > 1 for size in parameter.shape) > 2 and not isinstance(module, nn.modules.conv._ConvNd):
-                stacked[f"{name}.{kind}"] = parameter.numel()
-    if sum(stacked.values()) > linear * _STACKED:
-        raise UnsupportedModelError(
-            f"many weights of {type(model).__name__} are stacks of matrices (a mixture of experts), which cannot be "
-            f"offloaded yet: {next(iter(stacked))} and {len(stacked) - 1} more. Use a model of nn.Linear or Conv1D"
-        )
 
 
 def _tied_modules(model: PreTrainedModel) -> set[str]:

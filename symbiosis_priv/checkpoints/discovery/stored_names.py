@@ -1,57 +1,117 @@
-"""Maps the tensors of a checkpoint to the parameters of its model."""
+"""Maps the tensors of a checkpoint to the parameters of its model, by the rules of transformers."""
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from symbiosis_priv.errors import CheckpointError, UnsupportedModelError
+from symbiosis_priv.checkpoints.layers import GroupSpec, is_offloaded
+from symbiosis_priv.errors import CheckpointError
+
+Read = Callable[[str], Tensor]
+"""Reads a stored tensor by its name."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """The stored tensors that a parameter is made of.
+
+    Args:
+        parameter: its name.
+        model: the model on the meta device.
+        converter: the rule of transformers that makes it; None if it is stored as it is used.
+        parts: (the rule's pattern, stored name), in transformers' order.
+    """
+
+    parameter: str
+    model: PreTrainedModel
+    converter: WeightConverter | None
+    parts: list[tuple[str | None, str]]
+
+    def targets(self) -> list[str]:
+        """The names of all parameters that the rule makes of these tensors."""
+        if self.converter is None:
+            return [self.parameter]
+        first, *others = self.converter.target_patterns
+        return [self.parameter, *(self.parameter.replace(first, other) for other in others)]
+
+    def read(self, read: Read, parameter: str) -> Tensor:
+        """The value of one of the parameters.
+
+        Raises:
+            CheckpointError: a stored tensor is missing or damaged, or the tensors do not fit together.
+        """
+        if self.converter is None:
+            return read(self.parts[0][1])
+        converter: Any = copy.deepcopy(self.converter)
+        for pattern, name in self.parts:
+            converter.add_tensor(self.parameter, name, pattern, partial(read, name))
+        try:
+            made: Mapping[str, Tensor | list[Tensor]] = converter.convert(
+                self.parameter, model=self.model, config=self.model.config
+            )
+            tensor = made[parameter]
+        except CheckpointError:
+            raise
+        except Exception as error:  # the operations of transformers raise many types for tensors of other shapes
+            raise CheckpointError(
+                f"{parameter} cannot be made of {self.parts[0][1]} and {len(self.parts) - 1} more tensors ({error}); "
+                f"fetch the checkpoint again"
+            ) from error
+        return tensor[0] if isinstance(tensor, list) else tensor
 
 
 class StoredNames:
     """Maps the tensors of a checkpoint to parameters.
 
     Some checkpoints omit the base model's prefix or add it, and some modules were renamed after a checkpoint was
-    written (GPT-NeoX's `embed_out` is `lm_head` now). The rules of transformers are used, so all readers agree.
+    written (GPT-NeoX's `embed_out` is `lm_head` now). Some store the matrices of experts one by one. The rules of
+    transformers decide, so all readers agree.
+
+    Args:
+        model: the model on the meta device.
+        groups: its layer groups.
     """
 
-    def __init__(self, model: PreTrainedModel, offloaded: Iterable[str]) -> None:
+    def __init__(self, model: PreTrainedModel, groups: Iterable[GroupSpec]) -> None:
         rules = get_model_conversion_mapping(model)
+        self._model = model
         self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-        self._prefix = model.base_model_prefix or None
         self._parameters = model.state_dict()
-        self._offloaded = frozenset(offloaded)
+        self._offloaded = frozenset(member for group in groups for member in group.members)
 
     def parameter(self, stored: str) -> str:
-        """Return the parameter that a stored tensor becomes. If the model has no such parameter, the name is not one of
-        its parameters.
+        """The parameter that a stored tensor is, or is the first part of; a name of no parameter if there is none."""
+        return self._renamed(stored)[0]
+
+    def by_parameter(self, stored: Iterable[str]) -> dict[str, Source]:
+        """Where the parameters of a model are stored, for the tensors of a checkpoint.
 
         Raises:
-            UnsupportedModelError: the tensor belongs to an offloaded linear, and transformers rearranges it on loading.
+            CheckpointError: two tensors map to one offloaded weight, and no rule joins them.
         """
-        prefix, parameters = self._prefix, self._parameters
-        name, rearranged = rename_source_key(stored, self._renamings, self._converters, prefix, parameters)
-        if name not in parameters and stored in parameters:
-            return stored  # transformers, too, ignores a rule whose result is no parameter
-        if rearranged is not None and name.rpartition(".")[0] in self._offloaded:
-            raise UnsupportedModelError(
-                f"{stored} is not stored as {name} is used: transformers rearranges it on loading, which providers do "
-                f"not. Use another base model"
-            )
-        return name
+        converters = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
+        found: dict[str, Source] = {}
+        for name in sorted(stored, key=dot_natural_key):  # the order in which transformers numbers experts
+            parameter, pattern = self._renamed(name)
+            converter = None if pattern is None else converters[pattern]
+            source = found.setdefault(parameter, Source(parameter, self._model, converter, []))
+            if source.parts and converter is None and is_offloaded(parameter, self._offloaded):
+                raise CheckpointError(f"{source.parts[0][1]} and {name} are both {parameter}; delete one of them")
+            source.parts.append((pattern, name))
+        return found | {target: source for source in found.values() for target in source.targets()}
 
-    def by_parameter(self, stored: Iterable[str]) -> dict[str, str]:
-        """Stored name of every parameter, for the tensors of a checkpoint.
-
-        Raises:
-            CheckpointError: two tensors map to one weight of an offloaded linear.
-        """
-        found: dict[str, str] = {}
-        for name in stored:
-            parameter = self.parameter(name)
-            other = found.setdefault(parameter, name)
-            if other != name and parameter.rpartition(".")[0] in self._offloaded:
-                raise CheckpointError(f"{other} and {name} are both {parameter}; delete one of them")
-        return found
+    def _renamed(self, stored: str) -> tuple[str, str | None]:
+        """The name of a stored tensor's parameter, and the pattern of the rule that rearranges it on loading."""
+        prefix = self._model.base_model_prefix or None
+        name, pattern = rename_source_key(stored, self._renamings, self._converters, prefix, self._parameters)
+        if name not in self._parameters and stored in self._parameters:
+            return stored, None  # transformers, too, ignores a rule whose result is no parameter
+        return name, pattern

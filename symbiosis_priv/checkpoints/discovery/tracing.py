@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from symbiosis_priv.checkpoints.discovery.experts import experts_of
 from symbiosis_priv.checkpoints.metadata import called, is_metadata
 from symbiosis_priv.errors import UnsupportedModelError
 
@@ -17,17 +18,24 @@ _TRACE_LENGTH = 4
 
 
 def trace_calls(
-    model: PreTrainedModel, linears: dict[str, nn.Module]
+    model: PreTrainedModel, modules: dict[str, nn.Module]
 ) -> tuple[list[tuple[str, Tensor, int]], set[str]]:
-    """Trace one forward pass in inference and one in training.
+    """Trace one forward pass in inference and one in training. Experts are called and not run: they look at routes.
+
+    Args:
+        model: a model on the meta device.
+        modules: the linears and the modules of expert stacks to look for, by name.
 
     Returns:
-        The first call of every linear in order, as (name, input, version of the input); and the names of linears whose
+        The first call of every module in order, as (name, input, version of the input); and the names of modules whose
         parameters the model also uses outside such calls, which therefore cannot be offloaded.
     """
-    trace = _Trace(linears)
-    handles = [m.register_forward_pre_hook(trace.enter(n), with_kwargs=True) for n, m in linears.items()]
-    handles += [m.register_forward_hook(trace.leave, always_call=True) for m in linears.values()]
+    trace = _Trace(modules)
+    handles = [m.register_forward_pre_hook(trace.enter(n), with_kwargs=True) for n, m in modules.items()]
+    handles += [m.register_forward_hook(trace.leave, always_call=True) for m in modules.values()]
+    experts = experts_of(model).values()
+    for module in experts:
+        module.forward = _unrouted
     try:
         _run(model.eval(), trace)
         calls = trace.calls
@@ -36,18 +44,25 @@ def trace_calls(
     finally:
         for handle in handles:
             handle.remove()
+        for module in experts:
+            del module.forward
         model.eval()
     return calls, trace.computed_with
 
 
-class _Trace(TorchFunctionMode):
-    """Records the calls of linears in one forward pass."""
+def _unrouted(x: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Stands for the forward pass of experts, whose result has the shape of their input."""
+    return torch.zeros_like(x)
 
-    def __init__(self, linears: dict[str, nn.Module]) -> None:
+
+class _Trace(TorchFunctionMode):
+    """Records the calls of modules in one forward pass."""
+
+    def __init__(self, modules: dict[str, nn.Module]) -> None:
         super().__init__()
         self.computed_with: set[str] = set()
         self.start()
-        self._names = {id(p): name for name, m in linears.items() for p in m.parameters(recurse=False)}
+        self._names = {id(p): name for name, m in modules.items() for p in m.parameters(recurse=False)}
 
     def start(self) -> None:
         """Begin another pass. The inputs of two passes are never the same tensor."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DataObject
 from safetensors.torch import load_file, save_file
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedModel
-from transformers.core_model_loading import Chunk, WeightConverter
+from transformers.core_model_loading import Chunk, Concatenate, WeightConverter
 
 from symbiosis_priv.arithmetic.quantise import Layer, QuantisedGroup, quantise
 from symbiosis_priv.checkpoints import weights
@@ -24,7 +24,7 @@ from symbiosis_priv.checkpoints.discovery import stored_names
 from symbiosis_priv.checkpoints.layers import GroupSpec, LayerRange
 from symbiosis_priv.checkpoints.manifest import GroupEntry, Manifest
 from symbiosis_priv.checkpoints.weights import WeightStore
-from symbiosis_priv.errors import CheckpointError, ConfigError, UnsupportedModelError
+from symbiosis_priv.errors import CheckpointError, ConfigError
 
 ROWS = torch.arange(3 * 32, dtype=torch.int32).reshape(3, 32) * 0x01234567
 
@@ -157,14 +157,30 @@ def test_renamed_modules_are_read_as_in_transformers(tmp_path: Path) -> None:
         assert same(store.group(i), from_model(model, entry.members))
 
 
-def test_weights_that_transformers_rearranges_are_refused(
+def test_weights_that_transformers_rearranges_are_read_by_its_rules(
     llama_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tensor may keep its name although its rows are rearranged; reading it unchanged would be wrong without an
-    error."""
-    rule = WeightConverter(["q_proj.weight"], ["q_proj.weight"], operations=[Chunk(dim=0)])
+    """A checkpoint with k and v in one tensor has the same manifest."""
+    whole = WeightStore(llama_path, cache=tmp_path / "a").manifest()
+    path = Path(shutil.copytree(llama_path, tmp_path / "fused"))
+    tensors = load_file(path / "model.safetensors")
+    for name in [name for name in tensors if "k_proj" in name]:
+        both = tensors.pop(name), tensors.pop(name.replace("k_proj", "v_proj"))
+        tensors[name.replace("k_proj", "kv_proj")] = torch.cat(both)
+    save_file(tensors, path / "model.safetensors")
+    rule = WeightConverter(["kv_proj.weight"], ["k_proj.weight", "v_proj.weight"], operations=[Chunk(dim=0)])
     monkeypatch.setattr(stored_names, "get_model_conversion_mapping", lambda _: [rule])
-    with pytest.raises(UnsupportedModelError, match=r"q_proj\.weight .*rearranges"):
+    store = WeightStore(path, cache=tmp_path / "b")
+    assert store.is_complete()
+    assert store.manifest() == whole
+
+
+def test_tensors_that_do_not_fit_the_rules_are_an_error(
+    llama_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule = WeightConverter(["q_proj.weight"], ["q_proj.weight"], operations=[Concatenate(dim=7)])
+    monkeypatch.setattr(stored_names, "get_model_conversion_mapping", lambda _: [rule])
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight cannot be made"):
         WeightStore(llama_path, cache=tmp_path / "cache").manifest()
 
 

@@ -35,7 +35,7 @@ from symbiosis_priv.harness import strategies as testing
 from tenant import RemoteConfig
 from tenant.core.facts import GroupFacts
 from tenant.masking.backend import Backend, RingBackend, Simulation
-from tenant.model.offloaded import OffloadedWeight
+from tenant.model.offloaded import OffloadedWeight, seal
 from tenant.model.remote_linear import LayerGroup, RemoteLinear
 
 QKV, OUT = 0, 1  # layer groups of the tiny Llama's first block
@@ -79,7 +79,7 @@ def siblings(backend: Counting, index: int = QKV) -> Siblings:
     entry = backend.facts[index].entry
     modules = [RemoteLinear(entry.inputs, outputs, group=group, member=i) for i, outputs in enumerate(entry.outputs)]
     for module in modules:
-        module.seal(dtype=torch.float32, device=torch.device("cpu"))
+        seal(module, dtype=torch.float32, device=torch.device("cpu"))
     return modules
 
 

@@ -23,7 +23,6 @@ from transformers import (
     LlamaConfig,
     MegatronBertConfig,
     MistralConfig,
-    MixtralConfig,
     OPTConfig,
     PhiConfig,
     PreTrainedConfig,
@@ -341,13 +340,6 @@ def test_code_in_a_checkpoint_is_never_run(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModelError, match="trust_remote_code"):
         discover(tmp_path)
-
-
-def test_a_mixture_of_experts_is_refused_by_name(tmp_path: Path) -> None:
-    """Experts are not linears: without the refusal, the tenant would load nearly the whole model."""
-    path = save(MixtralConfig(**SIZES, num_local_experts=4), "MixtralForCausalLM", tmp_path)
-    with pytest.raises(UnsupportedModelError, match=r"MixtralForCausalLM .*mixture of experts.* model\.layers\.0\.mlp"):
-        discover(path)
 
 
 def test_weights_that_are_quantised_already_are_refused(tmp_path: Path) -> None:

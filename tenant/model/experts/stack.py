@@ -1,0 +1,97 @@
+"""The parameter that stands for an offloaded expert stack, and LoRA on it.
+
+PEFT adapts a stack by `target_parameters`: during a forward pass it replaces the parameter by `W + s * lhs @ rhs`
+(`torch.baddbmm`). An offloaded stack has no W. It answers that operation with a stack that remembers the factors, and
+the forward pass applies the factors to rows.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from symbiosis_priv.checkpoints.metadata import called
+from tenant.model import compiled
+from tenant.model.offloaded import OffloadedWeight, reader
+from tenant.model.remote_linear import LayerGroup
+
+
+@dataclass(frozen=True)
+class Factors:
+    """`scaling * lhs @ rhs`, which PEFT adds to a stack: `[experts, out, r]` and `[experts, r, in]`, as stored."""
+
+    lhs: Tensor
+    rhs: Tensor
+    scaling: float
+
+    def product(self, rows: Tensor, experts: Tensor, *, transposed: bool) -> Tensor:
+        """Multiply each row by its own expert's factors.
+
+        Args:
+            rows: float `[s, in]`.
+            experts: int64 `[s]`.
+            transposed: True if the stack is `[experts, in, out]`.
+
+        Returns:
+            float `[s, out]`, in the rows' dtype.
+        """
+        first, second = (self.lhs, self.rhs) if transposed else (self.rhs.mT, self.lhs.mT)
+        first, second = first.to(rows.dtype), second.to(rows.dtype)
+        order = experts.argsort(stable=True)
+        counts = experts.bincount(minlength=len(first)).tolist()
+        segments = rows[order].split(counts)
+        products = [segment @ first[k] @ second[k] for k, segment in enumerate(segments) if counts[k]]
+        return torch.cat(products)[order.argsort()] * self.scaling if products else rows.new_zeros(0, second.shape[-1])
+
+
+class OffloadedStack(OffloadedWeight):
+    """The stack of one product of all experts of a layer.
+
+    Attributes:
+        group: the layer group of the stack.
+        factors: what LoRA adds; empty outside a forward pass.
+    """
+
+    group: LayerGroup
+    factors: tuple[Factors, ...] = ()
+
+    @classmethod
+    def standing_for(cls, group: LayerGroup, shape: Sequence[int]) -> Self:
+        """Make the parameter of a layer group."""
+        stack = cls(shape)
+        stack.group = group
+        return stack
+
+    def product(self, x: Tensor) -> Tensor:
+        """The product of the whole stack, float `[t, d]` to float `[t, o]`, without LoRA."""
+        y: Tensor = compiled.output(x, self.group.handle, 0)
+        return y
+
+    def like(self, nothing: Tensor) -> Self:
+        twin = super().like(nothing)
+        twin.group, twin.factors = self.group, self.factors
+        return twin
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        match called(func), args:
+            case "baddbmm", (OffloadedStack() as stack, lhs, rhs):
+                adapted: Any = stack.clone()
+                adapted.factors = (*stack.factors, Factors(lhs, rhs, (kwargs or {})["alpha"]))
+                return adapted
+            case "set_" | "copy_", (stack, source) if stack is source:  # registering a parametrization, loading a state
+                return stack
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @classmethod
+    def _no_reading(cls) -> str:
+        who, advice = reader()
+        advice = advice or (
+            "On experts, PEFT's LoRA works by target_parameters, with one active adapter; "
+            "RemoteConfig(experts='local') keeps the experts here"
+        )
+        return f"{who} needs the experts' weights, which stay at the providers. {advice}"

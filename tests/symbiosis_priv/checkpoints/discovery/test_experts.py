@@ -1,0 +1,94 @@
+"""Expert stacks are layer groups as a whole, and no provider multiplies by the matrix of a single expert's linear."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from symbiosis_priv.checkpoints.discovery.skeleton import discover
+from symbiosis_priv.checkpoints.layers import GroupSpec
+from symbiosis_priv.checkpoints.stacks import join
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.errors import CheckpointError
+from tests.experts import DBRX, FAMILIES, SIZES, write
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_stacks_of_a_layer_are_groups_with_the_models_weights(family: str, tmp_path: Path) -> None:
+    """However a checkpoint stores them: the matrices are those that transformers loads."""
+    path = write(family, tmp_path / "model")
+    model = getattr(transformers, f"{family}ForCausalLM").from_pretrained(path, dtype=torch.float32)
+    store = WeightStore(path, cache=tmp_path / "cache")
+    stacks = [group for group in store.skeleton.groups if group.experts > 1]
+    layers = [name for name, module in model.named_modules() if name.endswith(".experts")]
+    assert [group.members[0] for group in stacks] == [f"{n}.{s}" for n in layers for s in ("gate_up_proj", "down_proj")]
+    for index, group in enumerate(store.skeleton.groups):
+        if group.experts > 1:
+            (layer,) = store.layers(index)
+            owner, _, stack = layer.name.rpartition(".")
+            experts = model.get_submodule(owner)
+            expected = join(getattr(experts, stack), joined=group.joined, transposed=experts.is_transposed)
+            assert torch.equal(layer.weight, expected)
+            assert layer.weight.shape == (group.outputs[0], group.inputs)
+            assert layer.bias is None
+
+
+def test_routers_stay(tmp_path: Path) -> None:
+    """Also those that are linears."""
+    config = transformers.AfmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, num_dense_layers=0, head_dim=8)
+    config.architectures = ["AfmoeForCausalLM"]
+    config.save_pretrained(tmp_path)
+    members = {member for group in discover(tmp_path).groups for member in group.members}
+    assert any(member.endswith("experts.down_proj") for member in members)
+    assert not any(".router" in member for member in members)
+
+
+@pytest.mark.parametrize(
+    ("kind", "head", "sizes"),
+    [
+        (
+            "SwitchTransformersConfig",
+            "SwitchTransformersForConditionalGeneration",
+            {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_heads": 4, "num_layers": 2, "num_experts": 4},
+        ),
+        ("DbrxConfig", "DbrxForCausalLM", DBRX),
+        (
+            "Llama4TextConfig",
+            "Llama4ForCausalLM",
+            SIZES | {"head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 4, "num_experts_per_tok": 1},
+        ),
+    ],
+)
+def test_experts_of_other_classes_stay_as_a_whole(
+    kind: str, head: str, sizes: dict[str, object], tmp_path: Path
+) -> None:
+    """A linear for each expert would show by its row counts how rows are routed."""
+    config = getattr(transformers, kind)(**sizes)
+    config.architectures = [head]
+    config.save_pretrained(tmp_path)
+    groups = discover(tmp_path).groups
+    assert groups
+    assert all(group.experts == 1 for group in groups)
+    assert not any("experts" in member for group in groups for member in group.members if "shared" not in member)
+
+
+def test_a_missing_expert_is_an_error(tmp_path: Path) -> None:
+    path = write("Mixtral", tmp_path / "model")
+    tensors = load_file(path / "model.safetensors")
+    lost = next(name for name in tensors if "experts.3." in name)
+    del tensors[lost]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="experts"):
+        WeightStore(path, cache=tmp_path / "cache").manifest()
+
+
+def test_a_stack_has_one_dense_matrix(tmp_path: Path) -> None:
+    path = write("Mixtral", tmp_path / "model")
+    stacks = [group for group in discover(path).groups if group.experts > 1]
+    name = "model.layers.0.mlp.experts"
+    assert stacks[:2] == [
+        GroupSpec((f"{name}.gate_up_proj",), 32, (4 * 96,), 4, "outputs"),
+        GroupSpec((f"{name}.down_proj",), 4 * 48, (32,), 4, "inputs"),
+    ]

@@ -1,0 +1,90 @@
+"""LoRA on expert stacks: the factors work on rows, and the saved adapter gives the same logits in the plain model."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from symbiosis_priv.errors import UnsupportedMethodError
+from tenant import RemoteConfig, backend_of, rounded_model
+from tenant.model.experts.stack import Factors
+
+IDS = torch.arange(3, 15).view(2, 6) * 7 % 96
+STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+CLOSE = 1e-3
+
+# PEFT says that it found no modules, for parameters only
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")
+
+
+def load(path: Path) -> Any:
+    config = RemoteConfig(masking="simulate", experts="all", weight_bits=12)
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, quantization_config=config).eval()
+
+
+def adapted(model: Any, **options: Any) -> Any:
+    torch.manual_seed(5)
+    lora = LoraConfig(
+        task_type="CAUSAL_LM", target_modules=[], target_parameters=STACKS, r=3, init_lora_weights=False, **options
+    )
+    return get_peft_model(model, lora).eval()
+
+
+def close(a: Tensor, b: Tensor, scale: Tensor) -> bool:
+    return a.shape == b.shape and bool(((a - b).abs() <= CLOSE * scale).all())
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "GptOss", "Qwen3Moe"])
+def test_an_adapter_of_experts_is_an_ordinary_one(
+    family: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The same logits and gradients as plain PEFT, and at home after saving."""
+    path = checkpoint(family)
+    split, plain = adapted(load(path)), adapted(rounded_model(path, weight_bits=12, experts="all"))
+    with backend_of(split):
+        seen = []
+        for model in (split, plain):
+            out = model(input_ids=IDS, labels=IDS)
+            out.loss.backward()
+            gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
+            seen.append((out.logits.detach(), gradient))
+        (logits, gradient), (expected, expected_gradient) = seen
+        with torch.no_grad(), plain.disable_adapter():
+            effect = (expected - plain(input_ids=IDS).logits).abs().max()
+        assert close(logits, expected, effect)
+        assert close(gradient, expected_gradient, expected_gradient.abs().max())
+        split.save_pretrained(tmp_path)
+    home: Any = PeftModel.from_pretrained(rounded_model(path, weight_bits=12, experts="all"), tmp_path).eval()
+    with torch.no_grad():
+        assert close(logits, home(input_ids=IDS).logits, effect)
+
+
+def test_what_needs_the_weights_of_experts_is_refused_by_name(checkpoint: Callable[[str], Path]) -> None:
+    split = adapted(load(checkpoint("Mixtral")))
+    with backend_of(split):
+        with pytest.raises(UnsupportedMethodError, match="merg"):
+            split.merge_adapter()
+        split.add_adapter("second", split.peft_config["default"])
+        split.base_model.set_adapter(["default", "second"])
+        with pytest.raises(UnsupportedMethodError, match=r"experts.*one active adapter"):
+            split(input_ids=IDS)
+
+
+@given(st.lists(st.integers(0, 3), max_size=7), st.booleans())
+def test_each_row_is_multiplied_by_its_own_experts_factors(chosen: list[int], transposed: bool) -> None:
+    generator = torch.Generator().manual_seed(len(chosen))
+    lhs, rhs = torch.randn(4, 5, 2, generator=generator), torch.randn(4, 2, 3, generator=generator)
+    width = 5 if transposed else 3
+    rows, experts = torch.randn(len(chosen), width, generator=generator), torch.tensor(chosen, dtype=torch.int64)
+    product = Factors(lhs, rhs, 0.5).product(rows, experts, transposed=transposed)
+    delta = 0.5 * lhs @ rhs
+    expected = [row @ (delta[k] if transposed else delta[k].t()) for row, k in zip(rows, chosen, strict=True)]
+    assert product.shape == (len(chosen), 8 - width)
+    assert all(torch.allclose(mine, one, atol=1e-6) for mine, one in zip(product, expected, strict=True))

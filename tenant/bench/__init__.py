@@ -2,14 +2,14 @@
 
 Absolute times are valid for one machine only. Compare the ratios.
 
-cli                 the commands; cli_options has their common options, kernels_cli the commands about kernels
+cli                 the commands; cli_options has their common options, kernels_cli `bench kernels`
 steps_and_tokens    `bench step` and `bench token`, and scaling, `bench scale`: a contest of tenants with a whole and a
                     split model (contest, tenant_process)
 masked_linear       `bench linear`: beside a bare TLS echo of the same bytes (echo)
 slow_network        `bench network`: over an emulated link (link), beside the design's prediction (predicted_traffic)
 many_tenants        `bench provider` and `bench bits`: many tenants that only send requests (request_load)
 startup             `bench start`
-kernels             `bench kernels` and `bench gpu`
+kernels             `bench kernels`
 llama               the measured models
 children            processes that answer questions; process_costs reads their processor time and memory
 result_file         the file of --json; tables renders it, goals compares it with the goals

@@ -1,9 +1,8 @@
 """The commands of `symbiosis-priv bench`. A command imports its measurement when it runs, because that needs torch."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,19 +15,16 @@ from tenant.bench import result_file, tables
 from tenant.bench.cli_options import (
     HALF_THE_CORES,
     Batch,
-    Inner,
+    Effort,
     Json,
-    Layers,
     Masking,
     Maskings,
-    PoolMemory,
     Repeat,
     Rows,
     Seconds,
+    Tell,
     Threads,
     Tokens,
-    Width,
-    llama,
     measure,
     measuring,
     names,
@@ -40,7 +36,10 @@ from tenant.bench.cli_options import (
     widths,
     write,
 )
-from tenant.bench.kernels_cli import gpu, kernels
+from tenant.bench.kernels_cli import kernels
+from tenant.bench.llama import Llama
+from tenant.bench.result_file import Row
+from tenant.cli.options import takes
 
 if TYPE_CHECKING:  # torch is imported when a command runs, so that --help does not wait for it
     from tenant.bench.many_tenants import Scenario, Variant
@@ -50,8 +49,12 @@ app = typer.Typer(
     help="Measure the cost of split execution, compared with whole-model execution in the same run.",
 )
 app.command()(kernels)
-app.command()(gpu)
 
+_SHAPE = Llama(width=2048, layers=4, inner=5632)
+_SMALL = Llama(width=512, layers=4, inner=1408)
+_BILLION = Llama(width=2048, layers=16, inner=8192)
+_EFFORT, _FIVE_TIMES = Effort(), Effort(repeat=5)
+_MASKINGS = "none,pad,local"
 _POLICIES = "none,lockstep,opportunistic"
 _SHARDINGS = "columns,gathered"
 
@@ -62,73 +65,66 @@ Shardings = Annotated[str, typer.Option(help="How ranks divide a product, separa
 
 
 @app.command()
+@takes
 def step(
     *,
-    width: Width = 2048,
-    layers: Layers = 4,
-    inner: Inner = 5632,
+    shape: Llama = _SHAPE,
     batch: Batch = 4,
     tokens: Tokens = 128,
-    masking: Maskings = "none,pad,local",
-    repeat: Repeat = 3,
-    threads: Threads = HALF_THE_CORES,
-    pool_memory_mib: PoolMemory = 1024,
+    masking: Maskings = _MASKINGS,
+    effort: Effort = _EFFORT,
     json: Json = None,
 ) -> None:
     """A LoRA step (q and v) of a Llama, whole and split: CPU seconds and peak memory of every process."""
-    from tenant.bench import contest
     from tenant.bench.steps_and_tokens import measure_step
     from tenant.bench.tenant_process import Step
 
-    maskings, shape = [scheme(name) for name in masking.split(",")], llama(width, layers, inner)
-
-    def work(folder: Path, tell: Callable[[str], None]) -> Sequence[result_file.Row]:
-        with contest.contest(folder, shape, maskings, threads=threads, pool_memory_mib=pool_memory_mib) as running:
-            task = Step(batch=batch, tokens=tokens)
-            return measure_step(running, shape, task, maskings, repeat=repeat, on_turn=tell)
-
-    measure("step", json, work)
+    task = Step(batch=batch, tokens=tokens)
+    _contest("step", partial(measure_step, shape=shape, task=task), shape, masking, effort, json)
 
 
 @app.command()
+@takes
 def token(
     *,
-    width: Width = 2048,
-    layers: Layers = 4,
-    inner: Inner = 5632,
+    shape: Llama = _SHAPE,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens before the first that is measured.")] = 16,
     tokens: Annotated[int, typer.Option(min=1, help="Generated tokens per turn.")] = 16,
-    masking: Maskings = "none,pad,local",
-    repeat: Repeat = 3,
-    threads: Threads = HALF_THE_CORES,
-    pool_memory_mib: PoolMemory = 1024,
+    masking: Maskings = _MASKINGS,
+    effort: Effort = _EFFORT,
     json: Json = None,
 ) -> None:
     """A generated token of a Llama, whole and split."""
-    from tenant.bench import contest
     from tenant.bench.steps_and_tokens import measure_token
     from tenant.bench.tenant_process import Generate
 
-    maskings, shape = [scheme(name) for name in masking.split(",")], llama(width, layers, inner)
+    task = Generate(prompt=prompt, tokens=tokens)
+    _contest("token", partial(measure_token, shape=shape, task=task), shape, masking, effort, json)
 
-    def work(folder: Path, tell: Callable[[str], None]) -> Sequence[result_file.Row]:
-        with contest.contest(folder, shape, maskings, threads=threads, pool_memory_mib=pool_memory_mib) as running:
-            task = Generate(prompt=prompt, tokens=tokens)
-            return measure_token(running, shape, task, maskings, repeat=repeat, on_turn=tell)
 
-    measure("token", json, work)
+def _contest(
+    benchmark: str, work: Callable[..., list[Row]], shape: Llama, masking: str, effort: Effort, json: Path | None
+) -> None:
+    from tenant.bench import contest
+
+    maskings = [scheme(name) for name in masking.split(",")]
+
+    def run(folder: Path, tell: Tell) -> list[Row]:
+        with contest.contest(folder, shape, maskings, effort) as running:
+            return work(running, maskings=maskings, repeat=effort.repeat, on_turn=tell)
+
+    measure(benchmark, json, run)
 
 
 @app.command()
+@takes
 def scale(
     *,
     rows: Rows = "64,128,256,512",
     width: Annotated[str, typer.Option(help="Widths, separated by commas; multiples of 64.")] = "512,1024,2048",
     layers: Annotated[str, typer.Option(help="Layers, separated by commas.")] = "1,2,4",
     masking: Masking = "pad",
-    repeat: Repeat = 3,
-    threads: Threads = HALF_THE_CORES,
-    pool_memory_mib: PoolMemory = 1024,
+    effort: Effort = _EFFORT,
     svg: Annotated[Path | None, typer.Option(help="Also draw a picture per axis into this folder.")] = None,
     json: Json = None,
 ) -> None:
@@ -144,26 +140,17 @@ def scale(
     found = measure(
         "scale",
         json,
-        lambda folder, tell: measure_scale(
-            folder,
-            **points,
-            masking=name,
-            repeat=repeat,
-            threads=threads,
-            pool_memory_mib=pool_memory_mib,
-            on_turn=tell,
-        ),
+        lambda folder, tell: measure_scale(folder, **points, masking=name, effort=effort, on_turn=tell),
     )
     for axis, file in pictures.items():
         write_atomically(file, picture(found, axis).encode())
 
 
 @app.command()
+@takes
 def start(
     *,
-    width: Width = 2048,
-    layers: Layers = 16,
-    inner: Inner = 8192,
+    shape: Llama = _BILLION,
     repeat: Repeat = 3,
     threads: Annotated[int, typer.Option(min=1, help="Torch threads of a provider, and for making keys.")] = (
         os.cpu_count() or 1
@@ -176,12 +163,7 @@ def start(
     """
     from tenant.bench.startup import measure_start
 
-    shape = llama(width, layers, inner)
-    measure(
-        "start",
-        json,
-        lambda folder, tell: measure_start(folder, shape, threads=threads, repeat=repeat, on_turn=tell),
-    )
+    measure("start", json, partial(measure_start, shape=shape, threads=threads, repeat=repeat))
 
 
 @app.command()
@@ -211,24 +193,21 @@ def linear(
 
 
 @app.command()
+@takes
 def network(
     *,
     condition: Annotated[
         str,
         typer.Option(help="Bandwidth, round trip and loss, like 100mbit/100ms/0.1%; several separated by commas."),
     ] = "1gbit/5ms,100mbit/5ms,100mbit/100ms",
-    width: Width = 512,
-    layers: Layers = 4,
-    inner: Inner = 1408,
+    shape: Llama = _SMALL,
     batch: Batch = 1,
     tokens: Tokens = 128,
     masking: Masking = "pad",
     link: Annotated[
         str, typer.Option(help="How to emulate the link: netem or proxy; auto for the best that this machine has.")
     ] = "auto",
-    repeat: Repeat = 5,
-    threads: Threads = HALF_THE_CORES,
-    pool_memory_mib: PoolMemory = 1024,
+    effort: Effort = _FIVE_TIMES,
     json: Json = None,
 ) -> None:
     """Steps and tokens per second over a slow network, beside what round trips and bytes predict.
@@ -246,15 +225,13 @@ def network(
     with measuring() as (folder, tell):
         rows, emulated = measure_network(
             folder,
-            llama(width, layers, inner),
+            shape,
             batch=batch,
             tokens=tokens,
             conditions=conditions,
             masking=scheme(masking),
             kind=next((kind for kind in KINDS if kind == link), None),
-            repeat=repeat,
-            threads=threads,
-            pool_memory_mib=pool_memory_mib,
+            effort=effort,
             on_turn=tell,
         )
     for work in ("step", "token"):
@@ -308,20 +285,17 @@ def provider(
         for rows in generating_rows.split("/")
     ]
     scenarios, variants = _scenarios(tenants), _variants(policies, ranks, shardings)
-    found = measure(
-        "provider",
-        json,
-        lambda folder, tell: many_tenants.measure_tenants(
-            folder,
-            scenarios=scenarios,
-            mixes=mixes,
-            variants=variants,
-            hidden=hidden,
-            layers=layers,
-            seconds=seconds,
-            threads=threads,
-        ),
+    measured = partial(
+        many_tenants.measure_tenants,
+        scenarios=scenarios,
+        mixes=mixes,
+        variants=variants,
+        hidden=hidden,
+        layers=layers,
+        seconds=seconds,
+        threads=threads,
     )
+    found = measure("provider", json, lambda folder, tell: (row for row, _ in measured(folder)))
     if picture is not None:
         write_atomically(picture, many_tenants.picture(found).encode())
     refuse_wrong(found, "wrong")
@@ -366,13 +340,13 @@ def report(
         tables.update(markdown, reports)
 
 
-def _scenarios(tenants: str) -> list[Scenario]:
+def _scenarios(tenants: str) -> "list[Scenario]":
     from tenant.bench.many_tenants import Scenario
 
     return [Scenario(generating=some, training=others) for some, others in pairs(tenants, "--tenants")]
 
 
-def _variants(policies: str, ranks: str, shardings: str) -> list[Variant]:
+def _variants(policies: str, ranks: str, shardings: str) -> "list[Variant]":
     """All combinations. A single process does not divide products, so it is measured with one sharding only."""
     from tenant.bench.many_tenants import Variant
 

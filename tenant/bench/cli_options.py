@@ -1,14 +1,13 @@
 """Common code of the benchmark commands: options, parsers of their text, and the frame of every measurement."""
 
-from __future__ import annotations
-
 import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -16,11 +15,9 @@ from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConfigError, ProtocolError
 from symbiosis_priv.system.files import output_file
 from tenant.bench import goals, result_file, tables
+from tenant.bench.llama import check_width
 from tenant.bench.result_file import Row, number
 from tenant.cli.options import quiet
-
-if TYPE_CHECKING:  # torch is imported when a command runs, so that --help does not wait for it
-    from tenant.bench.llama import Llama
 
 HALF_THE_CORES = max(1, (os.cpu_count() or 1) // 2)
 
@@ -30,17 +27,24 @@ Json = Annotated[
     Path | None, typer.Option("--json", callback=output_file, help="Also write every figure to this file.")
 ]
 Threads = Annotated[int, typer.Option(min=1, help="Torch threads of each process.")]
-Width = Annotated[int, typer.Option(min=64, help="Width of the Llama, a multiple of 64.")]
-Layers = Annotated[int, typer.Option(min=1, help="Layers of the Llama.")]
-Inner = Annotated[int, typer.Option(min=8, help="Width inside the MLP.")]
 Batch = Annotated[int, typer.Option(min=1, help="Sequences of a batch.")]
 Tokens = Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")]
 Masking = Annotated[str, typer.Option(help="The masking scheme.")]
 Maskings = Annotated[str, typer.Option("--masking", help="Masking schemes, separated by commas.")]
-PoolMemory = Annotated[int, typer.Option(min=0, help="Memory of each tenant for pads drawn ahead, in MiB.")]
 Seconds = Annotated[float, typer.Option(min=0.1, help="Length of each measurement.")]
 
 Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """Repetitions and resources of a measurement."""
+
+    repeat: Repeat = 3
+    threads: Threads = HALF_THE_CORES
+    pool_memory_mib: Annotated[int, typer.Option(min=0, help="Memory of each tenant for pads drawn ahead, in MiB.")] = (
+        1024
+    )
 
 
 def scheme(name: str) -> str:
@@ -48,20 +52,6 @@ def scheme(name: str) -> str:
     from tenant.masking.registry import session_scheme
 
     return session_scheme(name.strip()).name
-
-
-def llama(width: int, layers: int, inner: int) -> Llama:
-    """The Llama that is measured. Raises ConfigError if the width is not a multiple of 64."""
-    from tenant.bench.llama import Llama
-
-    return Llama(width=multiple_of_64(width, "--width"), layers=layers, inner=inner)
-
-
-def multiple_of_64(value: int, option: str) -> int:
-    """Return the number. Raises ConfigError if it is not a multiple of 64."""
-    if value % 64:
-        raise ConfigError(f"{option} {value}: write multiples of 64, the dimensions of an attention head")
-    return value
 
 
 def numbers(text: str, option: str) -> list[int]:
@@ -77,7 +67,10 @@ def numbers(text: str, option: str) -> list[int]:
 
 def widths(text: str) -> list[int]:
     """Parse the multiples of 64 between commas of the option --width."""
-    return [multiple_of_64(size, "--width") for size in numbers(text, "--width")]
+    found = numbers(text, "--width")
+    for width in found:
+        check_width(width)
+    return found
 
 
 def names(text: str, known: Sequence[str], option: str) -> list[str]:

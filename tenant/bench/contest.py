@@ -15,6 +15,7 @@ from symbiosis_priv.errors import DeadlineExceededError
 from symbiosis_priv.harness.local import LocalFederation
 from tenant.bench import process_costs
 from tenant.bench.children import Child
+from tenant.bench.cli_options import Effort
 from tenant.bench.llama import Llama
 from tenant.bench.tenant_process import Cost, Setup, Task, serve_tenant
 
@@ -79,21 +80,18 @@ def _cpu_when_idle(pids: Sequence[int]) -> list[float]:
 
 
 @contextmanager
-def contest(
-    directory: Path, shape: Llama, maskings: Sequence[str], *, threads: int, pool_memory_mib: int
-) -> Iterator[Contest]:
+def contest(directory: Path, shape: Llama, maskings: Sequence[str], effort: Effort) -> Iterator[Contest]:
     """Start an executor, a helper, the whole model (WHOLE), and a tenant for each masking, by its name.
 
     Args:
         directory: new or empty folder.
         shape: shape of the model.
         maskings: masking schemes of the split tenants.
-        threads: torch threads of each process.
-        pool_memory_mib: memory of each split tenant for pads drawn ahead.
+        effort: threads of each process, and memory of each split tenant for pads.
     """
     process_costs.check_supported()
     model = shape.save(directory / "model")
-    options = {"executor": {"threads": threads}}
+    options = {"executor": {"threads": effort.threads}}
     with (
         LocalFederation(model, directory / "federation", provider_options=options, deadline_s=START_S) as local,
         contextlib.ExitStack() as stack,
@@ -105,8 +103,8 @@ def contest(
                 masking=masking,
                 federation=local.federation,
                 cache=local.cache,
-                threads=threads,
-                pool_memory_mib=pool_memory_mib,
+                threads=effort.threads,
+                pool_memory_mib=effort.pool_memory_mib,
             )
             tenants[name] = stack.enter_context(Child(f"tenant {name}", serve_tenant, setup)).wait_ready()
         yield Contest(local, tenants)

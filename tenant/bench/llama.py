@@ -2,9 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from typer import Option
+
+from symbiosis_priv.errors import ConfigError
+
+if TYPE_CHECKING:  # imports torch: not for --help
+    from transformers import LlamaConfig
 
 HEAD = 64
 """Dimensions of an attention head; widths are multiples of it, unless `heads` is given."""
@@ -12,7 +17,7 @@ HEAD = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Llama:
-    """The shape of a Llama.
+    """The shape of a Llama; ConfigError if the width is no multiple of HEAD and `heads` is not given.
 
     Args:
         width: columns of a hidden state.
@@ -23,15 +28,21 @@ class Llama:
         vocabulary: tokens.
     """
 
-    width: int
-    layers: int
-    inner: int
+    width: Annotated[int, Option(min=HEAD, help=f"Width of the Llama, a multiple of {HEAD}.")]
+    layers: Annotated[int, Option(min=1, help="Layers of the Llama.")]
+    inner: Annotated[int, Option(min=8, help="Width inside the MLP.")]
     heads: int | None = None
     key_heads: int | None = None
     vocabulary: int = 4096
 
-    def config(self) -> LlamaConfig:
+    def __post_init__(self) -> None:
+        if self.heads is None:
+            check_width(self.width)
+
+    def config(self) -> "LlamaConfig":
         """The configuration, with tied embeddings."""
+        from transformers import LlamaConfig
+
         heads = self.heads or max(1, self.width // HEAD)
         return LlamaConfig(
             hidden_size=self.width,
@@ -45,9 +56,18 @@ class Llama:
 
     def save(self, folder: Path) -> Path:
         """Write a checkpoint with random weights, always the same, and return its folder."""
+        import torch
+        from transformers import LlamaForCausalLM
+
         torch.manual_seed(0)
         LlamaForCausalLM(self.config()).save_pretrained(folder)
         return folder
+
+
+def check_width(width: int) -> None:
+    """Raise ConfigError unless a width is a multiple of HEAD."""
+    if width % HEAD:
+        raise ConfigError(f"--width {width}: write multiples of {HEAD}, the dimensions of an attention head")
 
 
 def small_llama(width: int, *, inner: int, layers: int = 1) -> Llama:

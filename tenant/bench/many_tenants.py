@@ -10,6 +10,7 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
@@ -90,7 +91,7 @@ def measure_tenants(
     layers: int,
     seconds: float,
     threads: int,
-) -> Iterator[Row]:
+) -> Iterator[tuple[Row, dict[str, str]]]:
     """Start a provider per variant and let the tenants of each scenario send requests to each of them by turns.
 
     Args:
@@ -104,16 +105,24 @@ def measure_tenants(
         threads: torch threads of a provider.
 
     Yields:
-        `token` and `step` times over the turns of all tenants of a kind (None without such tenants); `rows_per_s` of
-        all products; `batch_rows` and `batch_requests`, means of a product; `product_share`, the part of the
-        executor's busy time that it spent in products; `idle_share` of all time; `answers` that were compared with
-        those that the same tenant got alone, and how many of them were `wrong`.
+        A row, and a digest of the answers that each tenant got alone, by the tenant's name. The row has `token` and
+        `step` times over the turns of all tenants of a kind (None without such tenants); `rows_per_s` of all products;
+        `batch_rows` and `batch_requests`, means of a product; `product_share`, the part of the executor's busy time
+        that it spent in products; `idle_share` of all time; `answers` that were compared with those that the same
+        tenant got alone, and how many of them were `wrong`.
 
     Raises:
         SymbiosisError: a tenant has failed.
     """
-    for row, _ in _measured(directory, scenarios, mixes, variants, hidden, layers, seconds, threads):
-        yield row
+    model = small_llama(hidden, inner=2 * hidden, layers=layers).save(directory / "model")
+    most = max(s.generating + s.training for s in scenarios)
+    with contextlib.ExitStack() as running:
+        benches = [
+            running.enter_context(_Bench(directory / str(variant), model, variant, threads=threads, tenants=most))
+            for variant in variants
+        ]
+        for mix, scenario, bench in itertools.product(mixes, scenarios, benches):
+            yield bench.run(scenario, mix, seconds=seconds)
 
 
 def compare_bits(
@@ -125,12 +134,13 @@ def compare_bits(
     got alone are compared with those from the first provider (`tenants_with_other_answers_alone`). Arguments and errors
     as for `measure_tenants`.
     """
-    mix = Mix(generating_rows=(1, 3, 8), training_rows=(2, 17, 64), ranks=(8,))
+    mixes = [Mix(generating_rows=(1, 3, 8), training_rows=(2, 17, 64), ranks=(8,))]
+    measured = partial(measure_tenants, scenarios=scenarios, mixes=mixes, hidden=64, layers=1, seconds=seconds)
     first: dict[str, str] = {}
     for variant in variants:
         folder = directory / str(variant)
         folder.mkdir()
-        for row, alone in _measured(folder, scenarios, [mix], [variant], 64, 1, seconds, 1):
+        for row, alone in measured(folder, variants=[variant], threads=1):
             first = {**alone, **first}
             yield {
                 **{name: row[name] for name in ("policy", "ranks", "sharding")},
@@ -161,28 +171,6 @@ def _bars(rows: Sequence[Row], title: str, figure: str) -> str:
         for row in sorted(rows, key=place)
     ]
     return figures.bars(title, bars, figures.Axis(title, 0.0, max(bar.value for bar in bars) or 1.0))
-
-
-def _measured(
-    directory: Path,
-    scenarios: Sequence[Scenario],
-    mixes: Sequence[Mix],
-    variants: Sequence[Variant],
-    hidden: int,
-    layers: int,
-    seconds: float,
-    threads: int,
-) -> Iterator[tuple[Row, dict[str, str]]]:
-    """Rows, each with a digest of the answers that each tenant got alone, by its name."""
-    model = small_llama(hidden, inner=2 * hidden, layers=layers).save(directory / "model")
-    most = max(s.generating + s.training for s in scenarios)
-    with contextlib.ExitStack() as running:
-        benches = [
-            running.enter_context(_Bench(directory / str(variant), model, variant, threads=threads, tenants=most))
-            for variant in variants
-        ]
-        for mix, scenario, bench in itertools.product(mixes, scenarios, benches):
-            yield bench.run(scenario, mix, seconds=seconds)
 
 
 class _Bench:

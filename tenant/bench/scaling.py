@@ -6,6 +6,7 @@ from pathlib import Path
 
 from symbiosis_priv.display import figures
 from tenant.bench import contest as contests
+from tenant.bench.cli_options import Effort
 from tenant.bench.llama import Llama
 from tenant.bench.result_file import Row, number
 from tenant.bench.steps_and_tokens import measure_step
@@ -23,9 +24,7 @@ def measure_scale(
     widths: Sequence[int],
     depths: Sequence[int],
     masking: str,
-    repeat: int,
-    threads: int,
-    pool_memory_mib: int,
+    effort: Effort,
     on_turn: Callable[[str], None],
 ) -> list[Row]:
     """A row per point, variant and axis (`rows`, `width`, `layers`), with the slope of its line.
@@ -36,7 +35,7 @@ def measure_scale(
         directory: new or empty folder.
         rows, widths, depths: the points; widths must be multiples of 64.
         masking: masking scheme of the split tenant.
-        repeat, threads, pool_memory_mib, on_turn: see `measure_step` and `contest`.
+        effort, on_turn: see `measure_step` and `contest`.
     """
     measured: dict[tuple[int, int], list[Row]] = {}
     base = (widths[0], depths[0])
@@ -44,11 +43,11 @@ def measure_scale(
         shape = Llama(width=width, layers=depth, inner=_inner(width))
         folder = directory / f"{width}-{depth}"
         folder.mkdir(parents=True)
-        with contests.contest(folder, shape, [masking], threads=threads, pool_memory_mib=pool_memory_mib) as running:
+        with contests.contest(folder, shape, [masking], effort) as running:
             for count in rows if (width, depth) == base else rows[:1]:
                 on_turn(f"width {width}, {depth} layers, {count} rows")
                 task = Step(batch=1, tokens=count)
-                found = measure_step(running, shape, task, [masking], repeat=repeat, on_turn=lambda _: None)
+                found = measure_step(running, shape, task, [masking], repeat=effort.repeat, on_turn=lambda _: None)
                 kept = [{figure: row[figure] for figure in _FIGURES} for row in found]
                 measured.setdefault((width, depth), []).extend(kept)
     by_axis: dict[str, list[Row]] = {

@@ -15,6 +15,7 @@ from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.harness.local import LocalFederation
 from tenant.bench import predicted_traffic, process_costs
 from tenant.bench.children import Child
+from tenant.bench.cli_options import Effort
 from tenant.bench.contest import START_S, TURN_S
 from tenant.bench.link.condition import Condition
 from tenant.bench.link.emulation import Kind, Link, open_link
@@ -61,9 +62,7 @@ def measure_network(
     conditions: Sequence[Condition],
     masking: str,
     kind: Kind | None,
-    repeat: int,
-    threads: int,
-    pool_memory_mib: int,
+    effort: Effort,
     on_turn: Callable[[str], None],
 ) -> tuple[list[Row], str]:
     """A row per condition and kind of work, the link without limits first; also the kind of emulation and its reason.
@@ -75,16 +74,14 @@ def measure_network(
         conditions: conditions of the link.
         masking: a masking scheme with providers.
         kind: kind of the link; the best that this machine has if None.
-        repeat: number of steps, and of generated tokens, of each measurement.
-        threads: torch threads of each process.
-        pool_memory_mib: memory of the tenant for pads drawn ahead.
+        effort: steps, and generated tokens, of each measurement; threads; memory of the tenant for pads.
         on_turn: called with the name of the current measurement.
     """
     process_costs.check_supported()
     model = shape.save(directory / "model")
     work: dict[str, Task] = {
-        "step": Step(batch=batch, tokens=tokens, steps=WARM_UP + repeat),
-        "token": Generate(prompt=8, tokens=WARM_UP + repeat),
+        "step": Step(batch=batch, tokens=tokens, steps=WARM_UP + effort.repeat),
+        "token": Generate(prompt=8, tokens=WARM_UP + effort.repeat),
     }
     with ExitStack() as stack:
         link = stack.enter_context(open_link(kind))
@@ -92,7 +89,7 @@ def measure_network(
             model,
             directory / "federation",
             host=link.host,
-            provider_options={"executor": {"threads": threads}},
+            provider_options={"executor": {"threads": effort.threads}},
             deadline_s=START_S,
         )
         stack.enter_context(local)
@@ -106,8 +103,8 @@ def measure_network(
             masking=masking,
             federation=link.federation(local.federation),
             cache=local.cache,
-            threads=threads,
-            pool_memory_mib=pool_memory_mib,
+            threads=effort.threads,
+            pool_memory_mib=effort.pool_memory_mib,
         )
         rows: list[Row] = []
         free: Mapping[str, Measured] = {}

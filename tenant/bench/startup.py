@@ -28,15 +28,15 @@ _PIECE = 1 << 24  # bytes read at a time
 
 
 def measure_start(
-    directory: Path, shape: Llama, *, threads: int, repeat: int, on_turn: Callable[[str], None]
+    directory: Path, on_turn: Callable[[str], None], *, shape: Llama, threads: int, repeat: int
 ) -> list[Row]:
     """Measure one model with random weights in bfloat16; a row per kind of start.
 
     Args:
         directory: new or empty folder on the measured disk; needs 4 bytes per weight.
+        on_turn: called with the name of the current measurement.
         threads: torch threads of a provider, and of this process while it makes keys.
         repeat: number of turns; the rows contain medians.
-        on_turn: called with the name of the current measurement.
     """
     on_turn("writing a checkpoint")
     model = directory / "model"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # importing torch would delay --help
 _SECONDS_PER_LINE = 10.0  # between two lines of progress without a terminal
 
 
-@takes(remote=Remote, options=FineTuning)
+@takes
 def finetune(
     *,
     model: Model,

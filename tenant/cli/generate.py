@@ -15,7 +15,7 @@ from tenant.cli.options import Model, Remote, loading, takes
 from tenant.training.options import Decoding
 
 
-@takes(remote=Remote, decoding=Decoding)
+@takes
 def generate(
     *,
     model: Model,

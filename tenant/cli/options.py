@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -71,41 +71,37 @@ class Remote:
         return RemoteConfig(**{one.name: getattr(self, one.name) for one in fields(self)}, surface="command line")
 
 
-def takes(**kinds: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Turn the fields of dataclasses into options of a command.
+def takes(command: Callable[..., None]) -> Callable[..., None]:
+    """Turn the parameters of a command that are dataclasses into options.
 
-    With `@takes(decoding=Decoding)`, every field of `Decoding` that is annotated with a `typer.Option` becomes an
-    option, and the command receives a `Decoding` as its argument `decoding`.
+    Every field that is annotated with a `typer.Option` becomes an option. The fields of a parameter's default are the
+    defaults of its options.
     """
+    parameters = inspect.signature(command, eval_str=True).parameters
+    options = {name: _options(one) for name, one in parameters.items() if is_dataclass(one.annotation)}
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        options: dict[str, list[inspect.Parameter]] = {name: _parameters(kind) for name, kind in kinds.items()}
+    def run(**given: Any) -> None:
+        for name, own in options.items():
+            kind, default = parameters[name].annotation, parameters[name].default
+            chosen = {option.name: given.pop(option.name) for option in own}
+            given[name] = kind(**chosen) if default is inspect.Parameter.empty else replace(default, **chosen)
+        command(**given)
 
-        def run(**given: Any) -> None:
-            for name, kind in kinds.items():
-                own = {option.name for option in options[name]}
-                given[name] = kind(**{key: given.pop(key) for key in own & given.keys()})
-            command(**given)
-
-        parameters = []
-        for parameter in inspect.signature(command, eval_str=True).parameters.values():
-            parameters += options.get(parameter.name, [parameter])
-        run.__name__, run.__doc__ = command.__name__, command.__doc__
-        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
-        return run
-
-    return decorate
+    shown = [option for name, one in parameters.items() for option in options.get(name, [one])]
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__annotations__ = {option.name: option.annotation for option in shown}
+    run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]  # what typer reads
+    return run
 
 
-def _parameters(kind: type) -> list[inspect.Parameter]:
-    hints = get_type_hints(kind, include_extras=True)
+def _options(parameter: inspect.Parameter) -> list[inspect.Parameter]:
     found = []
-    for one in fields(kind):
+    hints = get_type_hints(parameter.annotation, include_extras=True)
+    for one in fields(parameter.annotation):
         if hasattr(hints[one.name], "__metadata__"):
             default = one.default if one.default_factory is MISSING else one.default_factory()
-            if default is MISSING:
-                default = inspect.Parameter.empty
+            default = getattr(parameter.default, one.name, default)
+            default = inspect.Parameter.empty if default is MISSING else default
             found.append(
                 inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[one.name])
             )

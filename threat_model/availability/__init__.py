@@ -5,5 +5,5 @@ abusers       the kinds of abuse
 chaos         `bench chaos`: providers are killed while a tenant trains and generates
 ranks         `bench ranks`: a sharded executor loses a rank while tenants send requests
 request_loop  the tenants of `bench ranks`
-cli           the three commands
+cli           the three commands; options has the options of chaos and ranks
 """

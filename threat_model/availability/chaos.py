@@ -14,7 +14,7 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,24 +34,10 @@ from tenant.model.hf import RemoteConfig, backend_of
 from tenant.model.ledger import ledger_of
 from tenant.model.loading import load_model
 from tenant.session.tally import Ledger
+from threat_model.availability.options import Killing, Work
 
 _BATCH, _LENGTH, _PROMPT, _NEW_TOKENS = 4, 64, 4, 16
 _SHAPE, _VOCABULARY = Llama(width=256, layers=2, inner=704), 4096
-
-
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """The tenant's work: optimizer steps of LoRA on all linears, and then greedy texts.
-
-    Args:
-        steps: smallest number of steps.
-        generations: number of texts.
-        kills: the tenant continues to train until this number of providers has been killed.
-    """
-
-    steps: int
-    generations: int
-    kills: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,13 +126,8 @@ class Chaos:
 def run_chaos(
     directory: Path,
     work: Work,
+    killing: Killing,
     *,
-    executors: int = 3,
-    helpers: int = 2,
-    pad_helpers: int = 1,
-    every_s: float = 3.0,
-    merciless: bool = False,
-    seed: int = 0,
     on_event: Callable[[str], None] = lambda _: None,
 ) -> Chaos:
     """Start the providers, do the work once while providers are killed, and once undisturbed.
@@ -154,11 +135,7 @@ def run_chaos(
     Args:
         directory: new or empty folder.
         work: the tenant's work.
-        executors, helpers: numbers of providers.
-        pad_helpers: number of helpers that share each pad; the others are spares.
-        every_s: average time between two kills.
-        merciless: kill also the last provider of a role.
-        seed: seed of the choice of providers and times; a killed provider's state still depends on timing.
+        killing: the providers, and how they are killed.
         on_event: called with a description of each event.
 
     Raises:
@@ -169,9 +146,9 @@ def run_chaos(
     local = LocalFederation(
         model,
         directory / "federation",
-        executors=executors,
-        helpers=helpers,
-        pad_helpers=pad_helpers,
+        executors=killing.executors,
+        helpers=killing.helpers,
+        pad_helpers=killing.pad_helpers,
         provider_options={"executor": {"threads": 1}},
         deadline_s=START_S,
     )
@@ -180,8 +157,7 @@ def run_chaos(
         remote = RemoteConfig(
             federation=local.federation, masking="pad", cache=directory / "cache", deadline_s=START_S, wiretap=answers
         )
-        least = {"executor": 0, "helper": 0} if merciless else {"executor": 1, "helper": pad_helpers}
-        with _killing(local, random.Random(seed), every_s=every_s, least=least, on_event=on_event) as kills:
+        with _killed(local, killing, on_event) as kills:
             disturbed = _do(model, remote, work, goes_on=lambda step: step < work.steps or len(kills) < work.kills)
     steps = len(disturbed.losses)
     on_event(f"the undisturbed run of {steps} steps")
@@ -249,21 +225,13 @@ def _tokens(seed: int, rows: int, columns: int) -> Tensor:
 
 
 @contextmanager
-def _killing(
-    local: LocalFederation,
-    chance: random.Random,
-    *,
-    every_s: float,
-    least: Mapping[str, int],
-    on_event: Callable[[str], None],
-) -> Iterator[list[Kill]]:
+def _killed(local: LocalFederation, killing: Killing, on_event: Callable[[str], None]) -> Iterator[list[Kill]]:
     """Kill a provider every few seconds and start it again; wait for all of them at the end.
-
-    Args:
-        least: number of providers of each role that are never down.
 
     Raises the error of a provider's start.
     """
+    least = {"executor": 0, "helper": 0} if killing.merciless else {"executor": 1, "helper": killing.pad_helpers}
+    chance = random.Random(killing.seed)
     kills: list[Kill] = []
     over = threading.Event()
     returning: dict[str, Future[None]] = {}
@@ -275,7 +243,7 @@ def _killing(
 
     def strike() -> None:
         with ThreadPoolExecutor(len(local.names), thread_name_prefix="restart") as restarts:
-            while not over.wait(chance.uniform(0.5, 1.5) * every_s):
+            while not over.wait(chance.uniform(0.5, 1.5) * killing.every):
                 if names := victims():
                     victim = chance.choice(names)
                     kills.append(Kill(victim, time.monotonic()))

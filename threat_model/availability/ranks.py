@@ -29,6 +29,7 @@ from tenant.bench.llama import Llama
 from tenant.bench.process_costs import Held
 from tenant.bench.result_file import Row
 from tenant.masking.registry import session_scheme
+from threat_model.availability.options import Sharding
 from threat_model.availability.request_loop import PATIENCE_S, Answer, Requests, serve_requests
 
 LOSSES: Final = {"a rank is killed": signal.SIGKILL, "a rank hangs": signal.SIGSTOP}
@@ -61,16 +62,10 @@ class _Loss:
 def measure_ranks(
     directory: Path,
     shape: Llama,
+    sharding: Sharding,
     *,
-    groups: Sequence[int] = (1, 2),
+    groups: Sequence[int],
     losses: Collection[str] = LOSSES.keys(),
-    ranks: int,
-    tenants: int,
-    rows: int,
-    masking: str,
-    seconds: float,
-    pause_s: float = 0.0,
-    apart: bool = True,
     on_event: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Row]:
     """A row for each number of groups and each loss.
@@ -78,15 +73,9 @@ def measure_ranks(
     Args:
         directory: new or empty folder.
         shape: shape of the model.
+        sharding: the executors, and the tenants that send requests to them.
         groups: numbers of executors.
         losses: names of LOSSES.
-        ranks: number of ranks of each group.
-        tenants: number of concurrent tenants.
-        rows: rows of each request.
-        masking: the masking scheme.
-        seconds: time before each loss, and after each restart.
-        pause_s: pause of a tenant between two requests, so that the restarting group gets processor time.
-        apart: restart a group with low priority if there is another group.
         on_event: called with a description of each event.
 
     Raises:
@@ -96,40 +85,40 @@ def measure_ranks(
     process_costs.check_supported()
     model = shape.save(directory / "model")
     options: dict[str, dict[str, object]] = {
-        "executor": {"threads": 1, "ranks": ranks},
+        "executor": {"threads": 1, "ranks": sharding.ranks},
         "metrics": METRICS,
     }
     for (number, executors), what in itertools.product(enumerate(groups), losses):
-        on_event(f"{executors} x {ranks} ranks: {what}")
+        on_event(f"{executors} x {sharding.ranks} ranks: {what}")
         local = LocalFederation(
             model,
             directory / f"{number}-{what.replace(' ', '-')}",
             executors=executors,
-            helpers=int("helper" in session_scheme(masking).roles),
+            helpers=int("helper" in session_scheme(sharding.masking).roles),
             cache=directory / "cache",
             provider_options=options,
             deadline_s=START_S,
         )
         with local, contextlib.ExitStack() as running:
             children: list[Child[None, list[Answer]]] = []
-            for tenant in range(tenants):
+            for tenant in range(sharding.tenants):
                 requests = Requests(
                     federation=local.federation,
                     model=local.model,
                     cache=local.cache,
                     identity=local.issue_tenant(f"tenant-{tenant}"),
-                    masking=masking,
-                    rows=rows,
-                    pause_s=pause_s,
+                    masking=sharding.masking,
+                    rows=sharding.rows,
+                    pause_s=sharding.pause_s,
                 )
                 children.append(running.enter_context(Child(f"tenant {tenant}", serve_requests, requests)))
             for child in children:
                 child.wait_ready()
-            loss = _lose(local, what, seconds=seconds, apart=apart and executors > 1)
+            loss = _lose(local, what, seconds=sharding.seconds, apart=sharding.apart and executors > 1)
             for child in children:
                 child.send(None)
             answers = [answer for child in children for answer in child.receive(timeout_s=PATIENCE_S)]
-            yield _row(loss, answers, seconds=seconds, executors=executors, ranks=ranks, tenants=tenants)
+            yield _row(loss, answers, sharding, executors=executors)
 
 
 def _lose(local: LocalFederation, what: str, *, seconds: float, apart: bool) -> _Loss:
@@ -162,25 +151,26 @@ def _lose(local: LocalFederation, what: str, *, seconds: float, apart: bool) -> 
     return _Loss(what, at, back, named, before, process_costs.held([gateway]))
 
 
-def _row(loss: _Loss, answers: Sequence[Answer], *, seconds: float, executors: int, ranks: int, tenants: int) -> Row:
-    before = [a for a in answers if loss.at - seconds <= a.asked and a.answered < loss.at]
+def _row(loss: _Loss, answers: Sequence[Answer], sharding: Sharding, *, executors: int) -> Row:
+    before = [a for a in answers if loss.at - sharding.seconds <= a.asked and a.answered < loss.at]
     meanwhile = [a for a in answers if a.answered >= loss.at and a.asked < loss.back]
     if not before or not meanwhile:
         raise ProtocolError("too few answers to compare: measure for longer (--seconds)")
-    usual, during = (np.array([1000 * (a.answered - a.asked) for a in some]) for some in (before, meanwhile))
+    usual, during = ([1000 * (a.answered - a.asked) for a in some] for some in (before, meanwhile))
+    (usual_p50, usual_p99), (during_p50, during_p99) = (np.percentile(ms, [50, 99]).tolist() for ms in (usual, during))
     left = Held(*(now - then for now, then in zip(loss.after, loss.before, strict=True)))
     return {
         "lost": loss.what,
         "groups": executors,
-        "ranks": ranks,
-        "tenants": tenants,
+        "ranks": sharding.ranks,
+        "tenants": sharding.tenants,
         "back_after_s": loss.back - loss.at,
-        "before_p50_ms": float(np.percentile(usual, 50)),
-        "meanwhile_p50_ms": float(np.percentile(during, 50)),
-        "meanwhile_over_before": float(np.percentile(during, 50) / np.percentile(usual, 50)),
-        "before_p99_ms": float(np.percentile(usual, 99)),
-        "meanwhile_p99_ms": float(np.percentile(during, 99)),
-        "longest_s": float(max(during)) / 1000,
+        "before_p50_ms": usual_p50,
+        "meanwhile_p50_ms": during_p50,
+        "meanwhile_over_before": during_p50 / usual_p50,
+        "before_p99_ms": usual_p99,
+        "meanwhile_p99_ms": during_p99,
+        "longest_s": max(during) / 1000,
         "answers": len(before) + len(meanwhile),
         "wrong": sum(not a.right for a in (*before, *meanwhile)),
         "named": "yes" if loss.named else "NO",

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from symbiosis_priv.errors import ConfigError
 from tenant.bench import cli as bench_cli
 from tenant.bench import contest as contests
+from tenant.bench.cli_options import Effort
 from tenant.bench.contest import Contest, contest
 from tenant.bench.llama import Llama
 from tenant.bench.result_file import Row, number, read
@@ -29,7 +30,7 @@ def bench(*arguments: str) -> str:
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Contest]:
     shape = Llama(width=64, layers=1, inner=64)
-    with contest(tmp_path_factory.mktemp("contest"), shape, ["pad"], threads=1, pool_memory_mib=16) as running:
+    with contest(tmp_path_factory.mktemp("contest"), shape, ["pad"], Effort(threads=1, pool_memory_mib=16)) as running:
         yield running
 
 
@@ -38,7 +39,7 @@ def shared(running: Contest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands use the running tenants and providers."""
 
     @contextmanager
-    def already(folder: Path, shape: Llama, maskings: Any, **options: Any) -> Iterator[Contest]:
+    def already(folder: Path, shape: Llama, maskings: Any, effort: Effort) -> Iterator[Contest]:
         assert (shape.width, shape.layers, maskings) == (64, 1, ["pad"])
         yield running
 
@@ -177,7 +178,7 @@ def test_wrong_options_are_explained(arguments: list[str]) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-@pytest.mark.parametrize("arguments", [["kernels", "--device", "cuda"], ["gpu"], ["kernels", "--device", "tpu9"]])
+@pytest.mark.parametrize("arguments", [["kernels", "--device", "cuda"], ["kernels", "--device", "tpu9"]])
 def test_an_absent_device_is_refused(arguments: list[str]) -> None:
     with pytest.raises(ConfigError, match="there are cpu"):
         bench(*arguments)

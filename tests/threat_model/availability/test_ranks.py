@@ -4,6 +4,7 @@ from pathlib import Path
 
 from tenant.bench.llama import Llama
 from tenant.bench.result_file import number
+from threat_model.availability.options import Sharding
 from threat_model.availability.ranks import measure_ranks
 
 
@@ -11,15 +12,9 @@ def test_a_lost_rank_delays_no_tenant_that_has_another_executor(tmp_path: Path) 
     (row,) = measure_ranks(
         tmp_path,
         Llama(width=64, layers=1, inner=64),
+        Sharding(ranks=2, tenants=1, rows=1, masking="none", seconds=0.5, pause_s=0.02, apart=False),
         groups=[2],
         losses=["a rank is killed"],
-        ranks=2,
-        tenants=1,
-        rows=1,
-        masking="none",
-        seconds=0.5,
-        pause_s=0.02,
-        apart=False,
     )
     assert row["wrong"] == row["left_processes"] == 0
     assert row["named"] == "yes"

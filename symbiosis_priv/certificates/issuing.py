@@ -4,6 +4,7 @@ A key file is created with mode 0600 and is never overwritten. Only `rotate` rep
 under another name. Keys are ECDSA P-256, which every TLS 1.3 stack supports.
 """
 
+import inspect
 import ipaddress
 import re
 from collections.abc import Sequence
@@ -41,6 +42,7 @@ _LABEL: Final = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 # Wildcards and a numeric last label do not match: 10.0.0.256 is a mistyped address, not a DNS name.
 _DNS_NAME: Final = re.compile(rf"(?:{_LABEL}\.)*(?![0-9]+\Z){_LABEL}")
 _CLOCK_SKEW: Final = timedelta(minutes=5)
+_KEY_USES: Final = tuple(inspect.signature(x509.KeyUsage).parameters)
 
 LeafKey = ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey
 """Types of public keys that a provider's or a tenant's certificate may have."""
@@ -58,22 +60,11 @@ def create_authority(directory: Path, *, name: str = "authority", days: int = 36
     Raises `ConfigError` for a bad name or lifetime, `CertificateError` if either file exists.
     """
     key = ec.generate_private_key(ec.SECP256R1())
-    usage = x509.KeyUsage(
-        digital_signature=False,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=True,
-        crl_sign=True,
-        encipher_only=False,
-        decipher_only=False,
-    )
     certificate = _sign(
         subject(name, unit="authority"),
         public_key=key.public_key(),
         # path_length=0: a tenant's certificate can never sign another one.
-        extensions=[x509.BasicConstraints(ca=True, path_length=0), usage],
+        extensions=[x509.BasicConstraints(ca=True, path_length=0), _key_usage("key_cert_sign", "crl_sign")],
         days=days,
         signer=key,
     )
@@ -83,7 +74,7 @@ def create_authority(directory: Path, *, name: str = "authority", days: int = 36
 def issue(
     directory: Path,
     *,
-    authority: Identity,
+    authority: Identity | None,
     kind: Kind,
     name: str,
     hosts: Sequence[str] = (),
@@ -93,7 +84,8 @@ def issue(
     """Issues `<name>.pem` and `<name>.key`, signed by `authority`.
 
     Args:
-        authority: a result of `create_authority`; the new certificate expires with the authority's or before.
+        authority: a result of `create_authority`; the new certificate expires with the authority's or before. None for
+            a self-signed certificate.
         name: 1 to 64 characters of `A-Za-z0-9._-`, without a leading dot; for a tenant, the name that providers see.
         hosts: DNS names and IP addresses of a provider, by default `DEFAULT_HOSTS`; empty for a tenant.
         days: lifetime.
@@ -102,8 +94,12 @@ def issue(
     Raises `ConfigError` for a bad name, host, operator or lifetime, `CertificateError` if a file exists or the
     authority is unusable.
     """
-    signer = _load_authority(authority)
-    return _create(directory, kind=kind, name=name, hosts=hosts, days=days, authority=signer, operator=operator)
+    key = ec.generate_private_key(ec.SECP256R1())
+    signer = key if authority is None else _load_authority(authority)
+    certificate = _sign_leaf(
+        key.public_key(), kind=kind, name=name, hosts=hosts, operator=operator, signer=signer, days=days
+    )
+    return _write_pair(directory, name=name, certificate=certificate, key=key)
 
 
 def issue_to_key(
@@ -125,7 +121,7 @@ def create_self_signed(
     directory: Path, *, kind: Kind, name: str, hosts: Sequence[str] = (), days: int = 365
 ) -> Identity:
     """Creates a self-signed certificate and its key, for peers that pin it. Arguments and errors as for `issue`."""
-    return _create(directory, kind=kind, name=name, hosts=hosts, days=days, authority=None, operator=None)
+    return issue(directory, authority=None, kind=kind, name=name, hosts=hosts, days=days)
 
 
 def prepare_rotation(certificate: Path, *, authority: Identity | None, days: int = 365) -> Identity:
@@ -216,24 +212,6 @@ def _renewed(
 # Building
 
 
-def _create(
-    directory: Path,
-    *,
-    kind: Kind,
-    name: str,
-    hosts: Sequence[str],
-    days: int,
-    authority: _Authority | None,
-    operator: str | None,
-) -> Identity:
-    key = ec.generate_private_key(ec.SECP256R1())
-    signer = authority or key
-    certificate = _sign_leaf(
-        key.public_key(), kind=kind, name=name, hosts=hosts, operator=operator, signer=signer, days=days
-    )
-    return _write_pair(directory, name=name, certificate=certificate, key=key)
-
-
 def _sign_leaf(
     public_key: LeafKey,
     *,
@@ -299,18 +277,12 @@ def _sign(
 
 
 def _leaf_usage(usage: x509.ExtendedKeyUsage) -> list[x509.ExtensionType]:
-    signing = x509.KeyUsage(
-        digital_signature=True,  # the only usage that TLS 1.3 needs
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=False,
-        crl_sign=False,
-        encipher_only=False,
-        decipher_only=False,
-    )
-    return [x509.BasicConstraints(ca=False, path_length=None), signing, usage]
+    # a signature is the only use of a key that TLS 1.3 needs
+    return [x509.BasicConstraints(ca=False, path_length=None), _key_usage("digital_signature"), usage]
+
+
+def _key_usage(*allowed: str) -> x509.KeyUsage:
+    return x509.KeyUsage(**{use: use in allowed for use in _KEY_USES})
 
 
 def _host(host: str) -> x509.GeneralName:

@@ -66,16 +66,12 @@ def provider(
     days: Days = 365,
 ) -> None:
     """Create a provider's certificate, or a registry's."""
-    hosts = host or ()
-    if self_signed:
-        if operator is not None:
-            raise ConfigError("--operator needs an authority, and --self-signed has none: leave one of them out")
-        identity = issuing.create_self_signed(directory, kind=Kind.PROVIDER, name=name, hosts=hosts, days=days)
-    else:
-        signer = _identity(directory, authority)
-        identity = issuing.issue(
-            directory, authority=signer, kind=Kind.PROVIDER, name=name, hosts=hosts, days=days, operator=operator
-        )
+    if self_signed and operator is not None:
+        raise ConfigError("--operator needs an authority, and --self-signed has none: leave one of them out")
+    signer = None if self_signed else _identity(directory, authority)
+    identity = issuing.issue(
+        directory, authority=signer, kind=Kind.PROVIDER, name=name, hosts=host or (), days=days, operator=operator
+    )
     _report(identity)
     _set("In provider.toml", "tls", certificate=identity.certificate, key=identity.key)
     _next(

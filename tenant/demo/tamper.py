@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,29 +21,29 @@ from tenant.session.session import Session
 _ROWS = 4
 _LARGEST = 64  # largest entry of a row; the check does not depend on the entries
 
-ALTERATIONS: dict[str, Callable[[Tensor, random.Random], object]] = {
-    "one bit": lambda answer, rng: _entry(answer, rng).bitwise_xor_(1 << rng.randrange(31)),
-    "one entry off by one": lambda answer, rng: _entry(answer, rng).add_(1),
-    "one entry off by 2^31": lambda answer, rng: _entry(answer, rng).bitwise_xor_(-(1 << 31)),
-    "rows swapped": lambda answer, rng: answer.copy_(answer.flip(0)),
-    "row replaced": lambda answer, rng: answer[rng.randrange(len(answer))].fill_(rng.randrange(-(1 << 31), 1 << 31)),
-    "row repeated": lambda answer, rng: answer[0].copy_(answer[-1]),
+ALTERATIONS: dict[str, Callable[[random.Random, Tensor], object]] = {
+    "one bit": lambda rng, answer: _entry(answer, rng).bitwise_xor_(1 << rng.randrange(31)),
+    "one entry off by one": lambda rng, answer: _entry(answer, rng).add_(1),
+    "one entry off by 2^31": lambda rng, answer: _entry(answer, rng).bitwise_xor_(-(1 << 31)),
+    "rows swapped": lambda rng, answer: answer.copy_(answer.flip(0)),
+    "row replaced": lambda rng, answer: answer[rng.randrange(len(answer))].fill_(rng.randrange(-(1 << 31), 1 << 31)),
+    "row repeated": lambda rng, answer: answer[0].copy_(answer[-1]),
 }
 
 
 class Tamper:
-    """A `Wiretap` that alters every answer of providers with one role."""
+    """A `Wiretap` that alters every answer of providers with one role, as a dishonest provider would."""
 
-    def __init__(self, role: Role, alter: Callable[[Tensor, random.Random], object], rng: random.Random) -> None:
-        self.role, self.alter, self.rng = role, alter, rng
+    def __init__(self, role: Role, alter: Callable[[Tensor], object]) -> None:
+        self._role, self._alter = role, alter
 
     def sent(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
         """Does nothing: requests are not altered."""
 
     def received(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
         """Alter the answer of a provider with the chosen role."""
-        if payload is not None and peer.role == self.role:
-            self.alter(payload, self.rng)
+        if peer.role == self._role and isinstance(message, wire.Result) and payload is not None:
+            self._alter(payload)
 
 
 @silenced("tenant.core.gate")
@@ -50,13 +51,12 @@ def rejected(federation: Federation, preparation: Preparation, *, trials: int) -
     """Send `trials` requests, alter the executor's or the helper's answers in turn, and count the refused answers."""
     rng = random.Random(0)
     alterations = list(ALTERATIONS.values())
-    preparation = replace(
-        preparation, forget_keys=lambda: None
-    )  # the demo alters the answers itself, so the keys stay secret and can be kept
+    # the demo alters the answers itself, so the keys stay secret and can be kept
+    preparation = replace(preparation, forget_keys=lambda: None)
     refused = 0
     for trial in range(trials):
         role: Role = "helper" if trial % 2 else "executor"
-        tamper = Tamper(role, alterations[trial // 2 % len(alterations)], rng)
+        tamper = Tamper(role, partial(alterations[trial // 2 % len(alterations)], rng))
         options = SessionOptions(masking="pad", pool_memory=0, wiretap=tamper)
         session = Session(federation, preparation, options=options)
         index, direction = rng.randrange(len(preparation.facts)), rng.choice(DIRECTIONS)

@@ -20,12 +20,12 @@ from symbiosis_priv.arithmetic.keystream import SEED_BYTES, expand
 from symbiosis_priv.arithmetic.passes import unmask
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, RANGE, Direction
 from symbiosis_priv.errors import QuarantinedError, VerificationError
-from symbiosis_priv.federation import Peer
 from symbiosis_priv.harness.silence import silenced
 from symbiosis_priv.network import wire
 from tenant.core.facts import Preparation
 from tenant.core.rows import RingRows
 from tenant.core.verifier import BlameKeys
+from tenant.demo.tamper import Tamper
 from tenant.preparation.keys import prepare
 from tenant.session.options import SessionOptions
 from tenant.session.session import Session
@@ -99,21 +99,6 @@ class ActiveReport:
             and not verified.information
             and (skipped.information > 0.3)  # bits of information about 32 fair bits, exceeded by chance once in 10^7
         )
-
-
-class Liar:
-    """A wiretap that acts as a dishonest provider in one role."""
-
-    def __init__(self, role: wire.Role, lie: Lie) -> None:
-        self._role, self._lie = role, lie
-
-    def sent(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
-        """Does nothing: only answers are changed."""
-
-    def received(self, peer: Peer, message: wire.Message, payload: Tensor | None) -> None:
-        """Change the answer of a provider with the chosen role."""
-        if peer.role == self._role and isinstance(message, wire.Result) and payload is not None:
-            self._lie(payload)
 
 
 @contextmanager
@@ -220,13 +205,13 @@ def _detect(lab: Lab, preparation: Preparation, kind: _Kind, repeats: int, rng: 
     caught = 0
     for trial in range(repeats):
         lie = kind.lies[trial % len(kind.lies)]
-        aborted, _ = _session(lab, preparation, Liar(kind.role, lie), DIRECTIONS[trial % 2], rng)
+        aborted, _ = _session(lab, preparation, Tamper(kind.role, lie), DIRECTIONS[trial % 2], rng)
         caught += aborted
     return Detection(kind.name, caught, repeats, kind.valuation)
 
 
 def _session(
-    lab: Lab, preparation: Preparation, liar: Liar | None, direction: Direction, rng: torch.Generator
+    lab: Lab, preparation: Preparation, liar: Tamper | None, direction: Direction, rng: torch.Generator
 ) -> tuple[bool, Tensor]:
     """Run one request in a fresh session. Returns True if it aborted, and the true product int64 `[r, o]`."""
     group = 0
@@ -253,7 +238,7 @@ def _leak(lab: Lab, preparation: Preparation, name: str, trials: int, rng: torch
 
     aborts, secret = [], []
     for _ in range(trials):
-        aborted, truth = _session(lab, preparation, Liar("executor", probe), FORWARD, rng)
+        aborted, truth = _session(lab, preparation, Tamper("executor", probe), FORWARD, rng)
         aborts.append(aborted)
         secret.append(bool(truth[0, 0] > 0))
     return AbortLeak(name, trials, sum(aborts), mutual_information(aborts, secret))

@@ -108,6 +108,14 @@ class Attack(ABC, Generic[V, G]):
         """Compare a guess with the truth."""
 
 
+class LabelsAttack(Attack[V, Labels]):
+    """An attack of an executor that guesses tokens or labels."""
+
+    party = "executor"
+    metric = "tokens"
+    chance = "guesses dealt to random rows"
+
+
 class DirectedAttack(Attack[V, G]):
     """An attack on the requests of one direction. The direction is the last part of its name."""
 
@@ -129,7 +137,17 @@ def score_labels(guess: Labels, truth: Mapping[int, Tensor], *, ignore: int | No
     return Outcome(hits, len(real), chance, binomial_tail(hits, len(real), chance))
 
 
-def score_rows(guess: Rows, calls: Mapping[int, Call], rng: torch.Generator) -> Outcome:
+class RowsAttack(Attack[V, Rows]):
+    """An attack that guesses rows."""
+
+    metric = "rows within 1 %"
+    chance = "0; the verdict uses a line-up with chance 1/2"
+
+    def score(self, guess: Rows, truth: Truth) -> Outcome:
+        return score_rows(guess, truth.calls)
+
+
+def score_rows(guess: Rows, calls: Mapping[int, Call]) -> Outcome:
     """Score guessed rows: how many are within 1 %, and a more sensitive test on pairs.
 
     The pair test asks whether two guesses fit their own rows better than each other's rows:
@@ -139,6 +157,7 @@ def score_rows(guess: Rows, calls: Mapping[int, Call], rng: torch.Generator) -> 
     for order, call in calls.items():
         if order in guess and call.rows.shape == guess[order].shape:
             by_layer.setdefault((call.group, call.direction), []).append(order)
+    rng = torch.Generator().manual_seed(1)
     hits = trials = fits = pairs = 0
     worst = 1.0
     errors: list[Tensor] = []

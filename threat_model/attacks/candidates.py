@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from threat_model.attacks.base import DirectedAttack, Outcome, Rows, score_rows
+from threat_model.attacks.base import DirectedAttack, Outcome, RowsAttack, score_rows
 from threat_model.attacks.reading import Subtraction, subtract_candidates
 from threat_model.evidence.public import Public
 from threat_model.evidence.truth import Truth
@@ -25,15 +25,14 @@ class CandidateSubtraction(DirectedAttack[ExecutorView, Subtraction]):
     decisive = True
     sees = "rows, and noises whose effect it was asked for"
     source = "against Symbiosis §3.8"
-    metric = "rows within 1 %"
-    chance = "0; the verdict uses a line-up with chance 1/2"
+    metric = RowsAttack.metric
+    chance = RowsAttack.chance
 
     def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Subtraction:
         return subtract_candidates(view)
 
     def score(self, guess: Subtraction, truth: Truth) -> Outcome:
-        rows: Rows = guess.rows
-        outcome = score_rows(rows, dict(truth.of(direction=self.direction)), torch.Generator().manual_seed(1))
+        outcome = score_rows(guess.rows, dict(truth.of(direction=self.direction)))
         combinations = sum(math.log10(k) for k in guess.pools)
         counts = {"distances tried": guess.trials, "combinations, log10": combinations, "layers": len(guess.pools)}
         return replace(outcome, figures={**outcome.figures, **counts})

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.keystream import expand, mask_key
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
-from threat_model.attacks.base import DirectedAttack, Outcome, Rows, score_rows
+from threat_model.attacks.base import DirectedAttack, Outcome, Rows, RowsAttack
 from threat_model.attacks.reading import deal
 from threat_model.attacks.uniformity import Distinguisher, Verdicts
 from threat_model.evidence.public import Public
@@ -23,12 +23,10 @@ from threat_model.evidence.views import CollusionView, ExecutorView, HelperView
 _SMALL, _COLUMNS, _RING = 1 << 23, 4, 1 << 32
 
 
-class _Collusion(DirectedAttack[CollusionView, Rows]):
+class _Collusion(DirectedAttack[CollusionView, Rows], RowsAttack[CollusionView]):
     """Tries every pad row that seeds and requests imply on every masked row."""
 
     family = "collusion"
-    metric = "rows within 1 %"
-    chance = "0; the verdict uses a line-up with chance 1/2"
 
     def run(self, view: CollusionView, public: Public, rng: torch.Generator) -> Rows | None:
         rows: dict[int, Tensor] = {}
@@ -40,10 +38,6 @@ class _Collusion(DirectedAttack[CollusionView, Rows]):
             masked = torch.cat([e.rows for e in exchanges])
             rows |= deal((masked - pads[matching(masked, pads)]).double(), exchanges)
         return rows or None
-
-    def score(self, guess: Rows, truth: Truth) -> Outcome:
-        calls = {o: c for o, c in truth.of(direction=self.direction) if o in guess}
-        return score_rows(guess, calls, torch.Generator().manual_seed(1))
 
 
 class Collusion(_Collusion):

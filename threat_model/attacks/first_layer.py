@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import FORWARD
-from threat_model.attacks.base import Attack, Labels, Outcome, score_labels
+from threat_model.attacks.base import Labels, LabelsAttack, Outcome, score_labels
 from threat_model.evidence.truth import Truth
 from threat_model.evidence.views import ExecutorView
 
@@ -16,12 +16,8 @@ def first_layer_tokens(truth: Truth) -> dict[int, Tensor]:
     return {o: c.tokens for o, c in truth.of(group=FIRST, direction=FORWARD) if c.tokens is not None}
 
 
-class FirstLayerAttack(Attack[ExecutorView, Labels]):
+class FirstLayerAttack(LabelsAttack[ExecutorView]):
     """Guesses a token for each row of the first group, or of some requests for it."""
-
-    party = "executor"
-    metric = "tokens"
-    chance = "guesses dealt to random rows"
 
     def score(self, guess: Labels, truth: Truth) -> Outcome:
         return score_labels(guess, first_layer_tokens(truth))

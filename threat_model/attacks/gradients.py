@@ -9,24 +9,29 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import BACKWARD
-from threat_model.attacks.base import Attack, Labels, Outcome, score_labels
+from threat_model.attacks.base import Labels, LabelsAttack, Outcome, score_labels
 from threat_model.attacks.reading import subtract_candidates, unfold
 from threat_model.evidence.public import Public
 from threat_model.evidence.truth import NO_LABEL, Truth
 from threat_model.evidence.views import ExecutorView
 
 
-class HeadLabels(Attack[ExecutorView, Labels]):
+class _GradientAttack(LabelsAttack[ExecutorView]):
+    family = "text"
+    metric = "labels"
+
+    def score(self, guess: Labels, truth: Truth) -> Outcome:
+        labels = {order: call.labels for order, call in truth.calls.items() if call.labels is not None}
+        return score_labels(guess, labels, ignore=NO_LABEL)
+
+
+class HeadLabels(_GradientAttack):
     """`argmin` of the head's backward rows."""
 
     name = "labels from head gradients"
-    family = "text"
-    party = "executor"
     decisive = True
     sees = "backward rows of the LM head"
     source = "iDLG, arXiv 2001.02610"
-    metric = "labels"
-    chance = "guesses dealt to random rows"
 
     def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Labels | None:
         if not public.has("lm_head"):
@@ -36,20 +41,13 @@ class HeadLabels(Attack[ExecutorView, Labels]):
         online = [e for e in view.of(group=head, direction=BACKWARD) if e.order in rows]
         return {e.order: unfold(public, e, rows[e.order]).argmin(dim=1) for e in online} or None
 
-    def score(self, guess: Labels, truth: Truth) -> Outcome:
-        return score_labels(guess, _labels(guess, truth), ignore=NO_LABEL)
 
-
-class BlockLabels(Attack[ExecutorView, Labels]):
+class BlockLabels(_GradientAttack):
     """`argmin_v <g, gamma * head_v>` over the last block's backward rows. Works with a tied head, too."""
 
     name = "labels from block gradients"
-    family = "text"
-    party = "executor"
     sees = "backward rows of the last block"
     source = "iDLG through the final norm"
-    metric = "labels"
-    chance = "guesses dealt to random rows"
 
     def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Labels | None:
         group = public.group_of("down_proj", layer=public.layers - 1)
@@ -60,11 +58,3 @@ class BlockLabels(Attack[ExecutorView, Labels]):
         rows = subtract_candidates(view).rows
         online = [e for e in view.of(group=group, direction=BACKWARD) if e.order in rows]
         return {e.order: (unfold(public, e, rows[e.order]) @ directions.t()).argmin(dim=1) for e in online} or None
-
-    def score(self, guess: Labels, truth: Truth) -> Outcome:
-        return score_labels(guess, _labels(guess, truth), ignore=NO_LABEL)
-
-
-def _labels(guess: Labels, truth: Truth) -> dict[int, Tensor]:
-    known = {order: call.labels for order, call in truth.calls.items() if order in guess}
-    return {order: labels for order, labels in known.items() if labels is not None}

@@ -8,16 +8,15 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import FORWARD
-from threat_model.attacks.base import DirectedAttack, Outcome, Rows, score_rows
+from threat_model.attacks.base import DirectedAttack, Rows, RowsAttack
 from threat_model.attacks.reading import deal, noises, stack
 from threat_model.evidence.public import Public
-from threat_model.evidence.truth import Truth
 from threat_model.evidence.views import Exchange, ExecutorView
 
 _MAX_NOISES, _MAX_ROWS, _SAME = 64, 2000, 1e-3
 
 
-class RepeatedRows(DirectedAttack[ExecutorView, Rows]):
+class RepeatedRows(DirectedAttack[ExecutorView, Rows], RowsAttack[ExecutorView]):
     """Treats rows that arrive repeatedly as noise. Ignores the requests for effects."""
 
     name = "zero and padding rows"
@@ -25,8 +24,6 @@ class RepeatedRows(DirectedAttack[ExecutorView, Rows]):
     party = "executor"
     sees = "rows, no noise"
     source = "threat model, paper-pool"
-    metric = "rows within 1 %"
-    chance = "0; the verdict uses a line-up with chance 1/2"
 
     def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Rows:
         rows: dict[int, Tensor] = {}
@@ -39,10 +36,6 @@ class RepeatedRows(DirectedAttack[ExecutorView, Rows]):
                 known = _as_sent(public, online[0], public.vocabulary_rows[public.pad_token])
             rows |= deal(_without_repeats(stack(online), known), online)
         return rows
-
-    def score(self, guess: Rows, truth: Truth) -> Outcome:
-        calls = {o: c for o, c in truth.of(direction=self.direction) if o in guess}
-        return score_rows(guess, calls, torch.Generator().manual_seed(1))
 
 
 def _as_sent(public: Public, exchange: Exchange, row: Tensor) -> Tensor:

@@ -10,16 +10,15 @@ import math
 import torch
 from torch import Tensor
 
-from threat_model.attacks.base import Attack, Outcome, Rows, score_rows
+from threat_model.attacks.base import Rows, RowsAttack
 from threat_model.attacks.reading import carriers
 from threat_model.evidence.public import Public
-from threat_model.evidence.truth import Truth
 from threat_model.evidence.views import Exchange, ExecutorView
 
 _SEEDS, _SMALL, _ALIKE = 2048, 1 << 27, 0.5
 
 
-class SeedRecovery(Attack[ExecutorView, Rows]):
+class SeedRecovery(RowsAttack[ExecutorView]):
     """Tries seeds 0..2047 of torch's generator, as integers and as normals, in the order of requests. Without a
     matching seed there is no guess."""
 
@@ -28,8 +27,6 @@ class SeedRecovery(Attack[ExecutorView, Rows]):
     party = "executor"
     sees = "rows, in order"
     source = "rule 1"
-    metric = "rows within 1 %"
-    chance = "0; the verdict uses a line-up with chance 1/2"
 
     def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Rows:
         online = carriers(view)
@@ -40,10 +37,6 @@ class SeedRecovery(Attack[ExecutorView, Rows]):
                 rows = {e.order: _taken_off(e, stream) for e in online}
                 return {order: part for order, part in rows.items() if part is not None}
         return {}
-
-    def score(self, guess: Rows, truth: Truth) -> Outcome:
-        calls = {o: c for o, c in truth.calls.items() if o in guess}
-        return score_rows(guess, calls, torch.Generator().manual_seed(1))
 
 
 def _taken_off(exchange: Exchange, stream: torch.Generator) -> Tensor | None:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from symbiosis_priv.arithmetic.ring import FORWARD
-from threat_model.attacks.base import Attack, Labels, Outcome, score_labels
+from threat_model.attacks.base import Labels, LabelsAttack, Outcome, score_labels
 from threat_model.attacks.first_layer import FIRST, FirstLayerAttack
 from threat_model.attacks.reading import prefills, subtract_candidates
 from threat_model.evidence.public import Public
@@ -44,7 +44,7 @@ class FirstLayerTokens(FirstLayerAttack):
         return nearest_tokens(subtract_candidates(view).rows, public, wanted)
 
 
-class DeepLayerTokens(Attack[ExecutorView, Labels]):
+class DeepLayerTokens(LabelsAttack[ExecutorView]):
     """Reads tokens from a deeper layer: runs the public model on every possible next token, and keeps the best fit.
 
     The search is greedy: position t is decided after all positions before it, so the cost is vocabulary x length and
@@ -55,12 +55,9 @@ class DeepLayerTokens(Attack[ExecutorView, Labels]):
 
     name = "tokens, deep layer"
     family = "text"
-    party = "executor"
     decisive = True
     sees = "rows of the second block alone"
     source = "activation matching"
-    metric = "tokens"
-    chance = "guesses dealt to random rows"
 
     def run(self, view: ExecutorView, public: Public, rng: torch.Generator) -> Labels | None:
         group = public.group_of("q_proj", layer=1)

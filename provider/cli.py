@@ -1,30 +1,24 @@
 """`symbiosis-priv provider`: serve, health, usage, top, manifest, init."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import msgspec
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConfigError, one_line
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS, Role
-
-if TYPE_CHECKING:  # commands import what needs torch, so that --help does not wait for it
-    from symbiosis_priv.checkpoints import weights
 
 app = typer.Typer(no_args_is_help=True, help="Serve the frozen layers of a public model.")
 
@@ -55,7 +49,7 @@ def serve(
     def tell(_: str) -> None:
         log.info("starting", provider=settings.name)
 
-    with _quantising() as progress, ExitStack() as starting:
+    with terminal.progress_bar("quantising") as progress, ExitStack() as starting:
         starting.enter_context(terminal.working("starting", tell=tell))
         from provider import serve as server
 
@@ -89,7 +83,7 @@ def manifest(
         store = open_store(unplaced(load(config)))
     else:
         store = WeightStore(resolve(str(model)), weight_bits=weight_bits)
-    with _quantising() as progress:
+    with terminal.progress_bar("quantising") as progress:
         found = store.manifest(progress=progress)
     table = Table("layer", "layer group", "inputs", "outputs", title=f"{found.weight_bits} weight bits")
     for layer, group in zip(found.layers, found.groups, strict=True):
@@ -220,23 +214,3 @@ def _next_steps(path: Path, *, name: str, role: Role) -> Iterator[str]:
         yield f"symbiosis-priv keys provider --name {name} --host YOUR.HOST --self-signed{where}"
     yield f"symbiosis-priv provider manifest --config {shlex.quote(str(path))}"
     yield f"symbiosis-priv provider serve --config {shlex.quote(str(path))}"
-
-
-@contextmanager
-def _quantising() -> Iterator[weights.Progress]:
-    """Show a progress bar on stderr from the first layer group to the last."""
-    console = terminal.console(stderr=True)
-    columns = (TextColumn("quantising layer groups"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    task = bar.add_task("quantise", total=None)
-
-    def update(done: int, total: int) -> None:
-        bar.start()
-        bar.update(task, completed=done, total=total)
-        if done == total:
-            bar.stop()
-
-    try:
-        yield update
-    finally:
-        bar.stop()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import TimeElapsedColumn
 
 from symbiosis_priv.display import terminal
 from symbiosis_priv.system.files import output_file, write_atomically
@@ -34,11 +34,9 @@ def threat_model(
 
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    errors = terminal.console(stderr=True)
     with (
         tempfile.TemporaryDirectory() as folder,
-        Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar,
+        terminal.progress(TimeElapsedColumn(), of=terminal.console(stderr=True)) as bar,
     ):
         task = bar.add_task("base model, certificates, providers", total=None)
 

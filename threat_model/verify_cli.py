@@ -160,7 +160,6 @@ def _oracle(model: str | None, *, weight_bits: int, digest: str | None, seed: in
     from symbiosis_priv.checkpoints.weights import WeightStore
     from tenant.core.verifier import DEFAULT_COLUMNS
     from tenant.preparation.keys import prepare
-    from tenant.progress import progress_bar
     from threat_model.conformance import CheckpointOracle, PreparedOracle
 
     if model is None:
@@ -173,7 +172,7 @@ def _oracle(model: str | None, *, weight_bits: int, digest: str | None, seed: in
                 f"of what the providers should serve"
             ) from error
     store = WeightStore(resolve(model), weight_bits=weight_bits)
-    with progress_bar("quantising") as progress:
+    with terminal.progress_bar("quantising") as progress:
         own = store.manifest(progress=progress).digest
     if digest not in (None, own):
         raise CheckpointError(f"{model} is model {own}, but the federation pins {digest}: these cannot be compared")
@@ -182,15 +181,14 @@ def _oracle(model: str | None, *, weight_bits: int, digest: str | None, seed: in
 
 def _run(subjects: Sequence[Subject], *, examples: int, seed: int, budget: float) -> list[Outcome]:
     """Run every property; each outcome is printed as soon as it is known."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import TimeElapsedColumn
 
     from threat_model.conformance import PROPERTIES, verify
 
     console = terminal.console()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     outcomes: list[Outcome] = []
     todo = [(s, p) for s in subjects for p in PROPERTIES if s.role in p.roles]
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with terminal.progress(TimeElapsedColumn(), of=console) as bar:
         task = bar.add_task("", total=len(todo))
 
         def tick() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console, JustifyMethod
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 _WIDTH = 140  # width of a file or a pipe
@@ -55,6 +56,30 @@ def working(what: str, *, tell: Callable[[str], None] | None = None) -> Iterator
 def _to_stderr(text: str) -> None:
     if sys.stderr is not None:
         print(text, file=sys.stderr, flush=True)
+
+
+def progress(time: ProgressColumn, *, of: Console) -> Progress:
+    """Bars with a description, a count and a time, which are shown on a terminal only and disappear at the end."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), time)
+    return Progress(*columns, console=of, transient=True, disable=not of.is_terminal)
+
+
+@contextmanager
+def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr, on a terminal only: from the first call of the function (done, total) until all is done."""
+    bar = progress(TimeRemainingColumn(), of=console(stderr=True))
+    task = bar.add_task(label, total=None)
+
+    def update(done: int, total: int) -> None:
+        bar.start()
+        bar.update(task, completed=done, total=total)
+        if done == total:
+            bar.stop()
+
+    try:
+        yield update
+    finally:
+        bar.stop()
 
 
 def table(

@@ -42,7 +42,6 @@ def check(
         from symbiosis_priv.checkpoints.discovery.architecture import architecture, load_config
         from tenant.model.hf import RemoteConfig, backend_of
         from tenant.model.loading import is_language_model, load_model, load_tokenizer
-        from tenant.progress import progress_bar
         from tenant.training import quality
 
     kind = architecture(load_config(folder))
@@ -56,10 +55,10 @@ def check(
     ids = [example.input_ids for example in examples[:blocks]]
     compare: Callable[..., Any] = quality.compare if causal else quality.compare_embeddings
     table: Callable[..., Table] = _quality_table if causal else _likeness_table
-    with progress_bar(f"ring, {weight_bits} bits") as progress:
+    with terminal.progress_bar(f"ring, {weight_bits} bits") as progress:
         ring = compare(reference, split, ids, progress=progress)
     backend_of(split).close()
-    with progress_bar("bf16") as progress:
+    with terminal.progress_bar("bf16") as progress:
         bf16 = compare(reference, load(dtype=torch.bfloat16), ids, progress=progress)
     terminal.console().print(table({f"ring, {weight_bits} bits": ring, "bf16": bf16}))
 

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
+from symbiosis_priv.display import terminal
 from symbiosis_priv.federation import load_federation
 from tenant.cli.options import Federation, loading
 
@@ -29,10 +30,9 @@ def prepare(
         from tenant.model import ledger as ledgers
         from tenant.preparation.keys import prepare as prepare_model
         from tenant.preparation.slim import write_slim
-        from tenant.progress import progress_bar
 
     store = WeightStore(folder, weight_bits=pinned.weight_bits)
-    with progress_bar("verification keys") as progress:
+    with terminal.progress_bar("verification keys") as progress:
         preparation = prepare_model(
             store,
             digest=pinned.model_digest,

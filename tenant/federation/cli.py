@@ -89,10 +89,9 @@ def _digest(model: str, weight_bits: int) -> str:
     import torch  # importing torch would delay --help
 
     from symbiosis_priv.checkpoints.weights import WeightStore
-    from tenant.progress import progress_bar
 
     store = WeightStore(resolve(model), weight_bits=weight_bits)
-    with progress_bar("quantising") as progress:
+    with terminal.progress_bar("quantising") as progress:
         entries = store.each_group(lambda _, entry, __: entry, threads=torch.get_num_threads(), progress=progress)
         return store.assemble(entries).digest
 
@@ -168,11 +167,10 @@ def _preparation(federation: Federation, model: str | None) -> Preparation | Non
     from symbiosis_priv.errors import CheckpointError
     from tenant.core.verifier import DEFAULT_COLUMNS
     from tenant.preparation.keys import prepare
-    from tenant.progress import progress_bar
 
     store = None if model is None else WeightStore(resolve(model), weight_bits=federation.weight_bits)
     try:
-        with progress_bar("verification keys") as progress:
+        with terminal.progress_bar("verification keys") as progress:
             return prepare(
                 store,
                 digest=federation.model_digest,

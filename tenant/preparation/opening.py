@@ -6,6 +6,7 @@ from pathlib import Path
 
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import CheckpointError
 from symbiosis_priv.federation import Federation, load_federation
 from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
@@ -13,7 +14,6 @@ from tenant.core.facts import GroupFacts, Preparation
 from tenant.options import Options
 from tenant.preparation.keys import prepare
 from tenant.preparation.own_tensors import own_digest
-from tenant.progress import progress_bar
 
 
 class Opening:
@@ -38,7 +38,7 @@ class Opening:
     @cached_property
     def preparation(self) -> Preparation:
         """Facts and verification keys of the pinned model."""
-        with progress_bar("verification keys") as progress:
+        with terminal.progress_bar("verification keys") as progress:
             return prepare(
                 self.full_store,
                 digest=self.federation.model_digest,
@@ -57,7 +57,7 @@ class Opening:
         """
         bits = DEFAULT_WEIGHT_BITS if self.options.weight_bits is None else self.options.weight_bits
         store = self._store(bits)
-        with progress_bar("quantising") as progress:
+        with terminal.progress_bar("quantising") as progress:
             manifest = store.manifest(progress=progress)
         own = self._own_store(bits)
         if own.path != store.path and own_digest(own, manifest) != own_digest(store, manifest):

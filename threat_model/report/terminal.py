@@ -48,9 +48,7 @@ def render(suite: Suite, *, width: int) -> RenderableType:
 
 
 def _summary_table(suite: Suite) -> Table:
-    table = Table(title="What that means", title_justify="left")
-    for name in SUMMARY:
-        table.add_column(name)
+    table = _table("What that means", *SUMMARY)
     for row in summary_rows(suite):
         table.add_row(*row, style=None if row[-1] == "yes" else "bold red")
     return table
@@ -97,18 +95,14 @@ def _cost_table(suite: Suite) -> Table:
 
 
 def _planted_table(suite: Suite) -> Table:
-    table = Table(title="Planted faults", title_justify="left")
-    for name in ("fault", "breaks", "attack", "success", "chance", "found"):
-        table.add_column(name)
+    table = _table("Planted faults", "fault", "breaks", "attack", "success", "chance", "found")
     for fault in suite.planted:
         table.add_row(*planted_row(fault), style=None if fault.found else "bold red")
     return table
 
 
 def _active_table(suite: Suite) -> Table:
-    table = Table(title="Active adversaries", title_justify="left")
-    for name in ("lie", "caught", "at least (99 %)"):
-        table.add_column(name)
+    table = _table("Active adversaries", "lie", "caught", "at least (99 %)")
     single = [d for d in suite.active.detections if d.valuation is None]
     by_valuation = [d for d in suite.active.detections if d.valuation is not None]
     caught, trials = sum(d.caught for d in by_valuation), sum(d.trials for d in by_valuation)
@@ -126,9 +120,11 @@ def _active_table(suite: Suite) -> Table:
 
 
 def _not_hidden_table() -> Table:
-    table = Table(title="Not hidden, by any scheme", title_justify="left")
-    table.add_column("what")
-    table.add_column("shown by")
+    table = _table("Not hidden, by any scheme", "what", "shown by")
     for what, attack in NOT_HIDDEN:
         table.add_row(what, attack)
     return table
+
+
+def _table(title: str, *headings: str) -> Table:
+    return Table(*headings, title=title, title_justify="left")

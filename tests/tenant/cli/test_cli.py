@@ -23,11 +23,11 @@ from typer.testing import CliRunner
 
 from symbiosis_priv.certificates.issuing import issue
 from symbiosis_priv.certificates.reading import Identity, Kind
+from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import CheckpointError, ConfigError, DeadlineExceededError
 from symbiosis_priv.harness.base_model import Pretraining, make_base_model
 from symbiosis_priv.harness.local import LocalFederation
 from symbiosis_priv.harness.text import private_text
-from tenant import progress
 from tenant.cli import app as cli
 from tenant.cli.generate import generate as generate_command
 from tenant.federation import cli as federation_cli
@@ -282,7 +282,7 @@ def test_check_shows_its_progress(model: Path, text: Path, monkeypatch: pytest.M
     def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: seen.append((label, done, total))
 
-    monkeypatch.setattr(progress, "progress_bar", progress_bar)
+    monkeypatch.setattr(terminal, "progress_bar", progress_bar)
     tenant("check", "--model", str(model), "--text", str(text), "--sequence-length", "32", "--blocks", "2")
     for label in ("ring, 10 bits", "bf16"):
         assert [(done, total) for name, done, total in seen if name == label] == [(1, 2), (2, 2)]

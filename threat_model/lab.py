@@ -37,7 +37,7 @@ from tenant import RemoteConfig, backend_of
 from threat_model.attacks.collusion import matching, pad_rows
 from threat_model.evidence.neighbour import Neighbour
 from threat_model.evidence.public import Public, alone
-from threat_model.evidence.schemes import Scheme
+from threat_model.evidence.schemes import AttackedScheme
 from threat_model.evidence.truth import NO_LABEL, Truth, Witness, adapter_updates
 from threat_model.evidence.views import Game, HelperView, NeighbourView, Recorder, Views
 
@@ -74,7 +74,7 @@ PLANTED = Workload(steps=4, generations=2, prompts=16, new_tokens=3, game_rows=5
 class Recording:
     """The recorded run of one scheme."""
 
-    scheme: Scheme
+    scheme: AttackedScheme
     views: Views
     truth: Truth
     seconds: float
@@ -170,7 +170,7 @@ class Lab:
         starts = torch.randint(len(self._private) - length, (count,), generator=torch.Generator().manual_seed(seed))
         return torch.stack([self._private[s : s + length] for s in starts.tolist()])
 
-    def record(self, scheme: Scheme, workload: Workload, *, federation: Path | None = None) -> Recording:
+    def record(self, scheme: AttackedScheme, workload: Workload, *, federation: Path | None = None) -> Recording:
         """Fine-tune and generate under a scheme, and record every party's view.
 
         Args:

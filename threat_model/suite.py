@@ -10,7 +10,7 @@ import torch
 
 from threat_model.active.lying_providers import ActiveReport, attack_actively
 from threat_model.attacks import ATTACKS, Attack, Outcome
-from threat_model.evidence.schemes import NONE, PAD, QUICK_SCHEMES, SCHEMES, Scheme
+from threat_model.evidence.schemes import NONE, PAD, QUICK_SCHEMES, SCHEMES, AttackedScheme
 from threat_model.lab import FULL, PLANTED, QUICK, Lab, Recording
 from threat_model.planted import blind_to_companies, one_company_faults, plant, reused_pad_faults, reused_pads
 
@@ -37,7 +37,7 @@ class Cell:
     """
 
     attack: Attack[Any, Any]
-    scheme: Scheme
+    scheme: AttackedScheme
     outcome: Outcome | None
     verdict: Verdict
     promised: bool
@@ -65,7 +65,7 @@ class Suite:
     """All figures of a report."""
 
     quick: bool
-    schemes: tuple[Scheme, ...]
+    schemes: tuple[AttackedScheme, ...]
     cells: tuple[Cell, ...]
     planted: tuple[PlantedCell, ...]
     active: ActiveReport
@@ -144,7 +144,7 @@ def examine(attack: Attack[Any, Any], recording: Recording, lab: Lab) -> Cell:
     return Cell(attack, scheme, outcome, verdict, promised, expected, time.monotonic() - started)
 
 
-def _verdict(attack: Attack[Any, Any], scheme: Scheme, outcome: Outcome | None, *, promised: bool) -> Verdict:
+def _verdict(attack: Attack[Any, Any], scheme: AttackedScheme, outcome: Outcome | None, *, promised: bool) -> Verdict:
     if outcome is None:
         return Verdict.ABSENT
     if not outcome.broken:
@@ -154,7 +154,7 @@ def _verdict(attack: Attack[Any, Any], scheme: Scheme, outcome: Outcome | None, 
     return Verdict.BY_DESIGN if attack.by_design or (assumed and not promised) else Verdict.BROKEN
 
 
-def _is_expected(attack: Attack[Any, Any], scheme: Scheme, verdict: Verdict, *, promised: bool) -> bool:
+def _is_expected(attack: Attack[Any, Any], scheme: AttackedScheme, verdict: Verdict, *, promised: bool) -> bool:
     if promised:
         return verdict in (Verdict.HIDDEN, Verdict.ABSENT)
     if attack.by_design:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from symbiosis_priv.federation import Peer
-    from threat_model.conformance import Oracle, Outcome, Subject, Violation
+    from threat_model.conformance import Oracle, PropertyResult, Subject, Violation
 
 _VALUES = 1000  # largest number of a counterexample's entries in the JSON file
 _IDENTITY = "providers speak to no tenant that they cannot name (mutual TLS)"
@@ -179,14 +179,14 @@ def _oracle(model: str | None, *, weight_bits: int, digest: str | None, seed: in
     return CheckpointOracle(store, seed=seed)
 
 
-def _run(subjects: Sequence[Subject], *, examples: int, seed: int, budget: float) -> list[Outcome]:
+def _run(subjects: Sequence[Subject], *, examples: int, seed: int, budget: float) -> list[PropertyResult]:
     """Run every property; each outcome is printed as soon as it is known."""
     from rich.progress import TimeElapsedColumn
 
     from threat_model.conformance import PROPERTIES, verify
 
     console = terminal.console()
-    outcomes: list[Outcome] = []
+    outcomes: list[PropertyResult] = []
     todo = [(s, p) for s in subjects for p in PROPERTIES if s.role in p.roles]
     with terminal.progress(TimeElapsedColumn(), of=console) as bar:
         task = bar.add_task("", total=len(todo))
@@ -202,7 +202,7 @@ def _run(subjects: Sequence[Subject], *, examples: int, seed: int, budget: float
     return outcomes
 
 
-def _passed(outcomes: Sequence[Outcome]) -> bool:
+def _passed(outcomes: Sequence[PropertyResult]) -> bool:
     """Returns True if no property is broken or unanswered, and each provider holds at least one."""
     providers = {(o.provider, o.role) for o in outcomes}
     tested = {(o.provider, o.role) for o in outcomes if o.verdict == "holds"}
@@ -219,7 +219,7 @@ _STYLE = {
 }
 
 
-def _show(console: Console, outcome: Outcome, before: Sequence[Outcome]) -> None:
+def _show(console: Console, outcome: PropertyResult, before: Sequence[PropertyResult]) -> None:
     """Print one outcome; a provider's name, and the reason why properties were not judged, are printed once."""
 
     def say(text: str, style: str | None = None) -> None:
@@ -246,7 +246,7 @@ def _printable(text: str) -> str:
 
 
 def _report(
-    outcomes: Sequence[Outcome], subjects: Sequence[Subject], *, passed: bool, examples: int, seed: int
+    outcomes: Sequence[PropertyResult], subjects: Sequence[Subject], *, passed: bool, examples: int, seed: int
 ) -> bytes:
     import msgspec
 

@@ -22,7 +22,7 @@ from symbiosis_priv.display import figures
 from symbiosis_priv.harness.local import METRICS, LocalFederation
 from tenant.bench.children import Child
 from tenant.bench.llama import small_llama
-from tenant.bench.request_load import DEADLINE_S, Kind, Load, Seen, serve_load
+from tenant.bench.request_load import DEADLINE_S, Kind, Load, LoadResult, serve_load
 from tenant.bench.result_file import Row, number
 
 _START_S = 600.0  # seconds; a wide model is quantised first
@@ -216,7 +216,7 @@ class _Bench:
             before = self._executor()
             time.sleep(seconds)
             after = self._executor()
-            seen: list[Seen] = [tenant.receive(timeout_s=DEADLINE_S) for tenant in tenants]
+            seen: list[LoadResult] = [tenant.receive(timeout_s=DEADLINE_S) for tenant in tenants]
         row = self._row(scenario, loads, seen, seconds)
         return {**row, **_executor_figures(before, after), **_compared(seen)}, alone
 
@@ -240,7 +240,7 @@ class _Bench:
         executor: dict[str, Any] = self._local.status("executor")["executor"]
         return executor
 
-    def _row(self, scenario: Scenario, loads: Sequence[Load], seen: Sequence[Seen], seconds: float) -> Row:
+    def _row(self, scenario: Scenario, loads: Sequence[Load], seen: Sequence[LoadResult], seconds: float) -> Row:
         of_kind = {
             kind: [(load.rows, found.turns) for load, found in zip(loads, seen, strict=True) if load.kind == kind]
             for kind in ("generating", "training")
@@ -278,7 +278,7 @@ def _executor_figures(before: dict[str, Any], after: dict[str, Any]) -> Row:
     }
 
 
-def _compared(seen: Sequence[Seen]) -> Row:
+def _compared(seen: Sequence[LoadResult]) -> Row:
     return {"answers": sum(found.answers for found in seen), "wrong": sum(found.wrong for found in seen)}
 
 

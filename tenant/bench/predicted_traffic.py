@@ -18,7 +18,7 @@ from tenant.session.pieces import piece_rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traffic:
+class PredictedTraffic:
     """Traffic between a tenant and its providers.
 
     Args:
@@ -44,12 +44,12 @@ class Traffic:
         )
 
 
-def of_token(groups: Sequence[GroupEntry]) -> Traffic:
+def of_token(groups: Sequence[GroupEntry]) -> PredictedTraffic:
     """The traffic of a token: one row through all groups, forward."""
     return _of_pass(groups, FORWARD, 1)
 
 
-def of_step(groups: Sequence[GroupEntry], *, rows: int) -> Traffic:
+def of_step(groups: Sequence[GroupEntry], *, rows: int) -> PredictedTraffic:
     """The traffic of a training step: rows through all groups and back.
 
     The first group has no backward product, because the embeddings below it are frozen.
@@ -58,12 +58,12 @@ def of_step(groups: Sequence[GroupEntry], *, rows: int) -> Traffic:
     return forward + _of_pass(groups[1:], BACKWARD, rows, first=1)
 
 
-def _of_pass(groups: Sequence[GroupEntry], direction: Direction, rows: int, *, first: int = 0) -> Traffic:
+def _of_pass(groups: Sequence[GroupEntry], direction: Direction, rows: int, *, first: int = 0) -> PredictedTraffic:
     products = (_of_product(group, i, direction, rows) for i, group in enumerate(groups, start=first))
-    return sum(products, Traffic())
+    return sum(products, PredictedTraffic())
 
 
-def _of_product(group: GroupEntry, index: int, direction: Direction, rows: int) -> Traffic:
+def _of_product(group: GroupEntry, index: int, direction: Direction, rows: int) -> PredictedTraffic:
     inputs, outputs = group.columns(direction)
     most = piece_rows(rows, group, piece_bytes=SessionOptions().piece_bytes)
     sizes = [min(most, rows - start) for start in range(0, rows, most)]
@@ -74,7 +74,7 @@ def _of_product(group: GroupEntry, index: int, direction: Direction, rows: int) 
         )
         up += len(wire.encode(request)) + wire.RING32.size(count, inputs)
         down += len(wire.encode(wire.Result.answering(request))) + wire.RING32.size(count, outputs)
-    return Traffic(
+    return PredictedTraffic(
         round_trips=len(sizes),
         turns=-(-len(sizes) // LANES),
         up=up,

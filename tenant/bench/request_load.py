@@ -61,7 +61,7 @@ class Load:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class LoadResult:
     """Times and comparisons of a tenant.
 
     Args:
@@ -76,7 +76,7 @@ class Seen:
 
 
 @contextmanager
-def serve_load(load: Load) -> Iterator[Callable[[Literal["alone", "together"]], str | Seen]]:
+def serve_load(load: Load) -> Iterator[Callable[[Literal["alone", "together"]], str | LoadResult]]:
     """For `Child`: "alone" gets the answers to compare with and returns their digest, "together" measures."""
     torch.set_num_threads(1)
     os.nice(_NICE)
@@ -120,7 +120,7 @@ class _Tenant:
             digest.update(wire.RING32.pack(answer))
         return digest.hexdigest()
 
-    def run(self) -> Seen:
+    def run(self) -> LoadResult:
         turns: list[float] = []
         measured = time.monotonic() + self._load.checked_s
         while time.monotonic() < measured:
@@ -129,7 +129,7 @@ class _Tenant:
             row = len(turns) % max(1, self._load.rows)
             self._take_turn(slice(row, row + 1))
             turns.append(time.monotonic() - start)
-        return Seen(turns=turns, answers=self._answers, wrong=self._wrong)
+        return LoadResult(turns=turns, answers=self._answers, wrong=self._wrong)
 
     def close(self) -> None:
         self._channel.close()

@@ -20,7 +20,7 @@ from tenant.bench.contest import START_S, TURN_S
 from tenant.bench.link.condition import Condition
 from tenant.bench.link.emulation import Kind, Link, open_link
 from tenant.bench.llama import Llama
-from tenant.bench.predicted_traffic import Traffic
+from tenant.bench.predicted_traffic import PredictedTraffic
 from tenant.bench.result_file import Row
 from tenant.bench.tenant_process import Cost, Generate, Setup, Step, Task, serve_tenant
 
@@ -127,7 +127,7 @@ def _measure(tenant: Child[Task, list[Cost]], task: Task, link: Link) -> Measure
     return Measured(first_s=costs[0].seconds, costs=costs[WARM_UP:], emulation_s=emulation_s)
 
 
-def _row(name: str, condition: Condition, design: Traffic, found: Measured, free: Measured) -> Row:
+def _row(name: str, condition: Condition, design: PredictedTraffic, found: Measured, free: Measured) -> Row:
     up, down = found.counted("bytes_to_executors"), found.counted("bytes_from_executors")
     effects = found.counted("bytes_to_helpers") + found.counted("bytes_from_helpers")
     latency_s = design.turns * condition.round_trip_ms / 1e3

@@ -33,7 +33,7 @@ _POLL_S = 0.02
 
 
 @dataclass(frozen=True)
-class Seen:
+class Observation:
     """A finding and the one before it, with the times when they were made (`time.monotonic`)."""
 
     finding: Finding
@@ -63,7 +63,7 @@ class Watcher:
 
     def __init__(self, federation: Federation, peer: Peer, *, interval: float, timeout: float) -> None:
         self.peer = peer
-        self.seen: Seen | None = None
+        self.seen: Observation | None = None
         self._probe = ProviderProbe(federation, peer, None)
         self._interval, self._timeout = interval, timeout
         self._closed = threading.Event()
@@ -81,7 +81,9 @@ class Watcher:
     def _watch(self) -> None:
         while not self._closed.is_set():
             finding, now, last = self._probe.glance(self._timeout), time.monotonic(), self.seen
-            self.seen = Seen(finding, now) if last is None else Seen(finding, now, last.finding, last.when)
+            self.seen = (
+                Observation(finding, now) if last is None else Observation(finding, now, last.finding, last.when)
+            )
             self._closed.wait(self._interval)
         self._probe.close()
 
@@ -149,7 +151,7 @@ def watch(
 
 def render(
     federation: Federation,
-    seen: Sequence[Seen | None],
+    seen: Sequence[Observation | None],
     preparation: Preparation | None,
     status: SessionStatus | str | None,
 ) -> RenderableType:
@@ -196,7 +198,7 @@ def _headline(federation: Federation, status: SessionStatus | str | None) -> Tex
 
 def _providers(
     federation: Federation,
-    seen: Sequence[Seen | None],
+    seen: Sequence[Observation | None],
     preparation: Preparation | None,
     status: SessionStatus | str | None,
 ) -> Table:
@@ -216,7 +218,7 @@ def _providers(
     return terminal.table(headings, rows, justify="right", styles=styles)
 
 
-def _cells(peer: Peer, one: Seen | None, preparation: Preparation | None) -> list[str]:
+def _cells(peer: Peer, one: Observation | None, preparation: Preparation | None) -> list[str]:
     who = [peer.name, peer.operator, peer.role]
     if one is None:
         return [*who, "not probed yet", *[""] * 6]

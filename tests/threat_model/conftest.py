@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from threat_model import cli, suite
-from threat_model.evidence.schemes import Scheme
+from threat_model.evidence.schemes import AttackedScheme
 from threat_model.lab import Lab, Recording, Workload
 from threat_model.suite import Suite
 
-Recorded = Callable[[Scheme, Workload], Recording]
+Recorded = Callable[[AttackedScheme, Workload], Recording]
 
 
 @pytest.fixture(scope="session")
@@ -49,7 +49,7 @@ def recorded(lab: Lab) -> Recorded:
     """`lab.record`, once for a scheme and a workload; tests must not change a recording."""
     made: dict[tuple[str, Workload], Recording] = {}
 
-    def record(scheme: Scheme, workload: Workload) -> Recording:
+    def record(scheme: AttackedScheme, workload: Workload) -> Recording:
         if (scheme.name, workload) not in made:
             made[scheme.name, workload] = lab.record(scheme, workload)
         return made[scheme.name, workload]

@@ -19,7 +19,17 @@ from threat_model.attacks.candidates import CandidateSubtraction
 from threat_model.attacks.collusion import Coalition, Collusion
 from threat_model.attacks.gradients import BlockLabels, HeadLabels
 from threat_model.conformance import PROPERTIES
-from threat_model.evidence.schemes import LOCAL, NONE, PAD, PADS, PADS_3, QUICK_SCHEMES, SCHEMES, Scheme, paper_pool
+from threat_model.evidence.schemes import (
+    LOCAL,
+    NONE,
+    PAD,
+    PADS,
+    PADS_3,
+    QUICK_SCHEMES,
+    SCHEMES,
+    AttackedScheme,
+    paper_pool,
+)
 from threat_model.evidence.statistics import FALSE_ALARM
 from threat_model.evidence.views import CollusionView, HelperView
 from threat_model.lab import Lab, Workload
@@ -59,7 +69,7 @@ def test_rows_text_and_adapter_are_read_without_masking(quick: Suite, scheme: st
 
 
 @pytest.mark.parametrize("scheme", [PAD, PADS, LOCAL], ids=lambda s: s.name)
-def test_every_attack_by_one_party_is_at_chance(quick: Suite, scheme: Scheme) -> None:
+def test_every_attack_by_one_party_is_at_chance(quick: Suite, scheme: AttackedScheme) -> None:
     # Each interval has 99 % confidence, so about one in a hundred misses by chance. A failure here has probability
     # 1e-8.
     for cell in quick.cells:
@@ -111,7 +121,7 @@ def test_one_honest_helper_is_enough(quick: Suite, direction: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", [PADS, PADS_3], ids=lambda s: s.name)
-def test_any_single_honest_helper_is_enough(lab: Lab, recorded: Recorded, scheme: Scheme) -> None:
+def test_any_single_honest_helper_is_enough(lab: Lab, recorded: Recorded, scheme: AttackedScheme) -> None:
     """The executor and any k - 1 of k helpers distinguish nothing and read no row; with all k they succeed at both."""
     recording = recorded(scheme, replace(SMALL, game_rows=2048))
     executor, helpers = recording.views.executor, recording.views.helpers

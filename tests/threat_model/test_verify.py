@@ -46,8 +46,8 @@ from threat_model.conformance import (
     PROPERTIES,
     CheckpointOracle,
     Dialler,
-    Outcome,
     PreparedOracle,
+    PropertyResult,
     Subject,
     Violation,
     trials,
@@ -138,7 +138,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trials, "_SHRINKING_S", 300.0)
 
 
-Judge = Callable[..., dict[str, Outcome]]
+Judge = Callable[..., dict[str, PropertyResult]]
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def judge(place: Place, oracle: CheckpointOracle) -> Judge:
 
     def judge(
         *names: str, role: wire.Role = "executor", config: ProviderConfig | None = None, seed: int = 1
-    ) -> dict[str, Outcome]:
+    ) -> dict[str, PropertyResult]:
         chosen = [p for p in PROPERTIES if not names or p.name in names]
         with Provider(config or place.config()) as provider:
             subject = Subject(place.dialler(provider, role), oracle)
@@ -156,7 +156,7 @@ def judge(place: Place, oracle: CheckpointOracle) -> Judge:
     return judge
 
 
-def broken(outcomes: dict[str, Outcome]) -> set[str]:
+def broken(outcomes: dict[str, PropertyResult]) -> set[str]:
     unanswered = {name: o.reason for name, o in outcomes.items() if o.verdict == "no answer"}
     assert not unanswered
     return {name for name, outcome in outcomes.items() if outcome.verdict == "broken"}
@@ -238,7 +238,7 @@ def test_a_provider_of_some_layers_is_tested_on_these_layers(place: Place, tmp_p
     whole = msgspec.structs.replace(place.config(), model=ModelConfig(checkpoint=str(path), cache=tmp_path))
     part = msgspec.structs.replace(whole, model=msgspec.structs.replace(whole.model, layers="1"))
 
-    def outcomes(provider: Provider, role: wire.Role, expected: str | None) -> dict[str, Outcome]:
+    def outcomes(provider: Provider, role: wire.Role, expected: str | None) -> dict[str, PropertyResult]:
         dialler = place.dialler(provider, role)
         layers = None if expected is None else LayerRange.parse(expected)
         subject = Subject(replace(dialler, peer=replace(dialler.peer, layers=layers)), oracle)
@@ -605,8 +605,8 @@ def test_a_slow_provider_does_not_exceed_its_time_limit(
 
 
 def test_outcomes_are_printed_as_they_come(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted(*_: Any, **__: Any) -> Iterator[Outcome]:
-        yield Outcome("alpha", "executor", PROPERTIES[0], "broken", violation=Violation("lies"), culprit="alpha")
+    def interrupted(*_: Any, **__: Any) -> Iterator[PropertyResult]:
+        yield PropertyResult("alpha", "executor", PROPERTIES[0], "broken", violation=Violation("lies"), culprit="alpha")
         raise KeyboardInterrupt
 
     monkeypatch.setattr("threat_model.conformance.verify", interrupted)

@@ -41,7 +41,7 @@ _SHAPE, _VOCABULARY = Llama(width=256, layers=2, inner=704), 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class RunResult:
     """The results of a run.
 
     Args:
@@ -88,8 +88,8 @@ class Chaos:
         usual_s: longest time without an executor's answer before the first kill.
     """
 
-    disturbed: Outcome
-    undisturbed: Outcome
+    disturbed: RunResult
+    undisturbed: RunResult
     kills: Sequence[Kill]
     pauses_s: Sequence[float]
     usual_s: float
@@ -174,7 +174,7 @@ def run_chaos(
     )
 
 
-def _do(model: Path, remote: RemoteConfig, work: Work, *, goes_on: Callable[[int], bool]) -> Outcome:
+def _do(model: Path, remote: RemoteConfig, work: Work, *, goes_on: Callable[[int], bool]) -> RunResult:
     base = load_model(model, remote=remote, dtype=torch.float32)
     with contextlib.closing(backend_of(base)):
         torch.manual_seed(0)
@@ -183,7 +183,7 @@ def _do(model: Path, remote: RemoteConfig, work: Work, *, goes_on: Callable[[int
         began = time.monotonic()
         losses = list(_train(peft, goes_on))
         texts = [_continue(peft, seed) for seed in range(work.generations)]
-        return Outcome(
+        return RunResult(
             losses=losses,
             adapter={name: p.detach().clone() for name, p in peft.named_parameters() if p.requires_grad},
             texts=texts,

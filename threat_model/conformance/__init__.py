@@ -29,8 +29,8 @@ from threat_model.conformance.subject import Case as Case
 from threat_model.conformance.subject import NotTested as NotTested
 from threat_model.conformance.subject import Subject as Subject
 from threat_model.conformance.subject import Violation as Violation
-from threat_model.conformance.trials import Outcome as Outcome
 from threat_model.conformance.trials import Property as Property
+from threat_model.conformance.trials import PropertyResult as PropertyResult
 from threat_model.conformance.trials import Run as Run
 from threat_model.conformance.trials import run_property as run_property
 from threat_model.conformance.trials import verify as verify

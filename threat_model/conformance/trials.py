@@ -101,7 +101,7 @@ class Property:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PropertyResult:
     """The result of one property at one provider.
 
     Args:
@@ -124,7 +124,7 @@ class Outcome:
 
 def run_property(
     chosen: Property, subject: Subject, *, examples: int, seed: int, tick: Callable[[], None] = lambda: None
-) -> Outcome:
+) -> PropertyResult:
     """Test one provider against one property. Raises no error that a provider causes."""
     run = Run(examples, seed, tick=tick)
     begun = time.monotonic()
@@ -149,7 +149,7 @@ def run_property(
     except SymbiosisError as error:  # for instance a refused certificate, a timeout, or an incomplete frame
         subject.close()
         verdict, reason = "no answer", str(error)
-    return Outcome(
+    return PropertyResult(
         provider=subject.name,
         role=subject.role,
         property=chosen,
@@ -171,7 +171,7 @@ def verify(
     seed: int,
     budget_s: float = math.inf,
     tick: Callable[[], None] = lambda: None,
-) -> Iterator[Outcome]:
+) -> Iterator[PropertyResult]:
     """Test every subject against every property of its role, in order. Yields each result immediately.
 
     Args:
@@ -189,7 +189,7 @@ def verify(
         try:
             for chosen in (p for p in properties if subject.role in p.roles):
                 if hopeless is not None:
-                    yield Outcome(subject.name, subject.role, chosen, "not tested", reason=hopeless)
+                    yield PropertyResult(subject.name, subject.role, chosen, "not tested", reason=hopeless)
                     continue
                 outcome = run_property(chosen, subject, examples=examples, seed=seed, tick=tick)
                 silent = silent + 1 if outcome.verdict == "no answer" else 0

@@ -15,7 +15,7 @@ OUTSIDERS: frozenset[Party] = frozenset({"network", "neighbour"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scheme:
+class AttackedScheme:
     """A masking scheme in one setting.
 
     Args:
@@ -46,7 +46,7 @@ class Scheme:
         return OUTSIDERS | self.masking.hides_from
 
 
-def variant(scheme: masking.Scheme, *, name: str | None = None, helpers: int = 1, **settings: Any) -> Scheme:
+def variant(scheme: masking.Scheme, *, name: str | None = None, helpers: int = 1, **settings: Any) -> AttackedScheme:
     """One setting of a registered scheme.
 
     Args:
@@ -55,13 +55,13 @@ def variant(scheme: masking.Scheme, *, name: str | None = None, helpers: int = 1
         settings: further keyword arguments of `RemoteConfig`.
     """
     helpers = helpers if "helper" in scheme.roles else 0
-    return Scheme(masking=scheme, name=name or scheme.name, settings=settings, helpers=helpers)
+    return AttackedScheme(masking=scheme, name=name or scheme.name, settings=settings, helpers=helpers)
 
 
 _REMOTE = {scheme.name: scheme for scheme in registered() if scheme.roles}  # the other schemes send nothing
 
 
-def paper_pool(size: int, noise: float) -> Scheme:
+def paper_pool(size: int, noise: float) -> AttackedScheme:
     """The paper's scheme with `size` noise rows per layer. `noise` is their standard deviation relative to
     activations."""
     name = f"pool {size} × {noise:g}"
@@ -78,7 +78,7 @@ POOL_SIZES = (2, 4, 16)
 NOISE_SCALES = (1.0, 16.0, 256.0)
 
 
-def _all(pools: tuple[Scheme, ...], pads: tuple[Scheme, ...]) -> tuple[Scheme, ...]:
+def _all(pools: tuple[AttackedScheme, ...], pads: tuple[AttackedScheme, ...]) -> tuple[AttackedScheme, ...]:
     listed = (NONE, *pools, *pads, LOCAL)
     return (*listed, *(variant(s) for name, s in _REMOTE.items() if name not in {one.family for one in listed}))
 

@@ -1,6 +1,6 @@
 """The README's security table, made from the table of schemes that the attacks use."""
 
-from threat_model.evidence.schemes import SCHEMES, Scheme
+from threat_model.evidence.schemes import SCHEMES, AttackedScheme
 from threat_model.evidence.views import Party
 
 BEGIN, END = "<!-- security-table:begin -->", "<!-- security-table:end -->"
@@ -31,7 +31,7 @@ NOT_HIDDEN: tuple[tuple[str, str], ...] = (
 
 def security_table() -> str:
     """Markdown with one row per scheme: what each party learns about rows, and under which assumption."""
-    families: dict[str, Scheme] = {}
+    families: dict[str, AttackedScheme] = {}
     for scheme in SCHEMES:
         families.setdefault(scheme.family, scheme)
     lines = [
@@ -50,15 +50,15 @@ def security_table() -> str:
     return "\n".join(lines)
 
 
-def _reach(scheme: Scheme) -> int:
+def _reach(scheme: AttackedScheme) -> int:
     return len(scheme.hides_from)
 
 
-def _cell(scheme: Scheme, party: Party) -> str:
+def _cell(scheme: AttackedScheme, party: Party) -> str:
     if "helper" in party and not scheme.helpers:
         return "no helper"
     return "hidden" if party in scheme.hides_from else "**reads rows**"
 
 
-def _results(scheme: Scheme) -> str:
+def _results(scheme: AttackedScheme) -> str:
     return f"{scheme.masking.error or 'bit-exact'}, {'verified' if scheme.masking.verified else 'not verified'}"

@@ -6,7 +6,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from threat_model.evidence.schemes import Scheme
+from threat_model.evidence.schemes import AttackedScheme
 from threat_model.report.rows import MARKS, SUMMARY, interval_note, planted_row, pool_cells, summary_rows
 from threat_model.report.security_table import NOT_HIDDEN
 from threat_model.suite import Cell, Suite, Verdict
@@ -54,7 +54,7 @@ def _summary_table(suite: Suite) -> Table:
     return table
 
 
-def _attack_table(suite: Suite, schemes: Sequence[Scheme], *, full: bool) -> Table:
+def _attack_table(suite: Suite, schemes: Sequence[AttackedScheme], *, full: bool) -> Table:
     table = Table(title="Attacks against masking schemes", title_justify="left", pad_edge=False)
     table.add_column("attack", no_wrap=True)
     for scheme in schemes:

@@ -3,7 +3,7 @@
 import pytest
 
 from symbiosis_priv.checkpoints.manifest import GroupEntry
-from tenant.bench.predicted_traffic import Traffic, of_step, of_token
+from tenant.bench.predicted_traffic import PredictedTraffic, of_step, of_token
 from tenant.bench.slow_network import explain
 from tenant.connections.executor import LANES
 
@@ -35,7 +35,7 @@ def test_a_step_goes_forward_and_back_in_pieces() -> None:
     assert step.round_trips == 7 * 4
     assert step.turns == 7 * 4 // LANES
     assert of_step(groups, rows=1).round_trips == of_step(groups, rows=1).turns == 7
-    assert sum([step, step], Traffic()).up == 2 * step.up
+    assert sum([step, step], PredictedTraffic()).up == 2 * step.up
 
 
 def test_differences_are_explained_by_measurements() -> None:

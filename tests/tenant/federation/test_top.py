@@ -16,7 +16,7 @@ from symbiosis_priv.federation import Federation
 from tenant.core.facts import Preparation
 from tenant.federation import cli as federation_cli
 from tenant.federation.probe import ProviderProbe
-from tenant.federation.top import Seen, Watcher, render
+from tenant.federation.top import Observation, Watcher, render
 from tenant.routing.route import ProviderFigures
 from tenant.session.published import SessionStatus, write_status
 
@@ -33,12 +33,12 @@ def text_of(renderable: object, *, width: int = 260) -> str:
     return captured.get()
 
 
-def seen_now(federation: Federation) -> list[Seen | None]:
+def seen_now(federation: Federation) -> list[Observation | None]:
     """One probe of each provider."""
-    found: list[Seen | None] = []
+    found: list[Observation | None] = []
     for peer in federation.peers:
         probe = ProviderProbe(federation, peer, None)
-        found.append(Seen(probe.glance(2.0), 0.0))
+        found.append(Observation(probe.glance(2.0), 0.0))
         probe.close()
     return found
 

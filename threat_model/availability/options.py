@@ -43,7 +43,7 @@ class Sharding:
     tenants: Annotated[int, Option(min=1, help="Tenants that send requests at once.")] = 2
     rows: Annotated[int, Option(min=1, help="Rows of each request.")] = 1
     masking: Masking = "pad"
-    seconds: Annotated[float, Option(min=0.1, help="Time before each loss and after each return.")] = 3.0
+    seconds: Annotated[float, Option(min=0.1, help="Seconds before each loss and after each restart.")] = 3.0
     apart: Annotated[
         bool,
         Option(

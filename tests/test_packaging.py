@@ -27,7 +27,10 @@ MAY_IMPORT = {
 EXPORTS = {
     "symbiosis_priv": set(),
     "provider": set(),
-    "tenant": {"RemoteConfig", "backend_of", "rounded_model"},
+    "tenant": {
+        *("BitFitConfig", "BottleneckConfig", "DiffPruningConfig", "MaskBertConfig"),
+        *("RemoteConfig", "backend_of", "rounded_model"),
+    },
     "threat_model": set(),
 }
 

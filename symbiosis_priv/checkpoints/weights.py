@@ -228,8 +228,12 @@ class WeightStore:
 
     def layers(self, index: int) -> list[Layer]:
         """The float members of a group, as stored in the checkpoint (the float path's weights)."""
+        return self.floats(self.manifest().groups[index].members)
+
+    def floats(self, members: tuple[str, ...]) -> list[Layer]:
+        """The float weights and biases of linears, as stored in the checkpoint."""
         with Checkpoint(self.path) as checkpoint:
-            return list(self._layers(checkpoint, self.manifest().groups[index].members))
+            return list(self._layers(checkpoint, members))
 
     def _layers(
         self, checkpoint: Checkpoint, members: tuple[str, ...], stored: Mapping[str, Source] | None = None

@@ -1,7 +1,8 @@
 """Limits the time that an adapter folder's regular expressions take, and the memory that its stated sizes take.
 
 PEFT matches the patterns of adapter_config.json against every module name. PEFT also builds an adapter of the sizes
-that the configuration states before it reads the tensors. Another party may have written patterns and sizes.
+that the configuration states before it reads the tensors. Another party may have written patterns and sizes. Methods
+that start from base weights (PiSSA, TinyLoRA) factorise each of them, which takes a time that the model determines.
 """
 
 import json
@@ -34,6 +35,7 @@ json.dump([name for name in names if re.fullmatch(pattern, name)], sys.stdout)
 _NOTHING = "(?!)"
 _PATTERNS = ("target_modules", "exclude_modules", "feedforward_modules")  # a string value is a regular expression
 _SPARE_BYTES = 128 << 20  # for tensors that a method makes from a seed and shares between layers (VeRA)
+_MAX_ITERATIONS = 64  # of PiSSA's fast start; PEFT recommends 4 to 16
 _COPIES = 4  # PEFT may hold several copies of the adapter's tensors, in a wider dtype than on disk
 
 
@@ -49,8 +51,15 @@ def bounded_config(config: PeftConfig, names: Sequence[str], *, folder: Path) ->
         `config`.
 
     Raises:
-        CheckpointError: a pattern is invalid, matches no module, or takes too much time or memory.
+        CheckpointError: a pattern is invalid, matches no module, or takes too much time or memory; or the adapter's
+            start takes too many iterations.
     """
+    iterations = re.fullmatch(r"pissa_niter_(\d+)", str(getattr(config, "init_lora_weights", "")))
+    if iterations and (len(iterations[1]) > 3 or int(iterations[1]) > _MAX_ITERATIONS):
+        raise CheckpointError(
+            f"init_lora_weights in {folder / 'adapter_config.json'} asks for more than {_MAX_ITERATIONS} iterations; "
+            f"write pissa_niter_16"
+        )
     for field in _PATTERNS:
         pattern = getattr(config, field, None)
         if isinstance(pattern, str) and pattern.lower() != "all-linear":

@@ -32,6 +32,7 @@ from symbiosis_priv.errors import CheckpointError, ConfigError, SymbiosisError, 
 from tenant.masking.backend import Backend
 from tenant.masking.registry import registered, scheme_named
 from tenant.masking.scheme import SessionScheme
+from tenant.model.base_weights import BaseWeights
 from tenant.model.connect import open_backend
 from tenant.model.experts.modes import choose_mode
 from tenant.model.experts.replace import check_stored, offload
@@ -130,7 +131,8 @@ class RemoteQuantizer(HfQuantizer):
         self._folder, self._identity = folder, _identity(folder)
         with torch.device("cpu"):  # the default device is meta here, and the backend needs real tensors
             backend = open_backend(self.quantization_config, folder)
-        split(model, backend, experts=self.quantization_config.experts)
+            weights = BaseWeights(self.quantization_config, folder)
+            split(model, backend, experts=self.quantization_config.experts, weights=weights)
         check_stored(model, folder)
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         return model
@@ -146,10 +148,18 @@ class RemoteQuantizer(HfQuantizer):
                     f"{name} is {list(parameter.shape)} in {self._folder} and {list(self._shapes[name])} in the model, "
                     f"and this version of transformers does not initialise a new one; install transformers 5.23"
                 )
-        own = next(p for p in model.parameters() if not isinstance(p, OffloadedParameter))
+        own = next(
+            parameter
+            for module in model.modules()
+            if not isinstance(module, RemoteLayer)
+            for parameter in module.parameters(recurse=False)
+            if not isinstance(parameter, OffloadedParameter)
+        )
         for module in model.modules():
             seal(module, dtype=own.dtype, device=own.device)
-            if isinstance(module, PreTrainedModel):
+            if isinstance(module, RemoteLayer):
+                module.load_bias(dtype=own.dtype, device=own.device)
+            elif isinstance(module, PreTrainedModel):
                 # some architectures run other code for quantised models; the unsplit model does not run that code
                 vars(module.config).pop("_is_quantized", None)
         vars(model)["_enable_peft_forward_hooks"] = _without_ignored_arguments
@@ -242,10 +252,13 @@ def _check_not_redirected(folder: Path, config: PreTrainedConfig) -> None:
                 check_index(index)
 
 
-def split(model: PreTrainedModel, backend: Backend, *, experts: Experts | None = None) -> None:
+def split(
+    model: PreTrainedModel, backend: Backend, *, experts: Experts | None = None, weights: BaseWeights | None = None
+) -> None:
     """Replace each `nn.Linear` that the manifest names by a `RemoteLinear`, and each `Conv1D` by a `RemoteConv1D`.
 
-    Stacks of experts are replaced by `OffloadedStack`s, unless the experts stay with the tenant.
+    Stacks of experts are replaced by `OffloadedStack`s, unless the experts stay with the tenant. `weights` reads base
+    weights for methods that need them.
 
     Raises:
         CheckpointError: the model has no such layer, or has one with other widths.
@@ -260,7 +273,7 @@ def split(model: PreTrainedModel, backend: Backend, *, experts: Experts | None =
     ignored = set(model._keys_to_ignore_on_load_unexpected or ())
     replaced: dict[nn.Module, RemoteLayer] = {}
     for index, facts in enumerate(backend.facts):
-        group = LayerGroup(backend, index)
+        group = LayerGroup(backend, index, weights)
         if facts.entry.experts > 1:
             if mode == "local":
                 continue

@@ -174,7 +174,8 @@ def load_adapter(model: Any, folder: Path) -> Any:
                     str(folder),
                     config=bounded_config(config, names, folder=folder),
                     local_files_only=True,
-                    low_cpu_mem_usage=not said.get("layer_replication"),  # PEFT cannot do both
+                    # PEFT cannot do both
+                    low_cpu_mem_usage=not (said.get("layer_replication") or _starts_from_weight(said)),
                 ).eval()
         except SymbiosisError:
             raise
@@ -184,6 +185,11 @@ def load_adapter(model: Any, folder: Path) -> Any:
     if homeless:
         raise CheckpointError(f"{misfit}, which has no place for {_some(homeless)}; {_fix(said)}")
     return adapted
+
+
+def _starts_from_weight(said: dict[str, Any]) -> bool:
+    """Returns True if LoRA's start is made from base weights. PEFT cannot make such a start without memory for it."""
+    return str(said.get("init_lora_weights")).lower().startswith(("pissa", "olora", "corda", "mica"))
 
 
 def _summary(error: Exception) -> str:

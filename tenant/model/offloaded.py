@@ -1,4 +1,4 @@
-"""Parameters that stand for the weight and bias of an offloaded layer: metadata without values.
+"""Parameters that stand for the weight of an offloaded layer: metadata without values.
 
 Shape, number of elements, dtype and device are those of the whole parameter, so that PEFT sizes its adapters and counts
 parameters as for an unsplit model. The size in bytes is 0. Code that reads the values gets an error that names the
@@ -165,25 +165,6 @@ class OffloadedConv1DWeight(OffloadedWeight):
     )
 
 
-class OffloadedBias(OffloadedParameter):
-    """The bias of an offloaded layer. The layer's output includes the bias already."""
-
-    @classmethod
-    def _no_training(cls) -> str:
-        return (
-            "the bias of an offloaded layer cannot be trained here (BitFit, or bias='all' or '..._only' in a PEFT "
-            "configuration); use bias='none', or lora_bias=True for a bias of the adapter's own"
-        )
-
-    @classmethod
-    def _no_reading(cls) -> str:
-        who, _ = reader()
-        return (
-            f"{who} needs the bias of an offloaded layer, and the layer's output includes it already; use a method "
-            f"that does not read the bias, such as LoRA"
-        )
-
-
 def _unfreezes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Returns True if a call on a tensor enables its gradient."""
     if name not in ("requires_grad_", "requires_grad.__set__"):
@@ -198,12 +179,7 @@ _APART = (
 )
 _START = "Use LoRA with init_lora_weights=True, 'gaussian' or 'orthogonal'"
 _READERS: dict[str, tuple[str, str | None]] = {
-    "dora": ("DoRA (it normalises by the columns of W)", None),
-    "pissa": ("PiSSA (it factorises W)", _START),
-    "olora": ("OLoRA (it factorises W)", _START),
     "loftq": ("LoftQ (it re-quantises W)", _START),
-    "corda": ("CorDA (it factorises W)", _START),
-    "mica": ("MiCA (it factorises W)", _START),
     "merge": ("merging an adapter into W", _APART),
     "unmerge": ("merging an adapter into W", _APART),
     "resized": ("resizing the LM head", "Resize it and save the checkpoint first, then have providers serve that"),

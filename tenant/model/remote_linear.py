@@ -7,11 +7,13 @@ same; two tensors with equal values are different inputs. A tensor made in infer
 are compared with a copy. Like autograd, this module does not notice a write through `x.data` between siblings.
 
 The forward pass saves nothing for backward: the input's gradient is `g @ W`, which needs neither input nor output.
+
+The bias is public and is here: the product includes it as it was loaded, and a layer adds what training has changed.
 """
 
 import copy
 import weakref
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,16 +24,37 @@ from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD
 from symbiosis_priv.errors import UnsupportedMethodError
 from tenant.masking.backend import Backend
 from tenant.model import compiled
-from tenant.model.offloaded import OffloadedBias, OffloadedConv1DWeight, OffloadedWeight
+from tenant.model.base_weights import BaseWeights
+from tenant.model.offloaded import OffloadedConv1DWeight, OffloadedWeight
+
+
+class Rider(Protocol):
+    """Rows of an adapter that a group sends along with a forward request, masked and verified like all rows."""
+
+    member: int
+
+    def rows(self) -> Tensor | None:
+        """Float rows `[r, d]` to send with the next request; None if there is nothing to ask."""
+
+    def take(self, product: Tensor) -> None:
+        """Receive the member's output `[r, o]`, with bias, for the rows that were sent."""
 
 
 class LayerGroup:
-    """The linears of one layer group. Calls the backend once per distinct input."""
+    """The linears of one layer group. Calls the backend once per distinct input.
 
-    def __init__(self, backend: Backend, index: int) -> None:
+    Args:
+        backend: computes the products.
+        index: index of the group in the manifest.
+        weights: reads base weights from the public checkpoint; None if there is no checkpoint.
+    """
+
+    def __init__(self, backend: Backend, index: int, weights: BaseWeights | None = None) -> None:
         self.backend = backend
         self.index = index
+        self.weights = weights
         self.inputs = backend.facts[index].entry.inputs
+        self.riders: weakref.WeakSet[Rider] = weakref.WeakSet()
         self._outputs = backend.facts[index].entry.outputs
         self._pending: _Pending | None = None
 
@@ -55,11 +78,29 @@ class LayerGroup:
 
     def forward(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Compute each member's output, in `dtype`, with one backend call."""
+        riders = [(rider, extra) for rider in self.riders if (extra := rider.rows()) is not None]
+        if riders:
+            return self._forward_with(riders, x, dtype)
         rows = x.reshape(-1, x.shape[-1])
         # separate tensors, not views of one: callers may write to them
         parts = tuple(torch.empty(shape, dtype=dtype, device=x.device) for shape in self.shapes(x))
         self.backend.multiply(self.index, FORWARD, [rows], [part.view(len(rows), part.shape[-1]) for part in parts])
         return parts
+
+    def _forward_with(self, riders: list[tuple[Rider, Tensor]], x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Compute the outputs of `x` and of the riders' rows with one backend call, in the wider of the dtypes."""
+        wide = torch.promote_types(dtype, torch.float32)
+        own = x.reshape(-1, x.shape[-1])
+        rows = torch.cat([own.to(wide), *(extra.to(wide) for _, extra in riders)])
+        parts = [torch.empty((len(rows), width), dtype=wide, device=x.device) for width in self._outputs]
+        self.backend.multiply(self.index, FORWARD, [rows], parts)
+        start = len(own)
+        for rider, extra in riders:
+            rider.take(parts[rider.member][start : start + len(extra)])
+            start += len(extra)
+        return tuple(
+            part[: len(own)].clone().to(dtype).view(shape) for part, shape in zip(parts, self.shapes(x), strict=True)
+        )
 
     def backward(self, grads: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         """Compute the input's gradient, in `dtype`, from all members' output gradients, with one backend call."""
@@ -69,7 +110,11 @@ class LayerGroup:
         return grad_x
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return type(self)(self.backend, self.index)  # a copied model shares the session, not the pending outputs
+        # a copied model shares the session, not the pending outputs
+        twin = memo[id(self)] = type(self)(self.backend, self.index, self.weights)
+        for rider in self.riders:
+            twin.riders.add(copy.deepcopy(rider, memo))
+        return twin
 
 
 class _Pending:
@@ -120,30 +165,83 @@ class RemoteLayer(nn.Module):
 
     Args:
         weight: stands for the weight.
-        bias: stands for the bias; None if the linear has no bias. The group's product includes the bias.
+        bias: whether the linear has a bias. Its values are those of the group's facts.
         group: the layer group of the linear.
         member: index of the linear in the group.
+
+    Attributes:
+        moved: low-rank parts of the base weight that an initialisation has moved into an adapter (PiSSA), or None.
+            Their products are subtracted from the output.
     """
 
-    weight: nn.Parameter
+    weight: OffloadedWeight
     bias: nn.Parameter | None
 
-    def __init__(self, *, weight: OffloadedWeight, bias: OffloadedBias | None, group: LayerGroup, member: int) -> None:
+    def __init__(self, *, weight: OffloadedWeight, bias: bool, group: LayerGroup, member: int) -> None:
         nn.Module.__init__(self)
-        self.weight, self.bias = weight, bias
         self.group, self.member = group, member
+        self.weight = weight
+        self.bias = nn.Parameter(self.stored_bias(), requires_grad=False) if bias else None
+        self.moved: nn.ModuleList | None = None
+        self._bias_trained = False
+        if self.bias is not None:
+            self.bias._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers must not initialise it
+
+    def stored_bias(self) -> Tensor:
+        """Return the checkpoint's bias, float32 `[o]`, which the product includes."""
+        facts = self.group.backend.facts[self.group.index]
+        assert facts.bias is not None
+        start = sum(facts.entry.outputs[: self.member])
+        return facts.bias[start : start + facts.entry.outputs[self.member]].to(torch.float32)
+
+    def load_bias(self, *, dtype: torch.dtype, device: torch.device) -> None:
+        """Load the checkpoint's bias. Called once the tenant's own parameters are loaded."""
+        if self.bias is not None:
+            self.bias = nn.Parameter(self.stored_bias().to(dtype=dtype, device=device), requires_grad=False)
+
+    def base_weight(self) -> Tensor:
+        """Read the weight from the public checkpoint on disk, in shape, dtype and device of `weight`.
+
+        Raises:
+            UnsupportedMethodError: there is no full checkpoint.
+            CheckpointError: the checkpoint is not that of the federation.
+        """
+        if self.group.weights is None:
+            raise UnsupportedMethodError("this model was not loaded from a folder, so its weights cannot be read")
+        facts = self.group.backend.facts[self.group.index]
+        weight = self.group.weights.read(facts.entry, self.member).to(self.weight.device, self.weight.dtype)
+        part: Any
+        for part in self.moved or ():
+            weight = weight - part.delta()
+        return weight.t() if isinstance(self, Conv1D) else weight
 
     def forward(self, input: Tensor) -> Tensor:
         y: Tensor = compiled.output(input, self.group.handle, self.member)
+        for part in self.moved or ():
+            y = y - part(input).to(y.dtype)
+        if self.bias is not None and (self._bias_trained or self.bias.requires_grad):
+            self._bias_trained = True
+            y = y + (self.bias - self.stored_bias().to(self.bias)).to(y.dtype)
         return y
 
-    def _save_to_state_dict(self, *_: Any) -> None:
-        """Save nothing: the values are at the providers."""
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Save a trained bias only: the other values are at the providers."""
+        if self.bias is not None and (self._bias_trained or self.bias.requires_grad):
+            destination[f"{prefix}bias"] = self.bias if keep_vars else self.bias.detach()
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, _meta: Any, strict: bool, _missing: Any, unexpected: Any, _: Any
+        self, state_dict: dict[str, Any], prefix: str, _meta: Any, strict: bool, _missing: Any, unexpected: Any, no: Any
     ) -> None:
-        unexpected.extend(key for key in state_dict if strict and key.startswith(prefix))
+        name = f"{prefix}bias"
+        if self.bias is not None and name in state_dict:
+            if state_dict[name].shape != self.bias.shape:
+                no.append(f"{name} is {list(state_dict[name].shape)}, and the layer's bias is {list(self.bias.shape)}")
+                return
+            with torch.no_grad():
+                self.bias.copy_(state_dict[name])
+            self._bias_trained = True
+        known = name if self.bias is not None else ""
+        unexpected.extend(key for key in state_dict if strict and key.startswith(prefix) and key != known)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy the layer as part of a model. A copy of one layer alone is refused: PEFT makes it to train the layer."""
@@ -167,7 +265,7 @@ class RemoteLinear(RemoteLayer, nn.Linear):  # type: ignore[misc]  # torch decla
     def __init__(self, inputs: int, outputs: int, *, group: LayerGroup, member: int, bias: bool = False) -> None:
         super().__init__(
             weight=OffloadedWeight((outputs, inputs)),
-            bias=OffloadedBias((outputs,)) if bias else None,
+            bias=bias,
             group=group,
             member=member,
         )
@@ -180,7 +278,7 @@ class RemoteConv1D(RemoteLayer, Conv1D):  # type: ignore[misc]
     def __init__(self, inputs: int, outputs: int, *, group: LayerGroup, member: int, bias: bool = True) -> None:
         super().__init__(
             weight=OffloadedConv1DWeight((inputs, outputs)),
-            bias=OffloadedBias((outputs,)) if bias else None,
+            bias=bias,
             group=group,
             member=member,
         )

@@ -11,6 +11,7 @@ from transformers import (
     set_seed,
 )
 
+import tenant.tasks.methods  # noqa: F401 - an adapter may be of one of its methods
 from symbiosis_priv.checkpoints.vetting import vet_adapter
 from symbiosis_priv.errors import ConfigError
 from tenant.model.hf import RemoteConfig

@@ -10,14 +10,31 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import (
+    DeloraConfig,
+    HRAConfig,
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    ShiraConfig,
+    SupertuningConfig,
+    TinyLoraConfig,
+    get_peft_model,
+)
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from symbiosis_priv.harness.local import LocalFederation
 from symbiosis_priv.harness.text import public_text
-from tenant import RemoteConfig, backend_of
+from tenant import (
+    BitFitConfig,
+    BottleneckConfig,
+    DiffPruningConfig,
+    MaskBertConfig,
+    RemoteConfig,
+    backend_of,
+)
 from tests.builds import BUILDS, build
 
 if TYPE_CHECKING:
@@ -267,3 +284,63 @@ def test_quality_against_the_unquantised_model(trained: Path, open_model: Open) 
     agreement = (logits[0].argmax(-1) == logits[1].argmax(-1)).double().mean()
     assert float(agreement) >= 0.99
     assert abs(math.exp(losses[1] - losses[0]) - 1) < 0.01
+
+
+# Methods besides LoRA
+
+SMALL: dict[str, Any] = {"target_modules": "all-linear", "r": 4}
+METHODS: dict[str, tuple[str, Callable[[], PeftConfig]]] = {
+    "bottleneck": ("llama", lambda: BottleneckConfig(bottleneck_dim=8, target_modules="all-linear")),
+    "bitfit": ("gpt2", BitFitConfig),
+    "all biases": ("gpt2", lambda: LoraConfig(bias="all", fan_in_fan_out=True, **SMALL)),
+    "diff pruning": ("llama", lambda: DiffPruningConfig(density=0.05, target_modules="all-linear")),
+    "maskbert": ("llama", lambda: MaskBertConfig(target_modules="all-linear")),
+    "dora": ("llama", lambda: LoraConfig(use_dora=True, init_lora_weights=False, **SMALL)),
+    "pissa": ("llama", lambda: LoraConfig(init_lora_weights="pissa", **SMALL)),
+    "olora": ("llama", lambda: LoraConfig(init_lora_weights="olora", **SMALL)),
+    "delora": ("llama", lambda: DeloraConfig(**SMALL)),
+    "tinylora": ("llama", lambda: TinyLoraConfig(target_modules="all-linear")),
+    "hra": ("llama", lambda: HRAConfig(**SMALL)),
+    "shira": ("llama", lambda: ShiraConfig(**SMALL)),
+    "supertuning": ("llama", lambda: SupertuningConfig(target_modules="all-linear", sparsity=0.95)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's own
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_over_live_providers(
+    name: str,
+    config_for: Config,
+    open_model: Open,
+    train: Train,
+    adapter_of: Adapter,
+    equal: Equal,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+) -> None:
+    """Trained with pads: the simulation's bits. Saved, and loaded into plain transformers: the same logits, up to the
+    rounding of weights, which changes the logits of the base model by as much."""
+    kind, config = METHODS[name]
+    path: Path = request.getfixturevalue(kind)
+    federation: LocalFederation = request.getfixturevalue(f"{kind}_federation")
+    adapters, losses = [], []
+    for scheme in ("simulate", "pad-1"):
+        base = open_model(path, config_for(federation, scheme), adapter=False)
+        with torch.no_grad():
+            without = base.eval()(input_ids=IDS).logits
+        torch.manual_seed(11)
+        model: Any = get_peft_model(base, config())
+        trainer = train(model, steps=3)
+        adapters.append(adapter_of(model))
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert equal(*adapters)
+    assert losses[0] == losses[1]
+    model.save_pretrained(str(tmp_path / "adapter"))
+    plain: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model.eval()(input_ids=IDS).logits
+        rounding = (plain(input_ids=IDS).logits - without).abs().max()
+        home: Any = PeftModel.from_pretrained(plain, str(tmp_path / "adapter")).eval()
+        difference = (home(input_ids=IDS).logits - logits).abs().max()
+    assert (logits - without).abs().max() > 10 * rounding
+    assert difference <= 4 * rounding

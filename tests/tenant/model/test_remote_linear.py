@@ -5,6 +5,7 @@ import pickle
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,16 +15,19 @@ from hypothesis import strategies as st
 from peft import (
     AdaLoraConfig,
     AdaptionPromptConfig,
-    HRAConfig,
+    HiraConfig,
     IA3Config,
     LoraConfig,
     OFTConfig,
+    OSFConfig,
     PeftConfig,
+    PeftModel,
     PrefixTuningConfig,
     PromptTuningConfig,
     VeraConfig,
     get_peft_model,
 )
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -32,7 +36,7 @@ from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, RANGE,
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import NonFiniteError, UnsupportedMethodError
 from symbiosis_priv.harness import strategies as testing
-from tenant import RemoteConfig
+from tenant import RemoteConfig, rounded_model
 from tenant.core.facts import GroupFacts
 from tenant.masking.backend import Backend, RingBackend, Simulation
 from tenant.model.offloaded import OffloadedWeight, seal
@@ -451,13 +455,9 @@ def test_methods_that_need_no_base_weight_train(load: Callable[[], PreTrainedMod
 
 
 ADAPTERS = r"On an offloaded nn\.Linear, PEFT's Lora, "
-STARTS = "Use LoRA with init_lora_weights=True"
 REFUSED: dict[str, tuple[str, str, Callable[[], PeftConfig]]] = {
-    "dora": ("DoRA", ADAPTERS, lambda: LoraConfig(target_modules="all-linear", use_dora=True)),
-    "pissa": ("PiSSA", STARTS, lambda: LoraConfig(target_modules="all-linear", init_lora_weights="pissa")),
-    "pissa fast": ("PiSSA", STARTS, lambda: LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa_niter_4")),  # type: ignore[arg-type]
-    "olora": ("OLoRA", STARTS, lambda: LoraConfig(target_modules="all-linear", init_lora_weights="olora")),
-    "a method without a name here": ("PEFT's hra", ADAPTERS, lambda: HRAConfig(target_modules=["q_proj"])),
+    "a method that multiplies by W": ("PEFT's hira", ADAPTERS, lambda: HiraConfig(target_modules=["q_proj"])),
+    "a method that factorises W": ("PEFT's osf", ADAPTERS, lambda: OSFConfig(target_modules=["q_proj"])),
 }
 
 
@@ -501,46 +501,88 @@ def test_training_an_offloaded_layer_itself_is_refused(load: Callable[[], PreTra
     assert get_peft_model(load(), config)
 
 
+IDS = torch.arange(3, 15).view(2, 6)
+
+
+def load_split(path: Any) -> Any:
+    """A split model that simulates."""
+    return AutoModelForCausalLM.from_pretrained(path, quantization_config=RemoteConfig(masking="simulate")).eval()
+
+
 @pytest.fixture
 def biased(gpt2: Any) -> Any:
     """A split GPT-2 in simulation."""
-    return AutoModelForCausalLM.from_pretrained(gpt2, quantization_config=RemoteConfig(masking="simulate"))
+    return load_split(gpt2)
 
 
 # a warning of plain PEFT for LoRA on GPT-2
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False but the target module is `Conv1D`:UserWarning")
 @pytest.mark.parametrize("bias", ["all", "lora_only"])
-def test_training_the_biases_of_offloaded_layers_is_refused(biased: Any, bias: Any) -> None:
-    with pytest.raises(UnsupportedMethodError, match=r"BitFit.*use bias='none', or lora_bias=True"):
-        get_peft_model(biased, LoraConfig(target_modules=["c_attn"], bias=bias, task_type="CAUSAL_LM"))
+def test_the_biases_of_offloaded_layers_are_trained(biased: Any, gpt2: Any, bias: Any, tmp_path: Path) -> None:
+    """With PEFT's own `bias`: the same gradients and the same saved adapter as on the plain model."""
+    saved = []
+    for model in (biased, rounded_model(gpt2)):
+        torch.manual_seed(0)
+        adapted: Any = get_peft_model(
+            model, LoraConfig(target_modules=["c_attn"], bias=bias, task_type="CAUSAL_LM", fan_in_fan_out=True)
+        )
+        optimizer = torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], lr=1.0)
+        adapted(input_ids=IDS, labels=IDS).loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            logits = adapted(input_ids=IDS).logits
+        adapted.save_pretrained(str(tmp_path))
+        saved.append(load_file(tmp_path / "adapter_model.safetensors") | {"logits": logits})
+    split, plain = saved
+    assert split.keys() == plain.keys()
+    assert any(name.endswith("c_attn.base_layer.bias") for name in split)
+    for name, tensor in split.items():
+        assert torch.allclose(tensor, plain[name], rtol=0, atol=1e-4), name
+    loaded = PeftModel.from_pretrained(load_split(gpt2), str(tmp_path)).eval()
+    with torch.no_grad():
+        assert torch.allclose(loaded(input_ids=IDS).logits, split["logits"], rtol=0, atol=1e-3)
 
 
-def test_bitfit_by_hand_is_refused(biased: Any) -> None:
-    biased.requires_grad_(False)
-    biases = {name: parameter for name, parameter in biased.named_parameters() if name.endswith("bias")}
-    biases["transformer.h.0.ln_1.bias"].requires_grad = True
-    with pytest.raises(UnsupportedMethodError, match="BitFit"):
-        biases["transformer.h.0.attn.c_attn.bias"].requires_grad = True
-
-
-def test_an_offloaded_bias_works_as_a_parameter(biased: Any) -> None:
-    """The bias is listed, moved and copied with the model, but neither saved nor missing; computing with it is an
-    error."""
-    bias = biased.get_submodule("transformer.h.0.attn.c_attn").bias
+def test_a_bias_is_here_and_is_saved_once_it_was_trained(biased: Any) -> None:
+    """It is listed, moved and copied with the model. The product includes it, so an untrained one changes no bit."""
+    with torch.no_grad():
+        expected = biased(input_ids=IDS).logits
+    name = "transformer.h.0.attn.c_attn"
+    bias: Any = biased.get_submodule(name).bias
     assert isinstance(bias, nn.Parameter)
-    assert (bias.shape, bias.nbytes) == ((192,), 0)
+    assert not bias.requires_grad
     twin = copy.deepcopy(biased).to(torch.float64)
+    assert twin.get_submodule(name).bias.dtype == torch.float64
     for model in (biased, twin):
-        assert not any(name.endswith("c_attn.bias") for name in model.state_dict())
+        assert not any(key.endswith("c_attn.bias") for key in model.state_dict())
         assert not model.load_state_dict(model.state_dict()).missing_keys
-    moved = twin.get_submodule("transformer.h.0.attn.c_attn").bias
-    assert isinstance(moved, nn.Parameter)
-    assert moved.dtype == torch.float64
-    for stand_in in (bias, moved):
-        with pytest.raises(UnsupportedMethodError, match="bias of an offloaded layer"):
-            stand_in + 1
+    bias.requires_grad_(True)
+    logits = biased(input_ids=IDS).logits
+    assert torch.equal(logits, expected)
+    logits.sum().backward()
+    assert bias.grad is not None
+    assert bool(bias.grad.any())
+    bias.requires_grad_(False)
+    with torch.no_grad():
+        bias.add_(1)
+        changed = biased(input_ids=IDS).logits
+    assert not torch.equal(changed, expected)
+    stored = biased.state_dict()
+    assert torch.equal(stored[f"{name}.bias"], bias)
+    with pytest.raises(RuntimeError, match=r"c_attn\.bias is \[3\]"):
+        biased.load_state_dict(stored | {f"{name}.bias": torch.zeros(3)})
     with pytest.raises(RuntimeError, match="Unexpected key"):
-        biased.load_state_dict(biased.state_dict() | {"transformer.h.0.attn.c_attn.bias": torch.zeros(192)})
+        biased.load_state_dict(stored | {f"{name}.weight": torch.zeros(64, 192)})
+
+
+def test_a_bias_that_is_loaded_is_used(biased: Any, gpt2: Any) -> None:
+    name = "transformer.h.0.attn.c_attn.bias"
+    shift = torch.linspace(-1, 1, 192)
+    biased.load_state_dict(biased.state_dict() | {name: shift})
+    plain = rounded_model(gpt2)
+    plain.load_state_dict(plain.state_dict() | {name: shift})
+    with torch.no_grad():
+        assert torch.allclose(biased(input_ids=IDS).logits, plain(input_ids=IDS).logits, rtol=0, atol=1e-4)
 
 
 def test_adapters_that_read_dtype_and_device_from_a_block(load: Callable[[], PreTrainedModel]) -> None:

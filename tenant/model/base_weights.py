@@ -1,0 +1,73 @@
+"""Reads base weights of offloaded layers from the public checkpoint on the tenant's disk.
+
+Most methods need no base weight. Some need it once, at their start (PiSSA factorises it), and MaskBert needs it while
+its masks are trained. A weight is used only if it quantises to the integers that the federation's manifest names, so a
+changed checkpoint is noticed.
+"""
+
+from functools import cached_property
+from pathlib import Path
+
+from torch import Tensor
+
+from symbiosis_priv.arithmetic.quantise import quantise
+from symbiosis_priv.checkpoints.checkpoint import Checkpoint, resolve
+from symbiosis_priv.checkpoints.manifest import GroupEntry
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.errors import CheckpointError, UnsupportedMethodError
+from symbiosis_priv.federation import load_federation
+from symbiosis_priv.limits import DEFAULT_WEIGHT_BITS
+from tenant.options import Options
+
+
+class BaseWeights:
+    """The float weights of the public checkpoint.
+
+    Args:
+        options: the options of the split model.
+        model: the checkpoint that was loaded, full or slim.
+    """
+
+    def __init__(self, options: Options, model: Path) -> None:
+        self._options = options
+        self._model = model
+        self._checked: set[tuple[str, str]] = set()
+
+    def read(self, entry: GroupEntry, member: int) -> Tensor:
+        """Read the weight `[o, d]` of one linear, in the checkpoint's dtype.
+
+        Args:
+            entry: the manifest's entry of the layer group.
+            member: index of the linear in the group.
+
+        Raises:
+            UnsupportedMethodError: the checkpoint has only the tenant's own tensors.
+            CheckpointError: the weights are not those of the manifest.
+        """
+        with Checkpoint(self._store.path) as checkpoint:
+            key = (entry.digest, checkpoint.identity())
+        layers = self._store.floats((entry.members[member],) if key in self._checked else entry.members)
+        if key not in self._checked:
+            if quantise(layers, weight_bits=self._store.weight_bits).digest() != entry.digest:
+                raise CheckpointError(
+                    f"the weights of {entry.name} in {self._store.path} are not those that providers serve; pass "
+                    f"{self._options.option('checkpoint', 'FULL_CHECKPOINT')} with the federation's base model"
+                )
+            self._checked.add(key)
+            layers = [layers[member]]
+        return layers[0].weight
+
+    @cached_property
+    def _store(self) -> WeightStore:
+        options = self._options
+        if options.federation is not None:
+            bits = load_federation(options.federation).weight_bits
+        else:
+            bits = DEFAULT_WEIGHT_BITS if options.weight_bits is None else options.weight_bits
+        store = WeightStore(resolve(options.checkpoint or self._model), weight_bits=bits)
+        if not store.is_complete():
+            raise UnsupportedMethodError(
+                f"this method reads base weights, and {store.path} has only the tenant's own tensors; pass "
+                f"{options.option('checkpoint', 'FULL_CHECKPOINT')}"
+            )
+        return store

@@ -1,0 +1,189 @@
+"""Diff pruning (Guo et al. 2021, arXiv:2012.07463): a sparse change of the weight.
+
+While the support is learned, the change `z * delta` is dense: `z` is a sample of the hard concrete distribution
+(Louizos et al. 2018, arXiv:1712.01312), and the expected number of non-zeros is added to the loss. The tenant then
+holds two numbers for each base weight and computes a dense product. Evaluation and saving keep the largest entries. A
+loaded adapter is sparse, and training it further changes the values of its entries. The method needs no base weight.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from peft import PeftConfig
+from peft.tuners._buffer_dict import BufferDict
+from torch import Tensor, nn
+from torch.nn import functional
+
+from symbiosis_priv.errors import ConfigError, UnsupportedMethodError
+from tenant.tasks.methods.layer import MethodConfig, MethodLayer, MethodTuner, version
+from tenant.tasks.methods.registration import add, peft_type
+from tenant.tasks.methods.sparse import Pattern
+
+_BETA, _GAMMA, _ZETA = 2 / 3, -0.1, 1.1  # temperature and stretch of the hard concrete distribution
+_START = 5.0  # log alpha at the start: nearly all gates are open
+
+
+@dataclass
+class DiffPruningConfig(MethodConfig):
+    """Configuration of diff pruning.
+
+    Args:
+        density: share of the weights that may change, in (0, 1].
+        l0_weight: weight of the expected number of non-zeros in the loss.
+        learn_support: False trains and evaluates the saved support; `save_pretrained` writes False.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    density: float = 0.005
+    l0_weight: float = 1.25e-7
+    learn_support: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.peft_type = peft_type("DIFF_PRUNING")
+        if not 0 < self.density <= 1:
+            raise ConfigError(f"density = {self.density} is not in (0, 1]")
+
+    def entries(self, widths: tuple[int, int]) -> int:
+        """Entries of the sparse change of a linear."""
+        return max(1, round(self.density * math.prod(widths)))
+
+    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
+        """Save the configuration of the sparse adapter."""
+        if self.learn_support:
+            replace(self, learn_support=False).save_pretrained(save_directory, **kwargs)
+        else:
+            super().save_pretrained(save_directory, **kwargs)
+
+
+class DiffPruningLayer(MethodLayer):
+    """A linear with changes: dense while their support is learned, sparse afterwards."""
+
+    adapter_layer_names = ("diff_pruning_delta", "diff_pruning_gate", "diff_pruning_values")
+    other_param_names = ("diff_pruning_places", "_count", "_l0_weight", "_patterns", "_pruned")
+
+    def make_containers(self) -> None:
+        self.diff_pruning_delta = nn.ParameterDict()
+        self.diff_pruning_gate = nn.ParameterDict()
+        self.diff_pruning_values = nn.ParameterDict()
+        self.diff_pruning_places = BufferDict(persistent=True)
+        self._count: dict[str, int] = {}
+        self._l0_weight: dict[str, float] = {}
+        self._patterns: dict[str, tuple[object, Pattern]] = {}
+        self._pruned: dict[str, tuple[object, Tensor, Tensor]] = {}
+
+    def make(self, adapter: str, config: DiffPruningConfig) -> None:
+        inputs, outputs = self.widths
+        self._l0_weight[adapter] = config.l0_weight
+        self._count[adapter] = count = config.entries((inputs, outputs))
+        if config.learn_support:
+            self.diff_pruning_delta[adapter] = nn.Parameter(torch.zeros(outputs, inputs))
+            self.diff_pruning_gate[adapter] = nn.Parameter(torch.full((outputs, inputs), _START))
+        else:
+            self.diff_pruning_values[adapter] = nn.Parameter(torch.zeros(count))
+            self.diff_pruning_places[adapter] = torch.arange(count, dtype=self.integer)
+
+    def change(self, adapter: str, x: Tensor, y: Tensor) -> Tensor | None:
+        if adapter in self.diff_pruning_values:
+            places, values = self.diff_pruning_places[adapter], self.diff_pruning_values[adapter]
+        elif adapter not in self.diff_pruning_delta:
+            return None
+        elif self.training:
+            delta = self._gate(adapter, sampled=True) * self.diff_pruning_delta[adapter]
+            return functional.linear(x.to(delta.dtype), delta)
+        else:
+            places, values = self.pruned(adapter)
+        return self._pattern(adapter, places).product(x, values)
+
+    def penalties(self) -> Iterator[Tensor]:
+        """The weighted expected number of non-zeros of each active adapter that learns its support."""
+        for adapter in self.active_adapters:
+            if adapter in self.diff_pruning_gate and not self.disable_adapters:
+                gate = self.diff_pruning_gate[adapter] - _BETA * math.log(-_GAMMA / _ZETA)
+                yield self._l0_weight[adapter] * torch.sigmoid(gate).sum()
+
+    @torch.no_grad()
+    def pruned(self, adapter: str) -> tuple[Tensor, Tensor]:
+        """The places and values of the largest entries of a change that is being learned."""
+        delta, gate = self.diff_pruning_delta[adapter], self.diff_pruning_gate[adapter]
+        key = (*version(delta), *version(gate))
+        found = self._pruned.get(adapter)
+        if found is None or found[0] != key:
+            change = (self._gate(adapter, sampled=False) * delta).flatten()
+            places = change.abs().topk(self._count[adapter]).indices.sort().values
+            found = self._pruned[adapter] = key, places, change[places]
+        return found[1], found[2]
+
+    def _pattern(self, adapter: str, places: Tensor) -> Pattern:
+        found = self._patterns.get(adapter)
+        if found is None or found[0] != version(places):
+            inputs, outputs = self.widths
+            found = self._patterns[adapter] = version(places), Pattern(places, (outputs, inputs))
+        return found[1]
+
+    def _gate(self, adapter: str, *, sampled: bool) -> Tensor:
+        gate = self.diff_pruning_gate[adapter]
+        if sampled:
+            noise = torch.rand_like(gate).clamp_(1e-6, 1 - 1e-6)
+            gate = (noise.logit() + gate) / _BETA
+        return (torch.sigmoid(gate) * (_ZETA - _GAMMA) + _GAMMA).clamp(0, 1)
+
+
+def _add_penalty(model: nn.Module, _: object, output: Any) -> Any:
+    """Add the expected number of non-zeros of the active adapters to the loss of a training step."""
+    if model.training and getattr(output, "loss", None) is not None:
+        for layer in model.modules():
+            if isinstance(layer, DiffPruningLayer):
+                for penalty in layer.penalties():
+                    output.loss = output.loss + penalty.to(output.loss.device)
+    return output
+
+
+class DiffPruningTuner(MethodTuner):
+    """PEFT's tuner for `DiffPruningConfig`."""
+
+    prefix = "diff_pruning_"
+    tuner_layer_cls = DiffPruningLayer
+
+    def _pre_injection_hook(self, model: nn.Module, config: PeftConfig, adapter_name: str) -> None:
+        if _add_penalty not in model._forward_hooks.values():
+            model.register_forward_hook(_add_penalty)
+
+    @classmethod
+    def _get_adapter_state_dict(
+        cls,
+        model: nn.Module,
+        config: PeftConfig,
+        adapter_name: str,
+        state_dict: dict[str, Tensor],
+        unwanted_adapter_names: list[str],
+    ) -> dict[str, Tensor]:
+        """The entries to save: those of the sparse change, also while its support is learned."""
+        found = super()._get_adapter_state_dict(model, config, adapter_name, state_dict, unwanted_adapter_names)
+        for name, layer in model.named_modules():
+            if isinstance(layer, DiffPruningLayer) and adapter_name in layer.diff_pruning_delta:
+                places, values = layer.pruned(adapter_name)
+                for dense in ("delta", "gate"):
+                    del found[f"{name}.diff_pruning_{dense}.{adapter_name}"]
+                found[f"{name}.diff_pruning_values.{adapter_name}"] = values
+                found[f"{name}.diff_pruning_places.{adapter_name}"] = places.to(layer.integer)
+        return found
+
+    @classmethod
+    def _remap_adapter_state_dict_for_load(
+        cls, model: nn.Module, config: Any, adapter_name: str, state_dict: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        if config.learn_support:
+            raise UnsupportedMethodError(
+                "a saved change is sparse, and this adapter is still learning its support; load the folder with "
+                "PeftModel.from_pretrained(model, folder, is_trainable=True) to train its values further"
+            )
+        return super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
+
+
+add("diff_pruning", config=DiffPruningConfig, tuner=DiffPruningTuner)

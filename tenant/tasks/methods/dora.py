@@ -1,0 +1,100 @@
+"""DoRA (Liu et al. 2024, arXiv:2402.09353) on offloaded layers.
+
+Each row of `W + s B A` is scaled to a trained magnitude, so every step needs the norms of the rows:
+
+    |W + s B A|^2 = |W|^2 + 2 s (W A^T . B) + s^2 (B A A^T . B)
+
+The norms of the rows of `W` come from the checkpoint once. `W A^T` changes with `A`, that is once per optimizer step.
+Computing it on the tenant would read the whole checkpoint in every step. So the r rows of `A` ride along in the next
+forward request of the layer group: they are private, and are masked and verified like all rows. Executors see r more
+rows per adapted linear in one request of a step, and none while `A` does not change.
+"""
+
+from typing import Any
+
+import torch
+from peft.tuners.lora.dora import DoraLinearLayer
+from torch import Tensor
+
+from tenant.model.remote_linear import RemoteLayer
+from tenant.tasks.methods.layer import version
+
+
+class RemoteDora(DoraLinearLayer):
+    """Computes what DoRA adds to the output of an offloaded layer. Replaces PEFT's module of one adapter.
+
+    Args:
+        module: PEFT's LoRA module around the layer.
+        adapter: name of the adapter.
+        layer: the offloaded layer, while its weight is at hand.
+    """
+
+    squares: Tensor
+
+    def __init__(self, module: Any, adapter: str, layer: RemoteLayer) -> None:
+        super().__init__(fan_in_fan_out=module.fan_in_fan_out)  # type: ignore[no-untyped-call]
+        self.weight = module.lora_magnitude_vector[adapter].weight
+        by_row = layer.weight.detach().t() if module.fan_in_fan_out else layer.weight.detach()
+        self.register_buffer("squares", by_row.to(torch.float32).square().sum(1), persistent=False)
+        self._rider = _RowsOfA(module, adapter, layer.member)
+        layer.group.riders.add(self._rider)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        lora_A: Any,
+        lora_B: Any,
+        scaling: float,
+        base_layer: Any,
+        base_result: Tensor | None = None,
+        adapter_name: str = "default",
+    ) -> Tensor:
+        """What is added to the base layer's output `[..., o]`; see PEFT's class.
+
+        With dropout, `x` is another input than the base layer's, so it takes a request of its own.
+        """
+        norm = self._norm(lora_A.weight, lora_B.weight, scaling, base_layer).to(x.dtype)
+        scale = (self.weight / norm).view(1, -1)
+        if base_result is None:
+            base_result = base_layer(x)
+        if base_layer.bias is not None:
+            base_result = base_result - base_layer.bias
+        added: Tensor = (scale - 1) * base_result + scale * lora_B(lora_A(x)) * scaling
+        return added
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # what rides along arrives outside the graph
+    @torch.no_grad()
+    def _norm(self, a: Tensor, b: Tensor, scaling: float, layer: RemoteLayer) -> Tensor:
+        """The norms of the rows of `W + s B A`: float32 `[o]`. As in PEFT, no gradient flows through them."""
+        if self._rider.rows() is not None:
+            layer(a)  # the outputs of a sibling's request were used, which `A` did not ride in
+        image = self._rider.image - (0 if layer.bias is None else layer.stored_bias().to(a.device))
+        a, b = a.to(torch.float32), b.to(torch.float32)
+        for part in layer.moved or ():
+            image = image - part(a)
+        squares = self.squares + 2 * scaling * (image.t() * b).sum(1) + scaling**2 * (b @ (a @ a.t()) * b).sum(1)
+        return squares.clamp(min=0).sqrt()
+
+
+class _RowsOfA:
+    """The rows of an adapter's `A`, to send when they have changed."""
+
+    def __init__(self, module: Any, adapter: str, member: int) -> None:
+        self.member = member
+        self.image = torch.empty(0)
+        self._module, self._adapter = module, adapter
+        self._sent: tuple[int, ...] | None = None
+
+    def rows(self) -> Tensor | None:
+        module = self._module
+        if self._adapter not in module.active_adapters or module.disable_adapters:
+            return None
+        a: Tensor = module.lora_A[self._adapter].weight.detach()
+        return None if self._sent == self._version() else a
+
+    def take(self, product: Tensor) -> None:
+        self.image, self._sent = product.to(torch.float32), self._version()
+
+    def _version(self) -> tuple[int, ...]:
+        return version(self._module.lora_A[self._adapter].weight)

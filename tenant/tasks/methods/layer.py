@@ -1,0 +1,146 @@
+"""The module that a method of this package puts around a linear, and the tuner that puts it there."""
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import PeftConfig
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from symbiosis_priv.checkpoints.discovery.linears import widths
+from symbiosis_priv.errors import UnsupportedMethodError
+
+MERGE_AT_HOME = (
+    "merging changes base weights, which stay at the providers. Save the adapter, and merge it into the full model, "
+    "where the method can be merged at all"
+)
+
+
+@dataclass
+class MethodConfig(PeftConfig):
+    """The fields that all methods of this package have.
+
+    Args:
+        target_modules: names of the modules to adapt, a regular expression, or "all-linear".
+        exclude_modules: names of modules to leave out, or a regular expression.
+        modules_to_save: modules of the tenant to train and save, such as a classification head.
+    """
+
+    target_modules: list[str] | set[str] | str | None = None
+    exclude_modules: list[str] | set[str] | str | None = None
+    modules_to_save: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # type: ignore[no-untyped-call]
+        for name in ("target_modules", "exclude_modules"):
+            value = getattr(self, name)
+            if isinstance(value, list):
+                setattr(self, name, set(value))
+
+
+class MethodLayer(nn.Module, BaseTunerLayer):
+    """A linear with adapters: `y = base(x) + sum of change(adapter, x, base(x))`.
+
+    Args:
+        base_layer: the linear, or another adapter's module around it.
+        adapter_name: name of the first adapter.
+        config: its configuration.
+    """
+
+    def __init__(self, base_layer: nn.Module, adapter_name: str, config: Any) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self._active_adapter = adapter_name
+        self.merged_adapters = []
+        self.make_containers()
+        self.update_layer(adapter_name, config)
+
+    @abstractmethod
+    def make_containers(self) -> None:
+        """Make the empty dictionaries that `adapter_layer_names` and `other_param_names` name."""
+
+    @abstractmethod
+    def make(self, adapter: str, config: Any) -> None:
+        """Make the parameters of one adapter."""
+
+    @abstractmethod
+    def change(self, adapter: str, x: Tensor, y: Tensor) -> Tensor | None:
+        """What an adapter adds to the linear's output `y` `[..., o]` for `x` `[..., d]`; None: no such adapter here."""
+
+    def update_layer(self, adapter_name: str, config: Any) -> None:
+        """Add an adapter."""
+        self.make(adapter_name, config)
+        self._move_adapter_to_device_of_base_layer(adapter_name)
+        self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Input and output width of the linear."""
+        inputs, outputs = widths(self.get_base_layer())
+        return inputs, outputs
+
+    @property
+    def integer(self) -> torch.dtype:
+        """The dtype of a position in the weight."""
+        return torch.int32 if math.prod(self.widths) < 1 << 31 else torch.int64
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        y: Tensor = self.base_layer(x, *args, **kwargs)
+        if self.disable_adapters:
+            return y
+        result = y
+        for adapter in self.active_adapters:
+            change = self.change(adapter, x, y)
+            if change is not None:
+                result = result + change.to(y.dtype)
+        return result
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Refuse."""
+        raise UnsupportedMethodError(MERGE_AT_HOME)
+
+    def unmerge(self) -> None:
+        """Refuse."""
+        raise UnsupportedMethodError(MERGE_AT_HOME)
+
+
+class MethodTuner(BaseTuner):
+    """Puts a `MethodLayer` around each targeted module."""
+
+    tuner_layer_cls: type[MethodLayer]
+    target_module_mapping: dict[str, list[str]] = {}  # noqa: RUF012 - PEFT declares it so
+
+    def _create_and_replace(
+        self,
+        peft_config: Any,
+        adapter_name: str,
+        target: Any,
+        target_name: str,
+        parent: nn.Module,
+        current_key: str,
+        parameter_name: str | None = None,
+    ) -> None:
+        if isinstance(target, self.tuner_layer_cls):
+            target.update_layer(adapter_name, peft_config)
+            return
+        base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+        if not self.fits(base):
+            raise ValueError(f"{current_key} is a {type(base).__name__}; name linears in target_modules")
+        layer = self.tuner_layer_cls(target, adapter_name, peft_config)
+        if adapter_name not in self.active_adapters:  # an adapter that is added to others is not trained by itself
+            layer.requires_grad_(False)
+        self._replace_module(parent, target_name, layer, target)
+
+    @staticmethod
+    def fits(module: nn.Module) -> bool:
+        """Returns True if the method works on such a module."""
+        return isinstance(module, nn.Linear | Conv1D)
+
+
+def version(tensor: Tensor) -> tuple[int, ...]:
+    """A key that changes when a tensor is replaced or written to."""
+    return id(tensor), tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,164 @@
+"""MaskBert (Zhao et al. 2020, arXiv:2004.12406): binary masks over the weight, `y = (W * M) x`.
+
+An offloaded layer computes `W x`, and the tenant subtracts `(W * (1 - M)) x`. While masks are trained, each step reads
+`W` from the checkpoint on the tenant's disk: a mask is 1 where its score is positive, and the mask's gradient is passed
+to the score (straight-through). A saved mask lists the places where it is 0. The weights at these places are read from
+the checkpoint once, when the adapter is first used, and the product with them is sparse.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from peft import PeftConfig
+from peft.tuners._buffer_dict import BufferDict
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from symbiosis_priv.errors import ConfigError, UnsupportedMethodError
+from tenant.tasks.methods.layer import MethodConfig, MethodLayer, MethodTuner, version
+from tenant.tasks.methods.registration import add, peft_type
+from tenant.tasks.methods.sparse import Pattern
+from tenant.tasks.methods.start import base_weight
+
+
+@dataclass
+class MaskBertConfig(MethodConfig):
+    """Configuration of MaskBert.
+
+    Args:
+        masked_share: share of the weights that are masked out at the start, in [0, 1).
+        learn_masks: False evaluates the saved masks; `save_pretrained` writes False.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    masked_share: float = 0.05
+    learn_masks: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.peft_type = peft_type("MASKBERT")
+        if not 0 <= self.masked_share < 1:
+            raise ConfigError(f"masked_share = {self.masked_share} is not in [0, 1)")
+
+    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
+        """Save the configuration of binary masks."""
+        if self.learn_masks:
+            replace(self, learn_masks=False).save_pretrained(save_directory, **kwargs)
+        else:
+            super().save_pretrained(save_directory, **kwargs)
+
+
+class MaskBertLayer(MethodLayer):
+    """A linear with binary masks over its weight."""
+
+    adapter_layer_names = ("maskbert_scores",)
+    other_param_names = ("maskbert_places", "_masked_out")
+
+    def make_containers(self) -> None:
+        self.maskbert_scores = nn.ParameterDict()
+        self.maskbert_places = BufferDict(persistent=True)
+        self._masked_out: dict[str, tuple[object, Pattern, Tensor]] = {}
+
+    def make(self, adapter: str, config: MaskBertConfig) -> None:
+        inputs, outputs = self.widths
+        if config.learn_masks:
+            scores = torch.empty(outputs, inputs).uniform_(-config.masked_share, 1 - config.masked_share)
+            self.maskbert_scores[adapter] = nn.Parameter(scores)
+        elif config.inference_mode:
+            self.maskbert_places[adapter] = torch.zeros(0, dtype=self.integer)
+        else:
+            raise UnsupportedMethodError(
+                "a saved mask has no scores, so it cannot be trained further; train a new MaskBertConfig()"
+            )
+
+    def change(self, adapter: str, x: Tensor, y: Tensor) -> Tensor | None:
+        if adapter in self.maskbert_places:
+            pattern, weights = self._read_once(adapter)
+            return -pattern.product(x, weights)
+        if adapter not in self.maskbert_scores:
+            return None
+        scores = self.maskbert_scores[adapter]
+        masked_out: Tensor = _MaskedOut.apply(  # type: ignore[no-untyped-call]
+            x.to(scores.dtype), scores, lambda: base_weight(self).to(scores)
+        )
+        return -masked_out
+
+    def places(self, adapter: str) -> Tensor:
+        """Where the masks that are being trained are 0: ascending positions in the row-major weight."""
+        masked_out: Tensor = self.maskbert_scores[adapter].detach() <= 0
+        return masked_out.flatten().nonzero().flatten().to(self.integer)
+
+    def _read_once(self, adapter: str) -> tuple[Pattern, Tensor]:
+        """The places and weights that a saved mask masks out."""
+        places = self.maskbert_places[adapter]
+        found = self._masked_out.get(adapter)
+        if found is None or found[0] != version(places):
+            inputs, outputs = self.widths
+            pattern = Pattern(places, (outputs, inputs))
+            weights = base_weight(self).flatten()[places].to(torch.float32)
+            found = self._masked_out[adapter] = version(places), pattern, weights
+        return found[1], found[2]
+
+
+class _MaskedOut(torch.autograd.Function):
+    """The product with the weights that are masked out. It keeps no weight for backward, but reads it again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scores: Tensor, read: Callable[[], Tensor]) -> Tensor:
+        ctx.save_for_backward(x, scores)
+        ctx.read = read
+        return functional.linear(x, read() * (scores <= 0))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, scores = ctx.saved_tensors
+        weight = ctx.read()
+        grad_scores = -(grad.flatten(0, -2).t() @ x.flatten(0, -2)) * weight  # scores open what is subtracted here
+        return grad @ (weight * (scores <= 0)), grad_scores, None
+
+
+class MaskBertTuner(MethodTuner):
+    """PEFT's tuner for `MaskBertConfig`."""
+
+    prefix = "maskbert_"
+    tuner_layer_cls = MaskBertLayer
+
+    @classmethod
+    def _get_adapter_state_dict(
+        cls,
+        model: nn.Module,
+        config: PeftConfig,
+        adapter_name: str,
+        state_dict: dict[str, Tensor],
+        unwanted_adapter_names: list[str],
+    ) -> dict[str, Tensor]:
+        """The masks to save: places, also while scores are trained."""
+        found = super()._get_adapter_state_dict(model, config, adapter_name, state_dict, unwanted_adapter_names)
+        for name, layer in model.named_modules():
+            if isinstance(layer, MaskBertLayer) and adapter_name in layer.maskbert_scores:
+                del found[f"{name}.maskbert_scores.{adapter_name}"]
+                found[f"{name}.maskbert_places.{adapter_name}"] = layer.places(adapter_name)
+        return found
+
+    @classmethod
+    def _remap_adapter_state_dict_for_load(
+        cls, model: nn.Module, config: Any, adapter_name: str, state_dict: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        if config.learn_masks:
+            raise UnsupportedMethodError(
+                "a saved mask has no scores to train; load the folder with PeftModel.from_pretrained(model, folder)"
+            )
+        for name, layer in model.named_modules():
+            stored = state_dict.get(f"{name}.maskbert_places")
+            if isinstance(layer, MaskBertLayer) and stored is not None:  # a mask may have any number of zeros
+                layer.maskbert_places[adapter_name] = torch.zeros_like(stored, dtype=layer.integer)
+        return super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
+
+
+add("maskbert", config=MaskBertConfig, tuner=MaskBertTuner)

@@ -1,0 +1,109 @@
+"""SHiRA (arXiv:2406.13175) and SuperTuning (arXiv:2607.09287): adapters that change few entries of the weight.
+
+PEFT adds the entries to a copy of the weight. An offloaded layer computes `W x`, and the tenant adds the sparse
+product. SuperTuning chooses its entries by the magnitude of the weights, so it reads the weight once, at its start.
+"""
+
+from typing import Any
+
+from peft import PeftType
+from peft.tuners.shira import ShiraModel
+from peft.tuners.shira.layer import Linear as ShiraLinear
+from peft.tuners.supertuning import SupertuningModel
+from peft.tuners.supertuning.layer import Linear as SupertuningLinear
+from torch import Tensor
+
+from symbiosis_priv.errors import CheckpointError
+from tenant.model.remote_linear import RemoteLayer
+from tenant.tasks.methods.layer import version
+from tenant.tasks.methods.registration import replace
+from tenant.tasks.methods.sparse import Pattern
+from tenant.tasks.methods.start import OnOffloadedLayers
+
+
+class _Sparse:
+    """Sorted patterns of unsorted places, by adapter."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[object, Pattern, Tensor]] = {}
+
+    def product(self, adapter: str, x: Tensor, places: Tensor, entries: Tensor, shape: tuple[int, int]) -> Tensor:
+        """The product of rows with the sparse matrix; see `Pattern`. places: integer `[n]` or `[2, n]`."""
+        found = self._found.get(adapter)
+        if found is None or found[0] != version(places):
+            flat, order = _flat(places, shape).sort()
+            found = self._found[adapter] = version(places), Pattern(flat, shape), order
+        _, pattern, order = found
+        return pattern.product(x, entries[order])
+
+
+def _flat(places: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Positions in the row-major matrix, from positions or from rows and columns."""
+    places = places.long()
+    if places.dim() == 1:
+        return places
+    rows, columns = places[0], places[1]
+    if len(columns) and not (columns.min() >= 0 and columns.max() < shape[1]):
+        raise CheckpointError(f"the adapter names a column outside a weight of {shape[0]} x {shape[1]}; fetch it again")
+    return rows * shape[1] + columns
+
+
+class RemoteShiraLinear(ShiraLinear):
+    """PEFT's module around an offloaded layer: it adds a sparse product."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        result: Tensor = self.base_layer(x, *args, **kwargs)
+        if self.disable_adapters or self.merged:
+            return result
+        sparse = self.__dict__.setdefault("sparse", _Sparse())
+        shape = self.out_features, self.in_features
+        for adapter in self.active_adapters:
+            if adapter in self.shira_weight:
+                entries = self.shira_weight[adapter] * self.scaling[adapter]
+                places = self.shira_indices[adapter] = self.shira_indices[adapter].to(x.device)  # they are no buffer
+                added = sparse.product(adapter, x, places, entries, shape)
+                result = result + added.to(result.dtype)
+        return result
+
+
+class RemoteShira(OnOffloadedLayers, ShiraModel):
+    """SHiRA on offloaded layers too. A mask function of the caller may read the weight."""
+
+    def starts_from_weight(self, config: Any) -> bool:
+        return bool(config.mask_type != "random")
+
+    def started(self, layer: RemoteLayer, module: Any, adapter: str, config: Any) -> None:
+        module.__class__ = RemoteShiraLinear  # a subclass without attributes of its own
+
+
+class RemoteSupertuningLinear(SupertuningLinear):
+    """PEFT's module around an offloaded layer: it adds a sparse product, and LoRA's."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        result: Tensor = self.base_layer(x, *args, **kwargs)
+        if self.disable_adapters or self.merged:
+            return result
+        sparse = self.__dict__.setdefault("sparse", _Sparse())
+        shape = self.out_features, self.in_features
+        for adapter in self.active_adapters:
+            if adapter not in self.supertuning_values:
+                continue
+            values, places = self.supertuning_values[adapter], self.supertuning_indices[adapter]
+            result = result + sparse.product(adapter, x, places, values, shape).to(result.dtype)
+            if rank := self.supertuning_rank[adapter]:
+                lora_a, lora_b = self.supertuning_lora_A[adapter], self.supertuning_lora_B[adapter]
+                dropped = self.supertuning_lora_dropout[adapter](x).to(lora_a.weight.dtype)
+                scaling = self.supertuning_lora_alpha[adapter] / rank
+                result = result + (scaling * lora_b(lora_a(dropped))).to(result.dtype)
+        return result
+
+
+class RemoteSupertuning(OnOffloadedLayers, SupertuningModel):
+    """SuperTuning on offloaded layers too."""
+
+    def started(self, layer: RemoteLayer, module: Any, adapter: str, config: Any) -> None:
+        module.__class__ = RemoteSupertuningLinear  # a subclass without attributes of its own
+
+
+replace(PeftType.SHIRA, RemoteShira)
+replace(PeftType.SUPERTUNING, RemoteSupertuning)

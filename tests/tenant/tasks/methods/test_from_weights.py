@@ -1,0 +1,264 @@
+"""PEFT's methods that compute with the base weight: PEFT's own losses, from the public checkpoint on disk."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from peft import (
+    DeloraConfig,
+    HRAConfig,
+    LoraConfig,
+    PeftConfig,
+    ShiraConfig,
+    SupertuningConfig,
+    TinyLoraConfig,
+    get_peft_model,
+)
+from peft.tuners.hra.layer import HRALinear
+from torch import Tensor, nn
+
+from symbiosis_priv.errors import CheckpointError, UnsupportedMethodError
+from tenant import RemoteConfig, backend_of
+from tenant.model.base_weights import BaseWeights
+from tenant.model.remote_linear import RemoteLayer
+from tenant.tasks.methods.hra import rotated
+from tenant.tasks.methods.lora import weights_at_hand
+from tenant.tasks.methods.shira import _flat
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # PEFT's own
+
+SMALL: dict[str, Any] = {"target_modules": "all-linear", "r": 4}
+CONV1D: dict[str, Callable[[], PeftConfig]] = {
+    "dora": lambda: LoraConfig(use_dora=True, **SMALL),
+    "dora with dropout": lambda: LoraConfig(use_dora=True, lora_dropout=0.1, **SMALL),
+    "dora, biases trained": lambda: LoraConfig(use_dora=True, bias="all", **SMALL),
+    "pissa": lambda: LoraConfig(init_lora_weights="pissa", **SMALL),
+    "pissa, dora": lambda: LoraConfig(init_lora_weights="pissa", use_dora=True, **SMALL),
+    "mica": lambda: LoraConfig(init_lora_weights="mica", **SMALL),
+    "tinylora": lambda: TinyLoraConfig(target_modules="all-linear", u=8),
+}
+METHODS: dict[str, Callable[[], PeftConfig]] = CONV1D | {
+    "olora": lambda: LoraConfig(init_lora_weights="olora", **SMALL),
+    "delora": lambda: DeloraConfig(**SMALL),
+    "hra": lambda: HRAConfig(**SMALL),
+    "hra, Gram-Schmidt": lambda: HRAConfig(apply_GS=True, init_weights=False, **SMALL),
+    "shira": lambda: ShiraConfig(**SMALL),
+    "supertuning": lambda: SupertuningConfig(target_modules="all-linear", sparsity=0.95),
+    "supra": lambda: SupertuningConfig(sparsity=0.95, lora_alpha=8, **SMALL),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_means_the_same_split_and_plain(name: str, methods: Any, exact_llama: Path, tmp_path: Path) -> None:
+    methods.same_everywhere(METHODS[name], exact_llama, tmp_path)
+
+
+@pytest.mark.parametrize("name", CONV1D)
+def test_it_does_on_conv1d(name: str, methods: Any, exact_gpt2: Path, tmp_path: Path) -> None:
+    methods.same_everywhere(CONV1D[name], exact_gpt2, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["pissa", "olora", "delora", "tinylora", "dora", "supertuning"])
+def test_the_start_is_pefts_own_bit_for_bit(name: str, methods: Any, exact_llama: Path) -> None:
+    starts = []
+    for split in (True, False):
+        torch.manual_seed(3)
+        model: Any = get_peft_model(methods.load(exact_llama, split=split), METHODS[name]())
+        starts.append({n: t for n, t in model.state_dict().items() if ".base_layer." not in n})
+    split_start, plain_start = starts
+    assert len(split_start) > 10
+    assert all(torch.equal(tensor, plain_start[n]) for n, tensor in split_start.items())
+
+
+def test_no_weight_is_left_behind(methods: Any, exact_llama: Path) -> None:
+    for config in METHODS.values():
+        model: Any = get_peft_model(methods.load(exact_llama, split=True), config())
+        for module in model.modules():
+            if isinstance(module, RemoteLayer):
+                assert module.weight.untyped_storage().nbytes() == 0
+
+
+def oriented(model: Any) -> LoraConfig:
+    """Decompose `W C` for an invertible C, as PEFT's `preprocess_corda` does (it needs a package that is not here)."""
+    generator = torch.Generator().manual_seed(0)
+    with weights_at_hand(model):
+        for module in model.modules():
+            if isinstance(module, nn.Linear) and module is not model.lm_head:
+                a = torch.randn(module.in_features, module.in_features, generator=generator)
+                c = a @ a.t() / module.in_features + torch.eye(module.in_features)
+                u, s, v = torch.linalg.svd(module.weight.detach() @ c, full_matrices=False)
+                eigens: Any = SimpleNamespace(S_WC=s[:4], U_WC=u[:, :4], V_WC=(v[:4] @ c.inverse()).t())
+                module.eigens = eigens
+    return LoraConfig(init_lora_weights="corda", **SMALL)
+
+
+def test_corda(methods: Any, exact_llama: Path) -> None:
+    found = []
+    for split in (True, False):
+        base = methods.load(exact_llama, split=split)
+        found.append(methods.trained(base, oriented(base)))
+    split_one, plain = found
+    assert split_one.losses == pytest.approx(plain.losses, rel=1e-4)
+    assert (split_one.logits - plain.logits).abs().max() < 0.01 * plain.effect
+
+
+def test_a_converted_start_is_a_plain_lora(methods: Any, exact_llama: Path, tmp_path: Path) -> None:
+    """PEFT writes `B A - B0 A0` as a LoRA of twice the rank, which needs no factorisation at home."""
+    torch.manual_seed(3)
+    model: Any = get_peft_model(
+        methods.load(exact_llama, split=True), LoraConfig(init_lora_weights="pissa", use_rslora=False, **SMALL)
+    )
+    model.peft_config["default"].init_lora_weights = True
+    model.save_pretrained(str(tmp_path / "start"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.mul_(1.1)
+    expected = methods.logits(model)
+    model.peft_config["default"].init_lora_weights = "pissa"
+    model.save_pretrained(str(tmp_path / "out"), path_initial_model_for_weight_conversion=str(tmp_path / "start"))
+    home = methods.at_home(methods.load(exact_llama, split=False), tmp_path / "out")
+    assert home.peft_config["default"].init_lora_weights is True
+    effect = (expected - methods.logits(methods.load(exact_llama, split=True))).abs().max()
+    assert (methods.logits(home) - expected).abs().max() < 0.01 * effect
+
+
+# DoRA
+
+
+class Counted:
+    """Rows of each request to a backend."""
+
+    def __init__(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.requests: list[tuple[int, str, Tensor]] = []
+        backend = backend_of(model)
+        multiply = backend.multiply
+
+        def counting(index: int, direction: Any, inputs: Any, outputs: Any) -> None:
+            self.requests.append((index, str(direction), torch.cat([part.detach() for part in inputs], dim=1)))
+            multiply(index, direction, inputs, outputs)
+
+        monkeypatch.setattr(backend, "multiply", counting)
+
+    def rows(self) -> list[int]:
+        found = [len(rows) for _, _, rows in self.requests]
+        self.requests.clear()
+        return found
+
+
+def test_the_rows_of_a_ride_along_once_after_each_step(
+    methods: Any, exact_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No request more than without DoRA, r rows per sibling in the first, and none while A is unchanged."""
+    torch.manual_seed(0)
+    model: Any = get_peft_model(methods.load(exact_llama, split=True), LoraConfig(use_dora=True, **SMALL))
+    counted = Counted(model, monkeypatch)
+    ids = torch.arange(10)[None]
+    siblings = [3, 1, 2, 1] * 2  # q/k/v, o, gate/up, down: adapters per request, in two layers
+    head = [10]
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    for _ in range(2):
+        model.train()(input_ids=ids)
+        sent = counted.requests[0][2][10:]
+        assert any(torch.equal(part, layer.lora_A["default"].weight) for part in sent.split(4))
+        assert counted.rows() == [10 + 4 * n for n in siblings] + head
+        model(input_ids=ids)
+        model.eval()(input_ids=ids)
+        with model.disable_adapter():
+            model(input_ids=ids)
+        assert counted.rows() == ([10] * len(siblings) + head) * 3
+        with torch.no_grad():  # as an optimizer does
+            for name, parameter in model.named_parameters():
+                if "lora_A" in name:
+                    parameter.mul_(0.9)
+
+
+def test_a_sibling_whose_rows_did_not_ride_asks_for_itself(methods: Any, exact_llama: Path) -> None:
+    """A sibling's adapter that becomes active between two calls with the same input."""
+    base = methods.load(exact_llama, split=True)
+    model: Any = get_peft_model(base, LoraConfig(use_dora=True, init_lora_weights=False, **SMALL))
+    attention = model.base_model.model.model.layers[0].self_attn
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    expected = attention.k_proj(x.clone())
+    with torch.no_grad():
+        attention.k_proj.lora_A["default"].weight.mul_(2).div_(2)  # the same values, as after a step
+    attention.k_proj.enable_adapters(False)
+    attention.q_proj(x)
+    attention.k_proj.enable_adapters(True)
+    assert torch.equal(attention.k_proj(x), expected)
+
+
+def test_a_copied_model_has_rows_of_its_own(methods: Any, exact_llama: Path) -> None:
+    model: Any = get_peft_model(methods.load(exact_llama, split=True), LoraConfig(use_dora=True, **SMALL))
+    twin = copy.deepcopy(model)
+    before = methods.logits(model)
+    with torch.no_grad():
+        for name, parameter in twin.named_parameters():
+            if "lora_" in name:
+                parameter.add_(0.1)
+    changed = methods.logits(twin)
+    assert torch.equal(methods.logits(model), before)
+    assert not torch.equal(changed, before)
+
+
+# HRA
+
+
+@given(st.integers(1, 12), st.integers(1, 6), st.booleans(), st.integers(0, 2**32 - 1))
+def test_a_row_is_rotated_as_pefts_matrix_rotates_it(width: int, rank: int, gram_schmidt: bool, seed: int) -> None:
+    """In float64. Gram-Schmidt needs at most as many directions as there are dimensions."""
+    rank = min(rank, width) if gram_schmidt else rank
+    generator = torch.Generator().manual_seed(seed)
+    u = torch.randn(width, rank, generator=generator, dtype=torch.float64)
+    x = torch.randn(2, 3, width, generator=generator, dtype=torch.float64)
+    linear: Any = HRALinear(nn.Linear(width, width), "default", HRAConfig(apply_GS=gram_schmidt), r=rank)
+    linear.hra_u["default"] = nn.Parameter(u)
+    matrix = linear.get_delta_weight("default").detach()
+    found = rotated(x, u, gram_schmidt)
+    bound = 1e-9 if gram_schmidt else 1e-12  # directions that are nearly parallel amplify the rounding of Gram-Schmidt
+    assert (found - x @ matrix.t()).abs().max() <= bound * width * rank**2
+    assert (found.norm(dim=-1) - x.norm(dim=-1)).abs().max() <= bound * width * rank**2
+
+
+# SHiRA
+
+
+def test_places_of_shira_are_checked() -> None:
+    assert torch.equal(_flat(torch.tensor([[0, 2], [1, 0]]), (3, 4)), torch.tensor([1, 8]))
+    with pytest.raises(CheckpointError, match="column"):
+        _flat(torch.tensor([[0, 0], [1, 4]]), (3, 4))
+
+
+def test_a_mask_function_may_read_the_weight(methods: Any, exact_llama: Path) -> None:
+    def largest(base_layer: Any, r: int, **_: Any) -> Tensor:
+        count = r * sum(base_layer.weight.shape)
+        mask = torch.zeros(base_layer.weight.numel())
+        mask[base_layer.weight.abs().flatten().topk(count).indices] = 1
+        return mask.view(base_layer.weight.shape)
+
+    found = []
+    for split in (True, False):
+        config: Any = ShiraConfig(mask_type="largest", **SMALL)  # type: ignore[arg-type]
+        config.mask_fn = largest
+        model: Any = get_peft_model(methods.load(exact_llama, split=split), config)
+        found.append(model.base_model.model.model.layers[0].self_attn.q_proj.shira_indices["default"])
+    assert torch.equal(*found)
+
+
+# What is missing
+
+
+def test_a_start_needs_the_full_checkpoint(methods: Any, exact_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = methods.load(exact_llama, split=True)
+    for module in model.modules():
+        if isinstance(module, RemoteLayer):
+            module.group.weights = BaseWeights(RemoteConfig(masking="simulate"), exact_llama)
+    monkeypatch.setattr("symbiosis_priv.checkpoints.weights.WeightStore.is_complete", lambda store: False)
+    with pytest.raises(UnsupportedMethodError, match="checkpoint='FULL_CHECKPOINT'"):
+        get_peft_model(model, LoraConfig(init_lora_weights="pissa", **SMALL))

@@ -1,0 +1,153 @@
+"""The four methods of this package: the same losses and logits split and plain, trained, saved and loaded."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftConfig, PeftModel, PeftType, get_peft_model
+
+from symbiosis_priv.errors import ConfigError, UnsupportedMethodError
+from tenant import BitFitConfig, BottleneckConfig, DiffPruningConfig, MaskBertConfig, RemoteConfig
+from tenant.tasks.methods import registration
+from tenant.tasks.methods.bitfit import BitFitTuner
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, about saving without a hub
+
+LINEARS = {"target_modules": "all-linear"}
+METHODS: dict[str, Callable[[], PeftConfig]] = {
+    "bottleneck": lambda: BottleneckConfig(bottleneck_dim=8, **LINEARS),  # type: ignore[arg-type]
+    "bitfit": lambda: BitFitConfig(),
+    "diff pruning": lambda: DiffPruningConfig(density=0.05, **LINEARS),  # type: ignore[arg-type]
+    "maskbert": lambda: MaskBertConfig(masked_share=0.1, **LINEARS),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [(m, n) for m in ("exact_llama", "exact_gpt2") for n in METHODS if (m, n) != ("exact_llama", "bitfit")],
+)
+def test_a_method_means_the_same_split_and_plain(
+    model: str, name: str, methods: Any, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    methods.same_everywhere(METHODS[name], request.getfixturevalue(model), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["bottleneck", "bitfit", "diff pruning"])
+def test_a_new_adapter_changes_no_bit(name: str, methods: Any, exact_gpt2: Path) -> None:
+    base = methods.load(exact_gpt2, split=True)
+    expected = methods.logits(base)
+    model: Any = get_peft_model(base, METHODS[name]())
+    assert torch.equal(methods.logits(model), expected)
+
+
+def test_bitfit_trains_every_bias_and_nothing_else(methods: Any, exact_gpt2: Path) -> None:
+    base = methods.load(exact_gpt2, split=True)
+    biases = {name.removesuffix(".bias") for name, _ in base.named_parameters() if name.endswith(".bias")}
+    model: Any = get_peft_model(base, BitFitConfig())
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {f"base_model.model.{name}.bitfit_bias.default" for name in biases}
+
+
+def test_bitfit_needs_a_bias(methods: Any, exact_llama: Path) -> None:
+    with pytest.raises(UnsupportedMethodError, match="lora_bias"):
+        get_peft_model(methods.load(exact_llama, split=True), BitFitConfig())
+
+
+def test_two_adapters_are_told_apart(methods: Any, exact_gpt2: Path, tmp_path: Path) -> None:
+    """Each alone, one after the other, and neither."""
+    expected = {}
+    for seed, name in enumerate(("a", "b")):
+        torch.manual_seed(seed)
+        config = BottleneckConfig(bottleneck_dim=4 + seed, init_weights=False, target_modules=["c_proj"])
+        model: Any = get_peft_model(methods.load(exact_gpt2, split=True), config)
+        expected[name] = methods.logits(model)
+        model.save_pretrained(str(tmp_path / name))
+    base = methods.load(exact_gpt2, split=True)
+    without = methods.logits(base)
+    both: Any = PeftModel.from_pretrained(base, str(tmp_path / "a"), adapter_name="a")
+    both.load_adapter(str(tmp_path / "b"), adapter_name="b")
+    for name in ("b", "a", "b"):
+        both.set_adapter(name)
+        assert torch.equal(methods.logits(both), expected[name])
+    with both.disable_adapter():
+        assert torch.equal(methods.logits(both), without)
+    both.delete_adapter("b")
+    assert torch.equal(methods.logits(both), expected["a"])
+
+
+def test_a_pruned_change_has_the_stated_density_and_trains_further(
+    methods: Any, exact_llama: Path, tmp_path: Path
+) -> None:
+    config = DiffPruningConfig(density=0.03, target_modules=["down_proj"])
+    first = methods.trained(methods.load(exact_llama, split=True), config)
+    first.model.save_pretrained(str(tmp_path))
+    model: Any = PeftModel.from_pretrained(methods.load(exact_llama, split=True), str(tmp_path), is_trainable=True)
+    assert torch.equal(methods.logits(model), first.logits)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert {len(parameter) for parameter in parameters} == {round(0.03 * 64 * 112)}
+    model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+    assert all(bool(parameter.grad.any()) for parameter in parameters)
+
+
+def test_the_loss_of_diff_pruning_counts_entries(methods: Any, exact_llama: Path) -> None:
+    ids = torch.arange(8)[None]
+    losses = []
+    for l0_weight in (0.0, 1e-3):
+        config = DiffPruningConfig(l0_weight=l0_weight, target_modules=["down_proj"])
+        model: Any = get_peft_model(methods.load(exact_llama, split=True), config)
+        torch.manual_seed(1)
+        losses.append(model.train()(input_ids=ids, labels=ids).loss)
+    # 2 layers of 64 x 112 gates, all but a few open at the start
+    assert (losses[1] - losses[0]).item() == pytest.approx(1e-3 * 2 * 64 * 112, rel=0.01)
+
+
+def test_masks_need_a_full_checkpoint(exact_llama: Path, methods: Any, tmp_path: Path) -> None:
+    """Reading the weights that a mask leaves out, and training masks."""
+    from symbiosis_priv.checkpoints.weights import WeightStore
+    from tenant.model.base_weights import BaseWeights
+    from tenant.preparation.slim import write_slim
+
+    store = WeightStore(exact_llama)
+    write_slim(store, store.manifest(), tmp_path / "slim")
+    with pytest.raises(UnsupportedMethodError, match="checkpoint='FULL_CHECKPOINT'"):
+        BaseWeights(RemoteConfig(masking="simulate"), tmp_path / "slim").read(store.manifest().groups[0], 0)
+
+
+def test_other_weights_than_the_providers_are_noticed(exact_llama: Path, llama: Path) -> None:
+    from symbiosis_priv.checkpoints.weights import WeightStore
+    from symbiosis_priv.errors import CheckpointError
+    from tenant.model.base_weights import BaseWeights
+
+    entry = WeightStore(exact_llama).manifest().groups[0]
+    with pytest.raises(CheckpointError, match="not those that providers serve"):
+        BaseWeights(RemoteConfig(masking="simulate", weight_bits=8), llama).read(entry, 0)
+
+
+@pytest.mark.parametrize(
+    ("config", "values"),
+    [
+        (BottleneckConfig, {"activation": "eval"}),
+        (BottleneckConfig, {"bottleneck_dim": 0}),
+        (DiffPruningConfig, {"density": 0.0}),
+        (MaskBertConfig, {"masked_share": 1.0}),
+    ],
+)
+def test_values_out_of_range_are_refused(config: type[PeftConfig], values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        config(**values)
+
+
+@pytest.mark.parametrize("name", ["bottleneck", "maskbert"])
+def test_merging_is_refused(name: str, methods: Any, exact_llama: Path) -> None:
+    model: Any = get_peft_model(methods.load(exact_llama, split=True), METHODS[name]())
+    with pytest.raises(UnsupportedMethodError, match="merg"):
+        model.merge_and_unload()
+
+
+def test_a_method_of_pefts_own_is_not_replaced_by_ours() -> None:
+    with pytest.raises(ConfigError, match="LORA"):
+        registration.add("lora", config=BitFitConfig, tuner=BitFitTuner)
+    assert PeftType("BITFIT") is PeftType["BITFIT"]
+    assert "BITFIT" in list(PeftType)

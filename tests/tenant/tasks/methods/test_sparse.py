@@ -1,0 +1,65 @@
+"""The sparse product and its gradients are those of the dense matrix."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from symbiosis_priv.errors import CheckpointError
+from tenant.tasks.methods.sparse import Pattern
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Pattern, Tensor, Tensor, Tensor]:
+    """A pattern, its entries, the dense matrix, and rows. All values are small integers, so sums are exact."""
+    outputs, inputs, rows = (draw(st.integers(low, 9)) for low in (1, 1, 0))
+    places = draw(st.lists(st.integers(0, outputs * inputs - 1), unique=True).map(sorted))
+    whole = st.integers(-8, 8)
+    entries = torch.tensor(draw(st.lists(whole, min_size=len(places), max_size=len(places))), dtype=torch.float32)
+    dense = torch.zeros(outputs * inputs)
+    dense[places] = entries
+    x = torch.tensor(draw(st.lists(whole, min_size=rows * inputs, max_size=rows * inputs)), dtype=torch.float32)
+    pattern = Pattern(torch.tensor(places, dtype=torch.int32), (outputs, inputs))
+    return pattern, entries, dense.view(outputs, inputs), x.view(rows, inputs)
+
+
+@given(cases())
+def test_product_and_gradients_are_those_of_the_dense_matrix(case: tuple[Pattern, Tensor, Tensor, Tensor]) -> None:
+    pattern, entries, dense, x = case
+    x, entries, dense = x.requires_grad_(), entries.requires_grad_(), dense.requires_grad_()
+    y = pattern.product(x, entries)
+    expected = x @ dense.t()
+    assert torch.equal(y, expected)
+    grad = torch.arange(y.numel(), dtype=torch.float32).view(y.shape) % 5 - 2
+    grad_x, grad_entries = torch.autograd.grad(y, (x, entries), grad)
+    dense_x, dense_grad = torch.autograd.grad(expected, (x, dense), grad)
+    assert torch.equal(grad_x, dense_x)
+    assert torch.equal(grad_entries, dense_grad[pattern.rows.long(), pattern.columns.long()])
+
+
+def test_gradients_agree_with_finite_differences() -> None:
+    pattern = Pattern(torch.tensor([0, 3, 4, 11]), (3, 4))
+    generator = torch.Generator().manual_seed(0)
+    x, entries = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in ((2, 5, 4), (4,))
+    )
+    assert torch.autograd.gradcheck(pattern.product, (x, entries))
+
+
+def test_half_precision_is_widened() -> None:
+    pattern = Pattern(torch.tensor([1, 2]), (2, 2))
+    y = pattern.product(torch.ones(3, 2, dtype=torch.bfloat16), torch.tensor([0.5, 2.0], dtype=torch.bfloat16))
+    assert torch.equal(y, torch.tensor([[0.5, 2.0]] * 3))
+
+
+@pytest.mark.parametrize("places", [[0, 0], [1, 0], [-1, 2], [0, 12]])
+def test_places_that_are_none_are_refused(places: list[int]) -> None:
+    with pytest.raises(CheckpointError, match="fetch the adapter again"):
+        Pattern(torch.tensor(places), (3, 4))
+
+
+def test_a_gradient_is_computed_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    pattern, x, grad = Pattern(torch.arange(12), (3, 4)), torch.arange(8.0).view(2, 4), torch.arange(6.0).view(2, 3)
+    monkeypatch.setattr("tenant.tasks.methods.sparse._BLOCK", 10)
+    assert torch.equal(pattern.entries_of(grad, x), (grad.t() @ x).flatten())

@@ -11,6 +11,9 @@ MAX_PAYLOAD: Final = (1 << 32) - 1
 MAX_ROWS: Final = 1 << 24
 """Largest number of rows of a request."""
 
+MAX_EXPERTS: Final = 1024
+"""Of a stack."""
+
 MIN_WEIGHT_BITS: Final = 4
 MAX_WEIGHT_BITS: Final = 12
 DEFAULT_WEIGHT_BITS: Final = 10

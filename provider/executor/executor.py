@@ -5,6 +5,7 @@ which picks the rows of the next product. These rows are joined to one matrix wi
 answers are row slices of the product, without a copy. A request that is larger than a slice is multiplied piece by
 piece into its own matrix, and other requests are multiplied between the pieces. A helper's effect is the product of
 keystream rows, which another thread makes one slice ahead; effects and masked rows of a layer group share products.
+Rows for one expert of a stack are sorted by expert first, so several tenants' rows for an expert share its product.
 Ring results do not depend on the other rows of a product; float results may, within rounding. An idle executor loads
 layer groups that are not in memory yet, in small steps, so that no tenant waits for the whole model.
 
@@ -44,8 +45,9 @@ from provider.executor.queues import ExecutorAnswer, Inbox, InboxMessage
 from provider.executor.row_bytes import copy_of, empty, fill, joined
 from provider.products.model import ServedModel, open_store
 from provider.products.operands import Operands
-from provider.scheduler.jobs import Job, Piece
+from provider.scheduler.jobs import Job, Key, Piece
 from provider.scheduler.scheduler import Scheduler
+from symbiosis_priv.arithmetic.segments import Counts, clip, merge
 from symbiosis_priv.errors import CheckpointError, DeviceLostError, RankLostError
 from symbiosis_priv.network import wire
 
@@ -216,11 +218,12 @@ class Executor:
 
     def _accept(self, sender: Hashable, work: envelope.ProductRequest, payload: memoryview) -> None:
         request = work.request
-        entry = self._model.manifest.groups[request.group]
+        by_expert = request.counts is not None
+        entry = self._model.manifest.entry(request.group, by_expert=by_expert)
         job = _Job(
             tenant=work.tenant,
             stage=work.stage,
-            key=(request.group, request.direction, request.arithmetic),
+            key=Key(request.group, request.direction, request.arithmetic, by_expert),
             rows=request.rows,
             row_work=envelope.row_work(request, entry),
             row_cost=envelope.row_cost(request, entry),
@@ -256,7 +259,8 @@ class Executor:
         """Order the next keystream slice of an effect, which is made while the slice before is multiplied."""
         if not isinstance(job.request, wire.Effect) or job.left or job.asked == job.rows:
             return
-        inputs, _ = self._model.manifest.groups[job.request.group].columns(job.request.direction)
+        by_expert = job.request.counts is not None
+        inputs, _ = self._model.manifest.entry(job.request.group, by_expert=by_expert).columns(job.request.direction)
         rows = min(max(1, _KEYSTREAM_SLICE // (wire.RING32.size(1, inputs))), self._scheduler.pace.rows(job))
         if job.asked - job.taken > rows:
             return
@@ -294,11 +298,16 @@ class Executor:
 
     def _run_batch(self, pieces: list[Piece[_Job]]) -> None:
         try:
-            group, direction, arithmetic = pieces[0].job.key
+            group, direction, arithmetic, by_expert = pieces[0].job.key
             flat = joined([self._rows(piece) for piece in pieces])
             rows = wire.encoding_of(arithmetic).unpack(flat, rows=sum(piece.rows for piece in pieces))
             begun = time.monotonic()
-            product = self._model.product(rows, group=group, direction=direction, arithmetic=arithmetic)
+            counts, order = _by_expert(pieces) if by_expert else (None, None)
+            if order is not None:
+                rows = rows[order]
+            product = self._model.product(rows, group=group, direction=direction, arithmetic=arithmetic, counts=counts)
+            if order is not None:
+                product = torch.empty_like(product).index_copy_(0, order, product)
         except RankLostError:  # the group of ranks has ended, and this process must end too
             raise
         except Exception as error:  # for example lack of memory: the next batch may succeed
@@ -379,6 +388,12 @@ class Executor:
         job.payload = job.result = None
         job.made = _NOTHING
         self._inbox.answer(job.sender, ExecutorAnswer(wire.encode(reply, payload_bytes=len(body)), body, job.taken))
+
+
+def _by_expert(pieces: list[Piece[_Job]]) -> tuple[Counts, Tensor | None]:
+    """The counts of the pieces' rows sorted by expert, and their order; None if they are sorted already."""
+    parts = [clip(piece.job.request.counts or (), piece.start, piece.rows) for piece in pieces]
+    return (parts[0], None) if len(parts) == 1 else merge(parts)
 
 
 def _is_brief(message: envelope.Envelope) -> bool:

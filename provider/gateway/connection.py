@@ -26,8 +26,9 @@ from provider.gateway.quota import QuotaGate
 from provider.gateway.slots import Slot, Slots
 from provider.gateway.usage import Counts, Usage
 from provider.refusal import Refusal
-from symbiosis_priv.checkpoints.manifest import Manifest
-from symbiosis_priv.errors import ConnectionLostError, FrameTooLargeError, ProtocolError
+from symbiosis_priv.arithmetic.segments import check_counts
+from symbiosis_priv.checkpoints.manifest import GroupEntry, Manifest
+from symbiosis_priv.errors import ConnectionLostError, FrameTooLargeError, ProtocolError, RangeError
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
 
@@ -215,7 +216,7 @@ class Connection:
         if not request.rows:
             self._answer_empty_product(request)
             return
-        work = row_cost(request, self._state.manifest.groups[request.group]) * request.rows
+        work = row_cost(request, self._entry(request)) * request.rows
         with (
             self._state.quotas.admitted(self._tenant, rows=request.rows, work=work) as limit,
             self._state.budget.taken(self._tenant, size, timeout=self._limits.request_timeout_s),
@@ -289,7 +290,7 @@ class Connection:
         self._send(answer.head, answer.payload)
 
     def _answer_bytes(self, request: wire.Execute | wire.Effect) -> int:
-        _, outputs = self._state.manifest.groups[request.group].columns(request.direction)
+        _, outputs = self._entry(request).columns(request.direction)
         return request.encoding.size(request.rows, outputs)
 
     def _bill(self, counts: Counts) -> None:
@@ -331,7 +332,9 @@ class Connection:
             raise Refusal(wire.ErrorCode.NOT_SERVED, f"{groups[request.group].name} is not in layers {layers}")
         if request.rows > self._limits.max_rows:
             raise Refusal(wire.ErrorCode.TOO_LARGE, f"{request.rows} rows; at most {self._limits.max_rows}")
-        columns = groups[request.group].columns(request.direction)
+        if request.counts is not None:
+            self._check_counts(request, request.counts)
+        columns = self._entry(request).columns(request.direction)
         inputs, outputs = (request.encoding.size(request.rows, width) for width in columns)
         if max(inputs, outputs) > self._max_payload:
             largest = max(inputs, outputs)
@@ -339,6 +342,21 @@ class Connection:
         self._expect_payload(0 if isinstance(request, wire.Effect) else inputs)
         self._executor.require_present()
         return inputs + outputs
+
+    def _check_counts(self, request: wire.Execute | wire.Effect, counts: tuple[int, ...]) -> None:
+        stack = self._state.manifest.groups[request.group]
+        if stack.experts == 1:
+            _bad(f"{stack.name} is no stack of experts: send no counts")
+        if request.arithmetic != "ring":
+            _bad("counts exist in the ring only")
+        try:
+            check_counts(counts, experts=stack.experts, rows=request.rows)
+        except RangeError as error:
+            _bad(str(error))
+
+    def _entry(self, request: wire.Execute | wire.Effect) -> GroupEntry:
+        """The widths of a request: of its layer group, or of one expert's matrix."""
+        return self._state.manifest.entry(request.group, by_expert=request.counts is not None)
 
     def _answer_hello(self, hello: wire.Hello) -> None:
         if self._role is not None:

@@ -10,6 +10,7 @@ from provider.products.floats import FloatGroups
 from provider.products.operands import LocalOperands, Operands
 from symbiosis_priv.arithmetic.keystream import expand, mask_key
 from symbiosis_priv.arithmetic.ring import Direction
+from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.checkpoint import resolve
 from symbiosis_priv.checkpoints.manifest import Manifest
 from symbiosis_priv.checkpoints.weights import WeightStore
@@ -83,13 +84,22 @@ class ServedModel:
         """Number of layer groups in memory."""
         return len({*self._operands.loaded, *(self._floats.loaded if self._floats else ())})
 
-    def product(self, rows: Tensor, *, group: int, direction: Direction, arithmetic: Arithmetic) -> Tensor:
+    def product(
+        self,
+        rows: Tensor,
+        *,
+        group: int,
+        direction: Direction,
+        arithmetic: Arithmetic,
+        counts: Counts | None = None,
+    ) -> Tensor:
         """`rows @ W.T` forward, `rows @ W` backward.
 
         Args:
             rows: `[r, inputs]` on the CPU; int32 for the ring, float32 otherwise.
             group: index into the manifest.
             arithmetic: `float` adds the bias forward. The other arithmetics and backward products add none.
+            counts: rows of each expert of a stack, if a row is for one expert; ring only.
 
         Returns:
             `[r, outputs]`, contiguous, on the CPU, of the dtype of `rows`.
@@ -98,7 +108,7 @@ class ServedModel:
             ConfigError: a float product without a float path. (The gateway refuses such requests.)
         """
         if arithmetic == "ring":
-            return self._operands.product(rows, group=group, direction=direction)
+            return self._operands.product(rows, group=group, direction=direction, counts=counts)
         if self._floats is None:
             raise ConfigError("float products are not served here: set float = true under [executor]")
         operand = self._floats.group(group)
@@ -117,7 +127,7 @@ class ServedModel:
 
     def mask_rows(self, request: Effect) -> Tensor:
         """The keystream rows of an effect request, int32 `[rows, inputs]`. Their product is the effect."""
-        entry = self.manifest.groups[request.group]
+        entry = self.manifest.entry(request.group, by_expert=request.counts is not None)
         key = mask_key(request.seed, group_name=entry.name, direction=request.direction)
         inputs, _ = entry.columns(request.direction)
         return expand(key, first_row=request.first_row, rows=request.rows, width=inputs)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from provider.products.transfers import Transfers
 from symbiosis_priv.arithmetic.ring import Direction
+from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.kernels import RingMatrix
 
@@ -26,11 +27,12 @@ class Operands(ABC):
         """The layer groups that are in memory."""
 
     @abstractmethod
-    def product(self, rows: Tensor, *, group: int, direction: Direction) -> Tensor:
+    def product(self, rows: Tensor, *, group: int, direction: Direction, counts: Counts | None = None) -> Tensor:
         """`rows @ W.T` forward, `rows @ W` backward, mod 2^32.
 
         Args:
             rows: int32 `[r, inputs]` on the CPU.
+            counts: rows of each expert, if W is the matrix of the row's own expert (`RingMatrix.product`).
 
         Returns:
             int32 `[r, outputs]`, contiguous, on the CPU.
@@ -66,9 +68,11 @@ class LocalOperands(Operands):
     def loaded(self) -> Collection[int]:
         return self._matrices.keys()
 
-    def product(self, rows: Tensor, *, group: int, direction: Direction) -> Tensor:
+    def product(self, rows: Tensor, *, group: int, direction: Direction, counts: Counts | None = None) -> Tensor:
         matrix = self._matrix(group)
-        return self._transfers.product(matrix, rows, direction) if self._transfers else matrix.product(rows, direction)
+        if self._transfers:
+            return self._transfers.product(matrix, rows, direction, counts=counts)
+        return matrix.product(rows, direction, counts=counts)
 
     def warm_up(self) -> Iterator[None]:
         for group in self._store.served:

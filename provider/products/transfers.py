@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import Direction
+from symbiosis_priv.arithmetic.segments import Counts, clip
 from symbiosis_priv.kernels import RingMatrix
 
 
@@ -29,21 +30,25 @@ class Transfers:
         self._module: Any = torch.get_device_module(device)
         self._up, self._down = self._stream(), self._stream()
 
-    def product(self, matrix: RingMatrix, rows: Tensor, direction: Direction) -> Tensor:
+    def product(
+        self, matrix: RingMatrix, rows: Tensor, direction: Direction, *, counts: Counts | None = None
+    ) -> Tensor:
         """`RingMatrix.product` from host memory to host memory.
 
         Args:
             matrix: weights on this device.
             rows: int32 `[r, width]` on the CPU.
+            counts: as for `RingMatrix.product`.
 
         Returns:
             int32 `[r, columns]` on the CPU, contiguous.
         """
-        columns = matrix.columns(direction)[1]
+        columns = matrix.columns(direction, by_expert=counts is not None)[1]
         there, back = self._host(*rows.shape), self._host(len(rows), columns)
         if len(rows) <= self._part:
             there.copy_(rows)
-            back.copy_(matrix.product(there.to(self._device, non_blocking=True), direction), non_blocking=True)
+            sent = there.to(self._device, non_blocking=True)
+            back.copy_(matrix.product(sent, direction, counts=counts), non_blocking=True)
             self._module.synchronize(self._device)
             return back
         products = torch.empty(back.shape, dtype=torch.int32, device=self._device)
@@ -55,7 +60,8 @@ class Transfers:
             with self._module.stream(self._up):
                 in_use.append(there[part].to(self._device, non_blocking=True))
             here.wait_stream(self._up)
-            matrix.product(in_use[-1], direction, out=products[part])
+            mine = None if counts is None else clip(counts, start, len(in_use[-1]))
+            matrix.product(in_use[-1], direction, counts=mine, out=products[part])
             self._down.wait_stream(here)
             with self._module.stream(self._down):
                 back[part].copy_(products[part], non_blocking=True)

@@ -9,7 +9,20 @@ from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.network import wire
 
 Stage = Literal["inference", "fine_tuning"]
-Key = tuple[int, Direction, wire.Arithmetic]
+
+
+class Key(NamedTuple):
+    """The product that a job's rows need. Jobs with the same key can share a product.
+
+    Args:
+        group: index of the layer group.
+        by_expert: True if each row is multiplied by the matrix of one expert of a stack only.
+    """
+
+    group: int
+    direction: Direction
+    arithmetic: wire.Arithmetic
+    by_expert: bool = False
 
 
 @dataclass(kw_only=True, eq=False)
@@ -19,7 +32,7 @@ class Job:
     Args:
         tenant: the tenant that is charged.
         stage: inference or fine-tuning.
-        key: layer group, direction and arithmetic. Jobs with the same key can share a product.
+        key: the product that the rows need.
         rows: at least 1. The gateway answers requests of zero rows: they have no work that could be charged.
         row_work: multiply-adds of one row's product.
         row_cost: multiply-adds that one row is charged with; more than `row_work` if a row needs other work too.

@@ -23,11 +23,7 @@ class Lockstep(Discipline[J]):
     def __init__(self, policy: Policy, waiting: Waiting[J], pace: Pace) -> None:
         super().__init__(policy, waiting, pace)
         self._awaited: dict[Hashable, float] = {}  # absent tenants, and how long to wait for each
-        self._at: tuple[bool, int, wire.Arithmetic] = (
-            False,
-            0,
-            "ring",
-        )  # place of the last product in the step
+        self._at = _place(Key(0, FORWARD, "ring"))  # place of the last product in the step
 
     def came(self, job: J) -> None:
         self._awaited.pop(job.tenant, None)
@@ -53,7 +49,7 @@ class Lockstep(Discipline[J]):
         return [first, *whole(others, room - first.rows)]
 
 
-def _place(key: Key) -> tuple[bool, int, wire.Arithmetic]:
+def _place(key: Key) -> tuple[bool, int, wire.Arithmetic, bool]:
     """Position of a layer group in a training step: forward from the first group, then backward from the last."""
-    group, direction, arithmetic = key
-    return direction != FORWARD, group if direction == FORWARD else -group, arithmetic
+    forward = key.direction == FORWARD
+    return not forward, key.group if forward else -key.group, key.arithmetic, key.by_expert

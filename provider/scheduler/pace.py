@@ -21,8 +21,8 @@ class Pace:
 
     def __init__(self, slice_s: float) -> None:
         self._slice_s = slice_s
-        self._reads: dict[tuple[Direction, wire.Arithmetic], float] = {}  # seconds per weight
-        self._rates: dict[tuple[Direction, wire.Arithmetic], float] = {}  # multiply-adds a second
+        self._reads: dict[tuple[Direction, wire.Arithmetic, bool], float] = {}  # seconds per weight
+        self._rates: dict[tuple[Direction, wire.Arithmetic, bool], float] = {}  # multiply-adds a second
 
     def rows(self, job: Job) -> int:
         """Number of rows with the job's key that take about one slice; at least 8, so that the model keeps learning."""

@@ -13,6 +13,10 @@ plans would otherwise gather different layer groups. There are two ways to multi
 `columns` transfers rows and is faster for few rows; `gathered` transfers weights and is faster for many rows. `warm_up`
 measures both, and rank 0 chooses. Weights are sent as bytes, because gloo has no int16.
 
+Directions here are those of the packed weights, which may be a transposed stack of experts. A product with rows for
+single experts runs in a third way, `experts`: every rank has all rows and multiplies them with what its shard holds of
+their experts, and the sum of the ranks' results is the product.
+
 A rank that ends makes a collective fail. A rank that has stopped misses its heartbeats (`heartbeats`) long before the
 group's timeout, which is for a running rank that does not take part. The rank that notices logs the missing rank and
 ends. The other ranks end too, and the supervisor restarts the whole group. The ranks trust each other, and
@@ -42,6 +46,7 @@ from provider.shards import rendezvous, torchrun
 from provider.shards.heartbeats import Heartbeats
 from provider.shards.unit import Unit
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
+from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import CheckpointError, RankLostError
 from symbiosis_priv.kernels import probe_rows
@@ -61,6 +66,7 @@ class Mode(IntEnum):
     STOP = 0
     COLUMNS = 1
     GATHERED = 2
+    EXPERTS = 3
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,7 @@ class _Plan:
 
     Args:
         sequence: the sequence number of the last plan plus 1.
-        rows: number of rows of every rank. In mode `COLUMNS`, every rank has all rows of the product.
+        rows: number of rows of every rank. Except in mode `GATHERED`, every rank has all rows of the product.
     """
 
     sequence: int
@@ -136,23 +142,25 @@ class ShardedOperands(Operands):
         """Layer groups in memory: all layer groups that are served."""
         return frozenset(self._units)
 
-    def product(self, rows: Tensor, *, group: int, direction: Direction) -> Tensor:
+    def product(self, rows: Tensor, *, group: int, direction: Direction, counts: Counts | None = None) -> Tensor:
         """Compute a product on rank 0 while the other ranks follow. See `Operands.product`.
 
         Raises:
             RankLostError: a rank did not take part. The group cannot be used any more.
         """
-        return self._multiply(rows, group=group, direction=direction, mode=self._mode(group, direction, len(rows)))
+        if self._entries[group].turned:
+            direction = BACKWARD if direction == FORWARD else FORWARD
+        mode = self._mode(group, direction, len(rows)) if counts is None else Mode.EXPERTS
+        return self._multiply(rows, group=group, direction=direction, mode=mode, counts=counts)
 
     def warm_up(self) -> Iterator[None]:
         """Measure both ways to multiply for every shape, on rank 0; one product per `next`."""
         for group in self._units:
-            entry = self._entries[group]
             for direction in DIRECTIONS:
-                shape = (entry.inputs, entry.stacked_outputs, direction)
+                shape = (*self._units[group].columns(direction), direction)
                 if self._fixed is not None or shape in self._crossover:
                     continue
-                inputs, _ = entry.columns(direction)
+                inputs = shape[0]
                 for count in _TIMED_ROWS:
                     rows = probe_rows(count, inputs)
                     seconds = dict.fromkeys((Mode.COLUMNS, Mode.GATHERED), math.inf)
@@ -195,27 +203,38 @@ class ShardedOperands(Operands):
 
     # Together
 
-    def _multiply(self, rows: Tensor, *, group: int, direction: Direction, mode: Mode) -> Tensor:
-        _, outputs = self._entries[group].columns(direction)
+    def _multiply(
+        self, rows: Tensor, *, group: int, direction: Direction, mode: Mode, counts: Counts | None = None
+    ) -> Tensor:
+        _, outputs = self._widths(group, direction, by_expert=counts is not None)
         out = torch.empty((len(rows), outputs), dtype=torch.int32, device="cpu")
         if not len(rows):
             return out
         shares = [len(part) for part in rows.tensor_split(self._world)]
-        counts = shares if mode is Mode.GATHERED else [len(rows)] * self._world
-        plan = _Plan(self._sequence + 1, mode, group, direction, tuple(counts))
+        each = shares if mode is Mode.GATHERED else [len(rows)] * self._world
+        plan = _Plan(self._sequence + 1, mode, group, direction, tuple(each))
         with self._answering(self._name_of(plan)):
             self._announce(plan)
-            self._take_part(plan, rows.contiguous(), out)
+            self._take_part(plan, rows.contiguous(), out, counts)
         return out
+
+    def _widths(self, group: int, direction: Direction, *, by_expert: bool = False) -> tuple[int, int]:
+        """(columns of a product's rows, columns of its result) in a direction of the packed weights."""
+        experts = self._entries[group].experts if by_expert else 1
+        return self._units[group].columns(direction, experts=experts)
 
     def _announce(self, plan: _Plan) -> None:
         self._sequence = plan.sequence
         dist.broadcast(plan.encode(self._world), _LEAD, group=self._plans)
 
-    def _take_part(self, plan: _Plan, rows: Tensor | None = None, out: Tensor | None = None) -> None:
-        """Compute one rank's part of a product. Rank 0 has the rows, and gets the result in `out`."""
+    def _take_part(
+        self, plan: _Plan, rows: Tensor | None = None, out: Tensor | None = None, counts: Counts | None = None
+    ) -> None:
+        """Compute one rank's part of a product. Rank 0 has the rows and the counts, and gets the result in `out`."""
         unit = self._units[plan.group]
-        if plan.mode is Mode.GATHERED:
+        if plan.mode is Mode.EXPERTS:
+            self._by_expert(plan, unit, counts, rows, out)
+        elif plan.mode is Mode.GATHERED:
             self._gathered(plan, unit, rows, out)
         elif plan.direction == FORWARD:
             self._columns_forward(plan, unit, rows, out)
@@ -223,7 +242,7 @@ class ShardedOperands(Operands):
             self._columns_backward(plan, unit, rows, out)
 
     def _gathered(self, plan: _Plan, unit: Unit, rows: Tensor | None, out: Tensor | None) -> None:
-        inputs, outputs = self._entries[plan.group].columns(plan.direction)
+        inputs, outputs = unit.columns(plan.direction)
         if rows is not None and out is not None:
             parts, results = rows.split(list(plan.rows)), out.split(list(plan.rows))
             self._deal(parts)
@@ -239,7 +258,7 @@ class ShardedOperands(Operands):
             self._return(product)
 
     def _columns_forward(self, plan: _Plan, unit: Unit, rows: Tensor | None, out: Tensor | None) -> None:
-        inputs, _ = self._entries[plan.group].columns(FORWARD)
+        inputs, _ = unit.columns(FORWARD)
         shards = [unit.columns_of(rank, self._world) for rank in range(self._world)]
         shared = (self._matrix(plan.rows[self._rank], inputs) if rows is None else rows).to(self._device)
         dist.broadcast(shared, _LEAD)
@@ -254,7 +273,7 @@ class ShardedOperands(Operands):
         torch.cat(parts, dim=1, out=out)
 
     def _columns_backward(self, plan: _Plan, unit: Unit, rows: Tensor | None, out: Tensor | None) -> None:
-        _, outputs = self._entries[plan.group].columns(BACKWARD)
+        _, outputs = unit.columns(BACKWARD)
         shards = [unit.columns_of(rank, self._world) for rank in range(self._world)]
         columns, count = shards[self._rank], plan.rows[self._rank]
         if rows is not None:
@@ -265,6 +284,22 @@ class ShardedOperands(Operands):
             mine = self._received(count, columns.stop - columns.start)
         product = self._matrix(count, outputs).to(self._device)
         unit.multiply_shard(columns, mine.to(self._device), BACKWARD, product)
+        dist.reduce(product, _LEAD, op=dist.ReduceOp.SUM)  # int32 sums wrap
+        if out is not None:
+            out.copy_(product)
+
+    def _by_expert(
+        self, plan: _Plan, unit: Unit, counts: Counts | None, rows: Tensor | None, out: Tensor | None
+    ) -> None:
+        experts = self._entries[plan.group].experts
+        numbers = torch.tensor(counts or [0] * experts, dtype=torch.int64, device="cpu")
+        dist.broadcast(numbers, _LEAD, group=self._plans)
+        inputs, outputs = unit.columns(plan.direction, experts=experts)
+        shared = (self._matrix(plan.rows[self._rank], inputs) if rows is None else rows).to(self._device)
+        dist.broadcast(shared, _LEAD)
+        product = torch.zeros((len(shared), outputs), dtype=torch.int32, device=self._device)
+        columns = unit.columns_of(self._rank, self._world)
+        unit.multiply_experts(columns, tuple(numbers.tolist()), shared, plan.direction, product)
         dist.reduce(product, _LEAD, op=dist.ReduceOp.SUM)  # int32 sums wrap
         if out is not None:
             out.copy_(product)
@@ -301,8 +336,7 @@ class ShardedOperands(Operands):
     def _mode(self, group: int, direction: Direction, rows: int) -> Mode:
         if self._fixed is not None:
             return self._fixed
-        entry = self._entries[group]
-        crossover = self._crossover.get((entry.inputs, entry.stacked_outputs, direction), _NEVER)
+        crossover = self._crossover.get((*self._widths(group, direction), direction), _NEVER)
         return Mode.GATHERED if rows >= crossover else Mode.COLUMNS
 
     def _load(self, index: int, mesh: DeviceMesh) -> Unit:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from symbiosis_priv.arithmetic.ring import Direction
+from symbiosis_priv.arithmetic.ring import FORWARD, Direction
+from symbiosis_priv.arithmetic.segments import Counts, segments
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.kernels import Choice, Packed, kernel_of
 
@@ -56,6 +57,37 @@ class Unit(nn.Module):
         """The outputs in the shard of a rank."""
         each = _chunk(self.weight.shape[0], world) * self._block
         return slice(min(self._whole.outputs, each * rank), min(self._whole.outputs, each * (rank + 1)))
+
+    def columns(self, direction: Direction, *, experts: int = 1) -> tuple[int, int]:
+        """(columns of a product's rows, columns of its result), with all weights or with one of so many experts'."""
+        return replace(self._whole, outputs=self._whole.outputs // experts).columns(direction)
+
+    def multiply_experts(self, columns: slice, counts: Counts, rows: Tensor, direction: Direction, out: Tensor) -> None:
+        """Compute this rank's summand of a product of rows that are sorted by expert.
+
+        Args:
+            columns: the outputs in the shard, from `columns_of`.
+            counts: rows of each expert; an expert's matrix is a range of outputs.
+            rows: int32 `[n, inputs]` forward, `[n, outputs of one expert]` backward.
+            direction: direction of the product.
+            out: int32 `[n, outputs of one expert]` or `[n, inputs]`, zeros; written.
+        """
+        height = self._whole.outputs // len(counts)
+        shard = replace(self._whole, outputs=columns.stop - columns.start, data=self._local().view(self._dtype))
+        kernel = kernel_of(self._whole.layout)
+        for expert, segment in segments(counts):
+            first = expert * height
+            start, stop = max(columns.start, first), min(columns.stop, first + height)
+            if start >= stop:
+                continue
+            weights = kernel.part(shard, start - columns.start, stop - columns.start)
+            here = slice(start - first, stop - first)
+            if direction == FORWARD:
+                product = rows.new_empty((segment.stop - segment.start, stop - start))
+                self._product(weights, rows[segment], direction, product)
+                out[segment, here] = product
+            else:
+                self._product(weights, rows[segment, here].contiguous(), direction, out[segment])
 
     def multiply_shard(self, columns: slice, rows: Tensor, direction: Direction, out: Tensor) -> None:
         """Compute the product with this rank's shard only: columns of the result forward, a summand of it backward.

@@ -21,6 +21,8 @@ from symbiosis_priv.native import pointer
 
 PRIME: Final = (1 << 61) - 1
 _BITS: Final = 61
+_HALF_BITS: Final = 31
+_HALF: Final = (1 << _HALF_BITS) - 1
 _LIMBS: Final = (0, 21, 41, _BITS)
 _BLOCK = 1 << 16  # entries per block: their float64 values stay in the cache
 
@@ -83,6 +85,16 @@ def _dot(rows: Tensor, column: Column) -> Tensor:
     return total.remainder_(PRIME)
 
 
+def multiply(a: Tensor, b: Tensor) -> Tensor:
+    """`a * b` modulo p, entry by entry; residues in int64, shapes broadcast."""
+    low, high = a & _HALF, a >> _HALF_BITS
+    total = torch.zeros((), dtype=torch.int64, device="cpu")
+    for shift in (48, 32, 16, 0):  # 16 bits of b at a time: products with 31 bits of a stay in int64
+        digit = b >> shift & 0xFFFF
+        total = (_shifted(total, 16) + low * digit + _shifted(high * digit, _HALF_BITS)).remainder(PRIME)
+    return total
+
+
 def weigh(weight: Tensor, forward: Column, backward: Column) -> tuple[Tensor, Tensor]:
     """Products of a weight matrix with two secret columns: `W.T @ forward` and `W @ backward` modulo p.
 
@@ -129,6 +141,10 @@ def _joined(sums: Tensor, bits: int) -> Tensor:
     """Residues int64 `[n]` of `sum_k sums[:, k] 2^(bits k)`."""
     total = torch.zeros(len(sums), dtype=torch.int64, device="cpu")
     for digit in reversed(sums.unbind(dim=1)):
-        turned = (total << bits & PRIME) | (total >> _BITS - bits)  # times 2^bits, because 2^61 is 1
-        total = (turned + digit.remainder(PRIME)).remainder_(PRIME)
+        total = (_shifted(total, bits) + digit.remainder(PRIME)).remainder_(PRIME)
     return total
+
+
+def _shifted(residues: Tensor, bits: int) -> Tensor:
+    """Residues times 2^bits: 2^61 is 1."""
+    return (residues << bits & PRIME) | (residues >> _BITS - bits)

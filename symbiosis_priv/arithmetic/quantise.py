@@ -74,6 +74,24 @@ class QuantisedGroup:
             BACKWARD: Bound(inputs=outputs, weight_absmax=absmax, weight_norm=math.sqrt(column)),
         }
 
+    def bounds_by_expert(self, experts: int, *, along_outputs: bool) -> dict[Direction, Bound]:
+        """The public bounds on rows for one expert of a stack.
+
+        The norms are the largest of any expert's matrix, so a row's scale does not depend on its expert, and every
+        product is in range.
+
+        Args:
+            experts: number of matrices.
+            along_outputs: True if they are joined along the outputs, False along the inputs.
+        """
+        matrices = self.weight.chunk(experts, dim=0 if along_outputs else 1)
+        outputs, inputs = matrices[0].shape
+        absmax, row, column = (max(norms) for norms in zip(*map(_norms, matrices), strict=True))
+        return {
+            FORWARD: Bound(inputs=inputs, weight_absmax=absmax, weight_norm=math.sqrt(row)),
+            BACKWARD: Bound(inputs=outputs, weight_absmax=absmax, weight_norm=math.sqrt(column)),
+        }
+
 
 def quantise(layers: Sequence[Layer], *, weight_bits: int = DEFAULT_WEIGHT_BITS) -> QuantisedGroup:
     """Quantise the members of one group.

@@ -13,7 +13,7 @@ import msgspec
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
 from symbiosis_priv.checkpoints.layers import GroupSpec, Joined, layers_of
 from symbiosis_priv.errors import CheckpointError
-from symbiosis_priv.limits import MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
+from symbiosis_priv.limits import MAX_EXPERTS, MAX_WEIGHT_BITS, MIN_WEIGHT_BITS
 from symbiosis_priv.system.files import UNDECODABLE
 
 MANIFEST_VERSION = 1
@@ -36,8 +36,12 @@ class GroupEntry(msgspec.Struct, frozen=True, kw_only=True, dict=True, omit_defa
     inputs: _Width
     outputs: Annotated[tuple[_Width, ...], msgspec.Meta(min_length=1)]
     digest: str
-    experts: Annotated[int, msgspec.Meta(ge=1)] = 1
+    experts: Annotated[int, msgspec.Meta(ge=1, le=MAX_EXPERTS)] = 1
     joined: Joined = "outputs"
+
+    def __post_init__(self) -> None:
+        if (self.stacked_outputs if self.joined == "outputs" else self.inputs) % self.experts:
+            raise ValueError(f"{self.experts} experts do not share {self.joined} evenly")
 
     @property
     def name(self) -> str:
@@ -53,6 +57,25 @@ class GroupEntry(msgspec.Struct, frozen=True, kw_only=True, dict=True, omit_defa
         """The columns of a request's rows and of its answer's rows."""
         inputs, outputs = self.inputs, self.stacked_outputs
         return (inputs, outputs) if direction == FORWARD else (outputs, inputs)
+
+    @functools.cached_property
+    def turned(self) -> bool:
+        """True if the weights are packed transposed: experts are always joined along the packed outputs."""
+        return self.experts > 1 and self.joined == "inputs"
+
+    @functools.cached_property
+    def by_expert(self) -> "GroupEntry":
+        """The matrix of one expert of this stack: widths and name of requests with counts per expert.
+
+        It has a name of its own, and so keystreams and row counters of its own: dense rows and rows of one expert have
+        different widths, and must never share a mask.
+        """
+        inputs, outputs = self.inputs, self.stacked_outputs
+        if self.joined == "outputs":
+            outputs //= self.experts
+        else:
+            inputs //= self.experts
+        return GroupEntry(members=(f"{self.name} by expert",), inputs=inputs, outputs=(outputs,), digest=self.digest)
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +94,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def layers(self) -> tuple[int, ...]:
         """The layer number of every group."""
         return layers_of(group.members[0] for group in self.groups)
+
+    def entry(self, group: int, *, by_expert: bool) -> GroupEntry:
+        """The entry of a layer group, or of one expert's matrix in it."""
+        entry = self.groups[group]
+        return entry.by_expert if by_expert else entry
 
     def to_json(self) -> bytes:
         """Canonical bytes: fields in declared order, no white space."""

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.quantise import Layer, QuantisedGroup, quantise
+from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD
 from symbiosis_priv.checkpoints import packed
 from symbiosis_priv.checkpoints.checkpoint import Checkpoint
 from symbiosis_priv.checkpoints.layers import LayerRange, layers_of
@@ -136,7 +137,7 @@ class WeightStore:
         cached = self._read(entry.digest)
         if cached is not None:
             return cached
-        group = self._quantise(entry)
+        group = self.quantised(entry)
         self._cache_group(entry.digest, group)
         return group
 
@@ -150,19 +151,21 @@ class WeightStore:
         entry = self.manifest().groups[index]
         matrix = self._mapped(entry)
         if matrix is None:
-            group = self._read(entry.digest) or self._quantise(entry)
+            group = self._read(entry.digest) or self.quantised(entry)
             matrix = self._pack(entry, group.weight)
         return matrix
 
     def packed(self, index: int) -> tuple[Packed, Choice]:
         """One group's packed weights, mapped and not checked. `matrix` writes and checks the file.
 
+        The weights of a stack whose entry is `turned` are packed transposed.
+
         Raises:
             ConfigError: there is no such file, because `matrix` could not write it.
         """
         entry = self.manifest().groups[index]
         choice = self._choice(entry)
-        found = packed.read(self._cache, entry.digest, choice.layout, weight_bits=self.weight_bits)
+        found = packed.read(self._cache, _key(entry), choice.layout, weight_bits=self.weight_bits)
         if found is None:
             raise ConfigError(
                 f"no packed weights of {entry.name} in {self._cache}: make it a folder that can be written"
@@ -183,7 +186,8 @@ class WeightStore:
         except OSError:  # there is no cache yet
             pass
 
-    def _quantise(self, entry: GroupEntry) -> QuantisedGroup:
+    def quantised(self, entry: GroupEntry) -> QuantisedGroup:
+        """Quantise one group of a manifest. CheckpointError if this checkpoint does not hold its weights."""
         with Checkpoint(self.path) as checkpoint:
             group = quantise(list(self._layers(checkpoint, entry.members)), weight_bits=self.weight_bits)
         if group.digest() != entry.digest:
@@ -191,40 +195,52 @@ class WeightStore:
         return group
 
     def _choice(self, entry: GroupEntry) -> Choice:
+        inputs, outputs = entry.columns(BACKWARD if entry.turned else FORWARD)
         return choose(
-            (entry.stacked_outputs, entry.inputs),
+            (outputs, inputs),
             weight_bits=self.weight_bits,
             device=torch.device(self.device),
             kernel=self._kernel,
             shardable=self._shardable,
+            part=_part(entry),
             memory=self._choices,
         )
 
     def _mapped(self, entry: GroupEntry) -> RingMatrix | None:
         choice = self._choice(entry)
-        found = packed.read(self._cache, entry.digest, choice.layout, weight_bits=self.weight_bits)
+        found = packed.read(self._cache, _key(entry), choice.layout, weight_bits=self.weight_bits)
         if found is None:
             return None
         matrix = RingMatrix.of_packed(found[0], choice, device=self.device)
         if packed.agrees(matrix, found[1]):
-            return matrix
+            return matrix.as_stack(entry.experts, turned=entry.turned)
         log.warning("the packed weights of %s in %s are damaged and are packed again", entry.name, self._cache)
         return None
 
     def _pack(self, entry: GroupEntry, weight: Tensor) -> RingMatrix:
         """Pack a group and write it to the cache. Returns the mapped copy if the cache can be written."""
+        if entry.turned:
+            weight = weight.t().contiguous()
         if self._kernel == "auto":
             device, shardable = torch.device(self.device), self._shardable
             self._remember(
                 lambda: tune(
-                    weight, weight_bits=self.weight_bits, device=device, shardable=shardable, memory=self._choices
+                    weight,
+                    weight_bits=self.weight_bits,
+                    device=device,
+                    shardable=shardable,
+                    part=_part(entry),
+                    memory=self._choices,
                 )
             )
         choice = self._choice(entry)
         made = kernel_of(choice.layout).pack(weight, weight_bits=self.weight_bits)
         products = packed.probe_products(weight, weight_bits=self.weight_bits)
-        self._remember(lambda: packed.write(self._cache, entry.digest, made, products))
-        return self._mapped(entry) or RingMatrix.of_packed(made, choice, device=self.device)
+        self._remember(lambda: packed.write(self._cache, _key(entry), made, products))
+        if (matrix := self._mapped(entry)) is not None:
+            return matrix
+        matrix = RingMatrix.of_packed(made, choice, device=self.device)
+        return matrix.as_stack(entry.experts, turned=entry.turned)
 
     def layers(self, index: int) -> list[Layer]:
         """The float members of a group, as stored in the checkpoint (the float path's weights)."""
@@ -401,3 +417,14 @@ class WeightStore:
                     error,
                 )
             self._cache_failed = True
+
+
+def _key(entry: GroupEntry) -> str:
+    """What names the packed file of a group."""
+    return f"{entry.digest}-turned" if entry.turned else entry.digest
+
+
+def _part(entry: GroupEntry) -> int:
+    """Packed outputs of one expert; 0 if the group is no stack."""
+    _, outputs = entry.by_expert.columns(BACKWARD if entry.turned else FORWARD)
+    return outputs if entry.experts > 1 else 0

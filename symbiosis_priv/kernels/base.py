@@ -46,6 +46,9 @@ class Kernel(ABC):
     """Output channels in one element of the packed data's first dimension. The data can be sharded there. None if it
     cannot."""
 
+    granule: ClassVar[int]
+    """Outputs in the smallest part of packed weights that `part` can cut."""
+
     @abstractmethod
     def supports(self, device: torch.device) -> bool:
         """Returns True if products run on this device."""
@@ -66,6 +69,11 @@ class Kernel(ABC):
     def pack(self, weight: Tensor, *, weight_bits: int) -> Packed:
         """Pack int16 `[o, d]`, `|weight| < 2^(weight_bits - 1)`, on the CPU. The result shares no memory with
         `weight`."""
+
+    def part(self, packed: Packed, start: int, stop: int) -> Packed:
+        """The packed weights of the outputs `start .. stop`, multiples of `granule`. Shares memory with `packed`."""
+        part = packed.data[start // self.granule : stop // self.granule]
+        return replace(packed, outputs=stop - start, data=part)
 
     def prepare(self, packed: Packed) -> None:  # noqa: B027
         """Do the work that the first products with these weights, on their device, would otherwise wait for."""

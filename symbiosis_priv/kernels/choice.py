@@ -54,6 +54,7 @@ def choose(
     device: torch.device,
     kernel: str = "auto",
     shardable: bool = False,
+    part: int = 0,
     memory: Path | None = None,
 ) -> Choice:
     """The measured choice for this shape class, or the choice that is probably fastest.
@@ -62,12 +63,13 @@ def choose(
         shape: (outputs, inputs).
         kernel: "auto", or a name in `KERNELS`.
         shardable: with "auto", choose only layouts that can be split by output channel.
+        part: outputs of each part that products are taken of (`Kernel.part`); 0 if only of the whole.
         memory: the file that `tune` writes.
 
     Raises:
         ConfigError: a kernel that is unknown, does not run here, or is not exact for this shape.
     """
-    found = _exact_for(shape, device, kernel, shardable=shardable)
+    found = _exact_for(shape, device, kernel, shardable=shardable, part=part)
     if kernel == "auto" and memory is not None:
         remembered = _recall(memory).get(_shape_class(shape, weight_bits, device, shardable=shardable))
         usable = {k.name for k in found if remembered and k.layout == remembered.layout}
@@ -79,26 +81,28 @@ def choose(
     return Choice(layout, {f"{direction} {rows}": names[rows] for direction in DIRECTIONS for rows in names})
 
 
-def tune(weight: Tensor, *, weight_bits: int, device: torch.device, shardable: bool = False, memory: Path) -> None:
+def tune(
+    weight: Tensor, *, weight_bits: int, device: torch.device, shardable: bool = False, part: int = 0, memory: Path
+) -> None:
     """Time the candidates on part of a matrix, and store the fastest. Does nothing if there is a result or one
     candidate only.
 
     Args:
         weight: int16 `[o, d]` on the CPU.
-        shardable: as for `choose`.
+        shardable, part: as for `choose`.
         memory: a file in the cache folder.
     """
     key = _shape_class(weight.shape, weight_bits, device, shardable=shardable)
-    found = _exact_for(weight.shape, device, "auto", shardable=shardable)
+    found = _exact_for(weight.shape, device, "auto", shardable=shardable, part=part)
     if len(found) == 1 or key in _recall(memory):
         return
     timed = _TIMED_WEIGHTS["cuda" if device.type == "cuda" else "cpu"]
-    part = weight[: max(1, timed // weight.shape[1])]
+    sample = weight[: max(1, timed // weight.shape[1])]
     times: dict[str, dict[str, dict[str, float]]] = {}  # seconds by layout, by "direction class", by kernel
     for kernel in found:
         for direction in DIRECTIONS:
             for rows, count in _COUNTS.items():
-                seconds = _seconds(kernel, part, count, direction=direction, weight_bits=weight_bits, device=device)
+                seconds = _seconds(kernel, sample, count, direction=direction, weight_bits=weight_bits, device=device)
                 times.setdefault(kernel.layout, {}).setdefault(f"{direction} {rows}", {})[kernel.name] = seconds
     best = {
         layout: {c: min(t.items(), key=lambda item: item[1]) for c, t in by.items()} for layout, by in times.items()
@@ -109,13 +113,19 @@ def tune(weight: Tensor, *, weight_bits: int, device: torch.device, shardable: b
     write_atomically(memory, msgspec.json.encode(_recall(memory) | {key: choice}))
 
 
-def _exact_for(shape: Sequence[int], device: torch.device, kernel: str, *, shardable: bool) -> list[Kernel]:
+def _exact_for(shape: Sequence[int], device: torch.device, kernel: str, *, shardable: bool, part: int) -> list[Kernel]:
     found = [k for k in candidates(device, kernel=kernel) if max(shape) <= k.max_terms()]
     if shardable and kernel == "auto":
         found = [k for k in found if k.block is not None]
+    if part:  # the weights as they are can be cut anywhere
+        found = [k for k in found if part % k.granule == 0] or candidates(device, kernel=_cut_anywhere(device))
     if not found:
         raise ConfigError(f"kernel = {kernel!r} is not exact for a layer of {list(shape)}; use kernel = 'auto'")
     return found
+
+
+def _cut_anywhere(device: torch.device) -> str:
+    return "int32" if device.type == "cpu" else "fp64"
 
 
 def _seconds(

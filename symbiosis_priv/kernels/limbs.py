@@ -8,6 +8,7 @@ by block for the backward direction.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ class DigitKernel(Kernel):
     """Base of kernels on int8 digits: a plane of low digits and, beyond 8 weight bits, a plane of high digits."""
 
     layout = "digits"
+    granule = _MULTIPLE
 
     def form(self, outputs: int, inputs: int, *, weight_bits: int) -> tuple[torch.dtype, tuple[int, ...]]:
         digits = 1 if weight_bits <= 8 else 2
@@ -40,6 +42,9 @@ class DigitKernel(Kernel):
         padding = (0, -inputs % _MULTIPLE, 0, -outputs % _MULTIPLE)
         data = torch.stack([pad(digit.to(torch.int8), padding) for digit in digits])
         return Packed(self.layout, outputs, inputs, weight_bits, data)
+
+    def part(self, packed: Packed, start: int, stop: int) -> Packed:
+        return replace(packed, outputs=stop - start, data=packed.data[:, start:stop])
 
 
 class LimbKernel(DigitKernel):

@@ -1,12 +1,20 @@
-"""`RingMatrix`: weights packed for one device, and the exact products of tenants and providers with them."""
+"""`RingMatrix`: weights packed for one device, and the exact products of tenants and providers with them.
 
+A stack of experts is one packed matrix as well, and serves two kinds of products. A dense product takes the matrix of
+all experts. A product with `counts` takes rows sorted by expert, each with the matrix of its own expert: a range of
+the packed outputs, which kernels read where it lies. Experts are always joined along the packed outputs: a stack that
+is joined along its inputs (down) is packed transposed, and its directions are exchanged.
+"""
+
+import copy
 from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from symbiosis_priv.arithmetic.ring import FORWARD, Direction
+from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Direction
+from symbiosis_priv.arithmetic.segments import Counts, check_counts, segments
 from symbiosis_priv.errors import RangeError
 from symbiosis_priv.kernels.base import Kernel, Packed
 from symbiosis_priv.kernels.choice import Choice, choose
@@ -23,16 +31,23 @@ class RingMatrix:
         weight_bits: bits of a weight.
         device: device of the products.
         kernel: "auto", or a name in `KERNELS`; a named kernel must pass the self-test too.
+        part: as for `choose`.
 
     Raises:
         ConfigError: no such kernel, or none that is exact here.
     """
 
     def __init__(
-        self, weight: Tensor, *, weight_bits: int, device: torch.device | str = "cpu", kernel: str = "auto"
+        self,
+        weight: Tensor,
+        *,
+        weight_bits: int,
+        device: torch.device | str = "cpu",
+        kernel: str = "auto",
+        part: int = 0,
     ) -> None:
         device = torch.device(device)
-        choice = choose(weight.shape, weight_bits=weight_bits, device=device, kernel=kernel)
+        choice = choose(weight.shape, weight_bits=weight_bits, device=device, kernel=kernel, part=part)
         self._hold(kernel_of(choice.layout).pack(weight.cpu(), weight_bits=weight_bits), choice, device)
 
     @classmethod
@@ -42,8 +57,20 @@ class RingMatrix:
         matrix._hold(packed, choice, torch.device(device))
         return matrix
 
+    def as_stack(self, experts: int, *, turned: bool) -> Self:
+        """The same packed weights as a stack of experts, which are joined along the packed outputs.
+
+        Args:
+            experts: number of matrices.
+            turned: True if the packed weights are the transposed stack.
+        """
+        stack = copy.copy(self)
+        stack.experts, stack._turned = experts, turned
+        return stack
+
     def _hold(self, packed: Packed, choice: Choice, device: torch.device) -> None:
         self.device = device
+        self.experts, self._turned = 1, False
         self._choice = choice
         self._packed = packed.to(device)
         for name in set(choice.kernels.values()):
@@ -54,21 +81,33 @@ class RingMatrix:
         """Bytes that the packed weights take."""
         return self._packed.data.nbytes
 
-    def columns(self, direction: Direction) -> tuple[int, int]:
-        """The columns of a product's rows and of its result."""
-        return self._packed.columns(direction)
+    def columns(self, direction: Direction, *, by_expert: bool = False) -> tuple[int, int]:
+        """The columns of a product's rows and of its result, for the whole matrix or for one expert's."""
+        inputs, outputs = self._packed.inputs, self._packed.outputs // (self.experts if by_expert else 1)
+        return (inputs, outputs) if self._as_packed(direction) == FORWARD else (outputs, inputs)
 
-    def product(self, rows: Tensor, direction: Direction = FORWARD, *, out: Tensor | None = None) -> Tensor:
+    def product(
+        self,
+        rows: Tensor,
+        direction: Direction = FORWARD,
+        *,
+        counts: Counts | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """`rows @ W.T` mod 2^32 forward, `rows @ W` backward.
 
         Args:
             rows: int32 `[r, d]` forward, `[r, o]` backward, on any device; r may be 0.
+            counts: rows of each expert of a stack, if rows are to be multiplied by their own expert's matrix only.
             out: tensor for the result: contiguous, of its shape and dtype, on this matrix's device.
 
         Returns:
             int32 `[r, o]` forward, `[r, d]` backward, contiguous, on this matrix's device.
+
+        Raises:
+            RangeError: wrong shape or dtype, or the counts are not those of these rows.
         """
-        width, columns = self._packed.columns(direction)
+        width, columns = self.columns(direction, by_expert=counts is not None)
         if rows.dim() != 2 or rows.shape[1] != width or rows.dtype != torch.int32:
             raise RangeError(f"expected int32 rows of width {width}, got {rows.dtype} {list(rows.shape)}")
         count = rows.shape[0]
@@ -78,19 +117,37 @@ class RingMatrix:
             raise RangeError(f"expected a contiguous int32 {[count, columns]} to write to, got {list(out.shape)}")
         if rows.device != self.device:
             rows = rows.to(self.device)
-        rows = rows.contiguous()
-        step = _CPU_ROWS if self.device.type == "cpu" else max(count, 1)
-        if 0 < count <= step:
-            self.chosen(count, direction).product(self._packed, rows, direction, out)
+        rows, direction = rows.contiguous(), self._as_packed(direction)
+        if counts is None:
+            self._multiply(self._packed, rows, direction, out)
             return out
-        for start in range(0, count, step):
-            block = slice(start, start + step)
-            self.chosen(count, direction).product(self._packed, rows[block], direction, out[block])
+        check_counts(counts, experts=self.experts, rows=count)
+        height = self._packed.outputs // self.experts
+        for expert, segment in segments(counts):
+            start = expert * height
+            mine = self.chosen(count).part(self._packed, start, start + height)
+            self._multiply(mine, rows[segment], direction, out[segment])
         return out
 
     def chosen(self, count: int, direction: Direction = FORWARD) -> Kernel:
-        """The kernel that products of `count` rows use."""
+        """The kernel that products of `count` rows use, for a direction of the packed weights."""
         return self._choice.kernel(direction, count)
+
+    def _as_packed(self, direction: Direction) -> Direction:
+        """The direction of the packed weights that a direction of this matrix is."""
+        if not self._turned:
+            return direction
+        return BACKWARD if direction == FORWARD else FORWARD
+
+    def _multiply(self, packed: Packed, rows: Tensor, direction: Direction, out: Tensor) -> None:
+        count = len(rows)
+        step = _CPU_ROWS if self.device.type == "cpu" else max(count, 1)
+        if 0 < count <= step:
+            self.chosen(count, direction).product(packed, rows, direction, out)
+            return
+        for start in range(0, count, step):
+            block = slice(start, start + step)
+            self.chosen(count, direction).product(packed, rows[block], direction, out[block])
 
 
 def _fresh(rows: int, columns: int, *, device: torch.device) -> Tensor:

@@ -20,7 +20,7 @@ _CPU_BLOCK, _GPU_BLOCK = 1 << 19, 1 << 26  # weights that are converted at a tim
 
 class _PlainKernel(Kernel):
     layout = "plain"
-    block = 1
+    block = granule = 1
 
     def is_candidate(self, device: torch.device) -> bool:
         return device.type != "cpu" or not native.vectorised()

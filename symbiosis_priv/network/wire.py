@@ -10,6 +10,13 @@ The payload's length follows from the header: `encoding.size(rows, width)`. A re
 limits, parses the header, compares the announced payload size with the size that the header implies, and only then
 allocates memory for the payload. A reply repeats its request's `Binding`, so that an answer cannot be passed off as the
 answer to another request (rule 7). No message contains a scale, a label or a token id (rule 5).
+
+Segmented requests. The rows of a request may consist of segments, each multiplied by a matrix of its own: for a stack
+of experts, `counts` says how many rows each expert gets. Rows are sorted by expert and have the width of one expert's
+matrix. All segments belong to one layer group, so a request has one width, one keystream and one check; products of
+several layer groups are several requests. The executor and every helper see the counts, which depend on the tenant's
+rows (docs/threat-model.md). A stack's manifest entry tells both sides that the other knows `counts`, so the version of
+the protocol is unchanged, and a request without `counts` has the same bytes as before.
 """
 
 import struct
@@ -20,6 +27,7 @@ import msgspec
 
 from symbiosis_priv.arithmetic.ring import Direction
 from symbiosis_priv.errors import FrameTooLargeError, ProtocolError, one_line
+from symbiosis_priv.limits import MAX_EXPERTS as MAX_EXPERTS
 from symbiosis_priv.limits import MAX_PAYLOAD as MAX_PAYLOAD
 from symbiosis_priv.limits import MAX_ROWS as MAX_ROWS
 from symbiosis_priv.limits import Role as Role
@@ -31,7 +39,7 @@ from symbiosis_priv.system.files import UNDECODABLE
 VERSION = 3
 MAGIC = b"SYM1"
 PREFIX = struct.Struct("<4sII")
-MAX_HEADER = 4096
+MAX_HEADER = 8192  # `MAX_EXPERTS` counts take 5 bytes each at most
 MAX_GROUPS = 1 << 20
 NONCE_BYTES = 16
 
@@ -112,14 +120,19 @@ class Welcome(Message, frozen=True, tag="welcome"):
         return range(self.first_group, self.end_group)
 
 
-class Binding(Message, frozen=True):
-    """The fields that tie a reply to its request (rule 7)."""
+class Binding(Message, frozen=True, kw_only=True, omit_defaults=True):
+    """The fields that tie a reply to its request (rule 7).
+
+    Args:
+        counts: rows of every expert of a stack; None for a request with the whole matrix of the group.
+    """
 
     nonce: Nonce
     group: Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUPS)]
     direction: Direction
     arithmetic: Arithmetic
     rows: Rows
+    counts: Annotated[tuple[Rows, ...], msgspec.Meta(max_length=MAX_EXPERTS)] | None = None
 
     @property
     def encoding(self) -> Encoding:
@@ -128,10 +141,13 @@ class Binding(Message, frozen=True):
 
 
 class Execute(Binding, frozen=True, tag="execute"):
-    """Multiply the payload's rows by a layer group. Payload: `[rows, inputs]` (`[rows, outputs]` backward)."""
+    """Multiply the payload's rows by a layer group. Payload: `[rows, inputs]` (`[rows, outputs]` backward).
+
+    With `counts`, the widths are those of one expert's matrix.
+    """
 
 
-class Effect(Binding, frozen=True, tag="effect"):
+class Effect(Binding, frozen=True, kw_only=True, tag="effect"):
     """Expand keystream rows under a seed and return their product. No payload; ring path only."""
 
     seed: Seed
@@ -172,6 +188,7 @@ class Result(Binding, frozen=True, tag="result", omit_defaults=True):
             direction=request.direction,
             arithmetic=request.arithmetic,
             rows=request.rows,
+            counts=request.counts,
         )
 
     def answers(self, request: Binding) -> bool:

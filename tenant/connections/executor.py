@@ -73,7 +73,7 @@ class ExecutorClient:
 
         Args:
             part: the rows; they must not change during the call.
-            facts: facts of the layer group.
+            facts: facts of the layer group, or of one expert's matrix if the part has counts.
             patience_s: seconds that the answer may take once a connection is free.
             deadline: latest end of the call, on the clock of `time.monotonic`.
             since: time of the first attempt, on the same clock.
@@ -120,6 +120,7 @@ class ExecutorClient:
                     direction=part.direction,
                     arithmetic="ring",
                     rows=min(limit, part.count - first),
+                    counts=part.counts_of(first, limit),
                 )
                 for first in range(0, part.count, limit)
             ]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import Direction
+from symbiosis_priv.arithmetic.segments import Counts, clip
 from symbiosis_priv.errors import CertificateError, ConnectionLostError, ProviderError, TransportError
 from symbiosis_priv.network import wire
 from tenant.connections.channel import Channel, fresh_nonce
@@ -40,22 +41,38 @@ class HelperClient:
         self._routes = routes
 
     def submit(
-        self, index: int, direction: Direction, facts: GroupFacts, *, first_row: int, rows: int, ahead: bool
+        self,
+        index: int,
+        direction: Direction,
+        facts: GroupFacts,
+        *,
+        first_row: int,
+        rows: int,
+        counts: Counts | None = None,
+        ahead: bool,
     ) -> Promise[Tensor]:
         """Request the effect of rows of the helper's keystream. The result is unverified.
 
         Args:
             index: group index.
             direction: direction of the product.
-            facts: facts of the layer group.
+            facts: facts of the layer group, or of one expert's matrix if there are counts.
             first_row, rows: rows of the keystream.
+            counts: rows of every expert of a stack. The helper sees them.
             ahead: True for a pad that is made ahead, False if a product waits for the pad.
         """
         channel = self.channels[ahead]
-        return channel.worker.submit(self._effect, channel, index, direction, facts, first_row, rows)
+        return channel.worker.submit(self._effect, channel, index, direction, facts, first_row, rows, counts)
 
     def _effect(
-        self, channel: Channel, index: int, direction: Direction, facts: GroupFacts, first_row: int, rows: int
+        self,
+        channel: Channel,
+        index: int,
+        direction: Direction,
+        facts: GroupFacts,
+        first_row: int,
+        rows: int,
+        counts: Counts | None,
     ) -> Tensor:
         persists = not self._routes.can_replace(index, [self.peer])
         size = wire.RING32.size(rows, facts.outputs(direction))
@@ -69,12 +86,14 @@ class HelperClient:
             started, effects = time.monotonic(), []
             step = row_limit(facts.widest, welcome)
             for first in range(first_row, first_row + rows, step):
+                count = min(step, first_row + rows - first)
                 request = wire.Effect(
                     nonce=fresh_nonce(),
                     group=index,
                     direction=direction,
                     arithmetic="ring",
-                    rows=min(step, first_row + rows - first),
+                    rows=count,
+                    counts=None if counts is None else clip(counts, first - first_row, count),
                     seed=self.seed,
                     first_row=first,
                 )

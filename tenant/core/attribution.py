@@ -6,11 +6,13 @@ damage to the tenant's own packed weights must not convict a provider.
 """
 
 import logging
+from functools import partial
 from typing import NamedTuple
 
 from safetensors import SafetensorError
 from torch import Tensor
 
+from symbiosis_priv.errors import CheckpointError
 from symbiosis_priv.federation import Peer
 from tenant.core.facts import Preparation
 from tenant.core.parts import Part
@@ -39,20 +41,21 @@ def attribute(preparation: Preparation, executor: Peer, part: Part, answer: Tens
         answer: int32 `[r, o]`, refused.
     """
 
-    def accepts(rows: Tensor, result: Tensor) -> bool:
-        return preparation.blame.accepts(part.index, part.direction, rows=rows, answer=result)
+    def accepts(first: int, rows: Tensor, result: Tensor) -> bool:
+        counts = part.counts_of(first, rows.shape[0])
+        return preparation.blame.accepts(part.index, part.direction, rows=rows, answer=result, counts=counts)
 
     found: list[Peer] = []
     own = False
     try:
-        if not accepts(part.sent.masked_words, answer):
+        if not accepts(0, part.sent.masked_words, answer):
             found.append(executor)
-        for pad in part.pads:
-            for holder in pad.wrong_effects(accepts):
+        for first, pad in part.pads_in_place():
+            for holder in pad.wrong_effects(partial(accepts, first)):
                 if holder is None:
                     own = True
                 else:
                     found.append(holder)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, CheckpointError) as error:
         log.error("cannot read the keys that tell whose result is wrong: %s", error)
     return Attribution(found, own)

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.quantise import QuantisedGroup
 from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Bound, Direction
+from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.manifest import GroupEntry, Manifest
+from symbiosis_priv.errors import RangeError
 from tenant.core.verifier import BlameKeys, VerificationKeys
 
 
@@ -27,22 +29,52 @@ class GroupFacts:
         channel_scale: float64 `[o]`, the weight scales.
         bias: float64 `[o]` or None; the tenant adds it.
         bounds: limits of input rows, per direction.
+        by_expert: for rows that each belong to one expert of a stack; None if the group is no stack. There,
+            `channel_scale` and `bias` are `[experts, o]`.
     """
 
     entry: GroupEntry
     channel_scale: Tensor
     bias: Tensor | None
     bounds: dict[Direction, Bound]
+    by_expert: "GroupFacts | None" = None
 
     @classmethod
     def of(cls, entry: GroupEntry, group: QuantisedGroup) -> Self:
         """The facts of a quantised group."""
         bias = None if group.bias is None else group.bias.to(torch.float64)
-        return cls(entry, group.channel_scale, bias, group.bounds())
+        facts = cls(entry, group.channel_scale, bias, group.bounds())
+        if entry.experts == 1:
+            return facts
+        return facts.as_stack(group.bounds_by_expert(entry.experts, along_outputs=not entry.turned))
+
+    def as_stack(self, bounds: dict[Direction, Bound]) -> Self:
+        """These facts of a stack, with the bounds on rows for one expert."""
+        experts, outputs = self.entry.experts, self.entry.by_expert.stacked_outputs
+        scale, bias = self.channel_scale, self.bias
+        if self.entry.turned:  # every expert has the outputs of the whole
+            scale, bias = scale.expand(experts, outputs), None
+        else:
+            scale, bias = scale.view(experts, outputs), None if bias is None else bias.view(experts, outputs)
+        return replace(self, by_expert=GroupFacts(self.entry.by_expert, scale, bias, bounds))
+
+    def for_rows(self, counts: Counts | None) -> "GroupFacts":
+        """The facts for rows with these counts: of the whole matrix, or of one expert's.
+
+        Raises:
+            RangeError: there are counts, and the group is no stack of experts.
+        """
+        if counts is None:
+            return self
+        if self.by_expert is None:
+            raise RangeError(f"{self.entry.name} is no stack of experts: its rows have no counts")
+        return self.by_expert
 
     def with_headroom(self, bits: int) -> Self:
         """A copy whose bounds scale rows down by `bits` more bits (`Bound.with_headroom`)."""
-        return replace(self, bounds={d: bound.with_headroom(bits) for d, bound in self.bounds.items()})
+        bounds = {direction: bound.with_headroom(bits) for direction, bound in self.bounds.items()}
+        by_expert = None if self.by_expert is None else self.by_expert.with_headroom(bits)
+        return replace(self, bounds=bounds, by_expert=by_expert)
 
     @cached_property
     def columns(self) -> dict[Direction, tuple[int, int]]:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.keystream import Keystream, mask_key
 from symbiosis_priv.arithmetic.ring import Direction
+from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.errors import BurntRowError
 from symbiosis_priv.federation import Peer
 from tenant.core.facts import GroupFacts
@@ -143,28 +144,39 @@ class EffectSource(ABC):
     def __init__(self, facts: Sequence[GroupFacts], secret: SessionSecret) -> None:
         self._facts = facts
         self._secret = secret
-        self._keystreams: dict[tuple[bytes, int, Direction], Keystream] = {}
+        self._keystreams: dict[tuple[bytes, int, Direction, bool], Keystream] = {}
 
     @abstractmethod
-    def draw(self, index: int, direction: Direction, rows: int, *, ahead: bool, executor: Peer | None = None) -> Pad:
+    def draw(
+        self,
+        index: int,
+        direction: Direction,
+        rows: int,
+        *,
+        counts: Counts | None = None,
+        ahead: bool,
+        executor: Peer | None = None,
+    ) -> Pad:
         """Burn `rows` fresh row indices and start to compute the effects of their masks.
 
         Args:
+            counts: rows of every expert of a stack: each mask's effect is a product with its own expert's matrix.
             ahead: True if no product waits for this pad yet. It then does not delay pads that a product waits for.
             executor: the executor that will see rows under the pad; None for any executor that serves the group.
         """
 
-    def _burn(self, index: int, direction: Direction, rows: int) -> int:
-        """Burn row indices, and return the first one."""
-        return self._secret.burn(group_name=self._facts[index].entry.name, direction=direction, rows=rows)
+    def _burn(self, index: int, direction: Direction, rows: int, counts: Counts | None = None) -> int:
+        """Burn row indices, and return the first one. Rows for experts have counters and keystreams of their own."""
+        facts = self._facts[index].for_rows(counts)
+        return self._secret.burn(group_name=facts.entry.name, direction=direction, rows=rows)
 
-    def _keystream(self, seed: bytes, index: int, direction: Direction) -> Keystream:
-        """The keystream of a seed for one layer group and direction."""
-        if (keystream := self._keystreams.get((seed, index, direction))) is None:
-            facts = self._facts[index]
+    def _keystream(self, seed: bytes, index: int, direction: Direction, counts: Counts | None = None) -> Keystream:
+        """The keystream of a seed for one layer group and direction, or for rows for its experts."""
+        place = seed, index, direction, counts is None
+        if (keystream := self._keystreams.get(place)) is None:
+            facts = self._facts[index].for_rows(counts)
             key = mask_key(seed, group_name=facts.entry.name, direction=direction)
-            keystream = Keystream(key, width=facts.inputs(direction))
-            self._keystreams[seed, index, direction] = keystream
+            keystream = self._keystreams[place] = Keystream(key, width=facts.inputs(direction))
         return keystream
 
 

@@ -7,7 +7,7 @@ The steps of a part, in this order:
     open      subtracts the effects from the answer and checks it; results are written only if the check passes
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from symbiosis_priv.arithmetic.modular import Column
 from symbiosis_priv.arithmetic.passes import unmask
 from symbiosis_priv.arithmetic.ring import Direction
+from symbiosis_priv.arithmetic.segments import Counts, clip
 from symbiosis_priv.network import wire
 from tenant.core.masked import MaskedRows, mask, remask
 from tenant.core.pads import Pad, Share, some_rows
@@ -36,6 +37,7 @@ class Part:
         expected: int64 `[r]`, R applied to the true product of the rows.
         pads: pads for these rows; `UNMASKED_BY_CHOICE` without masking.
         outputs: width of an answer's row.
+        counts: rows of every expert, zeros of the bucket included, if rows belong to experts of a stack.
 
     Attributes:
         count: number of rows r.
@@ -56,6 +58,7 @@ class Part:
     expected: Tensor
     pads: Sequence[Pad]
     outputs: int
+    counts: Counts | None = None
     sent: MaskedRows = field(init=False)
     shares: list[Share] = field(init=False)
     requests: dict[tuple[Hashable, int], list[wire.Execute]] = field(default_factory=dict, init=False)
@@ -74,17 +77,25 @@ class Part:
         self.sent = mask(self.encoded, self.pads)
         del self.encoded
 
-    def remask(self, spoilt: Callable[[Pad], bool], draw: Callable[[int], Pad]) -> int:
+    def counts_of(self, first: int, rows: int) -> Counts | None:
+        """The counts of some rows of this part."""
+        return None if self.counts is None else clip(self.counts, first, rows)
+
+    def remask(self, spoilt: Callable[[Pad], bool], draw: Callable[[int, Counts | None], Pad]) -> int:
         """Replace pads, and forget the requests that were sent under the old ones.
 
         Args:
             spoilt: selects the pads to replace.
-            draw: draws a fresh pad for a number of rows.
+            draw: draws a fresh pad for a number of rows and their counts.
 
         Returns:
             The number of rows whose pads were replaced.
         """
-        fresh = {number: draw(pad.rows) for number, pad in enumerate(self.pads) if spoilt(pad)}
+        fresh = {
+            number: draw(pad.rows, self.counts_of(first, pad.rows))
+            for number, (first, pad) in enumerate(self.pads_in_place())
+            if spoilt(pad)
+        }
         self.sent = remask(self.sent, fresh)
         self.pads = self.sent.pads
         self.shares = [share for pad in self.pads for share in pad.shares]
@@ -102,12 +113,16 @@ class Part:
         """
         if not self.pads:
             return self._check(0, answer, ())
+        return all(
+            self._check(first, *pad.open(some_rows(answer, first, pad.rows))) for first, pad in self.pads_in_place()
+        )
+
+    def pads_in_place(self) -> Iterator[tuple[int, Pad]]:
+        """The pads, each with the first row that it covers."""
         first = 0
         for pad in self.pads:
-            if not self._check(first, *pad.open(some_rows(answer, first, pad.rows))):
-                return False
+            yield first, pad
             first += pad.rows
-        return True
 
     def _check(self, first: int, answer: Tensor, effects: Sequence[Tensor]) -> bool:
         count = answer.shape[0]

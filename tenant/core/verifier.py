@@ -12,20 +12,33 @@ The verdict is "y is t", up to that probability. It depends on errors alone, nev
 of a provider passes with probability at most q * 2^-60, because a refusal reveals nothing about R except that this
 error was detected.
 
+Stacks of experts. A row for expert k is checked with R and `V_k = W_k.T @ R`: one R is shared by all experts of the
+stack (one per width and direction), and only V differs. That is as sound as an R for each expert: what a check refuses
+is the error y - t, and for every non-zero error a uniform R passes it with probability at most 2^-60, whichever matrix
+t came from. The verdicts of q lies, in whatever order, at whatever experts and however they were chosen, are all
+"refused" except with probability q * 2^-60 by the union bound: as long as every lie was refused, the provider has
+learned nothing that depends on R, so its next error is independent of R. A dense product of the stack has errors
+(e_1 ... e_E), one part per expert, and is checked with the columns a_k R, a_k secret and uniform, and V = sum a_k V_k:
+`sum a_k (e_k @ R)` is 0 only if every e_k @ R is (2^-60, for one e_k that is not 0) or if some a_k has the one residue
+that cancels the rest (2^-60), so with 2^-59 at most. In the other direction the experts' rows are joined, W R holds
+every V_k already, and one column serves both.
+
 `BlameKeys` attribute the fault after a row was refused: if y = y' - sum e_j is wrong, the answer y' or an effect e_j is
 wrong modulo 2^32. Each of them is checked separately with m secret columns over Z_2^32. An error of 2-adic valuation v
 passes m uniform columns with probability 2^-(32-v)m. For v >= 30 that is not negligible, so it can happen that no
 provider is convicted. Then all providers that took part are suspects. No wrong result is used in that case either. All
-of R is secret and
-uniform: small or sparse columns could be learned by probing.
+of R is secret and uniform: small or sparse columns could be learned by probing. The V of a stack of experts are not
+stored, because m columns for each of thousands of experts would be half of the preparation. They are computed from the
+checkpoint when a row was refused. Without the checkpoint, all providers that took part are suspects.
 """
 
+import functools
 import hmac
 import itertools
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 import msgspec
 import torch
@@ -33,8 +46,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.keystream import SEED_BYTES, derive, expand
-from symbiosis_priv.arithmetic.modular import Column, uniform, weigh
+from symbiosis_priv.arithmetic.modular import PRIME, Column, multiply, uniform, weigh
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
+from symbiosis_priv.arithmetic.segments import Counts, segments
 from symbiosis_priv.errors import CheckpointError
 from symbiosis_priv.kernels import RingMatrix
 
@@ -43,13 +57,19 @@ _SECRET = "secret"
 _BLOCK = 1 << 19  # weights per block, which stay in the cache
 
 
+Stacks = Mapping[int, Callable[[], RingMatrix]]
+"""Reads a stack of experts from the checkpoint, by group index."""
+NO_STACKS: Final[Stacks] = {}
+
+
 class VerificationKeys:
     """R and V modulo p for every (layer group, direction). Secret: never sent, never logged; on disk with mode 0600."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
         self._products: dict[tuple[int, Direction], Column] = {}
-        self._columns: dict[tuple[int, Direction], Column] = {}
+        self._experts: dict[tuple[int, Direction], Tensor] = {}  # V of every expert, int64 `[experts, w]`
+        self._columns: dict[tuple[int, Direction, bool], Column] = {}
 
     @classmethod
     def fresh(cls) -> Self:
@@ -63,14 +83,50 @@ class VerificationKeys:
         to_inputs, to_outputs = weigh(weight, forward, backward)
         self._products[index, FORWARD], self._products[index, BACKWARD] = Column(to_inputs), Column(to_outputs)
 
+    def add_stack(self, index: int, weight: Tensor, *, experts: int, turned: bool) -> None:
+        """Make the keys of a stack from its dense quantised weight, int16 `[o, d]`; `turned` as in the manifest."""
+        if turned:
+            weight = weight.t().contiguous()
+        across: Direction = BACKWARD if turned else FORWARD  # results are as wide as one expert, not rows
+        along = _other(across)
+        height, width = len(weight) // experts, weight.shape[1]
+        shared, other = self._column(index, across, height), self._column(index, along, width)
+        down, up = zip(*[weigh(matrix, shared, other) for matrix in weight.split(height)], strict=True)
+        self._experts[index, across] = torch.stack(down)
+        self._products[index, along] = Column(torch.cat(up))
+
     def columns(self, index: int, direction: Direction) -> tuple[Column, Column]:
         """Return (R, V). A row y of a product is accepted for a row x of a request if `y @ R == x @ V` modulo p."""
-        column = self._columns.get((index, direction))
+        column = self._columns.get((index, direction, False))
         if column is None:
-            other = next(d for d in DIRECTIONS if d != direction)
-            height = len(self._products[index, other])
-            column = self._columns[index, direction] = self._column(index, direction, height)
+            column = self._shared(index, direction)
+            if (table := self._experts.get((index, direction))) is not None:
+                key = derive(self._secret, "check experts", str(index), direction)
+                factors = uniform(key, len(table)).values[:, None]
+                column = Column(multiply(factors, column.values).reshape(-1))
+                joined = functools.reduce(lambda a, b: (a + b).remainder(PRIME), multiply(factors, table))
+                self._products[index, direction] = Column(joined)
+            self._columns[index, direction, False] = column
         return column, self._products[index, direction]
+
+    def expert_columns(self, index: int, direction: Direction) -> tuple[Column, Sequence[Column]]:
+        """R, and V of every expert of a stack, for rows that each belong to one expert."""
+        table = self._experts.get((index, direction))
+        if table is None:
+            table = self._products[index, direction].values.view(len(self._experts[index, _other(direction)]), -1)
+        column = self._columns.get((index, direction, True))
+        if column is None:
+            column = self._columns[index, direction, True] = self._shared(index, direction)
+        return column, [Column(values) for values in table]
+
+    def _shared(self, index: int, direction: Direction) -> Column:
+        """R for results of one matrix: of a linear, or of every expert of a stack."""
+        other, table = _other(direction), self._experts.get((index, direction))
+        if (index, other) in self._experts:
+            height = self._experts[index, other].shape[1]
+        else:
+            height = len(self._products[index, other]) // (1 if table is None else len(table))
+        return self._column(index, direction, height)
 
     def mac(self, purpose: str, *parts: str) -> bytes:
         """32 bytes that only the holder of these keys can compute. They authenticate files beside the keys."""
@@ -79,19 +135,23 @@ class VerificationKeys:
 
     def to_tensors(self) -> dict[str, Tensor]:
         """The keys as tensors for safetensors, on the tenant's own disk."""
-        products = {_name(*place): v.values for place, v in self._products.items()}
-        return {_SECRET: _as_tensor(self._secret), **products}
+        products = {place: v.values for place, v in self._products.items()} | self._experts
+        return {_SECRET: _as_tensor(self._secret), **{_name(*place): values for place, values in products.items()}}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], *, groups: int) -> Self:
         """Read the result of `to_tensors` for `groups` layer groups. Raises `KeyError` if tensors are missing."""
         keys = cls(_as_secret(tensors[_SECRET]))
         for index, direction in itertools.product(range(groups), DIRECTIONS):
-            keys._products[index, direction] = Column(tensors[_name(index, direction)])
+            values = tensors[_name(index, direction)]
+            if values.dim() == 2:
+                keys._experts[index, direction] = values
+            else:
+                keys._products[index, direction] = Column(values)
         return keys
 
     def __repr__(self) -> str:
-        return f"VerificationKeys({len(self._products)} products)"
+        return f"VerificationKeys({len(self._products | self._experts)} products)"
 
     def _column(self, index: int, direction: Direction, height: int) -> Column:
         return uniform(derive(self._secret, "check", str(index), direction), height)
@@ -102,31 +162,43 @@ class BlameKeys:
 
     The keys are on disk with mode 0600. `open` reads each key when it is needed. An open file stays readable after it
     is deleted.
+
+    Args:
+        stacks: of the model; their V are never stored.
     """
 
-    def __init__(self, secret: bytes, *, columns: int, stored: Callable[[str], Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        secret: bytes,
+        *,
+        columns: int,
+        stored: Callable[[str], Tensor] | None = None,
+        stacks: Stacks = NO_STACKS,
+    ) -> None:
         self._secret = secret
         self._columns = columns
+        self._stacks = stacks
         self._made: dict[str, Tensor] = {}
         self._stored = stored or self._made.__getitem__
 
     @classmethod
-    def fresh(cls, *, columns: int) -> Self:
+    def fresh(cls, *, columns: int, stacks: Stacks = NO_STACKS) -> Self:
         """New keys from the operating system's generator."""
-        return cls(secrets.token_bytes(SEED_BYTES), columns=columns)
+        return cls(secrets.token_bytes(SEED_BYTES), columns=columns, stacks=stacks)
 
     @classmethod
-    def open(cls, path: Path, *, columns: int, groups: int) -> Self:
+    def open(cls, path: Path, *, columns: int, groups: int, stacks: Stacks = NO_STACKS) -> Self:
         """Open the keys of `groups` layer groups, in a file that holds the result of `to_tensors`.
 
         Raises:
             CheckpointError: keys are missing.
         """
         file = safe_open(path, framework="pt", device="cpu")
-        wanted = {_SECRET, *(_name(index, direction) for index in range(groups) for direction in DIRECTIONS)}
+        linears = (index for index in range(groups) if index not in stacks)
+        wanted = {_SECRET, *(_name(index, direction) for index in linears for direction in DIRECTIONS)}
         if missing := wanted - set(file.keys()):
             raise CheckpointError(f"{path} lacks {sorted(missing)}; delete it")
-        return cls(_as_secret(file.get_tensor(_SECRET)), columns=columns, stored=file.get_tensor)
+        return cls(_as_secret(file.get_tensor(_SECRET)), columns=columns, stored=file.get_tensor, stacks=stacks)
 
     def add(self, index: int, weight: Tensor, *, weight_bits: int) -> None:
         """Make the keys of one layer group from its quantised weight, int16 `[o, d]`."""
@@ -144,20 +216,35 @@ class BlameKeys:
         self._made[_name(index, FORWARD)] = to_inputs.t().contiguous()
         self._made[_name(index, BACKWARD)] = to_outputs
 
-    def accepts(self, index: int, direction: Direction, *, rows: Tensor, answer: Tensor) -> bool:
+    def accepts(
+        self, index: int, direction: Direction, *, rows: Tensor, answer: Tensor, counts: Counts | None = None
+    ) -> bool:
         """Returns True if `answer` is the product of `rows` modulo 2^32.
 
         Args:
             rows: int32 `[r, d]`, as sent to the executor or as expanded from a seed.
             answer: int32 `[r, o]`, as received.
+            counts: rows of every expert, if rows belong to experts of a stack.
+
+        Raises:
+            CheckpointError: the stack cannot be read from the checkpoint.
         """
-        other = next(d for d in DIRECTIONS if d != direction)
-        v = self._stored(_name(index, direction))
-        r = self._expand(index, direction, rows=len(self._stored(_name(index, other))))
-        if answer.dtype != torch.int32 or answer.shape != (len(rows), len(r)):
+        stack = self._stacks[index]() if index in self._stacks else None
+        if stack is None:
+            stored = self._stored(_name(index, direction)).t().contiguous()
+            widths = stored.shape[1], len(self._stored(_name(index, _other(direction))))
+        else:
+            widths = stack.columns(direction, by_expert=counts is not None)
+        if answer.dtype != torch.int32 or answer.shape != (len(rows), widths[1]) or rows.shape[1] != widths[0]:
             return False
-        # 2 to 3 times as fast as `answer @ r` and `rows @ v`
-        return torch.equal(r.t().contiguous() @ answer.t(), v.t().contiguous() @ rows.t())
+        r = self._expand(index, direction, rows=widths[1]).t().contiguous()
+        for expert, segment in [(0, slice(None))] if counts is None else segments(counts):
+            alone = None if counts is None else tuple(len(r) * (other == expert) for other in range(len(counts)))
+            v = stored if stack is None else stack.product(r, _other(direction), counts=alone)
+            # 2 to 3 times as fast as `answer @ r` and `rows @ v`
+            if not torch.equal(r @ answer[segment].t(), v @ rows[segment].t()):
+                return False
+        return True
 
     def to_tensors(self) -> dict[str, Tensor]:
         """The keys as tensors for safetensors, on the tenant's own disk."""
@@ -169,6 +256,10 @@ class BlameKeys:
     def _expand(self, index: int, direction: Direction, *, rows: int) -> Tensor:
         key = derive(self._secret, "verify", str(index), direction)
         return expand(key, first_row=0, rows=rows, width=self._columns)
+
+
+def _other(direction: Direction) -> Direction:
+    return BACKWARD if direction == FORWARD else FORWARD
 
 
 def _name(index: int, direction: Direction) -> str:

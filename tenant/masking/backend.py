@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import Direction
+from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.kernels import RingMatrix
 from tenant.core.facts import GroupFacts
@@ -27,7 +28,15 @@ class Backend(ABC):
     facts: Sequence[GroupFacts]
 
     @abstractmethod
-    def multiply(self, index: int, direction: Direction, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    def multiply(
+        self,
+        index: int,
+        direction: Direction,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        *,
+        counts: Counts | None = None,
+    ) -> None:
         """Compute the product of a layer group.
 
         Args:
@@ -36,9 +45,12 @@ class Backend(ABC):
             inputs: float matrices `[r, w_k]`, the column blocks of the rows; all have one dtype and device; r may be 0.
             outputs: float matrices `[r, w_k]`, the column blocks of the product; all have one dtype, and the inputs'
                 device. They are overwritten.
+            counts: rows of every expert of a stack. Rows are then sorted by expert, each is multiplied by the matrix of
+                its own expert alone, and providers see the counts. None multiplies by the whole matrix.
 
         Raises:
             NonFiniteError: inf or nan in `inputs`; nothing was sent.
+            RangeError: the group is no stack, or the counts are not those of these rows.
         """
 
     def linear(self, index: int, direction: Direction, rows: Tensor) -> Tensor:
@@ -77,12 +89,20 @@ class RingBackend(Backend):
         self.facts = facts
         self.products = products
 
-    def multiply(self, index: int, direction: Direction, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    def multiply(
+        self,
+        index: int,
+        direction: Direction,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        *,
+        counts: Counts | None = None,
+    ) -> None:
         if not inputs[0].shape[0]:
             return
         here = [out if out.is_cpu else _host_like(out) for out in outputs]
         near = _on_host(inputs)
-        self.products.multiply(index, direction, FloatRows(self.facts[index], direction, near, here))
+        self.products.multiply(index, direction, FloatRows(self.facts[index], direction, near, here, counts))
         for out, result in zip(outputs, here, strict=True):
             if out is not result:
                 out.copy_(result, non_blocking=True)  # torch keeps page-locked memory until the copy is done
@@ -113,16 +133,17 @@ class Simulation:
         self._matrices: dict[int, RingMatrix] = {}
 
     def multiply(self, index: int, direction: Direction, rows: Rows) -> None:
-        inputs, _ = self._store.manifest().groups[index].columns(direction)
+        entry = self._store.manifest().entry(index, by_expert=rows.counts is not None)
+        inputs, _ = entry.columns(direction)
         xq = torch.empty((rows.count, inputs), dtype=torch.int32, device="cpu")
         rows.encode(xq)
-        rows.decode(0, self.product(index, direction, xq))
+        rows.decode(0, self.product(index, direction, xq, counts=rows.counts))
 
-    def product(self, index: int, direction: Direction, rows: Tensor) -> Tensor:
+    def product(self, index: int, direction: Direction, rows: Tensor, *, counts: Counts | None = None) -> Tensor:
         """Compute a product modulo 2^32: int32 `[r, d]` in, int32 `[r, o]` out."""
         if index not in self._matrices:
             self._matrices[index] = self._store.matrix(index)
-        return self._matrices[index].product(rows, direction)
+        return self._matrices[index].product(rows, direction, counts=counts)
 
     def close(self) -> None:
         self._matrices.clear()

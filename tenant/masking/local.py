@@ -6,6 +6,7 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.keystream import Keystream
 from symbiosis_priv.arithmetic.ring import Direction
+from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.federation import Peer
 from tenant.core.facts import GroupFacts
@@ -41,11 +42,28 @@ class LocalSource(EffectSource):
         self._seed = secret.seed_for("local")
         self.workers = [Worker("local-effects")]
 
-    def draw(self, index: int, direction: Direction, rows: int, *, ahead: bool, executor: Peer | None = None) -> Pad:
-        first = self._burn(index, direction, rows)
-        keystream = self._keystream(self._seed, index, direction)
-        effect = self.workers[0].submit(self._effect, index, direction, keystream, first, rows)
+    def draw(
+        self,
+        index: int,
+        direction: Direction,
+        rows: int,
+        *,
+        counts: Counts | None = None,
+        ahead: bool,
+        executor: Peer | None = None,
+    ) -> Pad:
+        first = self._burn(index, direction, rows, counts)
+        keystream = self._keystream(self._seed, index, direction, counts)
+        effect = self.workers[0].submit(self._effect, index, direction, keystream, first, rows, counts)
         return Pad(rows, (Share(None, keystream, first, effect),))
 
-    def _effect(self, index: int, direction: Direction, keystream: Keystream, first: int, rows: int) -> Tensor:
-        return self._products.product(index, direction, keystream.expand(first, rows))
+    def _effect(
+        self,
+        index: int,
+        direction: Direction,
+        keystream: Keystream,
+        first: int,
+        rows: int,
+        counts: Counts | None,
+    ) -> Tensor:
+        return self._products.product(index, direction, keystream.expand(first, rows), counts=counts)

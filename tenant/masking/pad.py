@@ -2,12 +2,14 @@
 
 Helper j expands its seed to a share n_j of the pad and returns the effect e_j = n_j @ W.T. The pad is n = sum n_j, its
 effect e = sum e_j. The executor together with all helpers but one still sees uniform rows. The check of the product
-covers every e_j.
+covers every e_j. The effects of rows for experts of a stack depend on how many rows each expert has, so every helper
+sees these counts, as the executor does.
 """
 
 from collections.abc import Sequence
 
 from symbiosis_priv.arithmetic.ring import Direction
+from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.federation import Peer
 from tenant.core.facts import GroupFacts
 from tenant.core.pads import EffectSource, Pad, Share
@@ -40,11 +42,20 @@ class PadSource(EffectSource):
         super().__init__(facts, secret)
         self._holders = holders
 
-    def draw(self, index: int, direction: Direction, rows: int, *, ahead: bool, executor: Peer | None = None) -> Pad:
+    def draw(
+        self,
+        index: int,
+        direction: Direction,
+        rows: int,
+        *,
+        counts: Counts | None = None,
+        ahead: bool,
+        executor: Peer | None = None,
+    ) -> Pad:
         helpers = self._holders(index, executor)
-        first = self._burn(index, direction, rows)
-        shares = []
+        first = self._burn(index, direction, rows, counts)
+        facts, shares = self._facts[index].for_rows(counts), []
         for helper in helpers:
-            effect = helper.submit(index, direction, self._facts[index], first_row=first, rows=rows, ahead=ahead)
-            shares.append(Share(helper.peer, self._keystream(helper.seed, index, direction), first, effect))
+            effect = helper.submit(index, direction, facts, first_row=first, rows=rows, counts=counts, ahead=ahead)
+            shares.append(Share(helper.peer, self._keystream(helper.seed, index, direction, counts), first, effect))
         return Pad(rows, tuple(shares))

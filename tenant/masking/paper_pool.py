@@ -16,6 +16,7 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.keystream import expand, mask_key
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
+from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.errors import ConfigError, NonFiniteError
 from symbiosis_priv.federation import Federation
 from symbiosis_priv.network import wire
@@ -132,7 +133,19 @@ class PaperPoolBackend(Backend):
             wiretap=wiretap,
         )
 
-    def multiply(self, index: int, direction: Direction, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    def multiply(
+        self,
+        index: int,
+        direction: Direction,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        *,
+        counts: Counts | None = None,
+    ) -> None:
+        if counts is not None:
+            raise ConfigError(
+                "masking = 'paper-pool' has no products by expert: choose experts = 'all', or another masking"
+            )
         rows = torch.cat([part.detach() for part in inputs], dim=1)
         if not len(rows):
             return

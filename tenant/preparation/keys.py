@@ -20,14 +20,16 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
+from torch import Tensor
 
 from symbiosis_priv.arithmetic.quantise import QuantisedGroup
 from symbiosis_priv.arithmetic.ring import BACKWARD, FORWARD, Bound, Direction
@@ -35,6 +37,7 @@ from symbiosis_priv.checkpoints.checkpoint import Checkpoint
 from symbiosis_priv.checkpoints.manifest import GroupEntry, Manifest
 from symbiosis_priv.checkpoints.weights import Progress, WeightStore
 from symbiosis_priv.errors import CheckpointError, ConfigError, RangeError
+from symbiosis_priv.kernels import RingMatrix
 from symbiosis_priv.system.files import default_cache, storing, write_atomically
 from symbiosis_priv.system.private import PrivateFolder
 from tenant.core.facts import GroupFacts, Preparation
@@ -106,12 +109,17 @@ def prepare(
 def _make(
     store: WeightStore, folder: Path, *, digest: str, columns: int, must_keep: bool, progress: Progress | None
 ) -> Preparation:
-    keys, blame = VerificationKeys.fresh(), BlameKeys.fresh(columns=columns)
+    keys, stacks = VerificationKeys.fresh(), dict[int, Callable[[], RingMatrix]]()
+    blame = BlameKeys.fresh(columns=columns, stacks=stacks)
     identity = _identity(store)
 
     def look(index: int, entry: GroupEntry, group: QuantisedGroup) -> GroupFacts:
-        keys.add(index, group.weight)
-        blame.add(index, group.weight, weight_bits=store.weight_bits)
+        if entry.experts > 1:
+            keys.add_stack(index, group.weight, experts=entry.experts, turned=entry.turned)
+            stacks[index] = partial(_stack, str(store.path), entry, store.weight_bits)
+        else:
+            keys.add(index, group.weight)
+            blame.add(index, group.weight, weight_bits=store.weight_bits)
         return GroupFacts.of(entry, group)
 
     facts = store.each_group(look, threads=torch.get_num_threads(), progress=progress)
@@ -146,6 +154,15 @@ def _make(
         return prepared
     _remember(folder, prepared, identity)
     return prepared
+
+
+def _stack(checkpoint: str, entry: GroupEntry, weight_bits: int) -> RingMatrix:
+    """A stack of experts, read from the checkpoint again."""
+    weight = WeightStore(Path(checkpoint), weight_bits=weight_bits).quantised(entry).weight
+    if entry.turned:
+        weight = weight.t().contiguous()
+    height = len(weight) // entry.experts
+    return RingMatrix(weight, weight_bits=weight_bits, part=height).as_stack(entry.experts, turned=entry.turned)
 
 
 # On disk
@@ -219,21 +236,20 @@ def _read(folder: PrivateFolder, *, digest: str, columns: int) -> Preparation:
     files = {name: folder.read(name) for name in (*_SMALL, _SEAL)}
     manifest = Manifest.from_json(files[_MANIFEST])
     keys = VerificationKeys.from_tensors(load(files[_KEYS]), groups=len(manifest.groups))
-    blame, blame_digest = _open_blame(folder, columns=columns, groups=len(manifest.groups))
+    origin = msgspec.json.decode(files[_ORIGIN], type=_Origin)
+    blame, blame_digest = _open_blame(folder, manifest, columns=columns, checkpoint=origin.checkpoint)
     if not hmac.compare_digest(files[_SEAL], _seal(keys, files, blame_digest)):
         raise CheckpointError("the seal is not that of the files")
     if manifest.digest != digest:
         raise CheckpointError(f"it is another model, {manifest.digest}")
-    origin = msgspec.json.decode(files[_ORIGIN], type=_Origin)
     tensors = load(files[_FACTS])
     facts = []
     for i, entry in enumerate(manifest.groups):
-        norms = tensors[f"{i}.norms"].tolist()
-        bounds: dict[Direction, Bound] = {
-            FORWARD: Bound(inputs=entry.inputs, weight_absmax=int(norms[0]), weight_norm=norms[1]),
-            BACKWARD: Bound(inputs=entry.stacked_outputs, weight_absmax=int(norms[0]), weight_norm=norms[2]),
-        }
-        facts.append(GroupFacts(entry, tensors[f"{i}.channel_scale"], tensors.get(f"{i}.bias"), bounds))
+        bounds = _bounds(entry, tensors[f"{i}.norms"])
+        fact = GroupFacts(entry, tensors[f"{i}.channel_scale"], tensors.get(f"{i}.bias"), bounds)
+        if entry.experts > 1:
+            fact = fact.as_stack(_bounds(entry.by_expert, tensors[f"{i}.expert_norms"]))
+        facts.append(fact)
     return Preparation(
         manifest=manifest,
         facts=tuple(facts),
@@ -246,11 +262,32 @@ def _read(folder: PrivateFolder, *, digest: str, columns: int) -> Preparation:
     )
 
 
-def _open_blame(folder: PrivateFolder, *, columns: int, groups: int) -> tuple[BlameKeys, str]:
+def _bounds(entry: GroupEntry, norms: Tensor) -> dict[Direction, Bound]:
+    absmax, row, column = norms.tolist()
+    return {
+        FORWARD: Bound(inputs=entry.inputs, weight_absmax=int(absmax), weight_norm=row),
+        BACKWARD: Bound(inputs=entry.stacked_outputs, weight_absmax=int(absmax), weight_norm=column),
+    }
+
+
+def _norms(bounds: Mapping[Direction, Bound]) -> Tensor:
+    """What `_bounds` reads."""
+    forward, backward = bounds[FORWARD], bounds[BACKWARD]
+    norms = (forward.weight_absmax, forward.weight_norm, backward.weight_norm)
+    return torch.tensor(norms, dtype=torch.float64, device="cpu")
+
+
+def _open_blame(folder: PrivateFolder, manifest: Manifest, *, columns: int, checkpoint: str) -> tuple[BlameKeys, str]:
     """Open the blame keys, which stay on disk until they are needed. Returns the keys and the digest of their file."""
+    stacks = {
+        index: partial(_stack, checkpoint, entry, manifest.weight_bits)
+        for index, entry in enumerate(manifest.groups)
+        if entry.experts > 1
+    }
     with os.fdopen(folder.open_file(_BLAME), "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return BlameKeys.open(Path(f"/dev/fd/{file.fileno()}"), columns=columns, groups=groups), digest
+        path = Path(f"/dev/fd/{file.fileno()}")
+        return BlameKeys.open(path, columns=columns, groups=len(manifest.groups), stacks=stacks), digest
 
 
 class _Origin(msgspec.Struct, frozen=True, kw_only=True):
@@ -274,9 +311,9 @@ def _save(folder: Path, prepared: Preparation, *, columns: int) -> Preparation:
     """
     tensors = {}
     for i, fact in enumerate(prepared.facts):
-        forward, backward = fact.bounds[FORWARD], fact.bounds[BACKWARD]
-        norms = (forward.weight_absmax, forward.weight_norm, backward.weight_norm)
-        tensors[f"{i}.norms"] = torch.tensor(norms, dtype=torch.float64, device="cpu")
+        tensors[f"{i}.norms"] = _norms(fact.bounds)
+        if fact.by_expert is not None:
+            tensors[f"{i}.expert_norms"] = _norms(fact.by_expert.bounds)
         tensors[f"{i}.channel_scale"] = fact.channel_scale
         if fact.bias is not None:
             tensors[f"{i}.bias"] = fact.bias
@@ -295,7 +332,7 @@ def _save(folder: Path, prepared: Preparation, *, columns: int) -> Preparation:
             with parent.subfolder(partial, create=True) as opened:
                 for name, content in (files | {_BLAME: blame, _SEAL: seal}).items():
                     opened.write(name, content)
-                on_disk, _ = _open_blame(opened, columns=columns, groups=len(prepared.facts))
+                on_disk, _ = _open_blame(opened, prepared.manifest, columns=columns, checkpoint=prepared.checkpoint)
             parent.delete(folder.name)
             parent.rename(partial, folder.name)
         except BaseException:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import wait
 from dataclasses import dataclass
 
+from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.errors import (
     CertificateError,
     DeadlineExceededError,
@@ -204,8 +205,8 @@ class Failover:
     def _replace_pads(
         self, part: Part, retry: RetryState, executor: Route | None, *, spoilt: Callable[[Pad], bool]
     ) -> None:
-        def draw(rows: int) -> Pad:
-            return self.runtime.draw(part.index, part.direction, rows, executor=executor)
+        def draw(rows: int, counts: Counts | None) -> Pad:
+            return self.runtime.draw(part.index, part.direction, rows, counts=counts, executor=executor)
 
         retry.redraws += 1
         self.tally.add(pads_redrawn=part.remask(spoilt, draw))

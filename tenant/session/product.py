@@ -12,6 +12,7 @@ then sent again. The result is the same bits in every case.
 A large product goes out in pieces (`pieces`). Each piece is a request with its own rows, pads, deadline and check.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,8 +21,9 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.modular import Column
 from symbiosis_priv.arithmetic.ring import Direction
+from symbiosis_priv.arithmetic.segments import clip
 from tenant.connections.executor import ExecutorClient
-from tenant.core.facts import Preparation
+from tenant.core.facts import GroupFacts, Preparation
 from tenant.core.masked import cut
 from tenant.core.pads import some_rows
 from tenant.core.parts import Part
@@ -60,13 +62,16 @@ class Products:
     def multiply(self, index: int, direction: Direction, rows: Rows) -> None:
         """Compute one exact product; see `backend.RingProduct`."""
         self.routes.check(index)
-        column, products = self.preparation.keys.columns(index, direction)
-        encoded, expected = self._encode(index, direction, rows, products)
+        facts, keys = self.preparation.facts[index].for_rows(rows.counts), self.preparation.keys
+        column, products = (keys.columns if rows.counts is None else keys.expert_columns)(index, direction)
+        encoded, expected = self._encode(facts, direction, rows, products)
         self.runtime.prober.connect()
         self.runtime.refresh()
-        limit = self.runtime.row_limit(index)
-        executors = self._sharers(index, encoded, limit)
-        parts = self._parts(index, direction, rows, encoded, column, expected, limit=limit, executors=len(executors))
+        limit = self.runtime.row_limit(facts)
+        executors = self._sharers(index, facts, encoded, limit)
+        parts = self._parts(
+            index, facts, direction, rows, encoded, column, expected, limit=limit, executors=len(executors)
+        )
         share(parts, executors, self._multiply)
         self.tally.add(products=1, rows=rows.count)
 
@@ -102,11 +107,13 @@ class Products:
             retry.succeeded(route, self.tally)
             return
 
-    def _encode(self, index: int, direction: Direction, rows: Rows, products: Column) -> tuple[Tensor, Tensor]:
+    def _encode(
+        self, facts: GroupFacts, direction: Direction, rows: Rows, products: Column | Sequence[Column]
+    ) -> tuple[Tensor, Tensor]:
         """Encode all rows in the ring, with zero rows up to the bucket. Also return the expected check value of the
         product: R applied to the true product, computed with V."""
         count = self._bucketed(rows)
-        encoded = self.runtime.buffers.matrix(count, self.preparation.facts[index].inputs(direction))
+        encoded = self.runtime.buffers.matrix(count, facts.inputs(direction))
         expected = torch.empty(count, dtype=torch.int64, device="cpu")
         began = clock()
         rows.encode(some_rows(encoded, 0, rows.count), column=products, expected=some_rows(expected, 0, rows.count))
@@ -120,9 +127,9 @@ class Products:
         """Return the number of rows that are sent for `rows`: rounded up to a multiple of `row_bucket`."""
         return rows.count + -rows.count % self.options.row_bucket
 
-    def _sharers(self, index: int, encoded: Tensor, limit: int) -> list[ExecutorClient]:
+    def _sharers(self, index: int, facts: GroupFacts, encoded: Tensor, limit: int) -> list[ExecutorClient]:
         """Return the executors that may share a product; none if it is sent as one request."""
-        count, entry = encoded.shape[0], self.preparation.facts[index].entry
+        count, entry = encoded.shape[0], facts.entry
         if count <= limit and piece_rows(count, entry, piece_bytes=self.options.piece_bytes) == count:
             return []
         open_ones = self.routes.open_for(index, product_bytes(count, entry))
@@ -131,6 +138,7 @@ class Products:
     def _parts(
         self,
         index: int,
+        facts: GroupFacts,
         direction: Direction,
         rows: Rows,
         encoded: Tensor,
@@ -141,20 +149,24 @@ class Products:
         executors: int,
     ) -> list[Part]:
         """Return the requests of a product. Every executor accepts their size; their pads are burnt."""
-        facts = self.preparation.facts[index]
         count, outputs = encoded.shape[0], facts.outputs(direction)
+        counts = rows.counts
+        if counts is not None:  # the bucket's zeros follow the last rows, so they belong to the last expert
+            counts = (*counts[:-1], counts[-1] + count - rows.count)
         piece = piece_rows(count, facts.entry, piece_bytes=self.options.piece_bytes, executors=max(1, executors))
         parts = []
         for first in range(0, count, limit):
             end = min(first + limit, count)
             began = clock()
-            pads = self.runtime.take(index, direction, end - first)
+            its_counts = None if counts is None else clip(counts, first, end - first)
+            pads = self.runtime.take(index, direction, end - first, counts=its_counts)
             record("take pads", since=began)
             for start in range(first, end, piece):
                 size = min(piece, end - start)
                 mine, pads = cut(pads, size)
                 here, check = some_rows(encoded, start, size), some_rows(expected, start, size)
-                parts.append(Part(index, direction, rows, start, here, column, check, mine, outputs))
+                its_counts = None if counts is None else clip(counts, start, size)
+                parts.append(Part(index, direction, rows, start, here, column, check, mine, outputs, its_counts))
         return parts
 
     def _send(self, route: Route, part: Part, retry: RetryState) -> Tensor:
@@ -162,7 +174,7 @@ class Products:
         retry.patience_s = self.routes.patience_s(route, part.index, part.size, left_s=retry.deadline - retry.asked_at)
         answer, seconds = self.runtime.executor(route).ask(
             part,
-            self.preparation.facts[part.index],
+            self.preparation.facts[part.index].for_rows(part.counts),
             patience_s=retry.patience_s,
             deadline=retry.deadline,
             since=retry.began,
@@ -174,6 +186,7 @@ class Products:
     def _get_ready(self, part: Part) -> None:
         """Prepare the next product while the answer is awaited: order as many pads as this product took, and expand
         masks."""
-        self.runtime.order(part.index, part.direction, self._bucketed(part.rows))
+        if part.counts is None:  # the effects of rows for experts depend on counts that are not known yet
+            self.runtime.order(part.index, part.direction, self._bucketed(part.rows))
         for pad in part.pads:
             pad.make_next()

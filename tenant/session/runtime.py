@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from symbiosis_priv.arithmetic.buffers import Buffers
 from symbiosis_priv.arithmetic.forks import generation
 from symbiosis_priv.arithmetic.ring import Direction
+from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import QuarantinedError
 from symbiosis_priv.federation import Federation, Peer
@@ -25,7 +26,7 @@ from tenant.connections.channel import Channel
 from tenant.connections.executor import ExecutorClient, row_limit
 from tenant.connections.helper import HelperClient
 from tenant.connections.notices import Notices
-from tenant.core.facts import Preparation
+from tenant.core.facts import GroupFacts, Preparation
 from tenant.core.gate import Gate
 from tenant.core.masked import UNMASKED_BY_CHOICE, UnmaskedByChoice
 from tenant.core.pads import EffectSource, Pad
@@ -143,28 +144,35 @@ class Runtime:
         for executor in gone:
             executor.close()
 
-    def take(self, index: int, direction: Direction, rows: int) -> Sequence[Pad]:
-        """Return fresh pads for `rows` rows; `UNMASKED_BY_CHOICE` for a scheme without pads."""
-        return UNMASKED_BY_CHOICE if self.source is None else self._pool(index, direction, self.source).take(rows)
+    def take(self, index: int, direction: Direction, rows: int, *, counts: Counts | None = None) -> Sequence[Pad]:
+        """Return fresh pads for `rows` rows; `UNMASKED_BY_CHOICE` for a scheme without pads. Pads for rows with counts
+        are drawn now."""
+        if self.source is None:
+            return UNMASKED_BY_CHOICE
+        if counts is not None:
+            return [self.source.draw(index, direction, rows, counts=counts, ahead=False)]
+        return self._pool(index, direction, self.source).take(rows)
 
     def order(self, index: int, direction: Direction, rows: int) -> None:
         """Draw pads for `rows` rows ahead; see `PadPool.order`."""
         if self.source is not None:
             self._pool(index, direction, self.source).order(rows)
 
-    def draw(self, index: int, direction: Direction, rows: int, *, executor: Route | None) -> Pad:
+    def draw(
+        self, index: int, direction: Direction, rows: int, *, counts: Counts | None, executor: Route | None
+    ) -> Pad:
         """Draw a fresh pad for rows that an executor will see. With None, every executor that serves the group may see
         them."""
         assert self.source is not None
         peer = None if executor is None else executor.peer
-        return self.source.draw(index, direction, rows, ahead=False, executor=peer)
+        return self.source.draw(index, direction, rows, counts=counts, ahead=False, executor=peer)
 
-    def row_limit(self, index: int) -> int:
+    def row_limit(self, facts: GroupFacts) -> int:
         """Return the row limit of one request: the largest limit among the executors, for request and answer.
 
         A provider with lower limits gets several requests, so its limits do not change what other providers receive.
         """
-        widest = self._facts[index].widest
+        widest = facts.widest
         limits = [row_limit(widest, route.welcome) for route in self._routes.executors if route.welcome is not None]
         return max(limits, default=1)
 
@@ -221,7 +229,7 @@ class Runtime:
                     refill=self._refill,
                     memory=self._memory,
                     row_bytes=wire.RING32.size(1, facts.outputs(direction)) * max(1, self._routes.helpers_per_pad),
-                    max_rows=functools.partial(self.row_limit, index),
+                    max_rows=functools.partial(self.row_limit, facts),
                 ),
             )
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.forks import call_in_child, generation
 from symbiosis_priv.arithmetic.ring import Direction
+from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import SymbiosisError
 from symbiosis_priv.federation import Federation
@@ -75,9 +76,14 @@ class Session:
         """Compute one exact product, masked and verified."""
         self._open().multiply(index, direction, rows)
 
-    def product(self, index: int, direction: Direction, rows: Tensor) -> Tensor:
-        """Multiply integer rows, int32 `[r, d]`, whose true product is in the range. Returns int32 `[r, o]`."""
-        ring_rows = RingRows(rows, outputs=self.preparation.facts[index].outputs(direction))
+    def product(self, index: int, direction: Direction, rows: Tensor, *, counts: Counts | None = None) -> Tensor:
+        """Multiply integer rows, int32 `[r, d]`, whose true product is in the range. Returns int32 `[r, o]`.
+
+        Args:
+            counts: rows of every expert of a stack, by which they are sorted; None to multiply by the whole matrix.
+        """
+        outputs = self.preparation.facts[index].for_rows(counts).outputs(direction)
+        ring_rows = RingRows(rows, outputs=outputs, counts=counts)
         self.multiply(index, direction, ring_rows)
         return ring_rows.product
 

@@ -153,6 +153,7 @@ class ScriptedProvider:
                 group=request.group if group is None else group,
                 direction=request.direction,
                 arithmetic=request.arithmetic,
+                counts=request.counts,
             )
 
     def show(self, identity: Identity) -> None:
@@ -256,13 +257,13 @@ class ScriptedProvider:
         if isinstance(request, wire.Execute):
             rows = request.encoding.unpack(bytearray(payload), rows=request.rows)
             if not request.rows:
-                rows = rows.reshape(0, self._model.manifest.groups[request.group].columns(request.direction)[0])
+                entry = self._model.manifest.entry(request.group, by_expert=request.counts is not None)
+                rows = rows.reshape(0, entry.columns(request.direction)[0])
         else:
             rows = self._model.mask_rows(request)
         heard = Heard(request, prefix + header, payload, rows)
         self.heard.append(heard)
-        bound = {name: getattr(request, name) for name in ("nonce", "group", "direction", "arithmetic", "rows")}
-        reply = self.behaviour(heard, wire.Result(**bound), self.product(heard))
+        reply = self.behaviour(heard, wire.Result.answering(request), self.product(heard))
         if reply is None:
             return False
         connection.sendall(reply)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from symbiosis_priv.arithmetic.ring import Direction
+from symbiosis_priv.arithmetic.segments import Counts
 from tenant.masking.backend import Backend, RingBackend
 from tenant.model.remote_linear import RemoteLayer
 from threat_model.evidence.public import Public
@@ -95,8 +96,16 @@ class Witness(Backend):
         cache = kwargs.get("past_key_values")
         self._start = 0 if cache is None else int(cache.get_seq_length())
 
-    def multiply(self, index: int, direction: Direction, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        self.inner.multiply(index, direction, inputs, outputs)
+    def multiply(
+        self,
+        index: int,
+        direction: Direction,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        *,
+        counts: Counts | None = None,
+    ) -> None:
+        self.inner.multiply(index, direction, inputs, outputs, counts=counts)
         rows = torch.cat([part.detach() for part in inputs], dim=1)
         plain = rows.float()
         if isinstance(self.inner, RingBackend):

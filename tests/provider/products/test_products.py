@@ -178,9 +178,9 @@ class CountingModel(ServedModel):
         super().__init__(store)
         self.calls: list[tuple[int, int]] = []
 
-    def product(self, rows: Tensor, *, group: int, direction: Direction, arithmetic: wire.Arithmetic) -> Tensor:
-        self.calls.append((group, len(rows)))
-        return super().product(rows, group=group, direction=direction, arithmetic=arithmetic)
+    def product(self, rows: Tensor, **what: Any) -> Tensor:
+        self.calls.append((what["group"], len(rows)))
+        return super().product(rows, **what)
 
 
 @pytest.mark.parametrize("policy", ["none", "lockstep", "opportunistic"])
@@ -351,8 +351,8 @@ def test_a_small_answer_does_not_keep_a_large_product(store: WeightStore, reques
     products: list[StorageWeakRef] = []
 
     class Watched(ServedModel):
-        def product(self, rows: Tensor, *, group: int, direction: Direction, arithmetic: wire.Arithmetic) -> Tensor:
-            result = super().product(rows, group=group, direction=direction, arithmetic=arithmetic)
+        def product(self, rows: Tensor, **what: Any) -> Tensor:
+            result = super().product(rows, **what)
             products.append(StorageWeakRef(result.untyped_storage()))
             return result
 

@@ -5,10 +5,10 @@ from typing import Any, get_args
 
 from hypothesis import strategies as st
 
-from provider.scheduler.jobs import Job, Piece, Stage
+from provider.scheduler.jobs import Job, Key, Piece, Stage
 from provider.scheduler.policy import Policy, PolicyName
 from provider.scheduler.scheduler import Scheduler
-from symbiosis_priv.arithmetic.ring import Direction
+from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction
 
 POLICIES = get_args(PolicyName)
 STAGES = get_args(Stage)
@@ -33,7 +33,7 @@ def job(
     return Job(
         tenant=tenant,
         stage=stage,
-        key=(group, direction, "ring"),
+        key=Key(group, direction, "ring"),
         rows=rows,
         row_work=ROW_WORK,
         row_cost=ROW_WORK,
@@ -47,9 +47,9 @@ def job(
 def scheduler(name: PolicyName = "opportunistic", *, reading: float = 0.0, **changes: Any) -> Scheduler[Job]:
     """A scheduler that has learned how long reading weights takes."""
     subject: Scheduler[Job] = Scheduler(replace(POLICY, name=name, **changes))
-    for direction in ("forward", "backward"):
+    for direction in DIRECTIONS:
         for _ in range(60 if reading else 0):  # each measurement halves the distance
-            subject.pace.record((0, direction, "ring"), rows=1, work=ROW_WORK, seconds=max(reading, ROW_WORK / RATE))
+            subject.pace.record(Key(0, direction, "ring"), rows=1, work=ROW_WORK, seconds=max(reading, ROW_WORK / RATE))
     return subject
 
 

@@ -12,7 +12,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from provider.scheduler.jobs import Job
+from provider.scheduler.jobs import Job, Key
 from provider.scheduler.policy import Policy
 from provider.scheduler.scheduler import Scheduler
 from symbiosis_priv.arithmetic.ring import Direction
@@ -59,7 +59,7 @@ class Tenant:
         return Job(
             tenant=self.name,
             stage="fine_tuning" if self.trains or self.rows > FEW_ROWS else "inference",
-            key=(group, direction, "ring"),
+            key=Key(group, direction, "ring"),
             rows=self.rows,
             row_work=inputs * outputs,
             row_cost=inputs * outputs,

@@ -7,7 +7,7 @@ from tests.provider.scheduler.playing import RATE, ROW_WORK, job, scheduler
 
 
 def test_slices_follow_the_measured_times() -> None:
-    key: Key = (0, "forward", "ring")
+    key = Key(0, "forward", "ring")
     subject = scheduler()
     big = job(rows=1000)
     for _ in range(20):  # a fast machine
@@ -22,7 +22,7 @@ def test_slices_follow_the_measured_times() -> None:
 
 def test_the_prediction_recovers_after_a_busy_time() -> None:
     """After the machine was busy for a while, slices stay large enough to measure that it is fast again."""
-    key: Key = (0, "forward", "ring")
+    key = Key(0, "forward", "ring")
     subject = scheduler()
     big = job(rows=1000)
     for seconds in [1e3] * 40 + [1e-9] * 60:
@@ -33,7 +33,7 @@ def test_the_prediction_recovers_after_a_busy_time() -> None:
 
 def test_rows_are_multiplied_while_weights_are_read() -> None:
     """A product takes the longer of both times, not their sum: a few more rows cost nothing."""
-    key: Key = (0, "forward", "ring")
+    key = Key(0, "forward", "ring")
     subject = scheduler()
     for _ in range(20):
         subject.pace.record(key, rows=1, work=ROW_WORK, seconds=1e-3)
@@ -43,7 +43,7 @@ def test_rows_are_multiplied_while_weights_are_read() -> None:
 
 
 def test_products_limited_by_reading_do_not_measure_arithmetic() -> None:
-    key: Key = (0, "forward", "ring")
+    key = Key(0, "forward", "ring")
     subject = scheduler()
     for _ in range(20):
         subject.pace.record(key, rows=1, work=ROW_WORK, seconds=1e-3)

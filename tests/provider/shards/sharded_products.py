@@ -9,16 +9,19 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from provider.products.operands import LocalOperands
 from provider.shards import rendezvous
 from provider.shards.sharded import ShardedOperands
-from symbiosis_priv.arithmetic.ring import DIRECTIONS
+from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction
 from symbiosis_priv.checkpoints.layers import LayerRange
+from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.kernels import probe_rows
+from tests.stacks import declare_stacks
 
 ROWS = (0, 1, 2, 3, 7, 65, 300)
 ROOM = 60 << 20  # bytes: stacks of threads, rows, a layer group while it is read
@@ -44,8 +47,21 @@ def products(store: WeightStore) -> None:
                     got = operands.product(rows, group=group, direction=direction)
                     assert torch.equal(got, want), (sharding, entry.name, direction, count)
                     assert got.is_contiguous()
+                    if entry.experts > 1:
+                        by_expert(local, operands, group, direction, entry, count)
         operands.close()
         print(f"equal: {sharding} on {dist.get_world_size()} ranks")
+
+
+def by_expert(
+    local: LocalOperands, operands: ShardedOperands, group: int, direction: Direction, entry: GroupEntry, count: int
+) -> None:
+    """Products with rows for some experts only, whose matrices lie on one rank or on several."""
+    counts = (count, 0, count // 2, 1)[: entry.experts]
+    rows = probe_rows(max(2, sum(counts)), entry.by_expert.columns(direction)[0])[: sum(counts)]
+    want = local.product(rows, group=group, direction=direction, counts=counts)
+    got = operands.product(rows, group=group, direction=direction, counts=counts)
+    assert torch.equal(got, want), (entry.name, direction, counts)
 
 
 def limited(store: WeightStore, *, whole: int) -> None:
@@ -75,6 +91,7 @@ def limited(store: WeightStore, *, whole: int) -> None:
 
 def main(checkpoint: str, cache: str, weight_bits: str, kernel: str, layers: str, *large: str) -> None:
     """`large`: a checkpoint, its cache and the bytes of its weights; or nothing."""
+    declare_stacks(pytest.MonkeyPatch())
     rendezvous.join("gloo", timeout=timedelta(seconds=60))
     store = WeightStore(
         Path(checkpoint),

@@ -26,6 +26,7 @@ bindings: dict[str, SearchStrategy[Any]] = {
     "direction": st.sampled_from(DIRECTIONS),
     "arithmetic": st.sampled_from(get_args(wire.Arithmetic)),
     "rows": st.integers(0, wire.MAX_ROWS),
+    "counts": st.none() | st.lists(st.integers(0, wire.MAX_ROWS), max_size=9).map(tuple),
 }
 executes = st.builds(wire.Execute, **bindings)
 effects = st.builds(wire.Effect, **bindings, seed=seeds, first_row=st.integers(0, 2**62 - 1))
@@ -85,6 +86,36 @@ def test_requests_round_trip(message: wire.Request, payload: int) -> None:
 def test_replies_round_trip(message: wire.Reply, payload: int) -> None:
     header = split(wire.encode(message, payload_bytes=payload), payload=payload)
     assert wire.decode_reply(header) == message
+
+
+def test_the_largest_counts_fit_a_header_and_more_are_refused() -> None:
+    binding: dict[str, Any] = {"nonce": bytes(16), "direction": "backward", "arithmetic": "ring"}
+    largest = wire.Effect(
+        **binding,
+        group=wire.MAX_GROUPS - 1,
+        rows=wire.MAX_ROWS,
+        counts=(wire.MAX_ROWS,) * wire.MAX_EXPERTS,
+        seed=bytes(32),
+        first_row=(1 << 62) - 1,
+    )
+    header = wire.encode(largest)[wire.PREFIX.size :]
+    assert wire.decode_request(header) == largest
+    for counts in ([0] * (wire.MAX_EXPERTS + 1), [-1], [wire.MAX_ROWS + 1], [0.5]):
+        with pytest.raises(ProtocolError, match="counts"):
+            wire.decode_request(msgspec.msgpack.encode(EXECUTE | {"counts": counts}))
+
+
+def test_a_request_without_counts_has_the_bytes_that_it_had_before_there_were_counts() -> None:
+    request = wire.decode_request(msgspec.msgpack.encode(EXECUTE))
+    assert wire.encode(request)[wire.PREFIX.size :] == msgspec.msgpack.encode(EXECUTE)
+
+
+def test_a_reply_with_other_counts_answers_another_request() -> None:
+    binding: dict[str, Any] = {"nonce": bytes(16), "group": 1, "direction": "forward", "arithmetic": "ring", "rows": 3}
+    request = wire.Execute(**binding, counts=(1, 2))
+    assert wire.Result.answering(request).answers(request)
+    for counts in (None, (2, 1), (1, 2, 0)):
+        assert not wire.Result(**binding, counts=counts).answers(request)
 
 
 @given(requests, replies)
@@ -248,7 +279,7 @@ def test_a_report_with_a_value_that_is_not_a_number_is_refused(change: dict[str,
 
 def test_no_message_has_a_field_for_a_secret() -> None:
     """Rule 5. A new field must be justified here."""
-    binding = {"nonce", "group", "direction", "arithmetic", "rows"}
+    binding = {"nonce", "group", "direction", "arithmetic", "rows", "counts"}
     fields = {m.__name__: set(m.__struct_fields__) for m in (*get_args(wire.Request), *get_args(wire.Reply))}
     assert fields == {
         "Hello": {"version", "role", "model_digest"},

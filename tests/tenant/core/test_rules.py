@@ -311,8 +311,8 @@ def test_rule_3_breach_a_pad_handed_out_twice(
     kept: dict[tuple[int, str, int], Sequence[Pad]] = {}
     take = Runtime.take
 
-    def take_again(self: Runtime, index: int, direction: Any, rows: int) -> Sequence[Pad]:
-        return kept.setdefault((index, direction, rows), take(self, index, direction, rows))
+    def take_again(self: Runtime, index: int, direction: Any, rows: int, *, counts: Any) -> Sequence[Pad]:
+        return kept.setdefault((index, direction, rows), take(self, index, direction, rows, counts=counts))
 
     monkeypatch.setattr(Runtime, "take", take_again)
     with pytest.raises(BurntRowError, match="twice"):
@@ -426,8 +426,8 @@ def test_rule_4_backward_is_masked_as_forward_is(split: Any, executor: ScriptedP
     executor.heard.clear()
     take = Runtime.take
 
-    def take_forward_only(self: Runtime, index: int, direction: Any, rows: int) -> Sequence[Pad]:
-        return UNMASKED_BY_CHOICE if direction == BACKWARD else take(self, index, direction, rows)
+    def take_forward_only(self: Runtime, index: int, direction: Any, rows: int, *, counts: Any) -> Sequence[Pad]:
+        return UNMASKED_BY_CHOICE if direction == BACKWARD else take(self, index, direction, rows, counts=counts)
 
     monkeypatch.setattr(Runtime, "take", take_forward_only)
     train_a_step(split)
@@ -461,9 +461,9 @@ def leaks(providers: Sequence[ScriptedProvider], secrets: dict[str, list[bytes]]
             found.add(name)
     for heard in (h for p in providers for h in p.heard):
         request = heard.request
-        fields = set(msgspec.structs.asdict(request)) - {"nonce", "group", "direction", "arithmetic", "rows"}
+        fields = set(msgspec.structs.asdict(request)) - {"nonce", "group", "direction", "arithmetic", "rows", "counts"}
         allowed = {"seed", "first_row"} if isinstance(request, wire.Effect) else set()
-        if fields != allowed or request.arithmetic != "ring":
+        if fields != allowed or request.arithmetic != "ring" or request.counts is not None:
             found.add("format")
         if heard.header != wire.encode(request, payload_bytes=len(heard.payload)):
             found.add("format")
@@ -540,11 +540,11 @@ def test_rule_5_breach_token_ids_in_a_payload(
 def test_rule_5_breach_unmasked_rows(
     split: Any, executor: ScriptedProvider, helper: ScriptedProvider, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(Runtime, "take", lambda self, index, direction, rows: [])
+    monkeypatch.setattr(Runtime, "take", lambda self, *what, **named: [])
     with torch.no_grad(), pytest.raises(BurntRowError):
         split(input_ids=IDS)
     assert executor.executed == []
-    monkeypatch.setattr(Runtime, "take", lambda self, index, direction, rows: UNMASKED_BY_CHOICE)
+    monkeypatch.setattr(Runtime, "take", lambda self, *what, **named: UNMASKED_BY_CHOICE)
     with torch.no_grad():
         split(input_ids=IDS)
     assert leaks([executor, helper], {}) == {"format"}

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.keystream import Keystream
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
+from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import VerificationError
 from symbiosis_priv.federation import Peer
@@ -30,7 +31,16 @@ STEP = 64
 class RelaySource(LocalSource):
     """Effects with a second keystream, which the tenant subtracts again."""
 
-    def draw(self, index: int, direction: Direction, rows: int, *, ahead: bool, executor: Peer | None = None) -> Pad:
+    def draw(
+        self,
+        index: int,
+        direction: Direction,
+        rows: int,
+        *,
+        counts: Counts | None = None,
+        ahead: bool,
+        executor: Peer | None = None,
+    ) -> Pad:
         second = self._second(index, direction)
 
         class Relayed(Pad):
@@ -38,11 +48,19 @@ class RelaySource(LocalSource):
                 (share,) = self.shares
                 return answer + second.expand(share.first_row + self.start, self.rows), self.effects()
 
-        pad = super().draw(index, direction, rows, ahead=ahead, executor=executor)
+        pad = super().draw(index, direction, rows, counts=counts, ahead=ahead, executor=executor)
         return Relayed(pad.rows, pad.shares)
 
-    def _effect(self, index: int, direction: Direction, keystream: Keystream, first: int, rows: int) -> Tensor:
-        effect = super()._effect(index, direction, keystream, first, rows)
+    def _effect(
+        self,
+        index: int,
+        direction: Direction,
+        keystream: Keystream,
+        first: int,
+        rows: int,
+        counts: Counts | None,
+    ) -> Tensor:
+        effect = super()._effect(index, direction, keystream, first, rows, counts)
         return effect + self._second(index, direction).expand(first, rows)
 
     def _second(self, index: int, direction: Direction) -> Keystream:
@@ -59,8 +77,17 @@ class Rounded(Pad):
 class RoundedSource(LocalSource):
     """Answers with a small error, which is rounded off."""
 
-    def draw(self, index: int, direction: Direction, rows: int, *, ahead: bool, executor: Peer | None = None) -> Pad:
-        pad = super().draw(index, direction, rows, ahead=ahead, executor=executor)
+    def draw(
+        self,
+        index: int,
+        direction: Direction,
+        rows: int,
+        *,
+        counts: Counts | None = None,
+        ahead: bool,
+        executor: Peer | None = None,
+    ) -> Pad:
+        pad = super().draw(index, direction, rows, counts=counts, ahead=ahead, executor=executor)
         return Rounded(pad.rows, pad.shares)
 
 

@@ -33,6 +33,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, RANGE, Direction, quantise_rows
+from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import NonFiniteError, UnsupportedMethodError
 from symbiosis_priv.harness import strategies as testing
@@ -55,9 +56,17 @@ class Counting(Backend):
         self.calls: list[tuple[int, Direction, Tensor]] = []
         self._inner = RingBackend(self.facts, Simulation(store))
 
-    def multiply(self, index: int, direction: Direction, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    def multiply(
+        self,
+        index: int,
+        direction: Direction,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        *,
+        counts: Counts | None = None,
+    ) -> None:
         self.calls.append((index, direction, torch.cat([part.detach() for part in inputs], dim=1)))
-        self._inner.multiply(index, direction, inputs, outputs)
+        self._inner.multiply(index, direction, inputs, outputs, counts=counts)
 
     def close(self) -> None:
         self._inner.close()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.keystream import Keystream
 from symbiosis_priv.arithmetic.ring import BACKWARD, DIRECTIONS, FORWARD, Direction
+from symbiosis_priv.arithmetic.segments import Counts
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.errors import BurntRowError, DeadlineExceededError, VerificationError
 from symbiosis_priv.federation import Peer
@@ -212,7 +213,16 @@ class Flaky(EffectSource):
         self.error, self.at_once, self.away = error, at_once, True
         self.drawn: list[tuple[int, bool]] = []
 
-    def draw(self, index: int, direction: Direction, rows: int, *, ahead: bool, executor: Peer | None = None) -> Pad:
+    def draw(
+        self,
+        index: int,
+        direction: Direction,
+        rows: int,
+        *,
+        counts: Counts | None = None,
+        ahead: bool,
+        executor: Peer | None = None,
+    ) -> Pad:
         first = self._burn(index, direction, rows)
         self.drawn.append((rows, ahead))
         effect: Promise[Tensor] = Promise()
@@ -258,7 +268,14 @@ def test_a_split_pad_gets_its_effect_at_any_time(preparation: Preparation) -> No
 
     class Slow(Flaky):
         def draw(
-            self, index: int, direction: Direction, rows: int, *, ahead: bool, executor: Peer | None = None
+            self,
+            index: int,
+            direction: Direction,
+            rows: int,
+            *,
+            counts: Counts | None = None,
+            ahead: bool,
+            executor: Peer | None = None,
         ) -> Pad:
             self.promised: Promise[Tensor] = Promise()
             return Pad(rows, (Share(None, Keystream(bytes(32), width=64), 100 if ahead else 0, self.promised),))

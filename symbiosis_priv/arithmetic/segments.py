@@ -1,0 +1,54 @@
+"""Rows that are sorted by expert, and how many rows each expert of a stack gets.
+
+`counts` has one number per expert. Row numbers `counts[0] + ... + counts[k - 1]` onwards belong to expert k.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from symbiosis_priv.errors import RangeError
+
+Counts = tuple[int, ...]
+
+
+def segments(counts: Counts) -> Iterator[tuple[int, slice]]:
+    """The experts that get rows, each with its range of rows."""
+    start = 0
+    for expert, count in enumerate(counts):
+        if count:
+            yield expert, slice(start, start + count)
+        start += count
+
+
+def clip(counts: Counts, first: int, rows: int) -> Counts:
+    """The counts of the rows `first .. first + rows` alone."""
+    found, start = [], 0
+    for count in counts:
+        found.append(max(0, min(start + count, first + rows) - max(start, first)))
+        start += count
+    return tuple(found)
+
+
+def merge(parts: Sequence[Counts]) -> tuple[Counts, Tensor]:
+    """Sort the rows of several requests by expert.
+
+    Args:
+        parts: the counts of each request; their rows stand one request after the other.
+
+    Returns:
+        The counts of all rows, and int64 `[r]`: the row that comes first when they are sorted, the second, and so on.
+    """
+    table = np.array(parts, dtype=np.int64)
+    experts = np.repeat(np.tile(np.arange(table.shape[1]), len(parts)), table.reshape(-1))
+    return tuple(table.sum(axis=0).tolist()), torch.from_numpy(np.argsort(experts, kind="stable"))
+
+
+def check_counts(counts: Counts, *, experts: int, rows: int) -> None:
+    """Raise `RangeError` unless there is one count per expert and they add up to `rows`."""
+    if len(counts) != experts:
+        raise RangeError(f"{len(counts)} counts for {experts} experts")
+    if min(counts) < 0 or sum(counts) != rows:
+        raise RangeError(f"the counts of the experts add up to {sum(counts)}, not to {rows} rows")

@@ -1,0 +1,236 @@
+"""Rows for single experts of a stack: exact, batched over tenants, charged for what they cost, and checked first."""
+
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from provider.executor import envelope
+from provider.executor.envelope import row_work
+from provider.serve import Provider
+from symbiosis_priv.arithmetic.keystream import expand, mask_key
+from symbiosis_priv.arithmetic.ring import DIRECTIONS, Direction
+from symbiosis_priv.arithmetic.segments import Counts
+from symbiosis_priv.checkpoints.manifest import GroupEntry
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.network import wire
+from symbiosis_priv.network.tls import TenantIdentity
+from tests.provider.conftest import Client, Configure, Connect, execute
+from tests.provider.executor.test_executor import Watched, running
+from tests.stacks import declare_stacks, expert_counts, expert_product, stacks_of
+
+TIMEOUT_S = 20.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _stacks() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        declare_stacks(patch)
+        yield
+
+
+@pytest.fixture(scope="module")
+def store(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
+    return WeightStore(llama, cache=tmp_path_factory.mktemp("stacks"))
+
+
+@pytest.fixture(scope="module")
+def provider(configure: Configure, store: WeightStore) -> Iterator[Provider]:
+    config = configure()
+    model = msgspec.structs.replace(config.model, cache=store.cache.parent)
+    with Provider(msgspec.structs.replace(config, model=model)) as provider:
+        yield provider
+
+
+def ring_rows(rows: int, width: int) -> Tensor:
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randint(-(1 << 31), 1 << 31, (rows, width), generator=generator, dtype=torch.int64).to(torch.int32)
+
+
+def by_expert(request: wire.Execute, counts: Counts) -> wire.Execute:
+    return msgspec.structs.replace(request, counts=counts, nonce=secrets.token_bytes(wire.NONCE_BYTES))
+
+
+def oracle(store: WeightStore, group: int, direction: Direction, counts: Counts, rows: Tensor) -> Tensor:
+    return expert_product(store.group(group).weight, counts, rows, direction, store.manifest().groups[group].joined)
+
+
+def rows_for(entry: GroupEntry, direction: Direction, counts: Counts) -> Tensor:
+    return ring_rows(sum(counts), entry.by_expert.columns(direction)[0])
+
+
+def test_there_are_stacks_of_both_kinds(store: WeightStore) -> None:
+    assert {entry.joined for entry in stacks_of(store).values()} == {"outputs", "inputs"}
+
+
+def test_products_by_expert_are_exact(connect: Connect, provider: Provider, store: WeightStore) -> None:
+    client = connect(to=provider)
+
+    @settings(max_examples=15)
+    @given(counts=expert_counts())
+    def check(counts: Counts) -> None:
+        for group, entry in list(stacks_of(store).items())[:2]:
+            for direction in DIRECTIONS:
+                rows = rows_for(entry, direction, counts)
+                request = by_expert(execute(group, len(rows), direction=direction), counts)
+                got = client.product(request, rows)
+                assert torch.equal(got.flatten(), oracle(store, group, direction, counts, rows).flatten())
+
+    check()
+
+
+def test_dense_products_of_a_stack_are_exact(connect: Connect, provider: Provider, store: WeightStore) -> None:
+    client = connect(to=provider)
+    for group, entry in stacks_of(store).items():
+        for direction in DIRECTIONS:
+            rows = ring_rows(3, entry.columns(direction)[0])
+            weight = store.group(group).weight
+            got = client.product(execute(group, 3, direction=direction), rows)
+            assert torch.equal(got, expert_product(weight, (3,), rows, direction, entry.joined))
+
+
+def test_effects_by_expert_are_products_of_a_keystream_of_their_own(
+    connect: Connect, provider: Provider, store: WeightStore
+) -> None:
+    """Dense masks and masks of one expert have different widths, so they come from different keys."""
+    client = connect(to=provider, role="helper")
+    seed, counts = secrets.token_bytes(32), (2, 0, 1, 3)
+    for group, entry in list(stacks_of(store).items())[:2]:
+        keys = [mask_key(seed, group_name=e.name, direction="forward") for e in (entry, entry.by_expert)]
+        assert keys[0] != keys[1]
+        masks = expand(keys[1], first_row=5, rows=6, width=entry.by_expert.inputs)
+        request = wire.Effect(
+            nonce=secrets.token_bytes(wire.NONCE_BYTES),
+            group=group,
+            direction="forward",
+            arithmetic="ring",
+            rows=6,
+            counts=counts,
+            seed=seed,
+            first_row=5,
+        )
+        assert torch.equal(client.product(request), oracle(store, group, "forward", counts, masks))
+
+
+WRONG: dict[str, tuple[Callable[[wire.Execute], wire.Execute], str]] = {
+    "another sum": (lambda request: by_expert(request, (1, 1, 0, 0)), "add up"),
+    "too few": (lambda request: by_expert(request, (1, 1, 1)), "4 experts"),
+    "too many": (lambda request: by_expert(request, (1, 1, 1, 0, 0)), "4 experts"),
+    "none": (lambda request: by_expert(request, ()), "4 experts"),
+    "floats": (
+        lambda request: msgspec.structs.replace(by_expert(request, (3, 0, 0, 0)), arithmetic="float"),
+        "off here",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_wrong_counts_are_refused_and_the_connection_goes_on(
+    connect: Connect, provider: Provider, store: WeightStore, kind: str
+) -> None:
+    client, (group, entry) = connect(to=provider), next(iter(stacks_of(store).items()))
+    change, word = WRONG[kind]
+    rows = ring_rows(3, entry.by_expert.inputs)
+    refused(client, change(execute(group, 3)), rows, word)
+    client.product(by_expert(execute(group, 3), (0, 3, 0, 0)), rows)
+
+
+def test_counts_for_linears_and_rows_of_the_whole_stack_are_refused(
+    connect: Connect, provider: Provider, store: WeightStore
+) -> None:
+    client, stacks = connect(to=provider), stacks_of(store)
+    linear = next(index for index in range(len(store.manifest().groups)) if index not in stacks)
+    entry = store.manifest().groups[linear]
+    refused(client, by_expert(execute(linear, 3), (3,)), ring_rows(3, entry.inputs), "no stack")
+    group, down = next((index, entry) for index, entry in stacks.items() if entry.joined == "inputs")
+    refused(client, by_expert(execute(group, 3), (3, 0, 0, 0)), ring_rows(3, down.inputs), "payload")
+
+
+def refused(client: Client, request: wire.Execute, rows: Tensor, word: str) -> None:
+    reply = client.ask(request, wire.RING32.pack(rows))
+    assert isinstance(reply, wire.Failure)
+    assert reply.code in (wire.ErrorCode.BAD_REQUEST, wire.ErrorCode.NOT_SERVED)
+    assert word in reply.detail
+
+
+def test_a_row_for_one_expert_is_charged_with_one_experts_work(store: WeightStore) -> None:
+    for entry in stacks_of(store).values():
+        assert entry.experts * row_work(execute(0, 1), entry.by_expert) == row_work(execute(0, 1), entry)
+
+
+class Noting(Watched):
+    """Notes the counts of every product."""
+
+    def __init__(self, store: WeightStore) -> None:
+        super().__init__(store)
+        self.counts: list[Counts | None] = []
+
+    def product(self, rows: Tensor, **what: object) -> Tensor:
+        self.counts.append(what["counts"])  # type: ignore[arg-type]
+        return super().product(rows, **what)
+
+
+def test_rows_of_several_tenants_for_one_stack_share_products_by_expert(store: WeightStore) -> None:
+    """Two tenants ask while a first product is under way: one product serves both, sorted by expert. Dense rows of the
+    same stack have another width and never share it."""
+    model = Noting(store)
+    (group, entry), direction = next(iter(stacks_of(store).items())), DIRECTIONS[0]
+    wanted = [(1, 0, 2, 0), (0, 3, 1, 1), (0, 0, 0, 2)]
+    with running(model) as (inbox, _):
+        channels = [inbox.open_channel() for _ in range(5)]
+
+        def send(channel: int, counts: Counts | None, rows: Tensor) -> None:
+            request = by_expert(execute(group, len(rows)), counts) if counts else execute(group, len(rows))
+            message = envelope.ProductRequest(
+                tenant=TenantIdentity(str(channel), authority="sha256:1"),
+                stage="fine_tuning",
+                weight=1.0,
+                arrival=0.0,
+                deadline=float("inf"),
+                request=request,
+            )
+            channels[channel].send(message, wire.RING32.pack(rows))
+
+        model.open.clear()
+        send(0, None, ring_rows(1, entry.inputs))
+        assert model.entered.wait(TIMEOUT_S)
+        rows = [rows_for(entry, direction, counts) for counts in wanted]
+        for number, counts in enumerate(wanted, start=1):
+            send(number, counts, rows[number - 1])
+        send(4, None, ring_rows(2, entry.inputs))
+        model.open.set()
+        answers = [channel.receive(TIMEOUT_S) for channel in channels]
+    for answer, counts, mine in zip(answers[1:4], wanted, rows, strict=True):
+        assert answer is not None
+        got = wire.RING32.unpack(answer.payload, rows=len(mine))
+        assert torch.equal(got, oracle(store, group, direction, counts, mine))
+    assert tuple(sum(c) for c in zip(*wanted, strict=True)) in model.counts
+    assert model.counts.count(None) == 2
+
+
+def test_a_request_that_is_multiplied_piece_by_piece_keeps_its_experts(store: WeightStore) -> None:
+    counts = (700, 0, 900, 1)
+    model = Noting(store)
+    group, entry = next(iter(stacks_of(store).items()))
+    rows = rows_for(entry, "forward", counts)
+    with running(model, max_batch_rows=512) as (inbox, _):
+        channel = inbox.open_channel()
+        message = envelope.ProductRequest(
+            tenant=TenantIdentity("alice", authority="sha256:1"),
+            stage="fine_tuning",
+            weight=1.0,
+            arrival=0.0,
+            deadline=float("inf"),
+            request=by_expert(execute(group, len(rows)), counts),
+        )
+        channel.send(message, wire.RING32.pack(rows))
+        answer = channel.receive(TIMEOUT_S)
+    assert answer is not None
+    assert len(model.counts) > 1
+    got = wire.RING32.unpack(answer.payload, rows=len(rows))
+    assert torch.equal(got, oracle(store, group, "forward", counts, rows))

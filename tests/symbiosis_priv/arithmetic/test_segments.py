@@ -1,0 +1,45 @@
+"""Counts of rows by expert: cut into pieces and merged over requests, no row changes its expert."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from symbiosis_priv.arithmetic.segments import Counts, check_counts, clip, merge, segments
+from symbiosis_priv.errors import RangeError
+from tests.stacks import expert_counts
+
+
+def experts_of(counts: Counts) -> list[int]:
+    """The expert of every row."""
+    return [expert for expert, count in enumerate(counts) for _ in range(count)]
+
+
+@given(counts=expert_counts(), first=st.integers(0, 20), rows=st.integers(0, 20))
+def test_clip_keeps_the_expert_of_every_row(counts: Counts, first: int, rows: int) -> None:
+    clipped = clip(counts, first, rows)
+    assert experts_of(clipped) == experts_of(counts)[first : first + rows]
+    assert len(clipped) == len(counts)
+
+
+@given(counts=expert_counts())
+def test_segments_are_the_rows_of_the_experts_that_have_some(counts: Counts) -> None:
+    experts = experts_of(counts)
+    found = list(segments(counts))
+    assert [expert for expert, rows in found for _ in experts[rows]] == experts
+    assert all(rows.start < rows.stop for _, rows in found)
+
+
+@given(parts=st.lists(expert_counts(), min_size=1, max_size=4))
+def test_merged_rows_are_sorted_by_expert_and_in_order_within_an_expert(parts: list[Counts]) -> None:
+    counts, order = merge(parts)
+    experts = torch.tensor([expert for part in parts for expert in experts_of(part)])
+    assert experts[order].tolist() == experts_of(counts)
+    assert order.tolist() == sorted(range(len(experts)), key=lambda row: (experts[row], row))
+
+
+@pytest.mark.parametrize("counts", [(2, 1), (2, 1, 0, 1), (1, 1, 2), (4, -1, 0), ()], ids=str)
+def test_counts_of_other_rows_are_refused(counts: Counts) -> None:
+    check_counts((2, 0, 1), experts=3, rows=3)
+    with pytest.raises(RangeError, match="experts"):
+        check_counts(counts, experts=3, rows=3)

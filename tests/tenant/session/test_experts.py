@@ -1,0 +1,243 @@
+"""Rows for single experts of a stack: the same bits under every scheme, checked, attributed, and masked once."""
+
+import itertools
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from torch import Tensor
+
+from symbiosis_priv.arithmetic.ring import DIRECTIONS, FORWARD, Direction, quantise_rows
+from symbiosis_priv.arithmetic.segments import Counts
+from symbiosis_priv.checkpoints.weights import WeightStore
+from symbiosis_priv.errors import RangeError
+from symbiosis_priv.network import wire
+from tenant.core.facts import GroupFacts, Preparation
+from tenant.masking.backend import RingBackend, Simulation
+from tenant.preparation.keys import prepare
+from tenant.session.session import Session
+from tests.stacks import declare_stacks, expert_counts, expert_product, stacks_of
+from tests.tenant.conftest import Heard, NewProvider, NewSession, ScriptedProvider
+
+COUNTS: Counts = (3, 0, 1, 2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _stacks() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        declare_stacks(patch)
+        yield
+
+
+@pytest.fixture(scope="module")
+def store(llama: Path, _stacks: None, tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
+    return WeightStore(llama, cache=tmp_path_factory.mktemp("stacks"))
+
+
+@pytest.fixture(scope="module")
+def preparation(store: WeightStore, tmp_path_factory: pytest.TempPathFactory) -> Preparation:
+    return prepare(store, digest=store.manifest().digest, columns=16, cache=tmp_path_factory.mktemp("prepared"))
+
+
+@pytest.fixture(scope="module")
+def stacks(store: WeightStore) -> list[int]:
+    """One stack of each kind."""
+    found = {entry.joined: index for index, entry in stacks_of(store).items()}
+    return sorted(found.values())
+
+
+def ring_rows(facts: GroupFacts, direction: Direction, count: int, *, seed: int = 0) -> Tensor:
+    rows = torch.randn(count, facts.inputs(direction), generator=torch.Generator().manual_seed(seed))
+    return quantise_rows(rows, facts.bounds[direction])[0]
+
+
+def is_exact(session: Session, store: WeightStore, index: int, direction: Direction, counts: Counts) -> bool:
+    facts = session.preparation.facts[index].for_rows(counts)
+    rows = ring_rows(facts, direction, sum(counts), seed=sum(counts))
+    want = expert_product(store.group(index).weight, counts, rows, direction, store.manifest().groups[index].joined)
+    return torch.equal(session.product(index, direction, rows, counts=counts), want)
+
+
+@pytest.mark.parametrize(("masking", "helpers"), [("none", 0), ("local", 0), ("pad", 1), ("pad", 2)])
+def test_every_scheme_is_exact_by_expert(
+    new_provider: NewProvider,
+    new_session: NewSession,
+    store: WeightStore,
+    stacks: list[int],
+    masking: str,
+    helpers: int,
+) -> None:
+    session = new_session(masking, [new_provider()], [new_provider() for _ in range(helpers)])
+
+    @given(counts=expert_counts().filter(any))
+    @settings(max_examples=8, suppress_health_check=list(HealthCheck))
+    def exact(counts: Counts) -> None:
+        assert all(is_exact(session, store, i, d, counts) for i, d in itertools.product(stacks, DIRECTIONS))
+
+    exact()
+    for index in stacks:  # the whole stack, in the same session
+        rows = ring_rows(session.preparation.facts[index], FORWARD, 3)
+        want = (rows.long() @ store.group(index).weight.long().t()).to(torch.int32)
+        assert torch.equal(session.product(index, FORWARD, rows), want)
+    ledger = session.ledger()
+    assert ledger.answers_rejected == 0
+    assert ledger.answers_verified == ledger.rows > 0
+
+
+def test_floats_are_those_of_one_linear_per_expert(store: WeightStore, stacks: list[int]) -> None:
+    """Up to rounding, and whichever rows stand beside them: a row's bits do not depend on its expert's other rows."""
+    facts = [GroupFacts.of(entry, store.group(index)) for index, entry in enumerate(store.manifest().groups)]
+    backend = RingBackend(facts, Simulation(store))
+
+    def product(index: int, direction: Direction, x: Tensor, counts: Counts) -> Tensor:
+        y = torch.empty(len(x), facts[index].for_rows(counts).outputs(direction), dtype=torch.float64)
+        backend.multiply(index, direction, [x], [y], counts=counts)
+        return y
+
+    for index, direction in itertools.product(stacks, DIRECTIONS):
+        width = facts[index].for_rows(COUNTS).inputs(direction)
+        x = torch.randn(sum(COUNTS), width, generator=torch.Generator().manual_seed(1))
+        got = product(index, direction, x, COUNTS)
+        (layer,) = store.layers(index)
+        dim = 0 if store.manifest().groups[index].joined == "outputs" else 1
+        matrices = layer.weight.double().chunk(len(COUNTS), dim=dim)
+        experts = [expert for expert, count in enumerate(COUNTS) for _ in range(count)]
+        for row, expert in enumerate(experts):
+            matrix = matrices[expert].t() if direction == FORWARD else matrices[expert]
+            want = x[row].double() @ matrix
+            assert (got[row] - want).norm() <= 0.02 * want.norm()
+            alone = tuple(int(other == expert) for other in range(len(COUNTS)))
+            assert torch.equal(product(index, direction, x[row : row + 1], alone)[0], got[row])
+    assert product(stacks[0], FORWARD, x[:0].new_empty(0, facts[stacks[0]].inputs(FORWARD)), (0,) * 4).shape[0] == 0
+
+
+def test_counts_of_other_rows_and_of_linears_send_nothing(
+    executor: ScriptedProvider, new_session: NewSession, stacks: list[int]
+) -> None:
+    session = new_session("none", [executor])
+    facts = session.preparation.facts
+    backend = RingBackend(facts, session)
+    x = torch.zeros(3, facts[stacks[0]].inputs(FORWARD))
+    y = torch.zeros(3, facts[stacks[0]].for_rows(COUNTS).outputs(FORWARD))
+    for counts in ((1, 1, 0, 0), (1, 1, 1), (4, -1, 0, 0)):
+        with pytest.raises(RangeError, match="experts"):
+            backend.multiply(stacks[0], FORWARD, [x], [y], counts=counts)
+    linear = next(index for index in range(len(facts)) if facts[index].by_expert is None)
+    with pytest.raises(RangeError, match="no stack"):
+        backend.multiply(linear, FORWARD, [x], [y], counts=(3,))
+    assert not executor.heard
+
+
+def test_a_product_in_several_requests_keeps_the_expert_of_every_row(
+    new_provider: NewProvider, new_session: NewSession, store: WeightStore, stacks: list[int]
+) -> None:
+    """By a limit on rows, in pieces for several connections, and at a helper with a lower limit."""
+    executor, helper = new_provider(max_rows=7), new_provider(max_rows=3)
+    session = new_session("pad", [executor], [helper], piece_bytes=1)
+    assert is_exact(session, store, stacks[0], FORWARD, (5, 0, 1, 9))
+    for heard, most in ((executor.executed, 7), (helper.effects, 3)):
+        counts = [request.request.counts for request in heard]
+        assert all(c is not None and sum(c) <= most for c in counts)
+        assert [sum(column) for column in zip(*[c for c in counts if c], strict=True)] == [5, 0, 1, 9]
+
+
+def test_rows_of_a_bucket_belong_to_the_last_expert(
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, store: WeightStore, stacks: list[int]
+) -> None:
+    session = new_session("pad", [executor], [helper], row_bucket=8)
+    assert is_exact(session, store, stacks[0], FORWARD, COUNTS)
+    assert executor.executed[0].request.counts == helper.effects[0].request.counts == (3, 0, 1, 4)
+
+
+def test_dense_rows_and_rows_for_experts_never_share_a_mask(
+    executor: ScriptedProvider, helper: ScriptedProvider, new_session: NewSession, stacks: list[int]
+) -> None:
+    """Their widths differ, so one keystream for both would overlap. Rows of zeros are sent as their masks."""
+    session = new_session("pad", [executor], [helper])
+    for index, direction in itertools.product(stacks, DIRECTIONS):
+        facts = session.preparation.facts[index]
+        for counts in (None, (2, 0, 0, 0), None, (0, 2, 0, 0)):
+            width = facts.for_rows(counts).inputs(direction)
+            session.product(index, direction, torch.zeros(2, width, dtype=torch.int32), counts=counts)
+        words = torch.cat([heard.rows.flatten() for heard in executor.executed]).tolist()
+        windows = {tuple(words[i : i + 4]) for i in range(0, len(words), 4)}
+        assert len(windows) == len(words) // 4
+        executor.heard.clear()
+
+
+def quarantined(session: Session) -> set[int]:
+    """The ports of the quarantined providers."""
+    routes = session.routes
+    return {r.peer.port for r in (*routes.executors, *routes.helpers) if r.peer in routes.quarantined}
+
+
+Lie = Callable[[Heard, wire.Result, Tensor], tuple[wire.Result, Tensor]]
+
+
+def wrong_entry(heard: Heard, reply: wire.Result, answer: Tensor) -> tuple[wire.Result, Tensor]:
+    lie = answer.clone()
+    lie[-1, -1] += 1
+    return reply, lie
+
+
+def other_expert(heard: Heard, reply: wire.Result, answer: Tensor) -> tuple[wire.Result, Tensor]:
+    """The rows of the first expert twice, and those of the last one never: a lie of ordinary size."""
+    return reply, torch.cat([answer[:1], answer[:-1]])
+
+
+def other_counts(heard: Heard, reply: wire.Result, answer: Tensor) -> tuple[wire.Result, Tensor]:
+    counts = heard.request.counts
+    assert counts is not None
+    return msgspec.structs.replace(reply, counts=tuple(reversed(counts))), answer
+
+
+@pytest.mark.parametrize("lie", [wrong_entry, other_expert, other_counts])
+@pytest.mark.parametrize("role", ["executor", "helper"])
+def test_a_liar_is_named_and_another_provider_takes_over(
+    new_provider: NewProvider,
+    new_session: NewSession,
+    store: WeightStore,
+    preparation: Preparation,
+    stacks: list[int],
+    frames: Callable[..., bytes],
+    lie: Lie,
+    role: str,
+) -> None:
+    providers = [new_provider() for _ in range(4)]
+    liar = providers[0 if role == "executor" else 2]
+    liar.behaviour = lambda heard, reply, answer: frames(*lie(heard, reply, answer))
+    prepared = replace(preparation, forget_keys=lambda: None)
+    session = new_session("pad", providers[:2], providers[2:], prepared=prepared, pad_helpers=1)
+    for index, direction in itertools.product(stacks, DIRECTIONS):
+        for counts in (COUNTS, (0, 0, 0, 2)):
+            assert is_exact(session, store, index, direction, counts)
+    assert quarantined(session) == {liar.port}
+
+
+def test_without_the_checkpoint_nobody_is_named_and_all_are_suspects(
+    new_provider: NewProvider,
+    new_session: NewSession,
+    store: WeightStore,
+    llama: Path,
+    tmp_path: Path,
+    stacks: list[int],
+    frames: Callable[..., bytes],
+    preparation: Preparation,
+) -> None:
+    """The V of stacks are not stored: they are computed from the checkpoint when a product was refused."""
+    copy = Path(shutil.copytree(llama, tmp_path / "model"))
+    prepared = prepare(
+        WeightStore(copy, cache=tmp_path), digest=preparation.manifest.digest, columns=16, cache=tmp_path
+    )
+    (copy / "model.safetensors").unlink()
+    providers: list[Any] = [new_provider() for _ in range(4)]
+    providers[0].behaviour = lambda heard, reply, answer: frames(*wrong_entry(heard, reply, answer))
+    session = new_session("pad", providers[:2], providers[2:], prepared=prepared, pad_helpers=1)
+    assert is_exact(session, store, stacks[0], FORWARD, COUNTS)
+    assert len(quarantined(session)) == 2

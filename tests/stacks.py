@@ -1,12 +1,5 @@
-"""Treats linears of an ordinary checkpoint as stacks of experts, so that tests of products need no mixture of experts.
+"""Products by expert: strategies for counts, and the reference that every test compares with."""
 
-A stack is a dense matrix with a number of experts, so any matrix whose width divides can be one: here some linears of
-Llama and GPT-2 are joined along their outputs, as gate and up are, and some along their inputs, as down is.
-"""
-
-from dataclasses import replace
-
-import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
@@ -14,33 +7,11 @@ from torch import Tensor
 
 from symbiosis_priv.arithmetic.ring import FORWARD, Direction
 from symbiosis_priv.arithmetic.segments import Counts, segments
-from symbiosis_priv.checkpoints.discovery.skeleton import Skeleton
-from symbiosis_priv.checkpoints.layers import GroupSpec, Joined
+from symbiosis_priv.checkpoints.layers import Joined
 from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.checkpoints.weights import WeightStore
 
 EXPERTS = 4
-STACKED: dict[str, tuple[int, Joined]] = {
-    "o_proj": (EXPERTS, "outputs"),
-    "down_proj": (EXPERTS, "inputs"),
-    "c_fc": (3, "outputs"),
-    "c_proj": (3, "inputs"),
-}
-
-
-def declare_stacks(patch: pytest.MonkeyPatch) -> None:
-    """From now on, every `WeightStore` of this process finds stacks. Give each one a cache without dense manifests."""
-    found = vars(WeightStore)["skeleton"].fget
-
-    def stacked(spec: GroupSpec) -> GroupSpec:
-        experts, joined = STACKED.get(spec.members[0].rpartition(".")[2], (1, "outputs"))
-        return replace(spec, experts=experts, joined=joined)
-
-    def skeleton(store: WeightStore) -> Skeleton:
-        one: Skeleton = found(store)
-        return replace(one, groups=tuple(map(stacked, one.groups)))
-
-    patch.setattr(WeightStore, "skeleton", property(skeleton))
 
 
 def stacks_of(store: WeightStore) -> dict[int, GroupEntry]:

@@ -20,30 +20,23 @@ from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.network import wire
 from symbiosis_priv.network.tls import TenantIdentity
+from tests.experts import write
 from tests.provider.conftest import Client, Configure, Connect, execute
 from tests.provider.executor.test_executor import Watched, running
-from tests.stacks import declare_stacks, expert_counts, expert_product, stacks_of
+from tests.stacks import expert_counts, expert_product, stacks_of
 
 TIMEOUT_S = 20.0
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _stacks() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        declare_stacks(patch)
-        yield
-
-
 @pytest.fixture(scope="module")
-def store(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
-    return WeightStore(llama, cache=tmp_path_factory.mktemp("stacks"))
+def store(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
+    path = write("Mixtral", tmp_path_factory.mktemp("mixtral"), intermediate_size=64, num_hidden_layers=1)
+    return WeightStore(path, cache=cache)
 
 
 @pytest.fixture(scope="module")
 def provider(configure: Configure, store: WeightStore) -> Iterator[Provider]:
-    config = configure()
-    model = msgspec.structs.replace(config.model, cache=store.cache.parent)
-    with Provider(msgspec.structs.replace(config, model=model)) as provider:
+    with Provider(configure(checkpoint=store.path)) as provider:
         yield provider
 
 

@@ -8,8 +8,8 @@ import resource
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -21,7 +21,6 @@ from symbiosis_priv.checkpoints.layers import LayerRange
 from symbiosis_priv.checkpoints.manifest import GroupEntry
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.kernels import probe_rows
-from tests.stacks import declare_stacks
 
 ROWS = (0, 1, 2, 3, 7, 65, 300)
 ROOM = 60 << 20  # bytes: stacks of threads, rows, a layer group while it is read
@@ -89,20 +88,14 @@ def limited(store: WeightStore, *, whole: int) -> None:
         operands.follow()
 
 
-def main(checkpoint: str, cache: str, weight_bits: str, kernel: str, layers: str, *large: str) -> None:
-    """`large`: a checkpoint, its cache and the bytes of its weights; or nothing."""
-    declare_stacks(pytest.MonkeyPatch())
+def main(checkpoint: str, experts: str, cache: str, weight_bits: str, kernel: str, layers: str, *large: str) -> None:
+    """`experts`: a mixture of experts. `large`: a checkpoint, its cache and the bytes of its weights; or nothing."""
     rendezvous.join("gloo", timeout=timedelta(seconds=60))
-    store = WeightStore(
-        Path(checkpoint),
-        weight_bits=int(weight_bits),
-        cache=Path(cache),
-        kernel=kernel,
-        shardable=True,
-        layers=LayerRange.parse(layers) if layers else None,
-    )
+    options: dict[str, Any] = {"weight_bits": int(weight_bits), "kernel": kernel, "shardable": True}
+    served = LayerRange.parse(layers) if layers else None
     with torch.no_grad():
-        products(store)
+        products(WeightStore(Path(checkpoint), cache=Path(cache), layers=served, **options))
+        products(WeightStore(Path(experts), cache=Path(cache) / "experts", **options))
         if large:
             path, large_cache, whole = large
             limited(WeightStore(Path(path), cache=Path(large_cache), shardable=True), whole=int(whole))

@@ -31,6 +31,7 @@ from provider.shards.sharded import ShardedOperands
 from symbiosis_priv.checkpoints.weights import WeightStore
 from symbiosis_priv.network import wire
 from tests import warm
+from tests.experts import write
 from tests.provider.processes import has_ended, listening_addresses
 
 SCRIPT = Path(__file__).with_name("sharded_products.py")
@@ -76,7 +77,9 @@ def test_sharded_products_are_those_of_one_process(
     packed.
     """
     path = save_gpt2(vocab_size=61, n_positions=32, n_embd=48, n_layer=2 if layers else 1)
-    wanted = [f"equal: {way} on {ranks} ranks" for way in ("columns", "gathered", "auto")]
+    # three experts: on two ranks, and on four, the matrix of an expert lies on several
+    experts = write("Mixtral", tmp_path / "experts", num_local_experts=3, intermediate_size=96, num_hidden_layers=1)
+    wanted = [f"equal: {way} on {ranks} ranks" for way in ("columns", "gathered", "auto")] * 2
     large: tuple[object, ...] = ()
     if not layers:
         checkpoint = save_llama(hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, num_key_value_heads=4)
@@ -84,7 +87,10 @@ def test_sharded_products_are_those_of_one_process(
         whole = sum(store.matrix(group).nbytes for group in range(len(store.manifest().groups)))
         large = checkpoint, tmp_path / "large", whole
         wanted.append("loaded")
-    assert run_group(ranks, tmp_path / "ranks", path, tmp_path / "small", weight_bits, kernel, layers, *large) == wanted
+    assert (
+        run_group(ranks, tmp_path / "ranks", path, experts, tmp_path / "small", weight_bits, kernel, layers, *large)
+        == wanted
+    )
     assert len(list(tmp_path.glob("small/weights/*-*.safetensors"))) == 4
 
 

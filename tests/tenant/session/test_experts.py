@@ -2,7 +2,7 @@
 
 import itertools
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,22 +22,17 @@ from tenant.core.facts import GroupFacts, Preparation
 from tenant.masking.backend import RingBackend, Simulation
 from tenant.preparation.keys import prepare
 from tenant.session.session import Session
-from tests.stacks import declare_stacks, expert_counts, expert_product, stacks_of
+from tests.experts import write
+from tests.stacks import expert_counts, expert_product, stacks_of
 from tests.tenant.conftest import Heard, NewProvider, NewSession, ScriptedProvider
 
 COUNTS: Counts = (3, 0, 1, 2)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _stacks() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        declare_stacks(patch)
-        yield
-
-
 @pytest.fixture(scope="module")
-def store(llama: Path, _stacks: None, tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
-    return WeightStore(llama, cache=tmp_path_factory.mktemp("stacks"))
+def store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
+    path = write("Mixtral", tmp_path_factory.mktemp("mixtral"), intermediate_size=64, num_hidden_layers=1)
+    return WeightStore(path)
 
 
 @pytest.fixture(scope="module")
@@ -224,14 +219,13 @@ def test_without_the_checkpoint_nobody_is_named_and_all_are_suspects(
     new_provider: NewProvider,
     new_session: NewSession,
     store: WeightStore,
-    llama: Path,
     tmp_path: Path,
     stacks: list[int],
     frames: Callable[..., bytes],
     preparation: Preparation,
 ) -> None:
     """The V of stacks are not stored: they are computed from the checkpoint when a product was refused."""
-    copy = Path(shutil.copytree(llama, tmp_path / "model"))
+    copy = Path(shutil.copytree(store.path, tmp_path / "model"))
     prepared = prepare(
         WeightStore(copy, cache=tmp_path), digest=preparation.manifest.digest, columns=16, cache=tmp_path
     )

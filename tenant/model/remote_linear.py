@@ -176,6 +176,7 @@ class RemoteLayer(nn.Module):
 
     weight: OffloadedWeight
     bias: nn.Parameter | None
+    _is_hf_initialized = True  # transformers must not initialise the layer: some models compute with its parameters
 
     def __init__(self, *, weight: OffloadedWeight, bias: bool, group: LayerGroup, member: int) -> None:
         nn.Module.__init__(self)

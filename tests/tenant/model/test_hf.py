@@ -236,6 +236,17 @@ def test_offloaded_weights_count_as_parameters_but_take_no_memory(load: Load, ll
     assert counts[0] == counts[1]
 
 
+def test_offloaded_layers_are_not_initialised(load: Load, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some models compute with a layer's parameters to initialise it (xLSTM: `-10 * ones_like(bias)`)."""
+
+    def initialise(self: Any, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            torch.ones_like(module.weight)
+
+    monkeypatch.setattr(LlamaForCausalLM, "_init_weights", initialise)
+    load(llama, masking="simulate")
+
+
 def test_an_optimizer_may_be_given_every_parameter(load: Load, llama: Path) -> None:
     model: Any = get_peft_model(load(llama, masking="simulate"), LoraConfig(target_modules=["q_proj"]))
     optimizer = torch.optim.AdamW(model.parameters())

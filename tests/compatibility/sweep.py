@@ -1,0 +1,175 @@
+"""Try many families of models, split and plain: `python -m tests.compatibility.sweep [FAMILY ...]`.
+
+The result of a class of a family is one line of JSON: the stages that the split model passes as the plain one does
+(`trial.py`), or the reason why there are none. Each class runs in a process of its own with a time limit, two at a
+time. Lines are written to a file at once, and the next run leaves out what is in it.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from tests.compatibility import families
+from tests.warm import run
+
+RESULTS = Path("build/sweep.jsonl")
+_TIME_LIMIT_S = 120.0
+_AT_ONCE = 2
+_SHOWN = 300  # characters of a message
+
+
+class Result(msgspec.Struct, kw_only=True):
+    """What became of one class of one family.
+
+    `works`: split and plain model agree. `refused`: by an error of this project. `wrong`: they disagree, or the split
+    model fails otherwise. `not tried`: plain transformers fails on the small configuration, or the time was up.
+    """
+
+    family: str
+    model: str
+    status: Literal["works", "refused", "wrong", "not tried"] = "not tried"
+    stages: str = ""
+    offloaded: float = 0.0
+    """Share of the parameters."""
+    stayed: list[str] = []
+    """Linears that stay with the tenant, without the numbers of layers."""
+    error: str = ""
+    seconds: float = 0.0
+
+
+def attempt(family: str, model: str) -> Result:
+    """Try one class of a family in this process."""
+    from symbiosis_priv.errors import SymbiosisError
+    from tests.compatibility.trial import Trial
+
+    result = Result(family=family, model=model)
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            trial = Trial(family, model, Path(folder))
+            result.status = "wrong"
+            trial.split()
+            result.offloaded, result.stayed = round(trial.share(), 3), trial.stayed()
+            result.stages = trial.stages()
+            result.status, result.error = "works", _shown(trial.note)
+        except SymbiosisError as error:
+            result.status, result.error = "refused", _shown(f"{type(error).__name__}: {error}")
+        except Exception as error:  # of transformers and PEFT
+            result.error = _shown(f"{type(error).__name__}: {error}")
+    result.seconds = round(time.monotonic() - begin, 1)
+    return result
+
+
+def _shown(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."
+
+
+def _in_a_process(family: str, model: str) -> Result:
+    words = [sys.executable, "-W", "ignore", "-m", "tests.compatibility.sweep", "--here", model, family]
+    try:
+        with tempfile.TemporaryDirectory() as cache:
+            quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "SYMBIOSIS_PRIV_CACHE": cache}
+            done = run(words, capture_output=True, text=True, timeout=_TIME_LIMIT_S, env={**os.environ, **quiet})
+        return msgspec.json.decode(done.stdout.splitlines()[-1], type=Result)
+    except subprocess.TimeoutExpired:
+        return Result(family=family, model=model, error=f"more than {_TIME_LIMIT_S:g} s")
+    except (IndexError, msgspec.DecodeError):
+        said = done.stderr.strip().splitlines() or ["no message"]
+        return Result(family=family, model=model, status="wrong", error=f"exit status {done.returncode}: {said[-1]}")
+
+
+def read(path: Path = RESULTS) -> dict[tuple[str, str], Result]:
+    """The last result of every class in a file."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    results = [msgspec.json.decode(line, type=Result) for line in lines]
+    return {(result.family, result.model): result for result in results}
+
+
+def sweep(pairs: list[tuple[str, str]], path: Path) -> None:
+    """Try pairs of family and class, and append the results to a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(_AT_ONCE) as pool, path.open("ab") as file:
+        tries = [pool.submit(_in_a_process, *pair) for pair in pairs]
+        for count, done in enumerate(as_completed(tries), 1):
+            result = done.result()
+            file.write(msgspec.json.encode(result) + b"\n")
+            file.flush()
+            outcome = result.stages or f"{result.status}: {result.error}"
+            print(f"{count}/{len(pairs)} {result.family} {result.model} {result.seconds:g} s {outcome}", flush=True)
+
+
+# The table of docs/compatibility.md
+
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
+BEGIN, END = "<!-- families:begin -->\n", "<!-- families:end -->"
+_NAMED = 3  # linears in a cell
+
+
+def render(results: dict[tuple[str, str], Result]) -> str:
+    """A table for each kind of family."""
+    rows = {name: results.get((name, families.head(name)), Result(family=name, model="")) for name in families.FAMILIES}
+    working = sum(result.status == "works" for result in rows.values())
+    lines = [f"{working} of {len(rows)} families work."]
+    for kind in families.KINDS:
+        lines += ["", f"| {kind} | stages | offloaded | linears that stay |", "|---" * 4 + "|"]
+        for name, result in rows.items():
+            if families.FAMILIES[name] == kind:
+                lines.append(f"| {name} | {' | '.join(cells(result))} |")
+    return "\n".join(lines) + "\n"
+
+
+def cells(result: Result) -> list[str]:
+    if result.status != "works":
+        return [result.status, "", result.error.replace("|", "/")]
+    more = len(result.stayed) - _NAMED
+    stayed = ", ".join(result.stayed[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+    return [result.stages, f"{result.offloaded:.0%}", stayed.replace("*", "\\*")]
+
+
+def committed() -> str:
+    return DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+
+
+def parse(text: str) -> dict[str, list[str]]:
+    """The cells of every family's row."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    return {name: cells for name, *cells in rows if name in families.FAMILIES}
+
+
+def write(text: str) -> None:
+    before, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)
+    DOCUMENT.write_text(f"{before}{BEGIN}{text}{END}{rest.partition(END)[2]}", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help="all if none is named")
+    parser.add_argument("--every-class", action="store_true", help="all classes of a family instead of one")
+    parser.add_argument("--again", action="store_true", help="also what the file of results has already")
+    parser.add_argument("--results", type=Path, default=RESULTS, help=f"file of results ({RESULTS})")
+    parser.add_argument("--here", metavar="CLASS", help="try this class in this process, and print the result")
+    parser.add_argument("--write", action="store_true", help="then write the table of docs/compatibility.md")
+    options = parser.parse_args()
+    names = options.families or list(families.FAMILIES)
+    if options.here:
+        print(msgspec.json.encode(attempt(names[0], options.here)).decode())
+        return
+    pairs = [(n, m) for n in names for m in (families.heads(n) if options.every_class else [families.head(n)])]
+    known = set() if options.again else set(read(options.results))
+    sweep([pair for pair in pairs if pair not in known], options.results)
+    if options.write:
+        write(render(read(options.results)))
+
+
+if __name__ == "__main__":
+    main()

@@ -2,6 +2,7 @@
 
 hf             `RemoteConfig`, the quantization config that `from_pretrained` takes
 remote_linear  the module that replaces an offloaded linear
+base_weights   reads base weights from the public checkpoint, for methods that need them
 connect        opens the backend that the user's options ask for
 loading        loads models, adapters and tokenizers
 rounded        the plain model with the rounded weights, for comparison

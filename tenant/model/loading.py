@@ -167,6 +167,7 @@ def load_adapter(model: Any, folder: Path) -> Any:
         warnings.filterwarnings("error", message=".*Found missing adapter keys", category=UserWarning)
         try:
             config = PeftConfig.from_pretrained(str(folder), local_files_only=True)
+            _refuse_base_tensors(model, folder, config)
             names = [name for name, _ in model.named_modules()]
             with MemoryLimit(model, folder / "adapter_model.safetensors"):
                 adapted = PeftModel.from_pretrained(
@@ -185,6 +186,27 @@ def load_adapter(model: Any, folder: Path) -> Any:
     if homeless:
         raise CheckpointError(f"{misfit}, which has no place for {_some(homeless)}; {_fix(said)}")
     return adapted
+
+
+def _refuse_base_tensors(model: Any, folder: Path, config: PeftConfig) -> None:
+    """Refuse tensors that PEFT would load into the base model, because they outlive the adapter.
+
+    Allowed are copies of the base model's own tensors (PEFT saves embeddings beside an adapter on them), the modules
+    that the configuration says are trained, and biases if it says that these are trained.
+
+    Raises:
+        CheckpointError: there is such a tensor.
+    """
+    own = model.state_dict()
+    trained = getattr(config, "modules_to_save", None) or ()
+    with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+        for key in file.keys():  # noqa: SIM118 - it is no dict
+            name = key.removeprefix("base_model.model.").replace(".base_layer.", ".")
+            allowed = (name.endswith("bias") and getattr(config, "bias", "none") != "none") or any(
+                re.match(rf"(^|.*\.){module}\.", name) for module in trained
+            )
+            if name in own and not allowed and not torch.equal(file.get_tensor(key).to(own[name]), own[name]):
+                raise CheckpointError(f"the adapter in {folder} would replace the base model's {name}; use another one")
 
 
 def _starts_from_weight(said: dict[str, Any]) -> bool:

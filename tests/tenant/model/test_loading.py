@@ -23,12 +23,14 @@ from peft import (
     PeftModel,
     PromptTuningConfig,
     RandLoraConfig,
+    ShiraConfig,
     UniLoraConfig,
     VBLoRAConfig,
     VeraConfig,
     get_peft_model,
 )
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -54,7 +56,7 @@ from symbiosis_priv.errors import CheckpointError, SymbiosisError, UnsupportedMo
 from symbiosis_priv.federation import Federation
 from symbiosis_priv.harness.base_model import Pretraining, make_base_model
 from symbiosis_priv.harness.text import private_text
-from tenant import RemoteConfig
+from tenant import BottleneckConfig, DiffPruningConfig, MaskBertConfig, RemoteConfig
 from tenant.cli import app as cli
 from tenant.masking.backend import Backend
 from tenant.model import adapter_limits
@@ -381,6 +383,7 @@ OVERSTATED: dict[str, tuple[PeftConfig, dict[str, Any]]] = {
     "VB-LoRA": (VBLoRAConfig(r=4, num_vectors=16, vector_length=16, target_modules=T), {"num_vectors": 1 << 24}),
     "RandLoRA": (RandLoraConfig(r=4, target_modules=T), {"r": 1 << 22}),
     "AdaLoRA": (AdaLoraConfig(total_step=10, target_modules=T), {"init_r": 1 << 24}),
+    "bottleneck": (BottleneckConfig(bottleneck_dim=4, target_modules=T), {"bottleneck_dim": 1 << 24}),
     "Uni-LoRA": (UniLoraConfig(r=4, theta_d_length=64, target_modules=T), {"theta_d_length": 1 << 30}),
     "prompts": (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), {"num_virtual_tokens": 1 << 22}),
 }
@@ -418,6 +421,55 @@ def adapter(llama: Path, tmp_path: Path) -> Hostile:
         return path.parent
 
     return write
+
+
+@pytest.mark.parametrize("key", ["model.embed_tokens.weight", "model.layers.0.input_layernorm.weight"])
+def test_an_adapter_replaces_no_tensor_of_the_base_model(key: str, adapter: Hostile, llama: Path) -> None:
+    """PEFT would load it into the base model, where it outlives the adapter. A copy of the tensor is harmless."""
+    path = adapter()
+    model = load_model(llama)
+    file = path / "adapter_model.safetensors"
+    tensors, own = load_file(file), model.state_dict()[key]
+    save_file(tensors | {f"base_model.model.{key}": own + 1}, file, metadata={"format": "pt"})
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match="replace"):
+        load_adapter(model, path)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    save_file(tensors | {f"base_model.model.{key}": own.clone()}, file, metadata={"format": "pt"})
+    load_adapter(model, path)
+
+
+def test_an_adapter_states_no_endless_start(adapter: Hostile, llama: Path) -> None:
+    with pytest.raises(CheckpointError, match="iterations"):
+        load_adapter(load_model(llama), adapter(init_lora_weights="pissa_niter_1000000000"))
+
+
+DAMAGED: dict[str, tuple[PeftConfig, dict[str, Any], str, Callable[[Tensor], Tensor]]] = {
+    "places outside": (DiffPruningConfig(target_modules=T), {}, "places", lambda places: places + (1 << 20)),
+    "places twice": (DiffPruningConfig(target_modules=T), {}, "places", lambda places: places * 0),
+    "places below": (MaskBertConfig(target_modules=T), {}, "places", lambda places: places - (1 << 20)),
+    "a dense change": (DiffPruningConfig(target_modules=T), {"density": 1.0}, "places", lambda places: places),
+    "masks to train": (MaskBertConfig(target_modules=T), {"learn_masks": True}, "places", lambda places: places),
+    "columns outside": (ShiraConfig(r=1, target_modules=T), {}, "indices", lambda places: places + (1 << 20)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, about saving without a base model
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_sparse_adapter_is_refused(name: str, llama: Path, tmp_path: Path) -> None:
+    config, entries, tensor, change = DAMAGED[name]
+    made: Any = get_peft_model(load_model(llama), copy.deepcopy(config))
+    made.save_pretrained(str(tmp_path))
+    path, file = tmp_path / "adapter_config.json", tmp_path / "adapter_model.safetensors"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | entries))
+    save_file({n: change(t) if n.endswith(tensor) else t for n, t in load_file(file).items()}, file)
+
+    def use() -> None:
+        model = load_model(llama, remote=RemoteConfig(masking="simulate"))
+        load_adapter(model, tmp_path)(input_ids=IDS)
+
+    with pytest.raises(SymbiosisError):
+        use()
 
 
 SLOW = r"([\w.]+)+!"

@@ -64,7 +64,7 @@ def logits(model: Any) -> Tensor:
     return found
 
 
-def trained(base: Any, config: PeftConfig, *, steps: int = 3) -> Trained:
+def trained(base: Any, config: PeftConfig, *, steps: int = 2) -> Trained:
     """Put an adapter on a model, move it away from its start, and train it."""
     without = logits(base)
     torch.manual_seed(3)
@@ -103,7 +103,7 @@ class Methods:
     def same_everywhere(self, config: Callable[[], PeftConfig], checkpoint: Path, folder: Path) -> Trained:
         """Train an adapter split and plain, save both, load both split and plain. Returns the split one.
 
-        Rounding rows changes a logit by some 2^-20 of a row per layer. What three steps make of it stays below 1 % of
+        Rounding rows changes a logit by some 2^-20 of a row per layer. What the steps make of it stays below 1 % of
         what the adapter changes, and an adapter that is ignored in one layer is more than that.
         """
         split = self.trained(self.load(checkpoint, split=True), config())

@@ -58,6 +58,10 @@ class UnsupportedMethodError(SymbiosisError):
     """The method needs the base weight, which never exists on the tenant (DoRA, PiSSA, merging)."""
 
 
+class TaskError(SymbiosisError, ValueError):
+    """A task is unknown or in use, its adapter does not fit the memory limit, or a batch does not fit its tasks."""
+
+
 class NonFiniteError(SymbiosisError, ValueError):
     """An activation or gradient holds inf or nan. Raised before a byte is sent."""
 

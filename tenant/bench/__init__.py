@@ -8,6 +8,7 @@ steps_and_tokens    `bench step` and `bench token`, and scaling, `bench scale`: 
 masked_linear       `bench linear`: beside a bare TLS echo of the same bytes (echo)
 slow_network        `bench network`: over an emulated link (link), beside the design's prediction (predicted_traffic)
 many_tenants        `bench provider` and `bench bits`: many tenants that only send requests (request_load)
+many_tasks          `bench tasks`: many tasks over one model (bert)
 startup             `bench start`
 kernels             `bench kernels`
 llama               the measured models

@@ -12,6 +12,7 @@ from symbiosis_priv.display import terminal
 from symbiosis_priv.errors import ConfigError
 from symbiosis_priv.system.files import output_file, write_atomically
 from tenant.bench import result_file, tables
+from tenant.bench.bert import Bert, Traffic
 from tenant.bench.cli_options import (
     HALF_THE_CORES,
     Batch,
@@ -53,6 +54,7 @@ app.command()(kernels)
 _SHAPE = Llama(width=2048, layers=4, inner=5632)
 _SMALL = Llama(width=512, layers=4, inner=1408)
 _BILLION = Llama(width=2048, layers=16, inner=8192)
+_BERT_BASE, _TRAFFIC = Bert(), Traffic()
 _EFFORT, _FIVE_TIMES = Effort(), Effort(repeat=5)
 _MASKINGS = "none,pad,local"
 _POLICIES = "none,lockstep,opportunistic"
@@ -299,6 +301,37 @@ def provider(
     if picture is not None:
         write_atomically(picture, many_tenants.picture(found).encode())
     refuse_wrong(found, "wrong")
+
+
+@app.command()
+@takes
+def tasks(
+    *,
+    shape: Bert = _BERT_BASE,
+    tasks: Annotated[int, typer.Option(min=1, help="Number of tasks; PEFT methods alternate.")] = 256,
+    batch: Annotated[int, typer.Option(min=2, help="Rows of a mixed batch, each of another task.")] = 32,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each of these rows.")] = 8,
+    traffic: Traffic = _TRAFFIC,
+    effort: Effort = _EFFORT,
+    json: Json = None,
+) -> None:
+    """Serve many tasks over one BERT: memory, mixed batches (whole and split), coordinated batching (PetS)."""
+    from tenant.bench.many_tasks import measure_tasks
+
+    measure(
+        "tasks",
+        json,
+        lambda folder, tell: measure_tasks(
+            folder,
+            shape,
+            tasks=tasks,
+            batch=min(batch, tasks),
+            tokens=tokens,
+            traffic=traffic,
+            effort=effort,
+            on_turn=tell,
+        ),
+    )
 
 
 @app.command()

@@ -140,6 +140,17 @@ def _ranks(rows: Sequence[Row]) -> Iterator[Goal]:
             yield Goal(what, _number(row["meanwhile_over_before"]), at_most=1.5)
 
 
+def _tasks(rows: Sequence[Row]) -> Iterator[Goal]:
+    for measurement, variant, what, at_least in (
+        ("memory", "one model", "tasks in the memory of as many full copies", 26),
+        ("batch, whole model", "mixed batch", "time of one task after the other over a mixed batch's, whole", 2),
+        ("batch, split model", "mixed batch", "round trips of one task after the other over a mixed batch's", 10),
+        ("coordinated batching", "coordinated", "time of batches of fixed size over coordinated ones'", 1.2),
+    ):
+        for row in _where(rows, measurement=measurement, variant=variant):
+            yield Goal(what, _number(row["gain"]), at_least=at_least)
+
+
 _WITH_VNNI: Final = "native-avx512"
 _WANTED: Final[dict[str, Callable[[Sequence[Row]], Iterator[Goal]]]] = {
     "step": _step,
@@ -150,6 +161,7 @@ _WANTED: Final[dict[str, Callable[[Sequence[Row]], Iterator[Goal]]]] = {
     "provider": _provider,
     "abuse": _abuse,
     "ranks": _ranks,
+    "tasks": _tasks,
 }
 
 

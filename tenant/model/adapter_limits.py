@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers.pytorch_utils import Conv1D
 
-from symbiosis_priv.checkpoints.discovery.linears import is_linear, widths
+from symbiosis_priv.checkpoints.discovery.linears import widths
 from symbiosis_priv.errors import CheckpointError
 
 _PATIENCE_S = 5.0  # a Python interpreter starts in 20 ms, and an honest pattern takes a few ms more
@@ -108,7 +109,8 @@ class MemoryLimit(TorchDispatchMode):
 
     def __init__(self, model: nn.Module, file: Path) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        largest = max((math.prod(widths(module)) for module in model.modules() if is_linear(module)), default=0)
+        linears = (module for module in model.modules() if isinstance(module, (nn.Linear, Conv1D)))
+        largest = max((math.prod(widths(module)) for module in linears), default=0)
         self._limit = _SPARE_BYTES + largest * torch.int64.itemsize + _COPIES * file.stat().st_size
         self._file = file
         self._live: list[tuple[StorageWeakRef, int]] = []

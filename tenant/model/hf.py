@@ -195,7 +195,7 @@ def _check_not_ignored(kwargs: dict[str, Any]) -> None:
         if kwargs.get(name) is not None:
             raise UnsupportedMethodError(
                 f"PEFT ignores {name} for the adapters of this model (it works for LoRA, and adapter_names for RoAd). "
-                f"Use LoRA, or choose one adapter for all rows: model.set_adapter(name)"
+                f"Use tenant.tasks.Tasks, or choose one adapter for all rows: model.set_adapter(name)"
             )
 
 

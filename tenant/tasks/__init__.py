@@ -1,4 +1,34 @@
-"""Tasks of a tenant: adapters of different methods over one base model.
+"""Many tasks over one base model: each row of a batch uses the adapter of its own task, and all rows share products.
 
-methods  PEFT methods of this package, and PEFT's methods that need base weights
+    tasks = Tasks(model)
+    tasks.register("triage", "adapters/triage")       # a PEFT folder, or a PEFT configuration to train
+    with tasks.batch(["triage", "billing", "triage"]):
+        model(**three_rows)
+
+PetS (Zhou et al., USENIX ATC 2022) has the idea. Read in this order:
+
+registry   `Tasks`: register, load, unload, save; at most `memory_limit` bytes of adapters
+folders    checks of task names and of task folders, which another party may have written
+adapter    the PEFT layers of one task, made beside the model and not in it
+batch      which rows belong to which task, and what happens at one layer of the model
+operators  computes the adapters of many tasks with batched products
+coordinated, costs  divides queued requests into batches, by measured costs
+methods    PEFT methods of this package, and PEFT's methods that need base weights
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tenant.tasks.registry import TaskId, TaskInfo, Tasks
+
+__all__ = ["TaskId", "TaskInfo", "Tasks"]
+
+
+def __getattr__(name: str) -> Any:
+    """The public names, imported when they are asked for, because they need torch."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("tenant.tasks.registry"), name)

@@ -120,6 +120,13 @@ def check_kernels(rows: list[Row], folder: Path, shown: str) -> None:
     assert [row["chosen"] for row in rows].count("yes") >= 2
 
 
+def check_tasks(rows: list[Row], folder: Path, shown: str) -> None:
+    gains = {(row["measurement"], row["variant"]): number(row["gain"]) for row in rows}
+    assert len(gains) == 2 + 2 + 4 + 2
+    assert gains["batch, split model", "mixed batch"] == 22 / 7  # OFT and IA3 change inputs: requests of their own
+    assert shown.count("at least") == 4
+
+
 MODEL = "--width 64 --layers 1 --inner 64 --repeat 1 --threads 1"
 CHECKS: dict[str, Callable[[list[Row], Path, str], None]] = {
     f"step {MODEL} --masking pad --batch 2 --tokens 8": check_step,
@@ -131,6 +138,9 @@ CHECKS: dict[str, Callable[[list[Row], Path, str], None]] = {
     "provider --tenants 3+1 --policies none,opportunistic --hidden 64 --seconds 0.3 --threads 1 "
     "--picture FOLDER/provider.svg": check_provider,
     "bits --tenants 2+1 --policies lockstep,opportunistic --ranks 1 --seconds 0.3": check_bits,
+    "tasks --tasks 4 --width 64 --layers 1 --inner 64 --batch 4 --tokens 5 --requests 8 --repeat 1 --threads 1": (
+        check_tasks
+    ),
     "kernels --rows 1,32 --shape 32x64 --repeat 1 --threads 1": check_kernels,
 }
 

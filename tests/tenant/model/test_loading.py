@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -56,10 +57,11 @@ from symbiosis_priv.errors import CheckpointError, SymbiosisError, UnsupportedMo
 from symbiosis_priv.federation import Federation
 from symbiosis_priv.harness.base_model import Pretraining, make_base_model
 from symbiosis_priv.harness.text import private_text
-from tenant import BottleneckConfig, DiffPruningConfig, MaskBertConfig, RemoteConfig
+from tenant import BottleneckConfig, DiffPruningConfig, MaskBertConfig, RemoteConfig, backend_of
 from tenant.cli import app as cli
 from tenant.masking.backend import Backend
 from tenant.model import adapter_limits
+from tenant.model.adapter_limits import MemoryLimit
 from tenant.model.connect import open_backend
 from tenant.model.loading import load_adapter, load_model, load_tokenizer
 
@@ -590,3 +592,13 @@ def test_an_encoder_is_measured_by_its_hidden_states_and_not_given_a_random_head
         assert isinstance(error, UnsupportedModelError), error
         assert f"{name}, which does not predict the next token" in str(error)
     assert executor.hellos == []
+
+
+def test_an_adapter_may_take_as_much_memory_for_a_split_model_as_for_a_whole_one(llama: Path, tmp_path: Path) -> None:
+    """FourierFT indexes all weights of a layer. No product is asked for to find the layers."""
+    file = tmp_path / "adapter_model.safetensors"
+    save_file({"a": torch.zeros(1)}, file)
+    split, whole = load_model(llama, remote=RemoteConfig(masking="simulate")), load_model(llama)
+    with mock.patch.object(backend_of(split), "multiply") as multiply:
+        assert vars(MemoryLimit(split, file))["_limit"] == vars(MemoryLimit(whole, file))["_limit"]
+    multiply.assert_not_called()

@@ -1,0 +1,264 @@
+"""`bench tasks`: many tasks of several PEFT methods over one BERT with random weights, as in the PetS paper.
+
+Four measurements in one run: the memory of all tasks beside a full copy per task; a batch of rows of many tasks beside
+one task after the other; the same with the split model, where round trips count; and coordinated batching beside
+batches of fixed size.
+"""
+
+import copy
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from peft import IA3Config, LoraConfig, OFTConfig, PeftConfig, VeraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModel
+
+from symbiosis_priv.harness.local import LocalFederation
+from tenant.bench import process_costs
+from tenant.bench.bert import Bert, Traffic
+from tenant.bench.cli_options import Effort
+from tenant.bench.result_file import Row
+from tenant.model.hf import RemoteConfig, backend_of
+from tenant.model.ledger import ledger_of, since
+from tenant.model.loading import load_model
+from tenant.session.tally import Ledger
+from tenant.tasks.coordinated import Batches, Costs, Request, by_length, by_task, coordinated, fixed, padded
+from tenant.tasks.costs import measure_costs
+from tenant.tasks.folders import CONFIG, TENSORS
+from tenant.tasks.registry import Tasks
+
+_LONGEST, _TASKS = 128, 128  # tokens of a request, and tasks that queue, as in the paper's traffic
+_MIB = 1 << 20
+_PROVIDERS_START_S = 900.0
+_METHODS: Final[dict[str, PeftConfig]] = {
+    "LORA": LoraConfig(r=8, target_modules=["query", "value"]),
+    "IA3": IA3Config(target_modules=["key", "value", "output.dense"], feedforward_modules=["output.dense"]),
+    "OFT": OFTConfig(oft_block_size=32, target_modules=["query", "value"]),
+    "VERA": VeraConfig(r=256, target_modules=["query", "value"]),
+}
+
+
+def measure_tasks(
+    directory: Path,
+    shape: Bert,
+    *,
+    tasks: int,
+    batch: int,
+    tokens: int,
+    traffic: Traffic,
+    effort: Effort,
+    on_turn: Callable[[str], None],
+) -> Iterator[Row]:
+    """Make task folders, and measure.
+
+    Args:
+        directory: new or empty folder.
+        shape: shape of the model.
+        tasks: number of tasks; methods alternate.
+        batch: rows of the mixed batch, each of another task.
+        tokens: tokens of each row.
+        traffic: requests for coordinated batching.
+        effort: turns, of which the median counts, and torch threads of each process.
+        on_turn: called with the name of the current measurement.
+
+    Yields:
+        `gain`: how many times less of the measured quantity a variant needs than the first of its measurement.
+    """
+    process_costs.check_supported()
+    path = shape.save(directory / "model")
+    on_turn("writing tasks")
+    repository = write_tasks(directory / "tasks", path, count=tasks)
+    with _threads(effort.threads):
+        model = load_model(path, dtype=torch.float32, kind=AutoModel)
+        serving = Tasks(model, memory_limit=1 << 40)
+        names = [task.name for task in serving.register_all(repository)]
+        on_turn("loading tasks")
+        yield from _memory(serving, names)
+        on_turn("a mixed batch, whole")
+        yield from _batch(serving, names[:batch], tokens, effort.repeat, measurement="batch, whole model")
+        on_turn("coordinated batching")
+        yield from _coordinated(serving, names, traffic, effort.repeat, on_turn)
+        serving.close()
+        del model, serving
+        on_turn("a mixed batch, split")
+        options = {"executor": {"threads": effort.threads}}
+        with LocalFederation(
+            path, directory / "federation", provider_options=options, deadline_s=_PROVIDERS_START_S
+        ) as local:
+            remote = RemoteConfig(
+                federation=local.federation, cache=local.cache, pool_memory_mib=effort.pool_memory_mib
+            )
+            split = load_model(path, remote=remote, dtype=torch.float32, kind=AutoModel)
+            serving = Tasks(split)
+            serving.register_all(repository)
+            yield from _batch(serving, names[:batch], tokens, effort.repeat, measurement="batch, split model")
+            serving.close()
+            backend_of(split).close()
+
+
+def write_tasks(repository: Path, model: Path, *, count: int) -> Path:
+    """Write `count` task folders with random parameters; the methods alternate."""
+    base = load_model(model, dtype=torch.float32, kind=AutoModel)
+    for name, config in _METHODS.items():
+        adapted: Any = get_peft_model(copy.deepcopy(base), copy.deepcopy(config))
+        adapted.save_pretrained(str(repository / f".{name}"))
+        del adapted
+    generator = torch.Generator().manual_seed(0)
+    for number in range(count):
+        template = repository / f".{list(_METHODS)[number % len(_METHODS)]}"
+        folder = repository / f"task-{number:03}"
+        folder.mkdir()
+        (folder / CONFIG).write_bytes((template / CONFIG).read_bytes())
+        tensors = load_file(template / TENSORS)
+        for name, tensor in tensors.items():
+            tensors[name] = tensor + 0.02 * torch.randn(tensor.shape, generator=generator)
+        save_file(tensors, folder / TENSORS)
+    return repository
+
+
+def _memory(tasks: Tasks, names: Sequence[str]) -> Iterator[Row]:
+    """Resident memory of the process before and after loading, so Python's objects count."""
+    copies = sum(parameter.nbytes for parameter in tasks.model.parameters())
+    gc.collect()
+    before = process_costs.held([os.getpid()]).bytes
+    start = time.perf_counter()
+    for name in names:
+        tasks.load(name)
+    seconds = time.perf_counter() - start
+    gc.collect()
+    grown = max(tasks.bytes, process_costs.held([os.getpid()]).bytes - before)
+    row: Row = {"measurement": "memory", "tasks": len(names), "rows": None, "tokens": None, "batches": None}
+    whole, shared = len(names) * copies, copies + grown
+    yield {**row, "variant": "a full copy per task", "memory_mib": whole / _MIB, **_cost(None), "gain": 1.0}
+    yield {**row, "variant": "one model", "memory_mib": shared / _MIB, **_cost(seconds), "gain": whole / shared}
+
+
+def _batch(tasks: Tasks, names: Sequence[str], tokens: int, repeat: int, *, measurement: str) -> Iterator[Row]:
+    ids = _ids(len(names), tokens)
+
+    def one_after_the_other() -> None:
+        for row, name in enumerate(names):
+            with tasks.batch([name]):
+                _forward(tasks, ids[row : row + 1])
+
+    def mixed() -> None:
+        with tasks.batch(names):
+            _forward(tasks, ids)
+
+    variants = {"one task after the other": one_after_the_other, "mixed batch": mixed}
+    found = {name: _measured(tasks, work, repeat) for name, work in variants.items()}
+    first = found["one task after the other"]
+    for name, (seconds, trips) in found.items():
+        yield {
+            "measurement": measurement,
+            "tasks": len(names),
+            "rows": len(names),
+            "tokens": tokens,
+            "batches": len(names) if name.startswith("one") else 1,
+            "variant": name,
+            "memory_mib": None,
+            **_cost(seconds, trips),
+            "gain": first[0] / seconds if trips is None else (first[1] or 0) / trips,
+        }
+
+
+def _measured(tasks: Tasks, work: Callable[[], None], repeat: int) -> tuple[float, int | None]:
+    """Median seconds, and round trips to executors of one turn (None for a whole model)."""
+    work()
+    before = _ledger(tasks.model)
+    times = []
+    for _ in range(repeat):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    trips = None
+    if before is not None:
+        trips = since(before, _ledger(tasks.model) or before).executor_round_trips // repeat
+    return statistics.median(times), trips
+
+
+def _ledger(model: Any) -> Ledger | None:
+    return ledger_of(model) if hasattr(model, "hf_quantizer") else None
+
+
+def _coordinated(
+    tasks: Tasks, names: Sequence[str], traffic: Traffic, repeat: int, on_turn: Callable[[str], None]
+) -> Iterator[Row]:
+    def run(rows: int, tokens: int) -> None:
+        _forward(tasks, _ids(rows, tokens), torch.ones(rows, tokens, dtype=torch.long))
+
+    examples = {tasks[name].id.method: name for name in reversed(names)}
+    longest = min(_LONGEST, tasks.model.config.max_position_embeddings)
+    costs = measure_costs(tasks, run, examples, rows=(1, 4, 16, 64), tokens=(4, 16, 32, longest), repeat=1)
+    requests = _requests(tasks, names[:_TASKS], traffic, longest)
+    plans: dict[str, Callable[[Sequence[Request], Costs], Batches]] = {
+        "fixed size": lambda requests, costs: fixed(requests, size=traffic.size),
+        "own cost only": by_task,
+        "shared cost only": by_length,
+        "coordinated": coordinated,
+    }
+    planned = {name: plan(requests, costs) for name, plan in plans.items()}
+    times: dict[str, list[float]] = {name: [] for name in plans}
+    for turn in range(repeat):
+        for name, batches in planned.items():
+            on_turn(f"{name}, turn {turn + 1}")
+            start = time.perf_counter()
+            for requested in batches:
+                with tasks.batch([request.task for request in requested]):
+                    _forward(tasks, *padded(requested))
+            times[name].append(time.perf_counter() - start)
+    for name, batches in planned.items():
+        seconds = statistics.median(times[name])
+        yield {
+            "measurement": "coordinated batching",
+            "tasks": min(len(names), _TASKS),
+            "rows": traffic.requests,
+            "tokens": round(traffic.mean),
+            "batches": len(batches),
+            "variant": name,
+            "memory_mib": None,
+            **_cost(seconds),
+            "gain": statistics.median(times["fixed size"]) / seconds,
+        }
+
+
+def _requests(tasks: Tasks, names: Sequence[str], traffic: Traffic, longest: int) -> list[Request]:
+    random = np.random.default_rng(0)
+    lengths = random.normal(traffic.mean, traffic.sigma, traffic.requests).astype(int).clip(1, longest)
+    chosen = random.integers(len(names), size=traffic.requests)
+    return [
+        Request(task=names[task], method=tasks[names[task]].id.method, input_ids=_ids(1, int(length))[0])
+        for task, length in zip(chosen, lengths, strict=True)
+    ]
+
+
+@torch.inference_mode()
+def _forward(tasks: Tasks, ids: Tensor, mask: Tensor | None = None) -> None:
+    tasks.model(input_ids=ids, attention_mask=mask)
+
+
+def _cost(seconds: float | None, round_trips: int | None = None) -> Row:
+    return {"wall_s": seconds, "round_trips": round_trips}
+
+
+def _ids(rows: int, tokens: int) -> Tensor:
+    return torch.randint(1, 500, (rows, tokens), generator=torch.Generator().manual_seed(rows * 1000 + tokens))
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,301 @@
+"""The PEFT layers of one task.
+
+PEFT adds adapters to a model by replacing modules. Here PEFT gets a skeleton of the model instead: the same tree of
+modules, in which stand-ins take the place of linears and all other parameters are those of the model. The layers that
+PEFT has made are taken from the skeleton. So the model never changes, a task cannot change another task, and a file
+that names a tensor of the base model changes nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from peft import PeftConfig, PeftModel, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from symbiosis_priv.checkpoints.discovery.linears import is_linear
+from symbiosis_priv.checkpoints.vetting import on_this_machine
+from symbiosis_priv.errors import CheckpointError, UnsupportedMethodError
+from tenant.model.loading import load_adapter
+from tenant.model.offloaded import OffloadedConv1DWeight, OffloadedParameter, OffloadedWeight
+from tenant.model.remote_linear import LayerGroup, RemoteConv1D, RemoteLayer, RemoteLinear
+from tenant.tasks import methods as _methods  # noqa: F401 - makes its methods known to PEFT
+from tenant.tasks.folders import TENSORS, Stored
+
+NAME = "default"
+"""PEFT's name of the one adapter of a task's layers."""
+_PREFIX = "base_model.model."
+_SHARED_FROM = 1 << 16  # bytes from which equal buffers of several tasks are kept once
+
+_base: ContextVar[Callable[..., Any]] = ContextVar("base")
+_buffers: weakref.WeakValueDictionary[tuple[object, ...], Tensor] = weakref.WeakValueDictionary()
+
+
+class Adapter:
+    """The layers of one task, by the name of the module that each of them extends.
+
+    Args:
+        peft: the skeleton with the adapter.
+        skeleton: the model inside `peft`.
+        trainable: True if the adapter's parameters get gradients.
+        on_disk: True if a folder holds the same parameters.
+
+    Attributes:
+        bytes: memory of the layers' tensors, without the buffers that tasks share.
+
+    Raises:
+        UnsupportedMethodError: the method changes more than modules of the model.
+    """
+
+    def __init__(self, peft: PeftModel, skeleton: nn.Module, *, trainable: bool, on_disk: bool) -> None:
+        config: PeftConfig = peft.peft_config[NAME]
+        method = getattr(config.peft_type, "value", str(config.peft_type))
+        self.method, self.training, self.trainable = method, peft.training, trainable
+        self.layers = dict(_layers(skeleton))
+        if not self.layers:
+            raise UnsupportedMethodError(
+                f"{method} adds no layer to the model (it changes the model's input, for instance), and rows of "
+                f"several tasks share the model; use an adapter of layers, such as LoRA or IA3"
+            )
+        if getattr(config, "bias", "none") not in ("none", False, True):
+            raise UnsupportedMethodError(
+                f"bias = {getattr(config, 'bias', None)!r} trains biases of the base model, which all tasks share; "
+                f"use bias='none'"
+            )
+        if trainable and getattr(config, "learn_support", False):
+            raise UnsupportedMethodError(
+                "diff pruning adds a penalty to the model's own loss while it learns which weights change; train this "
+                "task with PEFT alone, and register the saved folder"
+            )
+        for layer in self.layers.values():
+            if isinstance(layer, BaseTunerLayer):
+                base: Any = layer.get_base_layer()
+                base.forward = partial(_call_base, base)
+            _keep_once(layer)
+        self.bytes = _bytes(tensor for tensor in self._tensors() if not _is_kept_once(tensor))
+        self._peft = peft if trainable else None
+        self._saved = self._version() if on_disk else -1
+
+    @property
+    def changed(self) -> bool:
+        """True if the parameters differ from those on disk, or were never saved."""
+        return self._version() != self._saved
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters that training changes."""
+        return (p for layer in self.layers.values() for p in layer.parameters() if p.requires_grad)
+
+    def train(self, mode: bool) -> None:
+        """Set training mode, which switches dropout."""
+        if self.training != mode:
+            self.training = mode
+            for layer in self.layers.values():
+                layer.train(mode)
+
+    def save(self, folder: Path) -> None:
+        """Write a PEFT folder.
+
+        Raises:
+            UnsupportedMethodError: the adapter was loaded for inference, so its folder has it already.
+        """
+        if self._peft is None:
+            raise UnsupportedMethodError("this task was loaded for inference; copy its folder")
+        with on_this_machine():
+            self._peft.save_pretrained(str(folder))
+        self._saved = self._version()
+
+    def _version(self) -> int:
+        return sum(tensor._version for layer in self.layers.values() for tensor in layer.parameters())
+
+    def _tensors(self) -> Iterator[Tensor]:
+        for layer in self.layers.values():
+            base: Any = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer.original_module
+            named = (*base.named_parameters(), *base.named_buffers())
+            of_base = {id(tensor) for name, tensor in named if not name.startswith("moved.")}
+            yield from (tensor for tensor in (*layer.parameters(), *layer.buffers()) if id(tensor) not in of_base)
+
+
+@torch.inference_mode(False)  # the adapter may be trained later
+def load(model: PreTrainedModel, source: Stored, *, trainable: bool) -> Adapter:
+    """Load the adapter of a task's folder.
+
+    Raises:
+        CheckpointError: `load_adapter` refuses the folder, or the folder holds tensors of the base model.
+        UnsupportedMethodError: the method cannot be used for a task.
+    """
+    skeleton: Any = _skeleton(model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*Specified to not load vera_A and vera_B", category=UserWarning)
+        peft = load_adapter(skeleton, source.folder)
+    adapter = Adapter(peft, skeleton, trainable=trainable, on_disk=True)
+    _check_no_base_tensors(adapter, source.folder / TENSORS)
+    for layer in adapter.layers.values() if trainable else ():
+        layer.set_adapter(NAME)  # enables the gradients of the adapter's parameters
+    return adapter
+
+
+@torch.inference_mode(False)
+def create(model: PreTrainedModel, config: PeftConfig) -> Adapter:
+    """Make the untrained adapter of a PEFT configuration.
+
+    Raises:
+        UnsupportedMethodError: the method needs base weights, or cannot be used for a task.
+    """
+    skeleton: Any = _skeleton(model)
+    peft = get_peft_model(skeleton, copy.deepcopy(config), adapter_name=NAME)
+    return Adapter(peft, skeleton, trainable=True, on_disk=False)
+
+
+@contextmanager
+def base_layer(run: Callable[..., Any]) -> Iterator[None]:
+    """Context manager: the base layers of adapters call `run` in place of their own product."""
+    token = _base.set(run)
+    try:
+        yield
+    finally:
+        _base.reset(token)
+
+
+def shared_bytes() -> int:
+    """Memory of the buffers that several tasks share, such as VeRA's projections."""
+    return _bytes(_buffers.values())
+
+
+def _call_base(base: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    y: Tensor = _base.get()(x, *args, **kwargs)
+    for part in getattr(base, "moved", None) or ():  # as in `RemoteLayer.forward`
+        y = y - part(x).to(y.dtype)
+    return y
+
+
+def _layers(skeleton: nn.Module) -> Iterator[tuple[str, Any]]:
+    outer = "/"  # no module's name
+    for name, module in skeleton.named_modules():
+        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)) and not name.startswith(outer):
+            outer = f"{name}."
+            yield name, module
+
+
+def _check_no_base_tensors(adapter: Adapter, file: Path) -> None:
+    with safe_open(file, framework="pt") as tensors:
+        for key in tensors.keys():  # noqa: SIM118 - it is no dict
+            name = key.removeprefix(_PREFIX)
+            layer = next((layer for layer in adapter.layers if name.startswith(f"{layer}.")), None)
+            rest = "" if layer is None else name.removeprefix(f"{layer}.")
+            if name != key and (not rest or rest.startswith(("base_layer.", "original_module."))):
+                raise CheckpointError(
+                    f"{file} has the tensor {key[:100]} of the base model, which all tasks share; save the adapter "
+                    f"again with PEFT, without base weights"
+                )
+
+
+# The skeleton
+
+
+def _skeleton(model: PreTrainedModel) -> PreTrainedModel:
+    """Copy the tree of modules. Linears become stand-ins; the copy shares all other parameters and buffers."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                memo[id(tensor)] = _alias(tensor)
+        memo |= {id(value): value for value in vars(module).values() if isinstance(value, LayerGroup)}
+        if isinstance(module, RemoteLayer) or is_linear(module):
+            memo[id(module)] = _stand_in(module)
+    with torch.no_grad():
+        twin: PreTrainedModel = copy.deepcopy(model, memo)
+    twin.eval()
+    return twin
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """Return another object for the same storage, so that PEFT switches no gradient of the model's own parameter."""
+    if isinstance(tensor, OffloadedParameter):
+        return copy.deepcopy(tensor)
+    return nn.Parameter(tensor.detach(), requires_grad=False) if isinstance(tensor, nn.Parameter) else tensor
+
+
+class _StandIn(nn.Module):
+    """Takes the place of a linear in a skeleton: sizes, dtype, device and bias, without a weight. A copy has a weight.
+
+    The product comes from the batch (`base_layer`).
+    """
+
+    original: Callable[[], nn.Module]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        return copy.deepcopy(self.original(), memo)  # PEFT copies a head to train it (`modules_to_save`)
+
+
+class _Linear(_StandIn, nn.Linear):
+    pass
+
+
+class _Conv1D(_StandIn, Conv1D):
+    pass
+
+
+class _RemoteLinear(_StandIn, RemoteLinear):  # type: ignore[misc]
+    pass
+
+
+class _RemoteConv1D(_StandIn, RemoteConv1D):  # type: ignore[misc]
+    pass
+
+
+def _stand_in(module: nn.Module) -> _StandIn:
+    transposed = isinstance(module, Conv1D)
+    if isinstance(module, RemoteLayer):
+        kind: type[_StandIn] = _RemoteConv1D if transposed else _RemoteLinear
+    else:
+        kind = _Conv1D if transposed else _Linear
+    twin: Any = kind.__new__(kind)
+    nn.Module.__init__(twin)
+    vars(twin).update({name: value for name, value in vars(module).items() if name not in vars(twin)})
+    weight, bias = cast(Tensor, module.weight), cast(Tensor | None, module.bias)
+    twin.moved = None
+    like: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
+    twin.weight = (OffloadedConv1DWeight if transposed else OffloadedWeight)(weight.shape, **like)
+    twin.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+    twin.original = weakref.ref(module)
+    return cast(_StandIn, twin)
+
+
+# Memory
+
+
+def _keep_once(layer: nn.Module) -> None:
+    """Replace large buffers by equal ones of other tasks, such as the projections that VeRA makes from a seed."""
+    for module in layer.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.nbytes >= _SHARED_FROM and not _is_kept_once(buffer):
+                key = (buffer.shape, buffer.dtype, buffer.device, _digest(buffer))
+                module._buffers[name] = _buffers.setdefault(key, buffer)
+
+
+def _is_kept_once(tensor: Tensor) -> bool:
+    return any(tensor is kept for kept in _buffers.values())
+
+
+def _digest(tensor: Tensor) -> bytes:
+    return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data).digest()
+
+
+def _bytes(tensors: Any) -> int:
+    return sum({StorageWeakRef(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors}.values())

@@ -1,0 +1,145 @@
+"""A batch of rows of several tasks, and what happens at one layer of the model.
+
+The base layer runs once on all rows. Methods that change its input (OFT, IA3 at the input of a feed-forward layer) have
+changed their own rows before. Then each task's operator computes its own rows. Rows are the first dimension of every
+input and output, so a row never meets another task's operator.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from symbiosis_priv.errors import TaskError, UnsupportedModelError
+from tenant.tasks.adapter import Adapter
+from tenant.tasks.operators import Operator, operator, operator_key
+
+BASE = "__base__"
+"""The name, in PEFT, of rows without an adapter."""
+
+
+class Batch:
+    """Rows of several tasks.
+
+    Args:
+        names: the task of each row; `BASE` for a row without an adapter.
+        adapters: the adapter of each task.
+        rows_first: names of layers whose rows are known to be the first dimension; grows.
+    """
+
+    def __init__(self, names: Sequence[str], adapters: Mapping[str, Adapter], rows_first: set[str]) -> None:
+        self._rows: dict[str, list[int]] = defaultdict(list)
+        for row, name in enumerate(names):
+            self._rows[name].append(row)
+        self._count = len(names)
+        self._adapters = adapters
+        self._plans: dict[tuple[str, torch.device], _Plan] = {}
+        self._inputs: dict[str, Tensor] = {}
+        self._rows_first = rows_first
+
+    def before(self, name: str, x: Tensor) -> Tensor:
+        """Return the base layer's input at the layer `name`: `x` itself if no task changes it.
+
+        Raises:
+            UnsupportedModelError: the rows are not the first dimension of `x`.
+            TaskError: `x` has another number of rows.
+        """
+        plan = self._plan(name, x.device)
+        if not plan.parts:
+            return x
+        if len(self._rows) > 1:
+            self._check(name, x)
+        self._inputs[name] = x
+        changed = [(part.rows, part.operator.before(_select(x, part.rows))) for part in plan.parts]
+        found = [(rows, new) for rows, new in changed if new is not None]
+        if not found:
+            return x
+        if len(found) == 1 and found[0][0] is None:
+            return found[0][1]
+        order = torch.cat([rows for rows, _ in found if rows is not None])
+        return x.index_copy(0, order, torch.cat([new for _, new in found]).to(x.dtype))
+
+    def after(self, name: str, y: Tensor, base: Callable[..., Tensor]) -> Tensor:
+        """Return the layer's output, of the base layer's output `y` for what `before` returned."""
+        plan = self._plan(name, y.device)
+        if not plan.parts:
+            return y
+        x = self._inputs.pop(name)
+        outputs = [part.operator.after(_select(x, part.rows), _select(y, part.rows), base) for part in plan.parts]
+        if plan.rest is not None:
+            outputs.append(y.index_select(0, plan.rest))
+        if plan.order is None:
+            return outputs[0]
+        shapes = {tuple(output.shape[1:]) for output in outputs}
+        if len(shapes) > 1:
+            widths = ", ".join(str(shape[-1]) for shape in sorted(shapes))
+            raise TaskError(
+                f"the tasks of this batch have heads of different sizes at {name} ({widths}), so their rows do not "
+                f"fit one tensor; use batches of tasks whose heads are alike"
+            )
+        return torch.cat(outputs).index_select(0, plan.order)
+
+    def _plan(self, name: str, device: torch.device) -> _Plan:
+        plan = self._plans.get((name, device))
+        if plan is None:
+            plan = self._plans[name, device] = self._planned(name, device)
+        return plan
+
+    def _planned(self, name: str, device: torch.device) -> _Plan:
+        groups: dict[tuple[Hashable, int], list[tuple[nn.Module, list[int]]]] = defaultdict(list)
+        rest: list[int] = []
+        for task, rows in self._rows.items():
+            layer = None if task == BASE else self._adapters[task].layers.get(name)
+            if layer is None:
+                rest += rows
+            else:
+                groups[operator_key(layer), len(rows)].append((layer, rows))
+        in_order = list(range(self._count))
+        parts: list[_Part] = []
+        order: list[int] = []
+        for (key, _), members in groups.items():
+            rows = [row for _, of_task in members for row in of_task]
+            index = None if rows == in_order else torch.tensor(rows, device=device)
+            parts.append(_Part(operator([layer for layer, _ in members], key), index))
+            order += rows
+        if len(parts) == 1 and order == in_order:
+            return _Plan(parts, None, None)
+        order += rest
+        return _Plan(
+            parts,
+            torch.tensor(rest, device=device) if rest else None,
+            torch.argsort(torch.tensor(order, device=device)),
+        )
+
+    def _check(self, name: str, x: Tensor) -> None:
+        if x.shape[0] != self._count:
+            raise TaskError(
+                f"the batch names the tasks of {self._count} rows, and {name} gets {list(x.shape)}: name one task per "
+                f"row (with num_beams or num_return_sequences, one per sequence)"
+            )
+        if x.dim() > 2 and name not in self._rows_first:
+            if x.shape[1] == self._count:  # rows and tokens may be the other way round (XLNet, Longformer)
+                raise UnsupportedModelError(
+                    f"{name} gets {list(x.shape)}: its rows could be the first or the second dimension; pad the first "
+                    f"batch to another number of tokens than rows"
+                )
+            self._rows_first.add(name)
+
+
+class _Part(NamedTuple):
+    operator: Operator
+    rows: Tensor | None  # None: all rows, in order
+
+
+class _Plan(NamedTuple):
+    parts: list[_Part]
+    rest: Tensor | None  # rows without an adapter at this layer
+    order: Tensor | None  # from the parts' rows to the batch's; None if one part has all rows in order
+
+
+def _select(x: Tensor, rows: Tensor | None) -> Tensor:
+    return x if rows is None else x.index_select(0, rows)

@@ -1,0 +1,144 @@
+"""Coordinated batching: divides queued requests of many tasks into batches (PetS, section 4).
+
+A batch is padded to its longest request, so long and short requests together waste work. A batch of few requests wastes
+the time that every batch costs. Two dynamic programmes weigh this with measured costs (`costs`): the first divides the
+requests of each task into mini-batches, by the cost of the task's own operators; the second divides the mini-batches of
+all tasks into batches, by the cost of the shared products. For comparison, `by_task` and `by_length` use one of the two
+costs alone, and `fixed` none.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from symbiosis_priv.errors import TaskError
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Request:
+    """One row to compute.
+
+    Args:
+        task: name of the task.
+        method: the task's PEFT method, as in `Costs.own`.
+        input_ids: token ids `[tokens]`.
+    """
+
+    task: str
+    method: str
+    input_ids: Tensor
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return len(self.input_ids)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Costs:
+    """Seconds of a batch by its number of rows and its padded length; index 0 of each dimension is unused.
+
+    Args:
+        shared: cost of everything that all tasks share, `[rows + 1, tokens + 1]`.
+        own: cost of one task's operators, by method, of the same shape.
+    """
+
+    shared: NDArray[np.float64]
+    own: dict[str, NDArray[np.float64]]
+
+    @property
+    def max_rows(self) -> int:
+        """The largest number of rows of a batch."""
+        return len(self.shared) - 1
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest request."""
+        return len(self.shared[0]) - 1
+
+
+Batches = list[list[Request]]
+
+
+def fixed(requests: Sequence[Request], *, size: int) -> Batches:
+    """Divide requests into batches of `size` rows, in the order of arrival."""
+    return [list(requests[start : start + size]) for start in range(0, len(requests), size)]
+
+
+def by_task(requests: Sequence[Request], costs: Costs) -> Batches:
+    """Divide the requests of each task into batches, by the cost of the task's own operators."""
+    _check(requests, costs)
+    of_task: dict[str, list[Request]] = defaultdict(list)
+    for request in sorted(requests, key=lambda request: request.tokens):
+        of_task[request.task].append(request)
+    found: Batches = []
+    for mine in of_task.values():
+        found += [mine[cut] for cut in _cuts([1] * len(mine), [r.tokens for r in mine], costs.own[mine[0].method])]
+    return found
+
+
+def by_length(requests: Sequence[Request], costs: Costs) -> Batches:
+    """Divide requests into batches by the cost of the shared products."""
+    return _joined([[request] for request in requests], costs)
+
+
+def coordinated(requests: Sequence[Request], costs: Costs) -> Batches:
+    """Divide requests into batches by both costs.
+
+    Returns:
+        Batches that hold every request once, of at most `costs.max_rows` rows.
+
+    Raises:
+        TaskError: a request is longer than the measured costs, or its method was not measured.
+    """
+    return _joined(by_task(requests, costs), costs)
+
+
+def padded(batch: Sequence[Request], *, pad: int = 0) -> tuple[Tensor, Tensor]:
+    """Return `input_ids` and `attention_mask`, both `[rows, tokens]`, padded on the right."""
+    ids = torch.nn.utils.rnn.pad_sequence([r.input_ids for r in batch], batch_first=True, padding_value=pad)
+    lengths = torch.tensor([r.tokens for r in batch])
+    return ids, (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+
+
+def _joined(minis: Batches, costs: Costs) -> Batches:
+    _check([request for mini in minis for request in mini], costs)
+    minis = sorted(minis, key=lambda mini: mini[-1].tokens)
+    cuts = _cuts([len(mini) for mini in minis], [mini[-1].tokens for mini in minis], costs.shared)
+    return [[request for mini in minis[cut] for request in mini] for cut in cuts]
+
+
+def _cuts(rows: Sequence[int], tokens: Sequence[int], cost: NDArray[np.float64]) -> list[slice]:
+    """Divide a list into consecutive parts with the smallest sum of `cost[rows of the part, its last tokens]`.
+
+    `best[j]` is the smallest cost of the first j entries, and the last part of that division begins at `start[j]`.
+    """
+    ends = np.concatenate([[0], np.cumsum(rows)])
+    best, start = [0.0], [0]
+    for j in range(1, len(rows) + 1):
+        first = int(np.searchsorted(ends, ends[j] - (cost.shape[0] - 1)))  # parts that begin earlier have too many rows
+        sums = np.asarray(best[first:j]) + cost[ends[j] - ends[first:j], tokens[j - 1]]
+        at = int(np.argmin(sums))
+        best.append(float(sums[at]))
+        start.append(first + at)
+    found, end = [], len(rows)
+    while end:
+        found.append(slice(start[end], end))
+        end = start[end]
+    return found[::-1]
+
+
+def _check(requests: Sequence[Request], costs: Costs) -> None:
+    for request in requests:
+        if not 0 < request.tokens <= costs.max_tokens:
+            raise TaskError(
+                f"a request of {request.tokens} tokens is outside the measured costs (1 to {costs.max_tokens}); "
+                f"measure with more tokens"
+            )
+        if request.method not in costs.own:
+            raise TaskError(f"the costs of the method {request.method} were not measured; measure with a task of it")

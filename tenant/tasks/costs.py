@@ -1,0 +1,63 @@
+"""Measures the cost of a batch: the part that all tasks share, and the part of each PEFT method's own operators."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tenant.tasks.coordinated import Costs
+from tenant.tasks.registry import Tasks
+
+Run = Callable[[int, int], Any]
+
+
+def measure_costs(
+    tasks: Tasks,
+    run: Run,
+    examples: Mapping[str, str],
+    *,
+    rows: Sequence[int] = (1, 4, 16, 64),
+    tokens: Sequence[int] = (4, 16, 64, 128),
+    repeat: int = 3,
+) -> Costs:
+    """Measure some sizes of batches and interpolate between them.
+
+    Args:
+        tasks: the tasks.
+        run: computes the model on a batch of (rows, tokens).
+        examples: the name of one task of each PEFT method, by method.
+        rows: measured numbers of rows, ascending; the last one is the largest batch.
+        tokens: measured lengths, ascending; the last one is the longest request.
+        repeat: measurements of each size, of which the median counts.
+    """
+    shared = np.empty((len(rows), len(tokens)))
+    own = {method: np.empty_like(shared) for method in examples}
+    for i, count in enumerate(rows):
+        for j, length in enumerate(tokens):
+            shared[i, j] = _median(lambda: run(count, length), repeat)  # noqa: B023 - called at once
+            for method, name in examples.items():
+                with tasks.batch([name] * count):
+                    own[method][i, j] = _median(lambda: run(count, length), repeat) - shared[i, j]  # noqa: B023
+    return Costs(
+        shared=_between(shared, rows, tokens),
+        own={method: _between(np.maximum(table, 0), rows, tokens) for method, table in own.items()},
+    )
+
+
+def _median(work: Callable[[], Any], repeat: int) -> float:
+    work()
+    times = []
+    for _ in range(repeat):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _between(table: NDArray[np.float64], rows: Sequence[int], tokens: Sequence[int]) -> NDArray[np.float64]:
+    """Interpolate linearly, first along tokens, then along rows; below the smallest size the cost stays the same."""
+    along = np.stack([np.interp(np.arange(tokens[-1] + 1), tokens, line) for line in table])
+    return np.stack([np.interp(np.arange(rows[-1] + 1), rows, column) for column in along.T], axis=1)

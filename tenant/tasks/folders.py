@@ -1,0 +1,92 @@
+"""Checks of task names and task folders. Another party may have written a folder, and chosen its name."""
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from symbiosis_priv.checkpoints.vetting import vet_adapter
+from symbiosis_priv.errors import CheckpointError, ConfigError
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """A task's PEFT folder.
+
+    Args:
+        folder: the folder.
+        method: name of the PEFT method, in capitals.
+        bytes: size of the file of tensors.
+        within: the folder of tasks that the files must lie in; None if the user named `folder`.
+    """
+
+    folder: Path
+    method: str
+    bytes: int
+    within: Path | None = None
+
+
+def check_name(name: str) -> str:
+    """Return a task's name.
+
+    Raises:
+        ConfigError: the name is not made of up to 64 ASCII letters, digits, `.`, `_` and `-`, beginning with a letter
+            or digit. So no name leads out of a folder, and no two names look alike.
+    """
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"{name[:80]!a} is no task name: write up to 64 of the characters A-Z a-z 0-9 . _ -, "
+            f"beginning with a letter or digit"
+        )
+    return name
+
+
+def stored(folder: Path, *, within: Path | None = None) -> Stored:
+    """Check a task's folder and return what is known without reading its tensors.
+
+    Args:
+        folder: the task's PEFT folder.
+        within: folder that no symbolic link may lead out of.
+
+    Raises:
+        ConfigError: `folder` is not a PEFT folder.
+        CheckpointError: the folder is refused (`vet_adapter`), or a file lies outside `within`.
+    """
+    for path in (folder, folder / CONFIG, folder / TENSORS) if within else ():
+        if not path.resolve().is_relative_to(within.resolve() if within else path):
+            raise CheckpointError(f"{path} is a symbolic link out of {within}; copy the task's files into its folder")
+    config = vet_adapter(folder)
+    size = (folder / TENSORS).stat().st_size
+    return Stored(folder=folder, method=str(config.get("peft_type")).upper(), bytes=size, within=within)
+
+
+def memory_of(source: Stored) -> int:
+    """Return the bytes that a task's tensors take in memory. PEFT loads half precision as float32.
+
+    Raises:
+        CheckpointError: the file of tensors is damaged.
+    """
+    file = source.folder / TENSORS
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            slices = [tensors.get_slice(key) for key in tensors.keys()]  # noqa: SIM118 - it is no dict
+            return sum(math.prod(part.get_shape()) * (8 if part.get_dtype().endswith("64") else 4) for part in slices)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} is damaged ({error}); fetch it again") from error
+
+
+def stored_in(repository: Path) -> dict[str, Stored]:
+    """Check every task folder of a folder of tasks. Returns them by name; files and hidden folders are skipped.
+
+    Raises:
+        ConfigError, CheckpointError: one folder is refused (`check_name`, `stored`).
+    """
+    if not repository.is_dir():
+        raise ConfigError(f"the folder of tasks {repository} does not exist")
+    folders = [path for path in sorted(repository.iterdir()) if path.is_dir() and not path.name.startswith(".")]
+    return {check_name(path.name): stored(path, within=repository) for path in folders}

@@ -1,0 +1,265 @@
+"""Computes the adapters of many tasks at one layer.
+
+A tuner layer of PEFT computes an operator around its base layer: `y = after(x, base(before(x)))`. The operators of
+tasks with the same method and the same sizes are computed together, with batched products (`OPERATORS`). All other
+methods run PEFT's own code, one task after the other (`ByPeft`). Either way the base layer runs once for all tasks.
+
+Rows come sorted by task, the same number for each task, so a tensor of `tasks * rows` sequences can be viewed as
+`[tasks, rows * tokens, width]`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from peft.tuners import ia3, lora, oft, vera
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tenant.tasks.adapter import NAME, base_layer
+from tenant.tasks.methods.bitfit import BitFitLayer
+from tenant.tasks.methods.bottleneck import BottleneckLayer
+
+
+class Operator(ABC):
+    """The adapters of some tasks at one layer of the model.
+
+    Args:
+        layers: one layer per task.
+    """
+
+    def before(self, x: Tensor) -> Tensor | None:
+        """Return the base layer's input for these tasks' rows `x`, in the dtype of `x`; None if it is `x` itself."""
+        return None
+
+    @abstractmethod
+    def after(self, x: Tensor, y: Tensor, base: Callable[..., Tensor]) -> Tensor:
+        """Return the output, in the dtype of `y`.
+
+        Args:
+            x: these tasks' rows of the layer's input.
+            y: the base layer's output for them.
+            base: computes the base layer once more, for methods that ask for a second product.
+        """
+
+
+class _Grouped(Operator):
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self.layers = layers
+
+    @classmethod
+    @abstractmethod
+    def key(cls, layer: Any) -> Hashable | None:
+        """Layers with equal keys can be computed together; None if this operator cannot compute the layer."""
+
+    def stack(self, tensor: Callable[[Any], Tensor]) -> Tensor:
+        """One tensor per task, stacked along a new first dimension. A single one is not copied."""
+        tensors = [tensor(layer) for layer in self.layers]
+        return torch.stack(tensors) if len(tensors) > 1 else tensors[0].unsqueeze(0)
+
+    def per_row(self, vectors: Tensor, like: Tensor) -> Tensor:
+        """One vector per task `[tasks, width]`, in a shape that multiplies `like` `[tasks * rows, ..., width]`."""
+        rows = vectors.repeat_interleave(len(like) // len(vectors), dim=0)
+        shaped: Tensor = rows.reshape(len(like), *[1] * (like.dim() - 2), rows.shape[-1])
+        return shaped
+
+    def by_task(self, x: Tensor) -> Tensor:
+        """`x` as `[tasks, rows * tokens, width]`."""
+        return x.reshape(len(self.layers), -1, x.shape[-1])
+
+
+class Lora(_Grouped):
+    """LoRA: `y + (x A^T) B^T * scaling`, for tasks of one rank and one scaling."""
+
+    @classmethod
+    def key(cls, layer: Any) -> Hashable | None:
+        if NAME not in layer.lora_A or layer.lora_variant or layer.lora_bias[NAME]:
+            return None
+        a = layer.lora_A[NAME].weight
+        return a.shape, a.dtype, layer.scaling[NAME], _dropout(layer.lora_dropout[NAME])
+
+    def after(self, x: Tensor, y: Tensor, base: Callable[..., Tensor]) -> Tensor:
+        a = self.stack(lambda layer: layer.lora_A[NAME].weight)
+        b = self.stack(lambda layer: layer.lora_B[NAME].weight)
+        first = self.layers[0]
+        dropped = first.lora_dropout[NAME](first._cast_input_dtype(x, a.dtype))
+        delta: Tensor = self.by_task(dropped) @ a.transpose(1, 2) @ b.transpose(1, 2) * first.scaling[NAME]
+        out: Tensor = (y + delta.view_as(y)).to(y.dtype)
+        return out
+
+
+class IA3(_Grouped):
+    """IA3: multiplies the base layer's input or output by a vector."""
+
+    @classmethod
+    def key(cls, layer: Any) -> Hashable | None:
+        return None if NAME not in layer.ia3_l else (layer.is_feedforward, layer.ia3_l[NAME].dtype)
+
+    def before(self, x: Tensor) -> Tensor | None:
+        return self._scaled(x) if self.layers[0].is_feedforward else None
+
+    def after(self, x: Tensor, y: Tensor, base: Callable[..., Tensor]) -> Tensor:
+        return y if self.layers[0].is_feedforward else self._scaled(y)
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return (x * self.per_row(self.stack(lambda layer: layer.ia3_l[NAME].flatten()), x)).to(x.dtype)
+
+
+class Vera(_Grouped):
+    """VeRA: `y + b * ((d * x A^T) B^T)`. Tasks of one seed and one rank share A and B, and so both products."""
+
+    @classmethod
+    def key(cls, layer: Any) -> Hashable | None:
+        if NAME not in layer.vera_lambda_d:
+            return None
+        a, b = layer.vera_A[NAME], layer.vera_B[NAME]
+        return id(a), id(b), layer.vera_lambda_d[NAME].dtype, _dropout(layer.vera_dropout[NAME])
+
+    def after(self, x: Tensor, y: Tensor, base: Callable[..., Tensor]) -> Tensor:
+        first = self.layers[0]
+        d = self.stack(lambda layer: layer.vera_lambda_d[NAME])
+        b = self.stack(lambda layer: layer.vera_lambda_b[NAME])
+        dropped = first.vera_dropout[NAME](first._cast_input_dtype(x, d.dtype))
+        inner = F.linear(dropped, first.vera_A[NAME][:, : first.in_features])
+        delta = F.linear(self.per_row(d, inner) * inner, first.vera_B[NAME][: first.out_features])
+        return (y + self.per_row(b, delta) * delta).to(y.dtype)
+
+
+class OFT(_Grouped):
+    """OFT: rotates blocks of the base layer's input."""
+
+    @classmethod
+    def key(cls, layer: Any) -> Hashable | None:
+        if NAME not in layer.oft_R:
+            return None
+        r = layer.oft_R[NAME]
+        if r.coft or getattr(layer, "merged", False):
+            return None
+        cayley = r.use_cayley_neumann, r.num_cayley_neumann_terms
+        return r.weight.shape, r.weight.dtype, r.block_size, r.block_share, cayley
+
+    def before(self, x: Tensor) -> Tensor | None:
+        rotation = self.layers[0].oft_R[NAME]
+        weight = self.stack(lambda layer: layer.oft_R[NAME].weight)
+        tasks, size = len(weight), rotation.block_size
+        cayley = rotation.use_cayley_neumann, rotation.num_cayley_neumann_terms
+        blocks = rotation._cayley_batch(weight.flatten(0, 1), size, *cayley).view(tasks, -1, size, size)
+        rows = self.by_task(x.to(weight.dtype)).unflatten(-1, (-1, size))
+        rotated = torch.einsum("tmrk,trkc->tmrc", rows, blocks.expand(-1, rows.shape[2], -1, -1))
+        return rotated.reshape(x.shape).to(x.dtype)
+
+    def after(self, x: Tensor, y: Tensor, base: Callable[..., Tensor]) -> Tensor:
+        return y
+
+
+class Bottleneck(_Grouped):
+    """Bottleneck adapters: `y + up(activation(down(y)))`."""
+
+    @classmethod
+    def key(cls, layer: Any) -> Hashable | None:
+        if NAME not in layer.bottleneck_down:
+            return None
+        down = layer.bottleneck_down[NAME].weight
+        return down.shape, down.dtype, type(layer.activation[NAME])
+
+    def after(self, x: Tensor, y: Tensor, base: Callable[..., Tensor]) -> Tensor:
+        down, up = (
+            [getattr(layer, name)[NAME] for layer in self.layers] for name in ("bottleneck_down", "bottleneck_up")
+        )
+        rows = self.by_task(y.to(down[0].weight.dtype))
+        inner = self.layers[0].activation[NAME](_linears(rows, down))
+        return y + _linears(inner, up).view_as(y).to(y.dtype)
+
+
+class BitFit(_Grouped):
+    """BitFit: `y` plus a vector."""
+
+    @classmethod
+    def key(cls, layer: Any) -> Hashable | None:
+        return layer.bitfit_bias[NAME].dtype if NAME in layer.bitfit_bias else None
+
+    def after(self, x: Tensor, y: Tensor, base: Callable[..., Tensor]) -> Tensor:
+        return y + self.per_row(self.stack(lambda layer: layer.bitfit_bias[NAME]), y).to(y.dtype)
+
+
+class ByPeft(Operator):
+    """Any PEFT layer: runs PEFT's own code of one task.
+
+    That code asks for the base layer's product while it runs. It runs a first time up to there, to find the base
+    layer's input, and a second time once the product is known. A layer that passes its own input on runs once.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        (self._layer,) = layers
+        self._passes_on = False  # True once it is known that the base layer gets the layer's own input, or is not used
+
+    def before(self, x: Tensor) -> Tensor | None:
+        if self._passes_on or not isinstance(self._layer, BaseTunerLayer):
+            return None
+        try:
+            with base_layer(_stop):
+                self._layer(x)
+        except _Asked as asked:
+            self._passes_on = asked.x is x
+            return None if self._passes_on else asked.x
+        self._passes_on = True  # the method replaces the base layer
+        return None
+
+    def after(self, x: Tensor, y: Tensor, base: Callable[..., Tensor]) -> Tensor:
+        waiting = [y]
+
+        def run(z: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if waiting and (z is x or not self._passes_on):
+                return waiting.pop()
+            return base(z, *args, **kwargs)
+
+        with base_layer(run):
+            out: Tensor = self._layer(x)
+        return out
+
+
+OPERATORS: dict[type[nn.Module], type[_Grouped]] = {
+    lora.Linear: Lora,
+    ia3.Linear: IA3,
+    vera.Linear: Vera,
+    oft.Linear: OFT,
+    BottleneckLayer: Bottleneck,
+    BitFitLayer: BitFit,
+}
+"""What computes the layers of several tasks together, by the layer's class."""
+
+
+def operator_key(layer: nn.Module) -> Hashable:
+    """Return the key of the layers that are computed together with `layer`."""
+    kind = OPERATORS.get(type(layer))
+    moved = isinstance(layer, BaseTunerLayer) and getattr(layer.get_base_layer(), "moved", None)
+    key = None if kind is None or moved else kind.key(layer)
+    return ("alone", id(layer)) if key is None else (kind, key)
+
+
+def operator(layers: Sequence[nn.Module], key: Hashable) -> Operator:
+    """Return the operator for layers with one key."""
+    alone = isinstance(key, tuple) and key[0] == "alone"
+    return ByPeft(layers) if alone else OPERATORS[type(layers[0])](layers)
+
+
+class _Asked(BaseException):
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+def _stop(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    raise _Asked(x)
+
+
+def _linears(rows: Tensor, linears: Sequence[Any]) -> Tensor:
+    """One linear per task: `[tasks, rows, d]` to `[tasks, rows, o]`."""
+    weight = torch.stack([linear.weight for linear in linears])
+    bias = torch.stack([linear.bias for linear in linears])
+    return torch.baddbmm(bias.unsqueeze(1), rows, weight.transpose(1, 2))
+
+
+def _dropout(module: nn.Module) -> float:
+    return module.p if isinstance(module, nn.Dropout) and module.training else 0.0

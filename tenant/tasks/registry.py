@@ -1,0 +1,330 @@
+"""`Tasks`: the tasks of one base model."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from peft import PeftConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from symbiosis_priv.errors import ConfigError, TaskError
+from tenant.tasks import adapter as adapters
+from tenant.tasks.adapter import Adapter
+from tenant.tasks.batch import BASE, Batch
+from tenant.tasks.folders import Stored, check_name, memory_of, stored, stored_in
+
+DEFAULT_MEMORY = 1 << 30
+_active: ContextVar[tuple[tuple[Tasks, Batch], ...]] = ContextVar("active", default=())
+
+
+class TaskId(NamedTuple):
+    """Names a task: the base model's tag, the PEFT method in capitals, and the task's name."""
+
+    model: str
+    method: str
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskInfo:
+    """What is known about a task.
+
+    Args:
+        id: the task's id.
+        folder: the PEFT folder; None for a task that was never saved.
+        stored_bytes: size of the folder's file of tensors; 0 without a folder.
+        bytes: memory of the loaded adapter, without the buffers that tasks share; 0 if it is not loaded.
+        batches: number of batches that are using the task.
+    """
+
+    id: TaskId
+    folder: Path | None
+    stored_bytes: int
+    bytes: int
+    batches: int
+
+
+class Tasks:
+    """Tasks of one base model: a registry, and a cache of the adapters in use.
+
+    Registering a task reads metadata only. `batch` loads the adapters that it needs, and unloads those that were used
+    least recently when `memory_limit` is reached. A task in use, and a task whose parameters are on no disk, are never
+    unloaded to make room. The methods may be called from several threads.
+
+    The model itself does not change: without `batch` it computes the base model.
+
+    Args:
+        model: a split or whole model from `from_pretrained`, without an adapter.
+        memory_limit: bytes of all loaded adapters, with the buffers that tasks share.
+        tag: the model's name in task ids; the name it was loaded under if None.
+
+    Raises:
+        ConfigError: `model` is no such model, or the limit is below 1.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, memory_limit: int = DEFAULT_MEMORY, tag: str | None = None) -> None:
+        if not isinstance(model, PreTrainedModel) or any(isinstance(m, BaseTunerLayer) for m in model.modules()):
+            raise ConfigError("Tasks takes the base model from `from_pretrained`, before get_peft_model")
+        if memory_limit < 1:
+            raise ConfigError(f"memory_limit = {memory_limit}: write a number of bytes, at least 1")
+        self.model: Any = model
+        self.memory_limit = memory_limit
+        self.tag = tag or Path(str(model.name_or_path)).name or type(model).__name__
+        self._sources: dict[str, Stored | PeftConfig] = {}
+        self._loaded: OrderedDict[str, Adapter] = OrderedDict()  # the least recently used one first
+        self._used: Counter[str] = Counter()
+        self._names: dict[nn.Module, str] = {}
+        self._hooks: dict[str, list[Any]] = {}
+        self._rows_first: set[str] = set()
+        self._lock = threading.RLock()
+
+    # The registry
+
+    def register(self, name: str, source: str | Path | PeftConfig) -> TaskId:
+        """Add a task.
+
+        Args:
+            name: up to 64 ASCII letters, digits, `.`, `_` and `-`.
+            source: a PEFT folder; or a PEFT configuration, for an adapter to train.
+
+        Raises:
+            ConfigError: the name is taken or not allowed, or `source` is not a PEFT folder.
+            CheckpointError: the folder is refused (`vet_adapter`).
+        """
+        found = source if isinstance(source, PeftConfig) else stored(Path(source))
+        return self._add({check_name(name): found})[0]
+
+    def register_all(self, repository: str | Path) -> list[TaskId]:
+        """Add every task folder in a folder, under the folders' names; all of them, or none if one is refused.
+
+        Raises:
+            ConfigError, CheckpointError: as for `register`. A symbolic link out of `repository` is refused.
+        """
+        return self._add(stored_in(Path(repository)))
+
+    def unregister(self, name: str, *, discard: bool = False) -> None:
+        """Unload a task and forget it. Arguments and errors as for `unload`."""
+        with self._lock:
+            self.unload(name, discard=discard)
+            del self._sources[name]
+
+    def infos(self) -> list[TaskInfo]:
+        """Return what is known about every task, in the order of registration."""
+        with self._lock:
+            return [self[name] for name in self._sources]
+
+    def __getitem__(self, name: str) -> TaskInfo:
+        with self._lock:
+            source, loaded = self._source(name), self._loaded.get(name)
+            on_disk = source if isinstance(source, Stored) else None
+            return TaskInfo(
+                id=TaskId(self.tag, _method(source), name),
+                folder=None if on_disk is None else on_disk.folder,
+                stored_bytes=0 if on_disk is None else on_disk.bytes,
+                bytes=0 if loaded is None else loaded.bytes,
+                batches=self._used[name],
+            )
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._sources
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    # Adapters in memory
+
+    @property
+    def bytes(self) -> int:
+        """Memory of all loaded adapters."""
+        with self._lock:
+            return adapters.shared_bytes() + sum(loaded.bytes for loaded in self._loaded.values())
+
+    def load(self, name: str, *, trainable: bool = False) -> None:
+        """Load a task's adapter ahead of its first batch.
+
+        Args:
+            name: the task.
+            trainable: True to train the adapter of a folder. A task from a configuration is always trainable.
+
+        Raises:
+            TaskError: the task is unknown, is in use with another `trainable`, or does not fit the memory limit.
+            CheckpointError: the adapter does not fit the model.
+            UnsupportedMethodError: the method cannot be used for a task.
+        """
+        with self._lock:
+            loaded = self._loaded.get(name)
+            if loaded is not None and trainable and not loaded.trainable:
+                self.unload(name)
+            self._load(name, trainable=trainable)
+
+    def unload(self, name: str, *, discard: bool = False) -> None:
+        """Free the memory of a task's adapter; nothing happens if it is not loaded.
+
+        Args:
+            name: the task.
+            discard: True to lose parameters that were not saved.
+
+        Raises:
+            TaskError: the task is unknown or in use, or has parameters that were not saved.
+        """
+        with self._lock:
+            self._source(name)
+            if self._used[name]:
+                raise TaskError(f"the task {name} is in use; unload it after its batches have ended")
+            loaded = self._loaded.get(name)
+            if loaded is not None and loaded.changed and not discard:
+                raise TaskError(
+                    f"the task {name} has parameters that were not saved; call tasks.save({name!r}, folder), or pass "
+                    f"discard=True to lose them"
+                )
+            self._loaded.pop(name, None)
+
+    def parameters(self, name: str) -> Iterator[nn.Parameter]:
+        """Return the parameters of a task that training changes; loads the task."""
+        with self._lock:
+            return self._load(name, trainable=True).parameters()
+
+    def save(self, name: str, folder: str | Path) -> None:
+        """Write a trained task as a PEFT folder. From then on the task can be unloaded, and is loaded from there.
+
+        Raises:
+            TaskError: the task is unknown.
+            UnsupportedMethodError: the task was loaded for inference.
+        """
+        with self._lock:
+            self._load(name, trainable=True).save(Path(folder))
+            self._sources[name] = stored(Path(folder))
+
+    # Batches
+
+    @contextmanager
+    def batch(self, names: Sequence[str]) -> Iterator[None]:
+        """Context manager: row i of every input of the model belongs to the task `names[i]`.
+
+        Loads the adapters that are not loaded. With gradient checkpointing, call `backward()` inside the context,
+        because it computes the forward pass again.
+
+        Args:
+            names: the task of each row; "__base__" for a row without an adapter. One name serves any number of rows.
+
+        Raises:
+            TaskError: a task is unknown, or the tasks do not fit the memory limit together.
+            CheckpointError, UnsupportedMethodError: an adapter cannot be loaded (`load`).
+        """
+        if not names:
+            raise TaskError("a batch has at least one row; name the task of each row")
+        distinct = [name for name in dict.fromkeys(names) if name != BASE]
+        with self._lock:
+            self._used.update(distinct)  # from here on, none of them makes room for another
+        try:
+            with self._lock:
+                loaded = {name: self._load(name) for name in distinct}
+            for one in loaded.values():
+                one.train(self.model.training)
+            token = _active.set((*_active.get(), (self, Batch(names, loaded, self._rows_first))))
+            try:
+                yield
+            finally:
+                _active.reset(token)
+        finally:
+            with self._lock:
+                self._used.subtract(distinct)
+                self._used += Counter()  # drops zeros
+
+    def close(self) -> None:
+        """Unload all adapters and take the hooks from the model. Parameters that were not saved are lost."""
+        with self._lock:
+            for hooks in self._hooks.values():
+                for hook in hooks:
+                    hook.remove()
+            self._hooks.clear()
+            self._names.clear()
+            self._loaded.clear()
+
+    def _add(self, found: dict[str, Any]) -> list[TaskId]:
+        with self._lock:
+            if taken := sorted(found.keys() & self._sources.keys()):
+                raise ConfigError(f"there is a task {taken[0]} already; unregister it first, or choose another name")
+            self._sources |= found
+            return [TaskId(self.tag, _method(source), name) for name, source in found.items()]
+
+    def _source(self, name: str) -> Stored | PeftConfig:
+        try:
+            return self._sources[name]
+        except KeyError:
+            raise TaskError(f"there is no task {name[:80]!a}; call tasks.register(name, folder) first") from None
+
+    def _load(self, name: str, *, trainable: bool = False) -> Adapter:
+        source, loaded = self._source(name), self._loaded.get(name)
+        if loaded is None:
+            if isinstance(source, Stored):
+                source = stored(source.folder, within=source.within)  # the folder may have changed
+                self._make_room(name, memory_of(source))
+                loaded = adapters.load(self.model, source, trainable=trainable)
+            else:
+                loaded = adapters.create(self.model, source)
+            self._make_room(name, loaded.bytes)
+            self._loaded[name] = loaded
+            for layer in loaded.layers:
+                self._hook(layer)
+        if trainable and not loaded.trainable:
+            raise TaskError(f"the task {name} was loaded for inference; call tasks.load({name!r}, trainable=True)")
+        self._loaded.move_to_end(name)
+        return loaded
+
+    def _make_room(self, name: str, needed: int) -> None:
+        idle = [other for other, one in self._loaded.items() if not self._used[other] and not one.changed]
+        free = self.memory_limit - self.bytes
+        if needed > free + sum(self._loaded[other].bytes for other in idle):
+            raise TaskError(
+                f"the task {name} needs {needed:,} bytes of memory_limit = {self.memory_limit:,}, and the rest is "
+                f"taken by tasks that are in use or not saved; raise the limit, use fewer tasks in one batch, or save "
+                f"what was trained"
+            )
+        while needed > free:
+            free += self._loaded.pop(idle.pop(0)).bytes
+
+    # At the model's layers
+
+    def _hook(self, name: str) -> None:
+        if name in self._hooks:
+            return
+        module = self.model.get_submodule(name)
+        self._names[module] = name
+        before = module.register_forward_pre_hook(self._before)
+        self._hooks[name] = [before, module.register_forward_hook(self._after)]
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        batch, name = self._batch(), self._names.get(module)
+        if batch is None or name is None:
+            return None
+        if not args or not isinstance(args[0], Tensor):
+            raise TaskError(
+                f"{name} is not called with a tensor as its first argument, so its rows cannot be told apart"
+            )
+        return (batch.before(name, args[0]), *args[1:])
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        batch, name = self._batch(), self._names.get(module)
+        return output if batch is None or name is None else batch.after(name, output, module.forward)
+
+    def _batch(self) -> Batch | None:
+        return next((batch for tasks, batch in reversed(_active.get()) if tasks is self), None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tasks:
+        return self  # a copy of the model, whose hooks refer to this object, computes the base model
+
+
+def _method(source: Stored | PeftConfig) -> str:
+    if isinstance(source, Stored):
+        return source.method
+    return str(getattr(source.peft_type, "value", source.peft_type)).upper()

@@ -1,0 +1,249 @@
+"""A batch of rows of several tasks is each task alone."""
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LNTuningConfig, LoraConfig, PeftModel, PromptTuningConfig
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+from symbiosis_priv.errors import TaskError, UnsupportedMethodError, UnsupportedModelError
+from tenant import RemoteConfig, backend_of
+from tenant.model.loading import load_model
+from tenant.tasks.batch import BASE
+from tenant.tasks.registry import Tasks
+from tests.tenant.tasks.conftest import METHODS
+
+TOKENS = 7
+NAMES = st.sampled_from([*METHODS, BASE])
+
+
+def ids(rows: int, *, tokens: int = TOKENS, seed: int = 0) -> Tensor:
+    return torch.randint(1, 96, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def exact(llama: Path, folders: Path) -> Iterator[Tasks]:
+    """The whole model in float64: what is left of rounding cannot hide a wrong operator."""
+    tasks = Tasks(load_model(llama, dtype=torch.float64))
+    tasks.register_all(folders)
+    yield tasks
+    tasks.close()
+
+
+@pytest.fixture(scope="module")
+def split(llama: Path, folders: Path) -> Iterator[Tasks]:
+    """The split model: products in the ring."""
+    model = load_model(llama, remote=RemoteConfig(masking="simulate"), dtype=torch.float32)
+    tasks = Tasks(model)
+    tasks.register_all(folders)
+    yield tasks
+    tasks.close()
+
+
+@pytest.fixture(scope="module")
+def alone(llama: Path, folders: Path) -> Callable[[str], Any]:
+    """`alone(name)`: PEFT's own model of one task, on a copy of the base model made before any task was loaded."""
+    base = load_model(llama, dtype=torch.float64)
+    models: dict[str, Any] = {BASE: base}
+
+    def one(name: str) -> Any:
+        if name not in models:
+            models[name] = PeftModel.from_pretrained(
+                copy.deepcopy(base), str(folders / name), is_trainable=True, low_cpu_mem_usage=True
+            ).eval()
+        return models[name]
+
+    return one
+
+
+@pytest.mark.filterwarnings("ignore:Specified to not load vera_A")
+@settings(max_examples=8, deadline=None)
+@given(names=st.lists(NAMES, min_size=1, max_size=8), seed=st.integers(0, 99))
+def test_a_mixed_batch_is_each_task_alone(
+    exact: Tasks, alone: Callable[[str], Any], names: list[str], seed: int
+) -> None:
+    x = ids(len(names), tokens=9, seed=seed)
+    with torch.no_grad():
+        with exact.batch(names):
+            mixed = exact.model(input_ids=x).logits
+        for name in set(names):
+            rows = [i for i, other in enumerate(names) if other == name]
+            expected = alone(name)(input_ids=x[rows]).logits
+            torch.testing.assert_close(mixed[rows], expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:Specified to not load vera_A")
+def test_gradients_of_a_mixed_batch_are_those_of_each_task_alone(
+    llama: Path, folders: Path, alone: Callable[[str], Any]
+) -> None:
+    tasks = Tasks(load_model(llama, dtype=torch.float64))
+    tasks.register_all(folders)
+    names = [*METHODS, *METHODS, "lora"]
+    for name in METHODS:
+        tasks.load(name, trainable=True)
+    x = ids(len(names))
+    with tasks.batch(names):
+        out = tasks.model(input_ids=x).logits
+    (out**2).sum().backward()
+    for name in METHODS:
+        model = alone(name)
+        model.zero_grad()
+        rows = [i for i, other in enumerate(names) if other == name]
+        (model(input_ids=x[rows]).logits ** 2).sum().backward()
+        expected = [p.grad for p in model.parameters() if p.requires_grad]
+        found = [p.grad for p in tasks.parameters(name)]
+        assert len(found) == len(expected) > 0
+        for one, other in zip(found, expected, strict=True):
+            tolerance = 1e-5 if name == "diff-pruning" else 1e-8  # its sparse product keeps float32
+            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+    tasks.close()
+
+
+@settings(max_examples=6, deadline=None)
+@given(names=st.lists(NAMES, min_size=2, max_size=8), seed=st.integers(0, 99), data=st.data())
+def test_no_row_depends_on_another_tasks_rows_or_adapter(
+    split: Tasks, names: list[str], seed: int, data: st.DataObject
+) -> None:
+    """Bit for bit: whatever another task holds, and whatever its rows say."""
+    other = data.draw(st.sampled_from(sorted({*names})))
+    mine = [i for i, name in enumerate(names) if name != other]
+    theirs = [i for i, name in enumerate(names) if name == other]
+    x = ids(len(names), tokens=9, seed=seed)
+    changed = x.clone()
+    changed[theirs] = ids(len(theirs), tokens=9, seed=seed + 1)
+    with torch.no_grad(), split.batch(names):
+        before = split.model(input_ids=x).logits
+        for parameter in _parameters(split, other):
+            parameter.mul_(1.5).add_(0.01)
+        after = split.model(input_ids=changed).logits
+        for parameter in _parameters(split, other):
+            parameter.sub_(0.01).div_(1.5)
+    assert torch.equal(before[mine], after[mine])
+
+
+def _parameters(tasks: Tasks, name: str) -> list[Tensor]:
+    layers = {} if name == BASE else tasks._loaded[name].layers
+    return [p for layer in layers.values() for p in layer.parameters() if p.numel() and not hasattr(p, "_whole")]
+
+
+def test_one_request_serves_all_rows_of_a_layer_group(split: Tasks) -> None:
+    backend = backend_of(split.model)
+    names = ["lora", "lora-b", "lora-r8", "vera", "ia3", "loha", "road", BASE]
+    with mock.patch.object(backend, "multiply", wraps=backend.multiply) as multiply, torch.no_grad():
+        with split.batch(names):
+            split.model(input_ids=ids(len(names)))
+        assert len(multiply.mock_calls) == len(backend.facts)
+        multiply.reset_mock()
+        with split.batch(["oft", "oft-b", "lora"]):
+            split.model(input_ids=ids(3))
+        assert len(multiply.mock_calls) <= len(backend.facts) + 2 * 2  # q, k and v of both blocks have different inputs
+
+
+def test_outside_a_batch_the_model_is_the_base_model(split: Tasks, llama: Path) -> None:
+    plain = load_model(llama, remote=RemoteConfig(masking="simulate"), dtype=torch.float32)
+    with torch.no_grad():
+        with split.batch(list(METHODS)):
+            split.model(input_ids=ids(len(METHODS)))
+        assert torch.equal(split.model(input_ids=ids(2)).logits, plain(input_ids=ids(2)).logits)
+
+
+def test_a_task_trains_in_a_mixed_batch(llama: Path, folders: Path, tmp_path: Path) -> None:
+    """A new task learns beside a task that is served; its folder works in the plain model with PEFT."""
+    tasks = Tasks(load_model(llama, remote=RemoteConfig(masking="simulate"), dtype=torch.float32))
+    tasks.register("served", folders / "ia3")
+    tasks.register("new", LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    optimizer = torch.optim.AdamW(tasks.parameters("new"), lr=1e-2)
+    x, losses = ids(4), []
+    for _ in range(5):
+        with tasks.batch(["new", "served", "new", "served"]):
+            logits = tasks.model(input_ids=x).logits[[0, 2]]
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), x[[0, 2], 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.1
+    with pytest.raises(TaskError, match="saved"):
+        tasks.unload("new")
+    tasks.save("new", tmp_path / "new")
+    tasks.unload("new")
+    with torch.no_grad(), tasks.batch(["new"] * 4):
+        served = tasks.model(input_ids=x).logits
+    at_home = PeftModel.from_pretrained(load_model(llama, dtype=torch.float32), str(tmp_path / "new")).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(served, at_home(input_ids=x).logits, rtol=0.05, atol=0.05)
+    tasks.close()
+
+
+def test_generation_in_a_mixed_batch(split: Tasks) -> None:
+    names = ["lora", "ia3", "vera"]
+    x = ids(3, tokens=5)
+    with split.batch(names):
+        mixed = split.model.generate(x, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    for row, name in enumerate(names):
+        with split.batch([name]):
+            one = split.model.generate(x[row : row + 1], max_new_tokens=4, do_sample=False, pad_token_id=0)
+        assert torch.equal(mixed[row], one[0])
+
+
+@pytest.mark.filterwarnings("ignore:Unsupported layer type")  # PEFT, of a norm
+def test_norms_and_heads_are_layers_too(tmp_path: Path, save_llama: Callable[..., Path], write_task: Any) -> None:
+    """Methods that replace a module instead of adding to it: norms, and heads (`modules_to_save`)."""
+    path = tmp_path / "classifier"
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_labels": 3,
+    }
+    config = LlamaConfig(vocab_size=96, num_key_value_heads=2, pad_token_id=0, **sizes)
+    LlamaForSequenceClassification(config).save_pretrained(path)
+    model = LlamaForSequenceClassification.from_pretrained(
+        path, quantization_config=RemoteConfig(masking="simulate")
+    ).eval()
+    tasks = Tasks(model)
+    tasks.register("norms", LNTuningConfig(task_type="SEQ_CLS", target_modules=["input_layernorm"]))
+    tasks.register("head", LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"]))
+    x = ids(3)
+    with torch.no_grad():
+        base = model(input_ids=x).logits
+        for parameter in tasks.parameters("norms"):
+            parameter.mul_(1.5)
+        for parameter in tasks.parameters("head"):
+            parameter.add_(0.5)
+        with tasks.batch(["norms", BASE, "head"]):
+            mixed = model(input_ids=x).logits
+        for name, row in (("norms", 0), ("head", 2)):
+            with tasks.batch([name]):
+                torch.testing.assert_close(mixed[row], model(input_ids=x).logits[row], rtol=1e-3, atol=1e-3)
+            assert not torch.allclose(mixed[row], base[row], rtol=1e-2)
+        torch.testing.assert_close(mixed[1], base[1], rtol=1e-3, atol=1e-3)
+        assert torch.equal(model(input_ids=x).logits, base)
+    tasks.close()
+
+
+def test_rows_that_cannot_be_told_apart_are_refused(exact: Tasks) -> None:
+    with pytest.raises(TaskError, match="per row"), exact.batch(["lora", "ia3"]):
+        exact.model(input_ids=ids(3))
+    exact._rows_first.clear()
+    with pytest.raises(UnsupportedModelError, match="dimension"), exact.batch(["lora", "ia3"]):
+        exact.model(input_ids=ids(2, tokens=2))
+
+
+def test_a_method_without_layers_is_refused(split: Tasks) -> None:
+    split.register("prompt", PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    with pytest.raises(UnsupportedMethodError, match="input"):
+        split.load("prompt")
+    split.register("biases", LoraConfig(target_modules=["q_proj"], bias="all"))
+    with pytest.raises(UnsupportedMethodError, match="bias"):
+        split.load("biases")

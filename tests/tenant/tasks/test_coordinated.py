@@ -1,0 +1,117 @@
+"""Coordinated batching: every request once, at the smallest cost that any division has."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from symbiosis_priv.errors import TaskError
+from tenant.model.loading import load_model
+from tenant.tasks.coordinated import Batches, Costs, Request, by_length, by_task, coordinated, fixed, padded
+from tenant.tasks.costs import measure_costs
+from tenant.tasks.registry import Tasks
+
+METHODS = ("LORA", "IA3")
+LONGEST, LARGEST = 12, 6
+
+
+def request(task: int, tokens: int) -> Request:
+    method = METHODS[task % len(METHODS)]
+    return Request(task=f"task-{task}", method=method, input_ids=torch.arange(1, tokens + 1))
+
+
+REQUESTS = st.lists(st.builds(request, st.integers(0, 3), st.integers(1, LONGEST)), max_size=7)
+
+
+@st.composite
+def all_costs(draw: st.DrawFn) -> Costs:
+    """Any tables: the programmes assume nothing about them."""
+    seed = draw(st.integers(0, 1000))
+    random = np.random.default_rng(seed)
+    shape = (LARGEST + 1, LONGEST + 1)
+    return Costs(shared=random.random(shape), own={method: random.random(shape) for method in METHODS})
+
+
+@given(requests=REQUESTS, costs=all_costs())
+def test_every_request_is_in_one_batch(requests: list[Request], costs: Costs) -> None:
+    for batches in (
+        coordinated(requests, costs),
+        by_task(requests, costs),
+        by_length(requests, costs),
+        fixed(requests, size=3),
+    ):
+        assert sorted(id(r) for batch in batches for r in batch) == sorted(map(id, requests))
+        assert all(0 < len(batch) <= LARGEST for batch in batches)
+    assert all(len({r.task for r in batch}) == 1 for batch in by_task(requests, costs))
+
+
+@given(requests=REQUESTS, costs=all_costs())
+def test_no_division_of_the_sorted_requests_costs_less(requests: list[Request], costs: Costs) -> None:
+    """The oracle tries every division of the requests, in order of their lengths."""
+
+    def cost(batches: Batches) -> float:
+        return sum(float(costs.shared[len(batch), max(r.tokens for r in batch)]) for batch in batches)
+
+    ordered = sorted(requests, key=lambda r: r.tokens)
+    every = []
+    for cuts in itertools.product([False, True], repeat=max(0, len(ordered) - 1)):
+        edges = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), len(ordered)]
+        parts = [ordered[a:b] for a, b in itertools.pairwise(edges) if a < b]
+        if all(len(part) <= LARGEST for part in parts):
+            every.append(cost(parts))
+    assert cost(by_length(requests, costs)) == pytest.approx(min(every, default=0.0))
+
+
+def test_long_and_short_requests_are_batched_apart() -> None:
+    """With costs in proportion to the padded batch, and some for each batch, the plan pads less than arrival order."""
+    rows, tokens = np.mgrid[0:33, 0:65]
+    costs = Costs(shared=20.0 + rows * tokens, own=dict.fromkeys(METHODS, 0.1 * rows * tokens))
+    random = np.random.default_rng(0)
+    requests = [request(int(random.integers(16)), int(random.integers(1, 65))) for _ in range(200)]
+
+    def cost(batches: Batches) -> float:
+        return sum(float(costs.shared[len(batch), max(r.tokens for r in batch)]) for batch in batches)
+
+    found = cost(coordinated(requests, costs))
+    assert found < cost(fixed(requests, size=32)) / 1.2
+    assert found < cost(by_task(requests, costs))
+
+
+def test_requests_outside_the_costs_are_refused() -> None:
+    costs = Costs(shared=np.ones((3, 5)), own={"LORA": np.ones((3, 5))})
+    with pytest.raises(TaskError, match="tokens"):
+        coordinated([request(0, 5)], costs)
+    with pytest.raises(TaskError, match="method"):
+        coordinated([request(1, 4)], costs)
+
+
+def test_measured_costs_and_a_padded_batch(llama: Path, folders: Path) -> None:
+    model = load_model(llama, dtype=torch.float32)
+    tasks = Tasks(model)
+    tasks.register_all(folders)
+
+    def run(rows: int, tokens: int) -> None:
+        with torch.no_grad():
+            model(input_ids=torch.ones(rows, tokens, dtype=torch.long))
+
+    costs = measure_costs(tasks, run, {"LORA": "lora", "IA3": "ia3"}, rows=(1, 3), tokens=(2, 8), repeat=1)
+    assert (costs.max_rows, costs.max_tokens) == (3, 8)
+    assert (costs.shared[1:, 1:] > 0).all()
+    requests = [
+        Request(task=name, method=m, input_ids=torch.arange(1, n))
+        for name, m, n in (("lora", "LORA", 5), ("ia3", "IA3", 9))
+    ]
+    (batch,) = fixed(requests, size=2)
+    ids, mask = padded(batch)
+    assert ids.shape == mask.shape == (2, 8)
+    with torch.no_grad(), tasks.batch([r.task for r in batch]):
+        both = model(input_ids=ids, attention_mask=mask).logits
+    for row, r in enumerate(batch):
+        with torch.no_grad(), tasks.batch([r.task]):
+            one = model(input_ids=r.input_ids[None]).logits[0]
+        torch.testing.assert_close(both[row, : r.tokens], one, rtol=1e-4, atol=1e-4)
+    tasks.close()
